@@ -1,0 +1,1 @@
+"""GPT pretraining over tensor, pipeline, data and context parallelism."""

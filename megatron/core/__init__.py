@@ -1,0 +1,1 @@
+"""The library: knows nothing of command lines, run folders or logs."""

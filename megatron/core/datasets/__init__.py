@@ -1,0 +1,1 @@
+"""Token files, their indices, blends and samplers."""

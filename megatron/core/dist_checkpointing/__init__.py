@@ -1,0 +1,1 @@
+"""The native checkpoint format: described, planned, stored, then published."""

@@ -1,0 +1,1 @@
+"""Data parallelism: flat gradient buffers, buckets and what happens once per step after them."""

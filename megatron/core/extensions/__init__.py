@@ -1,0 +1,1 @@
+"""Optional accelerated packages, one file each, imported only when asked for."""

@@ -1,0 +1,1 @@
+"""Complete models built from transformer blocks."""

@@ -1,0 +1,1 @@
+"""GPT in its GPT-2, Llama and Qwen shapes."""

@@ -1,0 +1,1 @@
+"""Parameter groups, main parameters, loss scaling, clipping and learning-rate schedules."""

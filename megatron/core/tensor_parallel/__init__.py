@@ -1,0 +1,1 @@
+"""Layers, losses and random streams cut over the tensor-parallel group."""

@@ -1,0 +1,1 @@
+"""One small protocol, one file for each kind of tokenizer."""

@@ -1,0 +1,1 @@
+"""The transformer: configuration, attention, MLP, norms, layers and the block of them."""

@@ -1,0 +1,1 @@
+"""The application: arguments, the loop, logs and run folders."""
