@@ -1,0 +1,238 @@
+"""Frozen dataclasses whose fields are the command line: metadata, documentation and the JSON round trip."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron.core.errors import ConfigurationError
+
+ConfigType = TypeVar("ConfigType")
+
+_METADATA_KEY = "flag"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlagOptions:
+    """Hold what the plain rule (field name to flag name) cannot say about a field.
+
+    ``aliases`` are further names; ``negative`` is the flag that turns a default-True field off; ``append``
+    collects the values of every occurrence; ``cli=False`` marks a field that no flag sets.
+    """
+
+    aliases: tuple[str, ...] = ()
+    negative: str | None = None
+    choices: tuple[str, ...] | None = None
+    nargs: str | int | None = None
+    metavar: str | None = None
+    append: bool = False
+    cli: bool = True
+
+
+_PLAIN = FlagOptions()
+
+
+def flag(
+    default: Any = dataclasses.MISSING,
+    *,
+    aliases: Sequence[str] = (),
+    negative: str | None = None,
+    choices: Sequence[str] | None = None,
+    nargs: str | int | None = None,
+    metavar: str | None = None,
+    append: bool = False,
+    cli: bool = True,
+) -> Any:
+    """Declare a configuration field with more than a name, a type and a default (see `FlagOptions`)."""
+    options = FlagOptions(
+        aliases=tuple(aliases),
+        negative=negative,
+        choices=None if choices is None else tuple(choices),
+        nargs=nargs,
+        metavar=metavar,
+        append=append,
+        cli=cli,
+    )
+    return dataclasses.field(default=default, metadata={_METADATA_KEY: options})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FieldSpec:
+    """Describe one configuration field completely: everything that a parser or a document needs."""
+
+    name: str
+    owner: str
+    item_type: type
+    is_optional: bool
+    is_sequence: bool
+    is_required: bool
+    default: Any
+    options: FlagOptions
+
+    @property
+    def is_bool(self) -> bool:
+        """Tell whether the field is a switch without a value."""
+        return self.item_type is bool and not self.is_sequence
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Return the command-line names of the field, the plain one first; empty when no flag sets it."""
+        if not self.options.cli:
+            return ()
+        if self.options.negative is not None:
+            return (self.options.negative, *self.options.aliases)
+        return ("--" + self.name.replace("_", "-"), *self.options.aliases)
+
+
+def _item_type(annotation: Any) -> tuple[type, bool, bool]:
+    """Split an annotation into (element type, may be None, is a tuple)."""
+    is_optional = False
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        members = [member for member in typing.get_args(annotation) if member is not type(None)]
+        is_optional = len(members) < len(typing.get_args(annotation))
+        assert len(members) == 1, f"a field may be X or X | None, not {annotation}"
+        annotation = members[0]
+    is_sequence = typing.get_origin(annotation) is tuple
+    if is_sequence:
+        annotation = typing.get_args(annotation)[0]
+    assert annotation in (bool, int, float, str), f"a field cannot have the type {annotation}"
+    return annotation, is_optional, is_sequence
+
+
+@functools.cache
+def field_specs(config_class: type) -> tuple[FieldSpec, ...]:
+    """Return the description of every field of a configuration class, inherited ones first."""
+    hints = typing.get_type_hints(config_class)
+    specs = []
+    for field in dataclasses.fields(config_class):
+        item_type, is_optional, is_sequence = _item_type(hints[field.name])
+        options: FlagOptions = field.metadata.get(_METADATA_KEY, _PLAIN)
+        is_required = field.default is dataclasses.MISSING
+        if options.cli and item_type is bool and not is_sequence:
+            assert (field.default is True) == (options.negative is not None), (
+                f"{field.name}: a default-True field, and no other, needs a negative flag"
+            )
+        specs.append(
+            FieldSpec(
+                name=field.name,
+                owner=_owner(config_class, field.name),
+                item_type=item_type,
+                is_optional=is_optional,
+                is_sequence=is_sequence,
+                is_required=is_required,
+                default=None if is_required else field.default,
+                options=options,
+            )
+        )
+    return tuple(specs)
+
+
+def _owner(config_class: type, name: str) -> str:
+    """Return the name of the class that declares a field."""
+    for ancestor in config_class.__mro__:
+        if name in inspect.get_annotations(ancestor):
+            return ancestor.__name__
+    raise AssertionError(f"{config_class.__name__} has no field {name}")
+
+
+@functools.cache
+def field_docs(config_class: type) -> Mapping[str, str]:
+    """Return the string literal that stands under each field, by field name, inherited ones included.
+
+    The text is read from the source, so that it works under ``python -OO`` too.
+    """
+    docs: dict[str, str] = {}
+    for ancestor in reversed(config_class.__mro__):
+        if dataclasses.is_dataclass(ancestor):
+            docs.update(_class_docs(ancestor))
+    return docs
+
+
+def _class_docs(config_class: type) -> dict[str, str]:
+    source_file = sys.modules[config_class.__module__].__file__
+    assert source_file is not None
+    tree = ast.parse(Path(source_file).read_text(encoding="utf-8"))
+    docs: dict[str, str] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef) or node.name != config_class.__name__:
+            continue
+        for statement, following in zip(node.body, node.body[1:]):
+            if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+                continue
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                docs[statement.target.id] = " ".join(str(following.value.value).split())
+    return docs
+
+
+def config_to_dict(config: Any) -> dict[str, Any]:
+    """Turn a configuration (nested dataclasses of plain values) into JSON-ready dicts and lists."""
+    result: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            result[field.name] = config_to_dict(value)
+        else:
+            result[field.name] = list(value) if isinstance(value, tuple) else value
+    return result
+
+
+def config_from_dict(config_class: type[ConfigType], values: Mapping[str, Any]) -> ConfigType:
+    """Build a configuration from what `config_to_dict` returned.
+
+    Strict: an unknown key, a missing required key and a value of the wrong type are problems; a key that is
+    absent takes its default, so that a dictionary written before a field existed can still be read.
+
+    Raises:
+        ConfigurationError: with every problem found.
+    """
+    problems: list[str] = []
+    config = _build(config_class, values, config_class.__name__, problems)
+    if problems or config is None:
+        raise ConfigurationError(problems)
+    return config
+
+
+def _build(
+    config_class: type[ConfigType], values: Mapping[str, Any], where: str, problems: list[str]
+) -> ConfigType | None:
+    hints = typing.get_type_hints(config_class)
+    fields = {field.name: field for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
+    before = len(problems)
+    problems.extend(f"{where}: unknown field {name}" for name in values if name not in fields)
+    arguments: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name not in values:
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                problems.append(f"{where}: field {name} is missing")
+        elif dataclasses.is_dataclass(hints[name]):
+            nested = _build(typing.cast("type[Any]", hints[name]), values[name], f"{where}.{name}", problems)
+            arguments[name] = nested
+        else:
+            arguments[name] = _plain_value(hints[name], values[name], f"{where}.{name}", problems)
+    return config_class(**arguments) if len(problems) == before else None
+
+
+def _plain_value(annotation: Any, value: Any, where: str, problems: list[str]) -> Any:
+    """Check one JSON value against the type of its field; lists become tuples, integers floats."""
+    item_type, is_optional, is_sequence = _item_type(annotation)
+    if value is None and is_optional:
+        return None
+    items = value if is_sequence and isinstance(value, (list, tuple)) else [value]
+    checked = []
+    for item in items:
+        if item_type is float and isinstance(item, int) and not isinstance(item, bool):
+            item = float(item)
+        if type(item) is not item_type:
+            problems.append(f"{where}: {item!r} is not a value of type {item_type.__name__}")
+        checked.append(item)
+    if is_sequence:
+        return tuple(checked)
+    return checked[0]

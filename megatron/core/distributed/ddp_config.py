@@ -1,0 +1,39 @@
+"""How gradients are accumulated and reduced over the data-parallel ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.core.config_base import flag
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedDataParallelConfig:
+    """Hold what data parallelism is built from.
+
+    ``accumulate_allreduce_grads_in_fp32`` is True in a resolved run of any half precision, unless
+    ``grad_reduce_in_bf16`` is given: gradients are accumulated in float32 by default.
+    """
+
+    use_distributed_optimizer: bool = False
+    """Cut the optimizer's state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather the distributed optimizer's parameters while the forward pass runs."""
+    data_parallel_sharding_strategy: str = flag(
+        "no_shard", choices=("no_shard", "optim", "optim_grads", "optim_grads_params")
+    )
+    """What the data-parallel ranks share among them in place of holding copies."""
+    ddp_bucket_size: int | None = None
+    """Number of parameters in one gradient bucket; by default max(40,000,000, 1,000,000 x data-parallel
+    size)."""
+    ddp_average_in_collective: bool = False
+    """Average gradients in the collective in place of scaling them before it."""
+    accumulate_allreduce_grads_in_fp32: bool = False
+    """Accumulate and reduce gradients in float32 (always so in half precision, unless --grad-reduce-in-
+    bf16)."""
+    grad_reduce_in_bf16: bool = False
+    """Accumulate and reduce the gradients of a bfloat16 model in bfloat16."""
+    check_for_nan_in_loss_and_grad: bool = flag(True, negative="--no-check-for-nan-in-loss-and-grad")
+    """Do not stop when a loss or a gradient is not finite."""

@@ -1,0 +1,56 @@
+"""How a model is cut over processes, and the precision of its parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.core.config_base import flag
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelParallelConfig:
+    """Hold the parallel layout that every layer may need to know.
+
+    ``params_dtype`` is a torch dtype by name; ``fp16`` and ``bf16`` decide it where one of them is set.
+    """
+
+    tensor_model_parallel_size: int = 1
+    """Number of processes over which each layer's matrices are cut."""
+    pipeline_model_parallel_size: int = 1
+    """Number of pipeline stages over which the layers are spread."""
+    context_parallel_size: int = 1
+    """Number of processes over which each sequence is cut."""
+    sequence_parallel: bool = False
+    """Cut the activations outside the matrix products along the sequence over the tensor-parallel ranks."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Number of layers in one virtual pipeline stage; turns the interleaved schedule on."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Number of virtual stages that each pipeline rank holds; turns the interleaved schedule on."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Number of layers on the first pipeline stage, where the split is uneven."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Number of layers on the last pipeline stage, where the split is uneven."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as one layer when the layers are spread over the pipeline stages."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output layer and the loss as one layer when the layers are spread over the pipeline
+    stages."""
+    cp_comm_type: tuple[str, ...] = flag(("p2p",), nargs="+")
+    """How context-parallel ranks exchange keys and values: p2p, all_gather, a2a or a2a+p2p; one or one
+    a layer."""
+    async_tensor_model_parallel_allreduce: bool = flag(
+        True, negative="--no-async-tensor-model-parallel-allreduce"
+    )
+    """Do not overlap the all-reduce of a column-parallel layer's input gradient with its weight
+    gradient."""
+    fp16: bool = False
+    """Train in float16 with float32 main parameters and dynamic loss scaling."""
+    bf16: bool = False
+    """Train in bfloat16 with float32 main parameters."""
+    params_dtype: str = flag("", cli=False)
+    """Type of the model's parameters: float32, bfloat16, float16 or float64."""
+
+    def __post_init__(self) -> None:
+        """Fill in the values that follow from others."""
+        half = "float16" if self.fp16 else "bfloat16" if self.bf16 else None
+        object.__setattr__(self, "params_dtype", half or self.params_dtype or "float32")

@@ -1,0 +1,79 @@
+"""The whole of a GPT model: transformer stack, vocabulary and positions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.core.config_base import flag
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTConfig(TransformerConfig):
+    """Hold everything that a GPT model is built from.
+
+    ``vocab_size`` is the tokenizer's real size, without padding; it is 0 until the tokenizer is known.
+    """
+
+    vocab_size: int = flag(0, cli=False)
+    """Number of tokens of the tokenizer, without padding."""
+    make_vocab_size_divisible_by: int = 128
+    """The embedding is padded to a multiple of this number x the tensor-parallel size."""
+    max_position_embeddings: int = 0
+    """Number of positions that the model knows; by default the sequence length."""
+    position_embedding_type: str = flag("learned_absolute", choices=("learned_absolute", "rope", "none"))
+    """Kind of position embedding."""
+    use_rotary_position_embeddings: bool = False
+    """Use rotary positions (same as --position-embedding-type rope)."""
+    add_position_embedding: bool = flag(True, negative="--no-position-embedding")
+    """Use no learned positions: rotary ones where they are asked for, else none."""
+    rotary_base: int = 10000
+    """Base of the rotary frequencies."""
+    rotary_percent: float = 1.0
+    """Share of each head's width that is rotated."""
+    rotary_interleaved: bool = False
+    """Rotate neighbouring pairs of channels in place of the two halves."""
+    rotary_seq_len_interpolation_factor: float | None = None
+    """Divide the positions by this factor before they are rotated."""
+    use_rope_scaling: bool = False
+    """Scale the rotary frequencies as Llama 3.1 does."""
+    rope_scaling_factor: float = 8.0
+    """Llama 3.1 scaling: factor by which low frequencies are divided."""
+    rope_scaling_low_freq_factor: float = 1.0
+    """Llama 3.1 scaling: below original length / this wavelength ratio frequencies are fully divided."""
+    rope_scaling_high_freq_factor: float = 4.0
+    """Llama 3.1 scaling: above original length / this wavelength ratio frequencies are kept."""
+    rope_scaling_original_max_position_embeddings: int = 8192
+    """Llama 3.1 scaling: number of positions that the model was first trained with."""
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer a weight of its own."""
+    fp16_lm_cross_entropy: bool = False
+    """Compute the loss of a float16 model in float16."""
+
+    def __post_init__(self) -> None:
+        """Fill in the values that follow from others."""
+        super().__post_init__()
+        if self.use_rotary_position_embeddings:
+            object.__setattr__(self, "position_embedding_type", "rope")
+        elif not self.add_position_embedding and self.position_embedding_type == "learned_absolute":
+            object.__setattr__(self, "position_embedding_type", "none")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Return the number of rows of the embedding, padding included."""
+        return padded_vocab_size(
+            self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size
+        )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return how many channels of each head are rotated."""
+        return int(self.kv_channels * self.rotary_percent)
+
+
+def padded_vocab_size(
+    vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int
+) -> int:
+    """Return the next multiple of ``make_vocab_size_divisible_by`` x tensor-parallel size."""
+    multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
+    return (vocab_size + multiple - 1) // multiple * multiple

@@ -1,0 +1,137 @@
+"""The shape and the arithmetic of a stack of transformer layers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.core.config_base import flag
+from megatron.core.model_parallel_config import ModelParallelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig(ModelParallelConfig):
+    """Hold everything that a transformer layer is built from.
+
+    ``ffn_hidden_size``, ``kv_channels`` and ``num_query_groups`` are 0 where they are not given and are then
+    derived, so that a built configuration always holds their real values.
+    """
+
+    num_layers: int
+    """Number of transformer layers."""
+    hidden_size: int
+    """Width of the model."""
+    num_attention_heads: int
+    """Number of attention heads."""
+    ffn_hidden_size: int = 0
+    """Width of the feed-forward layer; by default 4 x hidden size, or two thirds of it, in steps of 64,
+    with SwiGLU."""
+    kv_channels: int = 0
+    """Width of one attention head; by default hidden size / number of heads."""
+    group_query_attention: bool = False
+    """Share keys and values among groups of attention heads."""
+    num_query_groups: int = 0
+    """Number of key/value heads with grouped-query attention (1 where only --group-query-attention is
+    given)."""
+
+    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    """Kind of normalization."""
+    norm_epsilon: float = flag(1e-5, aliases=("--layernorm-epsilon",))
+    """Added to the variance by the normalization."""
+    apply_layernorm_1p: bool = False
+    """Store the normalization's weight as its difference from one."""
+    qk_layernorm: bool = False
+    """Normalize queries and keys, each head on its own."""
+
+    swiglu: bool = False
+    """Use the SwiGLU feed-forward layer."""
+    squared_relu: bool = False
+    """Use the squared ReLU as activation."""
+    openai_gelu: bool = False
+    """Use the tanh form of GELU."""
+    bias_gelu_fusion: bool = flag(True, negative="--no-bias-gelu-fusion")
+    """Use the exact GELU in place of the tanh form of the fused kernel."""
+    add_bias_linear: bool = flag(True, negative="--disable-bias-linear")
+    """Leave the biases out of the linear layers."""
+    add_qkv_bias: bool = False
+    """Give the query/key/value projection a bias even where the other linear layers have none."""
+
+    hidden_dropout: float = 0.1
+    """Dropout probability of the hidden states."""
+    attention_dropout: float = 0.1
+    """Dropout probability of the attention weights."""
+    attention_backend: str = flag("auto", choices=("auto", "flash", "fused", "unfused", "local"))
+    """Attention kernel: auto takes the fastest at hand, unfused and local the plain reference."""
+    use_flash_attn: bool = False
+    """Use FlashAttention where it is found (same as --attention-backend flash)."""
+    apply_query_key_layer_scaling: bool = False
+    """Divide the attention scores by the layer number before the softmax's float32 part, against
+    float16 overflow."""
+
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights; layers that end a residual branch take it / sqrt(2 x
+    layers)."""
+
+    recompute_activations: bool = False
+    """Recompute the attention in the backward pass (same as --recompute-granularity selective)."""
+    recompute_granularity: str | None = flag(None, choices=("selective", "full"))
+    """What the backward pass recomputes: the attention core (selective) or whole layers (full)."""
+    recompute_method: str | None = flag(None, choices=("uniform", "block"))
+    """With full recompute: groups of layers all along (uniform), or only the first layers of a stage
+    (block)."""
+    recompute_num_layers: int | None = None
+    """With full recompute: layers in a group (uniform), or layers recomputed on each stage (block)."""
+    distribute_saved_activations: bool = False
+    """With full recompute: cut the saved activations over the tensor-parallel ranks."""
+
+    def __post_init__(self) -> None:
+        """Fill in the values that follow from others."""
+        super().__post_init__()
+        if self.ffn_hidden_size == 0:
+            object.__setattr__(
+                self, "ffn_hidden_size", default_ffn_hidden_size(self.hidden_size, self.swiglu)
+            )
+        if self.kv_channels == 0:
+            object.__setattr__(self, "kv_channels", self.hidden_size // max(self.num_attention_heads, 1))
+        if self.num_query_groups == 0:
+            groups = 1 if self.group_query_attention else self.num_attention_heads
+            object.__setattr__(self, "num_query_groups", groups)
+        if self.recompute_activations and self.recompute_granularity is None:
+            object.__setattr__(self, "recompute_granularity", "selective")
+        if self.use_flash_attn and self.attention_backend == "auto":
+            object.__setattr__(self, "attention_backend", "flash")
+
+    @property
+    def activation(self) -> str:
+        """Return the feed-forward activation: swiglu, squared_relu, gelu_tanh or gelu (the exact form)."""
+        if self.swiglu:
+            return "swiglu"
+        if self.squared_relu:
+            return "squared_relu"
+        return "gelu_tanh" if self.bias_gelu_fusion or self.openai_gelu else "gelu"
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Tell whether the query/key/value projection has a bias."""
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def query_projection_size(self) -> int:
+        """Return the width of all query heads together."""
+        return self.kv_channels * self.num_attention_heads
+
+    @property
+    def kv_projection_size(self) -> int:
+        """Return the width of all key heads together (the value heads have the same)."""
+        return self.kv_channels * self.num_query_groups
+
+    @property
+    def output_init_method_std(self) -> float:
+        """Return the initial standard deviation of the layers that end a residual branch."""
+        return float(self.init_method_std / (2.0 * self.num_layers) ** 0.5)
+
+
+def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
+    """Return Megatron's width of the feed-forward layer where none is given."""
+    if swiglu:
+        return int((4 * hidden_size * 2 / 3) / 64) * 64
+    return 4 * hidden_size

@@ -1,0 +1,50 @@
+"""Where checkpoints are, and what is saved and loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.core.config_base import flag
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Hold what saving, retention and loading need."""
+
+    save: str | None = flag(None, metavar="DIR")
+    """Folder that checkpoints are written to."""
+    save_interval: int | None = None
+    """Iterations from one checkpoint to the next; without it only the end of the run is saved."""
+    no_save_optim: bool = False
+    """Do not save the optimizer's state."""
+    no_save_rng: bool = False
+    """Do not save the state of the random number generators."""
+    load: str | None = flag(None, metavar="DIR")
+    """Folder that a checkpoint is read from."""
+    no_load_optim: bool = False
+    """Do not load the optimizer's state."""
+    no_load_rng: bool = False
+    """Do not load the state of the random number generators."""
+    finetune: bool = False
+    """Load the weights alone and begin at iteration 0."""
+    pretrained_checkpoint: str | None = flag(None, metavar="DIR")
+    """Folder whose checkpoint gives the first weights where --load has none."""
+    ckpt_step: int | None = None
+    """Iteration to load, in place of the newest."""
+    ckpt_format: str = flag("safetensors", choices=("safetensors", "torch_dist", "torch"))
+    """Format of the checkpoints written; safetensors is the native one."""
+    async_save: bool = False
+    """Write checkpoints while training goes on."""
+    keep_last: int | None = None
+    """Number of newest checkpoints that are kept; by default all."""
+    keep_every: int | None = None
+    """Keep each checkpoint whose iteration is a multiple of this number, whatever --keep-last says."""
+    use_checkpoint_args: bool = False
+    """Take the model's shape from the checkpoint."""
+    exit_on_missing_checkpoint: bool = False
+    """End with an error when --load holds no checkpoint, in place of starting from random weights."""
+    dist_ckpt_strictness: str = flag(
+        "raise_all", choices=("raise_all", "log_all", "ignore_all", "raise_unexpected", "log_unexpected")
+    )
+    """What tensors that the checkpoint lacks or has too many mean: an error, a line in the log, or
+    nothing."""

@@ -1,0 +1,49 @@
+"""What a run reports, and where."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.core.config_base import flag
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Hold the log's interval and contents, and where metrics go."""
+
+    log_interval: int = 100
+    """Iterations from one log line to the next."""
+    log_throughput: bool = False
+    """Log the floating-point throughput of each GPU."""
+    log_params_norm: bool = False
+    """Log the norm of the parameters."""
+    log_progress: bool = False
+    """Append the run's progress to progress.txt in the folder of the checkpoints."""
+    timing_log_level: int = flag(0, choices=("0", "1", "2"))
+    """How much is timed: 0 the iteration, 1 its large parts, 2 each operation."""
+    timing_log_option: str = flag("minmax", choices=("max", "minmax", "all"))
+    """Times over the ranks: the longest, shortest and longest, or all."""
+    tensorboard_dir: str | None = flag(None, metavar="DIR")
+    """Folder of the TensorBoard files."""
+    tensorboard_log_interval: int = 1
+    """Iterations from one TensorBoard point to the next."""
+    tensorboard_queue_size: int = 1000
+    """Number of TensorBoard events that may wait before they are written."""
+    log_timers_to_tensorboard: bool = False
+    """Write the times to TensorBoard."""
+    log_batch_size_to_tensorboard: bool = False
+    """Write the global batch size to TensorBoard."""
+    log_learning_rate_to_tensorboard: bool = flag(True, negative="--no-log-learning-rate-to-tensorboard")
+    """Do not write the learning rate to TensorBoard."""
+    log_loss_scale_to_tensorboard: bool = flag(True, negative="--no-log-loss-scale-to-tensorboard")
+    """Do not write the loss scale to TensorBoard."""
+    log_validation_ppl_to_tensorboard: bool = False
+    """Write the perplexity of evaluations to TensorBoard."""
+    log_memory_to_tensorboard: bool = False
+    """Write memory figures to TensorBoard."""
+    log_world_size_to_tensorboard: bool = False
+    """Write the world size to TensorBoard."""
+    metrics_jsonl: str | None = flag(None, metavar="FILE")
+    """File that receives one JSON object an iteration; by default metrics.jsonl in the folder of --save."""
+    print_config: bool = False
+    """Print the resolved configuration as JSON and end."""

@@ -1,0 +1,143 @@
+"""One run: all of its configuration, and the values that follow from several parts of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.config_base import config_from_dict, config_to_dict
+from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.training.config.checkpoint_config import CheckpointConfig
+from megatron.training.config.data_config import DataConfig
+from megatron.training.config.initialization_config import InitializationConfig
+from megatron.training.config.logging_config import LoggingConfig
+from megatron.training.config.scheduler_config import SchedulerConfig
+from megatron.training.config.tokenizer_config import TokenizerConfig
+from megatron.training.config.training_config import TrainingConfig
+from megatron.training.config.validation_config import ValidationConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleLengths:
+    """Hold the lengths of a schedule in samples (one step of the scheduler is one sample)."""
+
+    lr_warmup_steps: int
+    lr_decay_steps: int
+    wsd_decay_steps: int | None
+    weight_decay_steps: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Hold every part of a run's configuration, and the world size that it was resolved for."""
+
+    model: GPTConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    scheduler: SchedulerConfig
+    ddp: DistributedDataParallelConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    validation: ValidationConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    initialization: InitializationConfig
+    world_size: int = 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return the number of model copies."""
+        model = self.model
+        return self.world_size // (
+            model.tensor_model_parallel_size
+            * model.pipeline_model_parallel_size
+            * model.context_parallel_size
+        )
+
+    @property
+    def train_samples(self) -> int:
+        """Return the number of samples of the whole run."""
+        if self.training.train_samples:
+            return self.training.train_samples
+        return samples_of_iterations(self.training, self.training.train_iters)
+
+    @property
+    def train_iters(self) -> int:
+        """Return the number of iterations of the whole run, batch-size ramp-up included."""
+        if self.training.train_iters:
+            return self.training.train_iters
+        return iterations_of_samples(self.training, self.training.train_samples)
+
+    @property
+    def schedule_lengths(self) -> ScheduleLengths:
+        """Return the lengths of the learning-rate and weight-decay schedules in samples.
+
+        As in Megatron: lengths given in iterations count full global batches, ramp-up or not.
+        """
+        schedule, batch = self.scheduler, self.training.global_batch_size
+        wsd_decay: int | None
+        if self.training.train_samples:
+            total = self.training.train_samples
+            decay = schedule.lr_decay_samples or total
+            warmup = schedule.lr_warmup_samples
+            wsd_decay = schedule.lr_wsd_decay_samples
+        else:
+            total = self.training.train_iters * batch
+            decay = (schedule.lr_decay_iters or self.training.train_iters) * batch
+            warmup = schedule.lr_warmup_iters * batch
+            wsd_decay = None if schedule.lr_wsd_decay_iters is None else schedule.lr_wsd_decay_iters * batch
+        if schedule.lr_warmup_fraction is not None:
+            warmup = int(schedule.lr_warmup_fraction * decay)
+        return ScheduleLengths(
+            lr_warmup_steps=warmup, lr_decay_steps=decay, wsd_decay_steps=wsd_decay, weight_decay_steps=total
+        )
+
+    @property
+    def metrics_jsonl(self) -> str | None:
+        """Return the file of the metrics, or None where neither it nor --save is given."""
+        if self.logging.metrics_jsonl is not None or self.checkpoint.save is None:
+            return self.logging.metrics_jsonl
+        return f"{self.checkpoint.save}/metrics.jsonl"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the whole configuration as JSON-ready values."""
+        return config_to_dict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+        """Read back what `to_dict` returned; raise ConfigurationError for anything else."""
+        return config_from_dict(cls, values)
+
+
+def samples_of_iterations(training: TrainingConfig, iterations: int) -> int:
+    """Return how many samples the first iterations consume, batch-size ramp-up included."""
+    consumed = 0
+    for batch, phase_end in _rampup_phases(training):
+        steps = min(iterations, -(-max(phase_end - consumed, 0) // batch))
+        consumed += steps * batch
+        iterations -= steps
+    return consumed + iterations * training.global_batch_size
+
+
+def iterations_of_samples(training: TrainingConfig, samples: int) -> int:
+    """Return how many whole iterations a number of samples makes, batch-size ramp-up included."""
+    consumed = 0
+    iterations = 0
+    for batch, phase_end in _rampup_phases(training):
+        steps = -(-max(min(phase_end, samples) - consumed, 0) // batch)
+        consumed += steps * batch
+        iterations += steps
+    return iterations + max(samples - consumed, 0) // max(training.global_batch_size, 1)
+
+
+def _rampup_phases(training: TrainingConfig) -> list[tuple[int, int]]:
+    """Return (batch size, consumed samples up to which it holds) for each size below the full one."""
+    if len(training.rampup_batch_size) != 3:
+        return []
+    start, increment, samples = training.rampup_batch_size
+    num_increments = (training.global_batch_size - start) // increment
+    per_increment = samples / max(num_increments, 1)
+    return [(start + i * increment, int((i + 1) * per_increment)) for i in range(num_increments)]

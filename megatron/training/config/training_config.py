@@ -1,0 +1,49 @@
+"""How long and with which batches a run trains."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.core.config_base import flag
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Hold batch sizes, the run's length and the reasons to end it early."""
+
+    micro_batch_size: int
+    """Number of samples of one forward pass on one data-parallel rank."""
+    global_batch_size: int = 0
+    """Number of samples of one iteration over all ranks; by default micro batch size x data-parallel
+    size."""
+    rampup_batch_size: tuple[int, ...] = flag((), nargs="+", metavar="N")
+    """Ramp the global batch size up: first size, increment, samples over which it grows."""
+    train_iters: int = 0
+    """Number of iterations of the whole run."""
+    train_samples: int = 0
+    """Number of samples of the whole run, in place of --train-iters."""
+    exit_interval: int | None = None
+    """End the program when the iteration is a multiple of this number."""
+    exit_duration_in_mins: int | None = None
+    """End the program after this many minutes."""
+    exit_signal_handler: bool = False
+    """Save a checkpoint and end on a signal (SIGTERM is always handled so)."""
+    exit_signal: str = flag("SIGTERM", choices=("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"))
+    """Signal that --exit-signal-handler waits for."""
+    skip_train: bool = False
+    """Do not train: only evaluate, then end."""
+    calculate_per_token_loss: bool = False
+    """Divide gradients by the number of tokens of the global batch in place of each micro-batch's own
+    mean."""
+    empty_unused_memory_level: int = 0
+    """Give unused GPU memory back: 0 never, 1 after an iteration, 2 also before the optimizer."""
+    manual_gc: bool = False
+    """Run Python's garbage collector only at fixed iterations, so that all ranks stop together."""
+    manual_gc_interval: int = 0
+    """With --manual-gc: iterations from one collection to the next; 0 for never."""
+    manual_gc_eval: bool = flag(True, negative="--no-manual-gc-eval")
+    """With --manual-gc: do not collect garbage before and after an evaluation."""
+    iterations_to_skip: tuple[int, ...] = flag((), nargs="+", metavar="N")
+    """Iterations whose samples are consumed without training on them."""
+    check_weight_hash_across_dp_replicas_interval: int | None = None
+    """Iterations from one comparison of the weights over the data-parallel ranks to the next."""
