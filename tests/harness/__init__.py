@@ -1,0 +1,1 @@
+"""Run functions on several ranks, and whole training commands, from a test."""
