@@ -32,7 +32,7 @@ class RankFailure(AssertionError):
 
 
 class ForkServer:
-    """Own the process that forks ranks; the first job starts it, and the next one after a job that broke it."""
+    """Own the process that forks ranks; started by the first job, and anew after a job that broke it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None

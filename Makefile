@@ -1,0 +1,35 @@
+# Recipes for people who work on the project. Each uses the environment of tests/run.sh, and makes it if need be.
+VENV ?= .venv
+PYTHON = $(VENV)/bin/python
+
+.PHONY: help setup check format test test-long test-gpu clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+setup:  ## make or update the environment
+	@bash requirements/install.sh $(VENV) dev
+
+check: setup  ## lint, format, types and import contracts
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	$(VENV)/bin/lint-imports --no-cache --no-logo
+	$(PYTHON) -m pytest -q --durations=0 tests/unit/test_repository.py
+
+format: setup  ## rewrite the code in the project's style
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+test:  ## run the default tests
+	bash tests/run.sh
+
+test-long:  ## run the tests that take minutes
+	bash tests/run.sh -m long
+
+test-gpu:  ## run the tests that need a CUDA device
+	bash tests/run.sh -m gpu
+
+clean:  ## remove what checkers and builds leave behind
+	rm -rf build .mypy_cache .pytest_cache .ruff_cache .hypothesis megatron_gpt.egg-info
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

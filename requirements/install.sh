@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Make a virtual environment that holds one of this folder's sets, and the project in editable form.
+#
+#   requirements/install.sh VENV runtime|dev
+#
+# Does nothing if VENV already holds exactly this. PYTHON names the interpreter to start from.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=${1:?usage: requirements/install.sh VENV runtime|dev}
+set=${2:?usage: requirements/install.sh VENV runtime|dev}
+python=${PYTHON:-python3}
+
+if ! command -v "$python" >/dev/null; then
+    echo "$python is not found: install Python 3.10 or newer, or set PYTHON to one" >&2
+    exit 2
+fi
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+    echo "$("$python" --version) is too old: Python 3.10 or newer is needed; set PYTHON to one" >&2
+    exit 2
+fi
+
+# What the environment depends on: the interpreter, where it lies, the pinned versions, and what is compiled.
+files=(pyproject.toml requirements/*)
+for optional in setup.py megatron/core/datasets/*.cpp; do
+    if [ -f "$optional" ]; then files+=("$optional"); fi
+done
+fingerprint=$({
+    "$python" -c 'import sys; print(sys.version, sys.base_prefix)'
+    pwd
+    cat "${files[@]}"
+} | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
+
+# The development set holds the runtime set, so either will do for running.
+for held in "$set" dev; do
+    stamp="$venv/installed-$held"
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$fingerprint" ]; then exit 0; fi
+done
+
+echo "== installing requirements/$set.txt and the project into $venv"
+rm -f "$venv"/installed-*
+if ! [ -x "$venv/bin/python" ] || ! "$venv/bin/python" -c \
+    "import sys; sys.exit(sys.version != '''$("$python" -c 'import sys; print(sys.version)')''')"; then
+    if ! "$python" -m venv --clear "$venv"; then
+        echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2
+        exit 2
+    fi
+fi
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+"$venv/bin/python" -m pip install --quiet -r "requirements/$set.txt"
+# The pinned set holds the build requirements, so nothing is fetched for an isolated build environment.
+"$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable .
+echo "$fingerprint" >"$venv/installed-$set"

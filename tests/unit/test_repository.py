@@ -1,0 +1,347 @@
+"""Rules of the repository that no off-the-shelf checker knows; part of ``make check``."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "megatron"
+
+# Which files may touch what. A module covers everything below it; imports for type checkers only are free.
+OWNERS: dict[str, tuple[str, ...]] = {
+    "argparse": ("megatron/training/arguments.py",),
+    "os.environ": ("megatron/training/initialize.py", "megatron/core/device.py"),
+    "os.getenv": ("megatron/training/initialize.py", "megatron/core/device.py"),
+    "torch.cuda": ("megatron/core/device.py", "megatron/core/timers.py"),
+    "torch.distributed": (
+        "megatron/core/collectives.py",
+        "megatron/core/distributed/param_and_grad_buffer.py",
+        "megatron/core/parallel_state.py",
+        "megatron/core/pipeline_parallel/p2p_communication.py",
+        "megatron/training/initialize.py",
+    ),
+    # Optional or heavy packages: each is known to one file, so that its absence is handled in one place.
+    "apex": ("megatron/core/extensions/apex.py",),
+    "flash_attn": ("megatron/core/extensions/flash_attn.py",),
+    "transformer_engine": ("megatron/core/extensions/transformer_engine.py",),
+    # Checkpoints hold no pickles.
+    "pickle": (),
+    "torch.save": (),
+    "torch.load": (),
+}
+
+# These run before torch is imported, so that a wrong command line is answered at once.
+TORCH_FREE_PATTERNS = (
+    "megatron/core/errors.py",
+    "megatron/core/config_base.py",
+    "megatron/core/**/*_config.py",
+    "megatron/training/arguments.py",
+    "megatron/training/config/*.py",
+    "megatron/training/validation*",
+    "megatron/training/validation/*.py",
+)
+
+BANNED_FILE_NAMES = re.compile(r"(^|_)(utils?|helpers?|managers?|misc|common)\.py$")
+UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
+
+
+def package_files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+@functools.cache
+def syntax_tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def is_for_type_checkers(node: ast.AST) -> bool:
+    if not isinstance(node, ast.If):
+        return False
+    test = node.test
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield every node that is not under ``if TYPE_CHECKING``."""
+    for child in ast.iter_child_nodes(tree):
+        if is_for_type_checkers(child):
+            assert isinstance(child, ast.If)
+            for statement in child.orelse:
+                yield from runtime_nodes(statement)
+            continue
+        yield child
+        yield from runtime_nodes(child)
+
+
+def dotted_name(node: ast.AST) -> str | None:
+    """Return ``a.b.c`` for an attribute chain that starts at a name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        base = dotted_name(node.value)
+        return None if base is None else f"{base}.{node.attr}"
+    return None
+
+
+def used_names(path: Path) -> set[str]:
+    """Return the dotted names that a file imports or reaches through its imports, aliases resolved."""
+    nodes = list(runtime_nodes(syntax_tree(path)))
+    aliases: dict[str, str] = {}
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                names.add(alias.name)
+                aliases[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                names.add(f"{node.module}.{alias.name}")
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Call) and (dotted_name(node.func) or "").endswith("import_module"):
+            names |= {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
+    for node in nodes:
+        name = dotted_name(node)
+        if name is not None:
+            first, _, rest = name.partition(".")
+            if first in aliases:
+                names.add(f"{aliases[first]}.{rest}" if rest else aliases[first])
+    return names
+
+
+def offences(path: Path) -> list[str]:
+    """Return what a file touches that belongs to others."""
+    names = used_names(path)
+    return [
+        f"{relative(path)} uses {owned}, which only {' and '.join(owners) or 'nobody'} may"
+        for owned, owners in OWNERS.items()
+        if relative(path) not in owners
+        and any(name == owned or name.startswith(f"{owned}.") for name in names)
+    ]
+
+
+def test_third_party_modules_are_touched_by_their_owners_only() -> None:
+    assert [offence for path in package_files() for offence in offences(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "owned"),
+    [
+        ("import torch\ntorch.cuda.synchronize()", "torch.cuda"),
+        ("import torch.distributed as dist\ndist.barrier()", "torch.distributed"),
+        ("from torch import distributed", "torch.distributed"),
+        ("from os import environ as e\ne['A']", "os.environ"),
+        ("import os as system\nsystem.getenv('A')", "os.getenv"),
+        ("import importlib\nimportlib.import_module('flash_attn.ops')", "flash_attn"),
+        ("def f():\n    import argparse", "argparse"),
+    ],
+)
+def test_ownership_is_seen_through_aliases(tmp_path: Path, monkeypatch, source: str, owned: str) -> None:
+    monkeypatch.setitem(globals(), "REPOSITORY", tmp_path)
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert [offence.split(", ")[0] for offence in offences(path)] == [f"module.py uses {owned}"]
+
+
+def test_imports_for_type_checkers_are_free(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(globals(), "REPOSITORY", tmp_path)
+    path = tmp_path / "module.py"
+    path.write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch.distributed as dist\n"
+    )
+    assert offences(path) == []
+
+
+def test_package_init_files_hold_a_docstring_only() -> None:
+    for path in PACKAGE.rglob("__init__.py"):
+        body = syntax_tree(path).body
+        assert len(body) == 1, relative(path)
+        assert ast.get_docstring(syntax_tree(path)), relative(path)
+
+
+def test_every_folder_of_modules_is_a_package() -> None:
+    folders = {path.parent for path in package_files()}
+    assert [relative(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+def test_every_module_has_a_docstring_and_postponed_annotations() -> None:
+    for path in package_files():
+        tree = syntax_tree(path)
+        assert ast.get_docstring(tree), f"{relative(path)} has no docstring"
+        future = any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
+        assert future or path.name == "__init__.py", f"{relative(path)} does not postpone annotations"
+
+
+def test_files_are_named_after_what_they_hold() -> None:
+    assert [relative(path) for path in package_files() if BANNED_FILE_NAMES.search(path.name)] == []
+
+
+def test_nothing_is_left_unfinished() -> None:
+    found = [
+        f"{relative(path)}:{number}: {line.strip()}"
+        for path in package_files()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if UNFINISHED.search(line)
+    ]
+    assert found == []
+
+
+def test_state_is_passed_and_never_global() -> None:
+    found = [
+        f"{relative(path)}:{node.lineno}"
+        for path in package_files()
+        for node in ast.walk(syntax_tree(path))
+        if isinstance(node, ast.Global)
+    ]
+    assert found == []
+
+
+def test_configuration_is_read_by_attribute() -> None:
+    """A ``getattr`` with a default would hide a field that does not exist."""
+    found = [
+        f"{relative(path)}:{node.lineno}"
+        for path in package_files()
+        for node in ast.walk(syntax_tree(path))
+        if isinstance(node, ast.Call)
+        and dotted_name(node.func) == "getattr"
+        and len(node.args) == 3
+        and re.search(r"(^|[._])(config|args|arguments)$", dotted_name(node.args[0]) or "")
+    ]
+    assert found == []
+
+
+def test_configuration_and_validation_import_no_torch() -> None:
+    paths = sorted({path for pattern in TORCH_FREE_PATTERNS for path in REPOSITORY.glob(pattern)})
+    modules = [
+        relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for path in paths
+        if path.suffix == ".py"
+    ]
+    assert "megatron.core.errors" in modules
+    program = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules:\n"
+        "        sys.exit(f'{name} imports torch')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, *modules], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def project_metadata() -> dict:
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+
+
+def pinned_requirements(name: str) -> list[Requirement]:
+    requirements = []
+    for line in (REPOSITORY / "requirements" / f"{name}.txt").read_text().splitlines():
+        text = line.partition("#")[0].strip()
+        if text.startswith("-r "):
+            requirements += pinned_requirements(text.removeprefix("-r ").removesuffix(".txt"))
+        elif text:
+            requirements.append(Requirement(text))
+    return requirements
+
+
+@pytest.mark.parametrize("name", ["runtime", "dev"])
+def test_pinned_versions_are_exact_and_within_the_declared_ranges(name: str) -> None:
+    metadata = project_metadata()
+    declared = metadata["dependencies"] + (metadata["optional-dependencies"]["dev"] if name == "dev" else [])
+    pinned: dict[str, list[str]] = {}
+    for requirement in pinned_requirements(name):
+        (specifier,) = requirement.specifier
+        assert specifier.operator == "==", str(requirement)
+        pinned.setdefault(requirement.name, []).append(specifier.version)
+    for requirement in map(Requirement, declared):
+        assert requirement.name in pinned, f"requirements/{name}.txt does not pin {requirement.name}"
+        for version in pinned[requirement.name]:
+            assert requirement.specifier.contains(version), f"{requirement} excludes the pinned {version}"
+
+
+def test_building_does_not_need_torch() -> None:
+    """torch in an isolated build environment would mean a download of gigabytes for one small extension."""
+    document = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    names = {Requirement(text).name for text in document["build-system"]["requires"]}
+    assert "torch" not in names
+    assert names <= {requirement.name for requirement in pinned_requirements("runtime")}
+
+
+def test_no_accelerated_package_is_a_dependency() -> None:
+    names = {Requirement(text).name for text in project_metadata()["dependencies"]}
+    assert names.isdisjoint({"apex", "flash-attn", "transformer-engine", "triton"})
+
+
+def test_nothing_imported_at_run_time_is_undeclared() -> None:
+    declared = {Requirement(text).name for text in project_metadata()["dependencies"]}
+    for extra in ("gpu", "tokenizers-extra"):
+        declared |= {Requirement(text).name for text in project_metadata()["optional-dependencies"][extra]}
+    distributions = importlib.metadata.packages_distributions()
+    known = {name.replace("-", "_") for name in declared} | {"apex", "megatron", "__future__"}
+    for path in package_files():
+        for name in {name.partition(".")[0] for name in used_names(path)} - sys.stdlib_module_names:
+            owners = {owner.replace("-", "_").lower() for owner in distributions.get(name, [name])}
+            assert owners & known or name in known, f"{relative(path)} imports the undeclared {name}"
+
+
+def tracked_files(*patterns: str) -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--", *patterns],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout, so which files belong to the project is not known")
+    return [REPOSITORY / name for name in listed.stdout.split("\0") if name]
+
+
+def test_shell_scripts_parse_and_stop_at_errors() -> None:
+    scripts = tracked_files("*.sh", ".ci/run")
+    assert scripts
+    for script in scripts:
+        subprocess.run(["bash", "-n", str(script)], check=True)
+        assert "set -e" in script.read_text(), f"{relative(script)} goes on after an error"
+
+
+def test_links_and_commands_of_the_documents_name_files_that_exist() -> None:
+    documents = tracked_files("*.md")
+    assert documents
+    for document in documents:
+        text = document.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#\s]+)", text):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{relative(document)} links to {target}"
+        for command in re.findall(r"\b(?:bash|python) ([\w./-]+\.(?:sh|py))", text):
+            assert (REPOSITORY / command).exists(), f"{relative(document)} runs {command}"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the scripts are for POSIX shells")
+def test_scripts_with_a_first_line_are_executable() -> None:
+    for path in tracked_files("*.sh", ".ci/run"):
+        assert path.stat().st_mode & 0o111, f"{relative(path)} is not executable"
