@@ -1,1 +1,1 @@
-"""One small protocol, one file for each kind of tokenizer."""
+"""Tokenizers: one small protocol, one file a kind."""

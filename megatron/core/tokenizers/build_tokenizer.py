@@ -1,0 +1,97 @@
+"""From --tokenizer-type and its flags to a tokenizer."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.core.errors import TokenizerError
+from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer
+from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from megatron.core.tokenizers.sentence_piece_tokenizer import SENTENCE_PIECE_TYPES, SentencePieceTokenizer
+from megatron.core.tokenizers.tiktoken_tokenizer import DEFAULT_NUM_SPECIAL_TOKENS, TikTokenizer
+from megatron.core.tokenizers.tokenizer import Tokenizer
+
+TOKENIZER_TYPES = (
+    "GPT2BPETokenizer",
+    "HuggingFaceTokenizer",
+    *SENTENCE_PIECE_TYPES,
+    "TikTokenizer",
+    "NullTokenizer",
+)
+
+
+def build_tokenizer(
+    *,
+    tokenizer_type: str = "GPT2BPETokenizer",
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+    tokenizer_model: str | Path | None = None,
+    vocab_size: int | None = None,
+    vocab_extra_ids: int = 0,
+    extra_vocab_size: int = 0,
+    tiktoken_pattern: str | None = None,
+    tiktoken_num_special_tokens: int = DEFAULT_NUM_SPECIAL_TOKENS,
+    tiktoken_special_tokens: Sequence[str] = (),
+) -> Tokenizer:
+    """Build a tokenizer from local files.
+
+    The keywords are Megatron's flags; file flags that a kind does not use are ignored.
+
+    Args:
+        vocab_size: NullTokenizer has one id more; TikTokenizer takes that many; the others know their
+            own, and one given must be theirs.
+        vocab_extra_ids: how many <extra_id_N> SentencePieceTokenizer has; for no other kind.
+        extra_vocab_size: ids without text behind the tokenizer's own; not for NullTokenizer.
+
+    Raises:
+        TokenizerError: the kind is unknown, sizes do not fit, or as the kind says: a missing
+            file, flag or package.
+    """
+    for flag, value in (("--extra-vocab-size", extra_vocab_size), ("--vocab-extra-ids", vocab_extra_ids)):
+        if value < 0:
+            raise TokenizerError(f"{flag} {value} is negative")
+    if vocab_extra_ids and tokenizer_type != "SentencePieceTokenizer":
+        raise TokenizerError(f"--vocab-extra-ids {vocab_extra_ids}: only SentencePieceTokenizer has them")
+    if tokenizer_type == NullTokenizer.name:
+        if extra_vocab_size:
+            raise TokenizerError(
+                f"--extra-vocab-size {extra_vocab_size}: give NullTokenizer a larger --vocab-size"
+            )
+        return NullTokenizer(vocab_size)
+    if tokenizer_type == TikTokenizer.name:
+        return TikTokenizer(
+            tokenizer_model,
+            pattern=tiktoken_pattern,
+            vocab_size=vocab_size,
+            num_special_tokens=tiktoken_num_special_tokens,
+            special_tokens=tiktoken_special_tokens,
+            extra_vocab_size=extra_vocab_size,
+        )
+    tokenizer: Tokenizer
+    if tokenizer_type == GPT2BPETokenizer.name:
+        tokenizer = GPT2BPETokenizer(vocab_file, merge_file, extra_vocab_size)
+    elif tokenizer_type == HuggingFaceTokenizer.name:
+        tokenizer = HuggingFaceTokenizer(tokenizer_model, extra_vocab_size)
+    elif tokenizer_type in SENTENCE_PIECE_TYPES:
+        tokenizer = SentencePieceTokenizer(
+            tokenizer_model,
+            tokenizer_type,
+            vocab_extra_ids=vocab_extra_ids,
+            extra_vocab_size=extra_vocab_size,
+        )
+    else:
+        raise TokenizerError(f"--tokenizer-type {tokenizer_type} is not supported; {_hint(tokenizer_type)}")
+    own_size = tokenizer.vocab_size - extra_vocab_size
+    if vocab_size is not None and vocab_size != own_size:
+        raise TokenizerError(
+            f"--vocab-size {vocab_size}: {tokenizer_type} has {own_size} ids; drop --vocab-size"
+        )
+    return tokenizer
+
+
+def _hint(tokenizer_type: str) -> str:
+    nearest = difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, n=1, cutoff=0.5)
+    return f"did you mean {nearest[0]}?" if nearest else f"choose one of {', '.join(TOKENIZER_TYPES)}"

@@ -1,0 +1,90 @@
+"""A tokenizer.json as Hugging Face models ship it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.errors import TokenizerError
+from megatron.core.tokenizers.tokenizer_file import read_json_object, require_path
+from megatron.core.tokenizers.tokenizers_engine import TokenizersEngine
+
+_TOKENIZER_FILE = "tokenizer.json"
+_TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+_GENERATION_FILE = "generation_config.json"
+
+
+class HuggingFaceTokenizer:
+    """Encode with the tokenizer.json of a local model folder; nothing is ever downloaded.
+
+    The end of a document is the model's end-of-sequence token, looked up in tokenizer_config.json,
+    special_tokens_map.json and generation_config.json, in that order. No special token is added to a text;
+    those spelt out in a text are recognised, as tokenizer.json says.
+
+    Raises:
+        TokenizerError: the folder lacks a file or holds a damaged one.
+    """
+
+    name = "HuggingFaceTokenizer"
+
+    def __init__(self, tokenizer_model: str | Path | None, extra_vocab_size: int = 0) -> None:
+        path = require_path(tokenizer_model, "--tokenizer-model", self.name)
+        tokenizer_path = path / _TOKENIZER_FILE if path.is_dir() else path
+        if not tokenizer_path.is_file():
+            raise TokenizerError(
+                f"{self.name}: {path} has no {_TOKENIZER_FILE}; change --tokenizer-model, "
+                "or save the fast tokenizer there"
+            )
+        self._engine = TokenizersEngine.from_file(tokenizer_path, self.name)
+        self.vocab_size = self._engine.vocab_size + extra_vocab_size
+        folder = tokenizer_path.parent
+        beside = [folder / file for file in (*_TOKEN_FILES, _GENERATION_FILE)]
+        self.files = (tokenizer_path, *(file for file in beside if file.is_file()))
+        self.eod_id = _find_end_id(self._engine, self.files[1:])
+        self.arguments: Mapping[str, object] = {
+            "tokenizer_type": self.name,
+            "tokenizer_model": str(path),
+            "extra_vocab_size": extra_vocab_size,
+        }
+
+    def tokenize(self, text: str) -> list[int]:
+        """Encode one text."""
+        return self._engine.encode(text)
+
+    def tokenize_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[list[int]]:
+        """Encode several texts."""
+        return self._engine.encode_batch(texts, num_threads)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Decode ids, special tokens spelt out."""
+        return self._engine.decode(ids)
+
+
+def _find_end_id(engine: TokenizersEngine, files: Sequence[Path]) -> int | None:
+    for path in files:
+        settings = read_json_object(path)
+        if path.name == _GENERATION_FILE:
+            end_id = settings.get("eos_token_id")
+            if isinstance(end_id, list) and end_id:
+                end_id = end_id[0]
+            if isinstance(end_id, int):
+                return end_id
+            continue
+        token = _token_text(settings.get("eos_token"))
+        if token is None:
+            continue
+        end_id = engine.token_to_id(token)
+        if end_id is None:
+            raise TokenizerError(
+                f"{path} names the eos_token {token!r}, which {_TOKENIZER_FILE} beside it lacks"
+            )
+        return end_id
+    return None
+
+
+def _token_text(entry: Any) -> str | None:
+    """Read a special token, written as its text or as an object with its text under "content"."""
+    if isinstance(entry, dict):
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else None

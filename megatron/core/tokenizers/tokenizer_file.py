@@ -1,0 +1,73 @@
+"""The files that a tokenizer is read from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.core.errors import TokenizerError
+
+
+def require_path(value: str | Path | None, flag: str, tokenizer_type: str) -> Path:
+    """Return the absolute path of what the user named, a file or a folder that exists.
+
+    Raises:
+        TokenizerError: the flag was not given, or nothing is at that path.
+    """
+    if value is None or str(value) == "":
+        raise TokenizerError(f"{tokenizer_type} needs {flag}; give the path of a local file")
+    path = Path(value)
+    if not path.exists():
+        raise TokenizerError(
+            f"{tokenizer_type}: {path} does not exist; change {flag} (names on a hub are not downloaded)"
+        )
+    return path.absolute()
+
+
+def require_file(value: str | Path | None, flag: str, tokenizer_type: str) -> Path:
+    """Return the absolute path of a file that exists.
+
+    Raises:
+        TokenizerError: as ``require_path``, or the path is a folder.
+    """
+    path = require_path(value, flag, tokenizer_type)
+    if not path.is_file():
+        raise TokenizerError(f"{tokenizer_type}: {path} is not a file; change {flag}")
+    return path
+
+
+def read_text(path: Path) -> str:
+    """Read a UTF-8 file.
+
+    Raises:
+        TokenizerError: the file cannot be read or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"cannot read {path}: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        TokenizerError: the file cannot be read or is not JSON.
+    """
+    try:
+        return json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise TokenizerError(f"{path} is not valid JSON: {error}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds one object.
+
+    Raises:
+        TokenizerError: as ``read_json``, or the file holds something else.
+    """
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} holds a JSON {type(value).__name__}, not an object")
+    return value

@@ -1,0 +1,97 @@
+"""The compiled engine of the `tokenizers` package, behind the few calls that tokenizers here make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.errors import TokenizerError
+from megatron.core.tokenizers.optional_package import load_package
+
+
+class TokenizersEngine:
+    """Hold one tokenizer of the package, never adding special tokens, never truncating, never padding."""
+
+    def __init__(self, engine: Any) -> None:
+        # A tokenizer.json may carry truncation and padding, meant for an encoder's batches.
+        engine.no_truncation()
+        engine.no_padding()
+        self._engine = engine
+
+    @classmethod
+    def byte_level_bpe(
+        cls, vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], tokenizer_type: str
+    ) -> TokenizersEngine:
+        """Build GPT-2's byte-level BPE. Every entry is text only: no special token is looked for.
+
+        Raises:
+            TokenizerError: the package is missing, or a merge names a token that the vocabulary lacks.
+        """
+        package = load_package("tokenizers", tokenizer_type)
+        try:
+            engine = package.Tokenizer(package.models.BPE(vocab=dict(vocabulary), merges=list(merges)))
+        except Exception as error:  # the package raises bare Exception
+            raise TokenizerError(
+                f"{tokenizer_type}: vocabulary and merges do not fit together: {error}"
+            ) from error
+        engine.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        engine.decoder = package.decoders.ByteLevel()
+        return cls(engine)
+
+    @classmethod
+    def from_file(cls, path: Path, tokenizer_type: str) -> TokenizersEngine:
+        """Read a tokenizer.json.
+
+        Raises:
+            TokenizerError: the package is missing, or the file is not what the package reads.
+        """
+        package = load_package("tokenizers", tokenizer_type)
+        try:
+            return cls(package.Tokenizer.from_file(str(path)))
+        except Exception as error:  # the package raises bare Exception
+            raise TokenizerError(f"{tokenizer_type}: cannot read {path}: {error}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Give the highest id plus one, so that a vocabulary with holes fits its embedding."""
+        vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
+        return max(vocabulary.values(), default=-1) + 1
+
+    def token_to_id(self, token: str) -> int | None:
+        """Look up one entry by its spelling."""
+        token_id: int | None = self._engine.token_to_id(token)
+        return token_id
+
+    def encode(self, text: str) -> list[int]:
+        """Encode one text.
+
+        Raises:
+            TokenizerError: the text holds a lone surrogate.
+        """
+        try:
+            ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
+        except TypeError as error:  # the package's answer to a str that UTF-8 cannot hold
+            raise TokenizerError("the text is not valid Unicode (it holds a lone surrogate)") from error
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
+        """Encode several texts.
+
+        More than one thread means the package's pool; RAYON_NUM_THREADS sets its size at its first use.
+
+        Raises:
+            TokenizerError: a text holds a lone surrogate.
+        """
+        if num_threads == 1:
+            return [self.encode(text) for text in texts]
+        try:
+            encodings = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError as error:
+            raise TokenizerError("a text is not valid Unicode (it holds a lone surrogate)") from error
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode ids, special tokens included; ids without an entry are left out."""
+        text: str = self._engine.decode(list(ids), skip_special_tokens=False)
+        return text
