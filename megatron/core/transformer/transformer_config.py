@@ -80,16 +80,12 @@ class TransformerConfig(ModelParallelConfig):
     (block)."""
     recompute_num_layers: int | None = None
     """With full recompute: layers in a group (uniform), or layers recomputed on each stage (block)."""
-    distribute_saved_activations: bool = False
-    """With full recompute: cut the saved activations over the tensor-parallel ranks."""
 
     def __post_init__(self) -> None:
         """Fill in the values that follow from others."""
         super().__post_init__()
         if self.ffn_hidden_size == 0:
-            object.__setattr__(
-                self, "ffn_hidden_size", default_ffn_hidden_size(self.hidden_size, self.swiglu)
-            )
+            object.__setattr__(self, "ffn_hidden_size", default_ffn_hidden_size(self.hidden_size, self.swiglu))
         if self.kv_channels == 0:
             object.__setattr__(self, "kv_channels", self.hidden_size // max(self.num_attention_heads, 1))
         if self.num_query_groups == 0:

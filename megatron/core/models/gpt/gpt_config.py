@@ -61,9 +61,7 @@ class GPTConfig(TransformerConfig):
     @property
     def padded_vocab_size(self) -> int:
         """Return the number of rows of the embedding, padding included."""
-        return padded_vocab_size(
-            self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size
-        )
+        return padded_vocab_size(self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size)
 
     @property
     def rotary_dim(self) -> int:
@@ -71,9 +69,7 @@ class GPTConfig(TransformerConfig):
         return int(self.kv_channels * self.rotary_percent)
 
 
-def padded_vocab_size(
-    vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int
-) -> int:
+def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int) -> int:
     """Return the next multiple of ``make_vocab_size_divisible_by`` x tensor-parallel size."""
     multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
     return (vocab_size + multiple - 1) // multiple * multiple

@@ -1,0 +1,125 @@
+"""Collectives over a ``Group``; each returns at once for a group of one rank.
+
+Every communication of the library outside pipeline sends goes through these few functions, so that what a layout sends
+can be read, counted and traced in one place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.process_group import Group
+
+# torch 2.13 deprecates the *_tensor names; older releases know only those.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "avg": dist.ReduceOp.AVG,
+}
+
+
+def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False) -> dist.Work | None:
+    """Reduce ``tensor`` in place over the group; return a handle to wait for when ``async_op``."""
+    if group.handle is None:
+        return None
+    work: dist.Work | None = dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=group.handle, async_op=async_op)
+    return work
+
+
+def all_gather_into(
+    output: torch.Tensor, tensor: torch.Tensor, group: Group, async_op: bool = False
+) -> dist.Work | None:
+    """Gather equal contiguous tensors into ``output``, concatenated along dim 0 in group order."""
+    if group.handle is None:
+        output.view_as(tensor).copy_(tensor)
+        return None
+    work: dist.Work | None = _all_gather_single(output, tensor, group=group.handle, async_op=async_op)
+    return work
+
+
+def reduce_scatter_into(
+    output: torch.Tensor, tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False
+) -> dist.Work | None:
+    """Reduce ``tensor`` over the group and leave this rank's equal part of dim 0 in ``output``."""
+    if group.handle is None:
+        output.view_as(tensor).copy_(tensor)
+        return None
+    work: dist.Work | None = _reduce_scatter_single(
+        output, tensor, op=_REDUCE_OPS[op], group=group.handle, async_op=async_op
+    )
+    return work
+
+
+def all_gather_first_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the group's tensors concatenated along dim 0.
+
+    Shapes: ``[n, ...] -> [n * group.size, ...]``.
+    """
+    if group.handle is None:
+        return tensor
+    output = tensor.new_empty((tensor.shape[0] * group.size, *tensor.shape[1:]))
+    all_gather_into(output, tensor.contiguous(), group)
+    return output
+
+
+def reduce_scatter_first_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return this rank's part along dim 0 of the sum over the group.
+
+    Shapes: ``[n, ...] -> [n / group.size, ...]``.
+    """
+    if group.handle is None:
+        return tensor
+    output = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
+    reduce_scatter_into(output, tensor.contiguous(), group)
+    return output
+
+
+def all_gather_last_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the group's tensors concatenated along the last dim.
+
+    Shapes: ``[..., n] -> [..., n * group.size]``.
+    """
+    if group.handle is None:
+        return tensor
+    gathered = tensor.new_empty((group.size, *tensor.shape))
+    all_gather_into(gathered, tensor.contiguous(), group)
+    return torch.cat(gathered.unbind(0), dim=-1)
+
+
+def broadcast(tensor: torch.Tensor, group: Group, source: int = 0, async_op: bool = False) -> dist.Work | None:
+    """Overwrite ``tensor`` with the copy of the group's rank ``source``."""
+    if group.handle is None:
+        return None
+    work: dist.Work | None = dist.broadcast(tensor, src=group.ranks[source], group=group.handle, async_op=async_op)
+    return work
+
+
+def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
+    """Return the picklable value of the group's rank ``source`` on every rank."""
+    if group.handle is None:
+        return value
+    box = [value if group.rank == source else None]
+    dist.broadcast_object_list(box, src=group.ranks[source], group=group.handle)
+    return box[0]
+
+
+def all_gather_objects(value: Any, group: Group) -> list[Any]:
+    """Return every rank's picklable value in group order."""
+    if group.handle is None:
+        return [value]
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.handle)
+    return values
+
+
+def barrier(group: Group) -> None:
+    """Wait until every rank of the group has come here."""
+    if group.handle is not None:
+        dist.barrier(group=group.handle)

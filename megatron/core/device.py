@@ -1,0 +1,125 @@
+"""Everything in which a CUDA device differs from a CPU."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+
+import torch
+
+_MIB = 1024 * 1024
+
+# Dense bf16/fp16 and fp32 peaks in TFLOP/s, from the vendors' data sheets.
+_PEAK_TFLOPS: tuple[tuple[str, float, float], ...] = (
+    ("H200", 989.0, 67.0),
+    ("H100", 989.0, 67.0),
+    ("H800", 989.0, 67.0),
+    ("B200", 2250.0, 75.0),
+    ("A100", 312.0, 19.5),
+    ("A800", 312.0, 19.5),
+    ("L40S", 362.0, 91.6),
+    ("V100", 125.0, 15.7),
+)
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Hold a process's memory figures in MiB; on CPU, allocated is what is resident and max allocated its peak."""
+
+    allocated: float
+    max_allocated: float
+    reserved: float
+    max_reserved: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """Name the device that this process computes on and answer what depends on its kind."""
+
+    kind: str
+    index: int = 0
+
+    @property
+    def is_cuda(self) -> bool:
+        """Return whether this is a CUDA device."""
+        return self.kind == "cuda"
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Return the device in torch's own type."""
+        return torch.device("cuda", self.index) if self.is_cuda else torch.device("cpu")
+
+    @property
+    def default_backend(self) -> str:
+        """Return the communication backend that fits the device."""
+        return "nccl" if self.is_cuda else "gloo"
+
+    def make_current(self) -> None:
+        """Direct this process's CUDA work to the device."""
+        if self.is_cuda:
+            torch.cuda.set_device(self.index)
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished its queued work."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.index)
+
+    def seed_default_generator(self, seed: int) -> None:
+        """Seed torch's default generators."""
+        torch.manual_seed(seed)
+
+    def get_rng_state(self) -> torch.Tensor:
+        """Return the state of the default generator that dropout on this device draws from."""
+        return torch.cuda.get_rng_state(self.index) if self.is_cuda else torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Set the state of the default generator that dropout on this device draws from."""
+        if self.is_cuda:
+            torch.cuda.set_rng_state(state, self.index)
+        else:
+            torch.set_rng_state(state)
+
+    def memory_use(self) -> MemoryUse:
+        """Return the memory in use by this process."""
+        if self.is_cuda:
+            return MemoryUse(
+                torch.cuda.memory_allocated(self.index) / _MIB,
+                torch.cuda.max_memory_allocated(self.index) / _MIB,
+                torch.cuda.memory_reserved(self.index) / _MIB,
+                torch.cuda.max_memory_reserved(self.index) / _MIB,
+            )
+        resident = _resident_bytes() / _MIB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return MemoryUse(resident, peak, resident, peak)
+
+    def peak_tflops(self, dtype_name: str) -> float | None:
+        """Return the device's dense matrix peak in TFLOP/s, or None where it is not known (every CPU)."""
+        if not self.is_cuda:
+            return None
+        name = torch.cuda.get_device_name(self.index)
+        for pattern, low_precision, single in _PEAK_TFLOPS:
+            if pattern in name:
+                return low_precision if dtype_name in ("bfloat16", "float16") else single
+        return None
+
+    def empty_cache(self) -> None:
+        """Give cached blocks back to the driver."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+
+def select_device(local_rank: int) -> Device:
+    """Return the CUDA device of this local rank where there is one for it, else the CPU.
+
+    ``MEGATRON_DEVICE=cpu`` in the environment keeps a run on the CPU of a machine that has GPUs.
+    """
+    wants_cpu = os.environ.get("MEGATRON_DEVICE", "") == "cpu"
+    if not wants_cpu and torch.cuda.is_available() and local_rank < torch.cuda.device_count():
+        return Device("cuda", local_rank)
+    return Device("cpu")
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()

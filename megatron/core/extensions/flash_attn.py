@@ -1,0 +1,45 @@
+"""The flash-attn package, where it is installed and works on this machine."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from megatron.core.errors import ConfigurationError
+
+
+def load_flash_attention(
+    required: bool,
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor] | None:
+    """Return causal attention over flash-attn, or None where the package is not to be had.
+
+    It takes (query, key, value, dropout) of ``[s, b, heads, d]`` in float16 or bfloat16 on CUDA.
+
+    A package that is installed but cannot be imported (a broken shared object) is named in one warning.
+
+    Raises:
+        ConfigurationError: it was asked for by name and cannot be imported.
+    """
+    try:
+        module = importlib.import_module("flash_attn")
+        flash_attn_func = module.flash_attn_func
+    except ModuleNotFoundError as error:
+        if required:
+            raise ConfigurationError(f"flash-attn is asked for but not installed: {error}") from error
+        return None
+    except (ImportError, OSError, AttributeError) as error:
+        if required:
+            raise ConfigurationError(f"flash-attn is installed but cannot be used: {error}") from error
+        warnings.warn(f"flash-attn is installed but cannot be used, torch's attention is taken: {error}", stacklevel=2)
+        return None
+
+    def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+        context: torch.Tensor = flash_attn_func(
+            query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), dropout_p=dropout, causal=True
+        )
+        return context.transpose(0, 1)
+
+    return flash_attention

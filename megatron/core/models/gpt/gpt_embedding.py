@@ -1,0 +1,73 @@
+"""Token embeddings, learned positions and the dropout on both."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.precision import dtype_from_name
+from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.layers import (
+    VocabParallelEmbedding,
+    embedding_lookup,
+    make_parameter,
+    replicated_spec,
+)
+from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.transformer.transformer_layer import HiddenDropout
+
+
+class PositionEmbedding(nn.Module):
+    """Look learned positions up; under sequence parallelism each rank looks up its own part of the sequence.
+
+    Shapes: ``position_ids: [b, s] -> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
+    """
+
+    def __init__(self, config: GPTConfig, tp: Group, device: torch.device | str) -> None:
+        super().__init__()
+        self.tp = tp
+        self.sequence_parallel = config.sequence_parallel
+        shape = (config.max_position_embeddings, config.hidden_size)
+        spec = replicated_spec("weight", shape, tp, config.sequence_parallel, std=config.init_method_std)
+        self.weight = make_parameter(shape, spec, dtype_from_name(config.params_dtype), device)
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """Return the position embeddings, sequence first."""
+        positions = position_ids.t()
+        if self.sequence_parallel:
+            length = positions.shape[0] // self.tp.size
+            positions = positions.narrow(0, self.tp.rank * length, length)
+        return embedding_lookup(positions, self.weight)
+
+
+class GPTEmbedding(nn.Module):
+    """Embed tokens and, where positions are learned, add the positions.
+
+    Shapes: ``tokens, position_ids: [b, s] -> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
+    """
+
+    def __init__(self, config: GPTConfig, tp: Group, rng: RngStreams, device: torch.device | str) -> None:
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size,
+            config.padded_vocab_size,
+            config.hidden_size,
+            tp,
+            sequence_parallel=config.sequence_parallel,
+            init_std=config.init_method_std,
+            dtype=dtype_from_name(config.params_dtype),
+            device=device,
+        )
+        self.position_embeddings: PositionEmbedding | None = None
+        if config.position_embedding_type == "learned_absolute":
+            self.position_embeddings = PositionEmbedding(config, tp, device)
+        self.dropout = HiddenDropout(config.hidden_dropout, config.sequence_parallel, rng)
+
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Return the first hidden states."""
+        hidden = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            hidden = hidden + self.position_embeddings(position_ids)
+        output: torch.Tensor = self.dropout(hidden)
+        return output

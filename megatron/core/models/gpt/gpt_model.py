@@ -1,0 +1,139 @@
+"""A GPT: embedding, transformer layers and a vocabulary-parallel output layer, or one pipeline stage's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megatron.core.main_grad import set_gradient_uses
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt.gpt_embedding import GPTEmbedding
+from megatron.core.precision import dtype_from_name
+from megatron.core.process_group import Group
+from megatron.core.sharding import attach_spec, spec_of
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.initialization import initialize_module
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
+from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.transformer.attention import KeyValueCache
+from megatron.core.transformer.dot_product_attention import document_mask
+from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding
+from megatron.core.transformer.transformer_block import TransformerBlock
+
+
+class GPTModel(nn.Module):
+    """Hold the embedding (``pre_process``), the layers ``layer_numbers``, and the output layer (``post_process``).
+
+    By default the whole model. Parameters carry their sharding; on a real device they are initialised from ``seed``,
+    on ``meta`` they only have shapes.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        tp: Group,
+        rng: RngStreams,
+        *,
+        seed: int,
+        device: torch.device | str = "cpu",
+        layer_numbers: Sequence[int] | None = None,
+        pre_process: bool = True,
+        post_process: bool = True,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.tp = tp
+        self.pre_process = pre_process
+        self.post_process = post_process
+        self.embedding = GPTEmbedding(config, tp, rng, device) if pre_process else None
+        layers = range(config.num_layers) if layer_numbers is None else layer_numbers
+        self.decoder = TransformerBlock(config, layers, post_process, tp, rng, device)
+        self.output_layer: ColumnParallelLinear | None = None
+        if post_process and config.untie_embeddings_and_output_weights:
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                config.vocab_size,
+                tp,
+                has_bias=False,
+                sequence_parallel=config.sequence_parallel,
+                init_std=config.init_method_std,
+                dtype=dtype_from_name(config.params_dtype),
+                device=device,
+                padded_out_features=config.padded_vocab_size,
+            )
+        elif post_process and self.embedding is not None:
+            set_gradient_uses(self.embedding.word_embeddings.weight, 2)
+        self.rotary = _make_rotary(config)
+        _name_parameters(self)
+        if torch.device(device).type != "meta":
+            initialize_module(self, seed)
+
+    @property
+    def output_weight(self) -> nn.Parameter:
+        """Return the weight of the output layer: its own, or the tied word embedding."""
+        if self.output_layer is not None:
+            return self.output_layer.weight
+        assert self.embedding is not None, "tied embeddings across pipeline stages"
+        return self.embedding.word_embeddings.weight
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        *,
+        labels: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        hidden: torch.Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> torch.Tensor:
+        """Return the loss of every token, the logits where no labels are given, or a stage's hidden states.
+
+        ``document_ids`` number the documents that are packed into a sequence: attention then stays inside each.
+        ``hidden`` is the previous stage's output.
+
+        Shapes: ``tokens, position_ids, labels, document_ids: [b, s]``; loss ``-> [b, s]`` float32; logits
+        ``-> [s, b, v/tp]``; hidden states ``-> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
+        """
+        if self.embedding is not None:
+            hidden = self.embedding(tokens, position_ids)
+        assert hidden is not None, "a later stage is given the previous stage's output"
+        mask = None if document_ids is None else document_mask(document_ids)
+        hidden = self.decoder(hidden, mask, self._angles(position_ids, hidden.dtype), cache)
+        if not self.post_process:
+            return hidden
+        logits = self._logits(hidden)
+        if labels is None:
+            return logits
+        return vocab_parallel_cross_entropy(logits, labels.t(), self.config.vocab_size, self.tp).t()
+
+    def _angles(self, position_ids: torch.Tensor, dtype: torch.dtype) -> RotaryAngles | None:
+        return None if self.rotary is None else self.rotary.angles(position_ids, dtype)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        region = InputRegion.SEQUENCE if self.config.sequence_parallel else InputRegion.REPLICATED
+        return tensor_parallel_linear(hidden, self.output_weight, None, region, self.tp)
+
+
+def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
+    if config.position_embedding_type != "rope":
+        return None
+    return RotaryEmbedding(
+        config.rotary_dim,
+        config.rotary_base,
+        interleaved=config.rotary_interleaved,
+        interpolation_factor=config.rotary_seq_len_interpolation_factor,
+        scaling_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
+        low_frequency_factor=config.rope_scaling_low_freq_factor,
+        high_frequency_factor=config.rope_scaling_high_freq_factor,
+        original_length=config.rope_scaling_original_max_position_embeddings,
+    )
+
+
+def _name_parameters(model: nn.Module) -> None:
+    """Put each module's place in the model before the names in its parameters' descriptions."""
+    for module_name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            attach_spec(parameter, spec_of(parameter).with_prefix(f"{module_name}."))

@@ -1,0 +1,25 @@
+"""Names of number formats, and the rule for arithmetic that must not run in a low precision."""
+
+from __future__ import annotations
+
+import torch
+
+_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """Return the torch dtype of a configured name such as ``bfloat16``."""
+    return _DTYPES[name]
+
+
+def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for losses, softmax, norms and sums of values stored as ``dtype``.
+
+    float32 for every lower precision; float64 stays float64, so that a float64 run is float64 throughout.
+    """
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,49 @@
+"""A group of ranks, described as a value; communicators are attached only where the group has more than one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Hold the ranks that share one slice of the grid of ranks.
+
+    ``axes`` names the mesh axes that the group spans, ``ranks`` lists its global ranks in grid order, ``rank`` is
+    this process's place among them, and ``handle`` is the communicator: ``None`` when the group has one rank, or when
+    the group only describes a world without processes.
+    """
+
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    rank: int
+    handle: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this process is the group's first rank."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether this process is the group's last rank."""
+        return self.rank == self.size - 1
+
+    @property
+    def name(self) -> str:
+        """Return the axes joined, such as ``tp`` or ``dp_cp``, for messages."""
+        return "_".join(self.axes)
+
+
+def single_rank_group(axes: tuple[str, ...] = ("tp",), rank: int = 0) -> Group:
+    """Return a group of one rank, over which every collective returns at once."""
+    return Group(axes=axes, ranks=(rank,), rank=0)

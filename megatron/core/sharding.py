@@ -1,0 +1,166 @@
+"""Sharding as geometry: which boxes of a global tensor a local tensor holds.
+
+One description serves initialisation, gradient reduction, norm clipping, parameter counting and checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Box:
+    """Hold an axis-aligned box of an N-d tensor: where it starts and how far it reaches along every dim."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Return how many elements the box holds."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Return the box as an index into the tensor that it lies in."""
+        return tuple(slice(start, start + length) for start, length in zip(self.offset, self.shape, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """Return the box common to both, or None where they do not meet."""
+        offset, shape = [], []
+        for start, length, other_start, other_length in zip(
+            self.offset, self.shape, other.offset, other.shape, strict=True
+        ):
+            low = max(start, other_start)
+            high = min(start + length, other_start + other_length)
+            if high <= low:
+                return None
+            offset.append(low)
+            shape.append(high - low)
+        return Box(tuple(offset), tuple(shape))
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """Return the same box with its offset counted from ``origin``."""
+        return Box(tuple(o - base for o, base in zip(self.offset, origin, strict=True)), self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Pair a box of the global tensor with the place in the local tensor where its values lie.
+
+    Both boxes have one shape; a fused weight (gate and up, query and key-value) is several pieces.
+    """
+
+    global_box: Box
+    local_offset: tuple[int, ...]
+
+    @property
+    def local_box(self) -> Box:
+        """Return the box of the local tensor."""
+        return Box(self.local_offset, self.global_box.shape)
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """Describe how one local parameter sits in the global model.
+
+    ``name`` is the parameter's global name (global layer numbers, the same at any layout) and ``global_shape`` its
+    unpadded shape. ``pieces`` say what the local tensor holds; local elements outside every piece are padding, stay
+    zero and belong to nobody. ``replicated_axes`` are the model-parallel axes (tp, pp) over which equal copies exist;
+    data and context parallelism always replicate. ``replica_index`` of ``num_replicas`` says which of several equal
+    copies within the tensor-parallel group this one is: all ranks hold one (a norm), or neighbouring ranks share one (a
+    key-value group). ``gradient_sum_axes`` are the axes over which the local gradient is only a part and must still be
+    summed over those copies; without it the copies' gradients are equal already.
+    ``is_owner`` is the one copy that counts in norms, parameter counts and checkpoints. Initial values are normal with
+    ``init_mean`` and ``init_std``.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    replicated_axes: tuple[str, ...] = ()
+    gradient_sum_axes: tuple[str, ...] = ()
+    replica_index: int = 0
+    num_replicas: int = 1
+    tied_to: str | None = None
+    init_mean: float = 0.0
+    init_std: float = 0.0
+
+    @property
+    def is_owner(self) -> bool:
+        """Return whether this copy is the one that is counted and saved."""
+        return self.replica_index == 0
+
+    @property
+    def num_local_elements(self) -> int:
+        """Return how many unpadded elements the local tensor holds."""
+        return sum(piece.global_box.num_elements for piece in self.pieces)
+
+    def with_prefix(self, prefix: str) -> ParamSpec:
+        """Return the same description with ``prefix`` before the name."""
+        return replace(self, name=prefix + self.name)
+
+
+def attach_spec(parameter: torch.nn.Parameter, spec: ParamSpec) -> None:
+    """Give a parameter its description."""
+    parameter.spec = spec  # type: ignore[attr-defined]
+
+
+def spec_of(parameter: torch.Tensor) -> ParamSpec:
+    """Return the description that a parameter carries.
+
+    Raises:
+        AttributeError: the parameter was made without one.
+    """
+    return cast(ParamSpec, parameter.spec)  # type: ignore[attr-defined]
+
+
+def full_pieces(shape: Sequence[int]) -> tuple[Piece, ...]:
+    """Return the pieces of a tensor that is held whole."""
+    shape = tuple(shape)
+    return (Piece(Box((0,) * len(shape), shape), (0,) * len(shape)),)
+
+
+def even_pieces(
+    global_shape: Sequence[int], dim: int, index: int, count: int, padded_length: int | None = None
+) -> tuple[Piece, ...]:
+    """Return the piece of shard ``index`` of ``count`` when ``dim`` is cut evenly.
+
+    With ``padded_length`` the dim is first padded to it (a vocabulary): the last shards then hold fewer real elements
+    than they have room for, or none.
+    """
+    global_shape = tuple(global_shape)
+    per_shard = (global_shape[dim] if padded_length is None else padded_length) // count
+    start = index * per_shard
+    length = min(per_shard, global_shape[dim] - start)
+    if length <= 0:
+        return ()
+    offset = tuple(start if d == dim else 0 for d in range(len(global_shape)))
+    shape = tuple(length if d == dim else size for d, size in enumerate(global_shape))
+    return (Piece(Box(offset, shape), (0,) * len(global_shape)),)
+
+
+def stacked_pieces(global_shape: Sequence[int], dim: int, index: int, count: int, parts: int) -> tuple[Piece, ...]:
+    """Return the pieces of shard ``index`` of ``count`` when ``dim`` stacks ``parts`` equal tensors, each cut evenly.
+
+    A gated unit's ``[gate; up]`` is two parts: the local tensor holds ``[gate_r; up_r]``.
+    """
+    global_shape = tuple(global_shape)
+    part_length = global_shape[dim] // parts
+    shard_length = part_length // count
+    pieces = []
+    for part in range(parts):
+        offset = [0] * len(global_shape)
+        local_offset = [0] * len(global_shape)
+        shape = list(global_shape)
+        offset[dim] = part * part_length + index * shard_length
+        local_offset[dim] = part * shard_length
+        shape[dim] = shard_length
+        pieces.append(Piece(Box(tuple(offset), tuple(shape)), tuple(local_offset)))
+    return tuple(pieces)

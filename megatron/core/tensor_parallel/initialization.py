@@ -1,0 +1,77 @@
+"""Initial values that do not depend on the layout.
+
+A parameter's values are a function of (seed, global name, global index): the global tensor is cut into fixed tiles,
+each tile has a counter-based generator of its own (Philox, Salmon et al. 2011), and a rank draws the tiles that its
+boxes touch. Values are drawn on the CPU in float32, so they are the same on every device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from megatron.core.sharding import Box, ParamSpec, spec_of
+
+TILE_ROWS = 256
+TILE_COLUMNS = 512
+
+
+def tile_key(seed: int, name: str) -> int:
+    """Return the 64-bit key of a parameter's stream of tiles."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "little")
+
+
+def _touched_tiles(box: Box, columns: int) -> Iterator[tuple[int, Box]]:
+    tiles_per_row = math.ceil(columns / TILE_COLUMNS)
+    (row, column), (num_rows, num_columns) = box.offset, box.shape
+    for tile_row in range(row // TILE_ROWS, math.ceil((row + num_rows) / TILE_ROWS)):
+        for tile_column in range(column // TILE_COLUMNS, math.ceil((column + num_columns) / TILE_COLUMNS)):
+            offset = (tile_row * TILE_ROWS, tile_column * TILE_COLUMNS)
+            yield tile_row * tiles_per_row + tile_column, Box(offset, (TILE_ROWS, TILE_COLUMNS))
+
+
+def normal_box(seed: int, name: str, global_shape: tuple[int, ...], box: Box) -> np.ndarray:
+    """Return standard normal values of one box of a parameter, the same whichever box they are asked for in.
+
+    Shapes: ``-> float32`` of ``box.shape``; tensors of other than two dims are seen as ``[dim 0, all others]``.
+    """
+    key = tile_key(seed, name)
+    columns = math.prod(global_shape[1:])
+    trailing = math.prod(box.shape[1:])
+    assert box.shape[2:] == global_shape[2:], "only the first two dims of a parameter are ever cut"
+    first_column = (box.offset[1] * math.prod(global_shape[2:])) if len(global_shape) > 1 else 0
+    flat = Box((box.offset[0], first_column), (box.shape[0], trailing))
+    values = np.empty(flat.shape, dtype=np.float32)
+    for index, tile in _touched_tiles(flat, columns):
+        common = tile.intersect(flat)
+        assert common is not None
+        generator = np.random.Generator(np.random.Philox(key=[key, index]))
+        drawn = generator.standard_normal(tile.shape, dtype=np.float32)
+        values[common.relative_to(flat.offset).slices] = drawn[common.relative_to(tile.offset).slices]
+    return values.reshape(box.shape)
+
+
+def initialize_parameter(parameter: torch.nn.Parameter, seed: int) -> None:
+    """Fill a parameter in place as its description says; padding becomes zero."""
+    spec: ParamSpec = spec_of(parameter)
+    with torch.no_grad():
+        if spec.init_std == 0.0:
+            parameter.zero_()
+            for piece in spec.pieces:
+                parameter[piece.local_box.slices] = spec.init_mean
+            return
+        values = np.zeros(tuple(parameter.shape), dtype=np.float32)
+        for piece in spec.pieces:
+            drawn = normal_box(seed, spec.name, spec.global_shape, piece.global_box)
+            values[piece.local_box.slices] = drawn * np.float32(spec.init_std) + np.float32(spec.init_mean)
+        parameter.copy_(torch.from_numpy(values))
+
+
+def initialize_module(module: torch.nn.Module, seed: int) -> None:
+    """Fill every parameter of a module whose names are global already."""
+    for parameter in module.parameters():
+        initialize_parameter(parameter, seed)

@@ -1,0 +1,222 @@
+"""Linear layers and the embedding whose weights are cut over the tensor-parallel group.
+
+Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.core.main_grad import main_grad_of
+from megatron.core.process_group import Group
+from megatron.core.sharding import ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
+from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+
+def make_parameter(
+    local_shape: tuple[int, ...], spec: ParamSpec, dtype: torch.dtype, device: torch.device | str
+) -> nn.Parameter:
+    """Return an uninitialised parameter that carries its description."""
+    parameter = nn.Parameter(torch.empty(local_shape, dtype=dtype, device=device))
+    attach_spec(parameter, spec)
+    return parameter
+
+
+class ColumnParallelLinear(nn.Module):
+    """Multiply by a weight whose output features are cut over the tensor-parallel group.
+
+    ``num_stacked`` counts equal tensors that the output features stack (2 for ``[gate; up]``): each is cut on its own.
+    ``padded_out_features`` pads the output features before the cut (a vocabulary).
+
+    Shapes: ``[s, b, in] -> [s, b, out/tp]``; with sequence parallelism ``[s/tp, b, in] -> [s, b, out/tp]``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        tp: Group,
+        *,
+        has_bias: bool,
+        sequence_parallel: bool,
+        init_std: float,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        num_stacked: int = 1,
+        padded_out_features: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.region = InputRegion.SEQUENCE if sequence_parallel else InputRegion.REPLICATED
+        out_per_rank = (padded_out_features or out_features) // tp.size
+
+        def pieces(shape: tuple[int, ...]) -> tuple[Piece, ...]:
+            if num_stacked > 1:
+                return stacked_pieces(shape, 0, tp.rank, tp.size, num_stacked)
+            return even_pieces(shape, 0, tp.rank, tp.size, padded_out_features)
+
+        shape = (out_features, in_features)
+        spec = ParamSpec("weight", shape, pieces(shape), init_std=init_std)
+        self.weight = make_parameter((out_per_rank, in_features), spec, dtype, device)
+        self.bias: nn.Parameter | None = None
+        if has_bias:
+            bias_spec = ParamSpec("bias", (out_features,), pieces((out_features,)))
+            self.bias = make_parameter((out_per_rank,), bias_spec, dtype, device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's output features."""
+        return tensor_parallel_linear(x, self.weight, self.bias, self.region, self.tp)
+
+
+class RowParallelLinear(nn.Module):
+    """Multiply by a weight whose input features are cut over the tensor-parallel group, and sum the partial products.
+
+    The bias is added after the sum, by every rank alike.
+
+    Shapes: ``[s, b, in/tp] -> [s, b, out]``; with sequence parallelism ``-> [s/tp, b, out]``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        tp: Group,
+        *,
+        has_bias: bool,
+        sequence_parallel: bool,
+        init_std: float,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
+        shape = (out_features, in_features)
+        spec = ParamSpec("weight", shape, even_pieces(shape, 1, tp.rank, tp.size), init_std=init_std)
+        self.weight = make_parameter((out_features, in_features // tp.size), spec, dtype, device)
+        self.bias: nn.Parameter | None = None
+        if has_bias:
+            self.bias = make_parameter(
+                (out_features,),
+                replicated_spec("bias", (out_features,), tp, sequence_parallel),
+                dtype,
+                device,
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the summed output, cut along the sequence under sequence parallelism."""
+        if self.tp.size == 1:
+            return tensor_parallel_linear(x, self.weight, self.bias, InputRegion.SPLIT, self.tp)
+        partial = tensor_parallel_linear(x, self.weight, None, InputRegion.SPLIT, self.tp)
+        if self.sequence_parallel:
+            output = reduce_scatter_to_sequence_parallel_region(partial, self.tp)
+        else:
+            output = reduce_from_tensor_parallel_region(partial, self.tp)
+        return output if self.bias is None else output + self.bias
+
+
+class _EmbeddingLookup(torch.autograd.Function):
+    """Forward: rows of the weight; backward: rows added into the weight's main gradient, or a dense gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, indices: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(indices, weight)
+        return F.embedding(indices, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+        indices, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        main_grad = main_grad_of(weight)
+        if main_grad is not None:
+            main_grad.add_rows(indices.reshape(-1), rows)
+            return None, None
+        dense = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        return None, dense.index_add_(0, indices.reshape(-1), rows.to(dense.dtype)).to(weight.dtype)
+
+
+def embedding_lookup(indices: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``weight[indices]``.
+
+    Shapes: ``indices: [...]``, ``weight: [n, h] -> [..., h]``.
+    """
+    result: torch.Tensor = _EmbeddingLookup.apply(indices, weight)  # type: ignore[no-untyped-call]
+    return result
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Look tokens up in a table whose rows are cut over the tensor-parallel group.
+
+    The table is padded to ``padded_vocab_size`` rows; padding is never looked up and stays zero.
+
+    Shapes: ``[b, s] -> [s, b, h]``; with sequence parallelism ``-> [s/tp, b, h]``.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        padded_vocab_size: int,
+        hidden_size: int,
+        tp: Group,
+        *,
+        sequence_parallel: bool,
+        init_std: float,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
+        self.rows_per_rank = padded_vocab_size // tp.size
+        shape = (vocab_size, hidden_size)
+        pieces = even_pieces(shape, 0, tp.rank, tp.size, padded_vocab_size)
+        spec = ParamSpec("weight", shape, pieces, init_std=init_std)
+        self.weight = make_parameter((self.rows_per_rank, hidden_size), spec, dtype, device)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of ``tokens``, sequence first."""
+        tokens = tokens.t()
+        if self.tp.size == 1:
+            return embedding_lookup(tokens, self.weight)
+        local = tokens - self.tp.rank * self.rows_per_rank
+        elsewhere = (local < 0) | (local >= self.rows_per_rank)
+        rows = embedding_lookup(local.masked_fill(elsewhere, 0), self.weight)
+        partial = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(partial, self.tp)
+        return reduce_from_tensor_parallel_region(partial, self.tp)
+
+
+def replicated_spec(
+    name: str,
+    shape: tuple[int, ...],
+    tp: Group,
+    partial_gradient: bool,
+    *,
+    mean: float = 0.0,
+    std: float = 0.0,
+) -> ParamSpec:
+    """Return the description of a parameter that every tensor-parallel rank holds whole.
+
+    ``partial_gradient`` says that each rank's gradient covers only its own part of the sequence or of the heads, so
+    that the parts must be summed.
+    """
+    return ParamSpec(
+        name,
+        shape,
+        full_pieces(shape),
+        replicated_axes=("tp",) if tp.size > 1 else (),
+        gradient_sum_axes=("tp",) if partial_gradient and tp.size > 1 else (),
+        replica_index=tp.rank,
+        num_replicas=tp.size,
+        init_mean=mean,
+        init_std=std,
+    )

@@ -1,0 +1,104 @@
+"""A linear map whose backward overlaps its communication with the weight gradient.
+
+The weight gradient goes straight into the parameter's main gradient where it has one.
+Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.collectives import (
+    all_gather_first_dim,
+    all_gather_into,
+    all_reduce,
+    reduce_scatter_into,
+)
+from megatron.core.main_grad import main_grad_of
+from megatron.core.process_group import Group
+
+
+class InputRegion(Enum):
+    """Say how the input of a linear map is laid out over the tensor-parallel group."""
+
+    SPLIT = "split"
+    """Each rank holds its own input; its gradient needs no communication (row-parallel)."""
+    REPLICATED = "replicated"
+    """Every rank holds the same input; its gradient is all-reduced."""
+    SEQUENCE = "sequence"
+    """Ranks hold parts of dim 0: gathered forward, the gradient reduce-scattered backward."""
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        region: InputRegion,
+        tp: Group,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.region, ctx.tp, ctx.has_bias = region, tp, bias is not None
+        full_x = all_gather_first_dim(x, tp) if region is InputRegion.SEQUENCE else x
+        return F.linear(full_x, weight, bias)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        region: InputRegion = ctx.region
+        tp: Group = ctx.tp
+        needs_x_grad, needs_weight_grad = ctx.needs_input_grad[:2]
+        full_x, gathering = x, None
+        if region is InputRegion.SEQUENCE and tp.size > 1 and needs_weight_grad:
+            full_x = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
+            gathering = all_gather_into(full_x, x.contiguous(), tp, async_op=True)
+
+        x_grad, reducing = None, None
+        if needs_x_grad:
+            x_grad = grad.matmul(weight)
+            if region is InputRegion.REPLICATED:
+                reducing = all_reduce(x_grad, tp, async_op=True)
+            elif region is InputRegion.SEQUENCE and tp.size > 1:
+                full_x_grad = x_grad
+                x_grad = torch.empty_like(x)
+                reducing = reduce_scatter_into(x_grad, full_x_grad, tp, async_op=True)
+
+        if gathering is not None:
+            gathering.wait()
+        rows = grad.reshape(-1, grad.shape[-1])
+        weight_grad = None
+        if needs_weight_grad:
+            weight_grad = _accumulate_weight_grad(weight, rows, full_x.reshape(-1, full_x.shape[-1]))
+        bias_grad = rows.sum(dim=0) if ctx.has_bias else None
+        if reducing is not None:
+            reducing.wait()
+        return x_grad, weight_grad, bias_grad, None, None
+
+
+def _accumulate_weight_grad(weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    main_grad = main_grad_of(weight)
+    if main_grad is None:
+        return grad.t().matmul(x)
+    main_grad.add_matmul(grad.t(), x)
+    return None
+
+
+def tensor_parallel_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: InputRegion, tp: Group
+) -> torch.Tensor:
+    """Return ``x @ weight.T + bias`` on this rank's shard of the weight.
+
+    Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` where the region is SEQUENCE) ``-> [s, b, out]`` with the shard's own
+    ``in`` and ``out``. Backward: the input's gradient is all-reduced (REPLICATED) or reduce-scattered along s
+    (SEQUENCE) while the weight's gradient is computed.
+    """
+    result: torch.Tensor = _Linear.apply(x, weight, bias, region, tp)  # type: ignore[no-untyped-call]
+    return result

@@ -1,0 +1,67 @@
+"""Named streams of random numbers, so that dropout is equal or different over tensor-parallel ranks as it must be."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megatron.core.device import Device
+
+REPLICATED = "replicated"
+"""Stream that is equal on all ranks of a tensor-parallel group: dropout of activations that they all hold."""
+TENSOR_PARALLEL = "tensor-parallel"
+"""Stream that differs on every rank of a tensor-parallel group: dropout of heads or of parts of the sequence."""
+
+
+def stream_seed(seed: int, stream: str, coordinates: tuple[int, ...]) -> int:
+    """Return the 63-bit seed of a stream at a place in the grid of ranks."""
+    text = f"{seed}\0{stream}\0{','.join(map(str, coordinates))}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class RngStreams:
+    """Hold one generator state for each named stream; ``fork`` makes a stream torch's default for a while."""
+
+    def __init__(self, device: Device, seed: int, *, tp_rank: int, dp_rank: int, cp_rank: int, pp_rank: int) -> None:
+        self.device = device
+        shared = (pp_rank, dp_rank, cp_rank)
+        device.seed_default_generator(seed)
+        outer = device.get_rng_state()
+        self._states: dict[str, torch.Tensor] = {}
+        for stream, coordinates in ((REPLICATED, shared), (TENSOR_PARALLEL, (*shared, tp_rank))):
+            device.seed_default_generator(stream_seed(seed, stream, coordinates))
+            self._states[stream] = device.get_rng_state()
+        device.set_rng_state(outer)
+
+    @contextmanager
+    def fork(self, stream: str) -> Iterator[None]:
+        """Draw from ``stream`` inside the context and from the default generator again after it."""
+        outer = self.device.get_rng_state()
+        self.device.set_rng_state(self._states[stream])
+        try:
+            yield
+        finally:
+            self._states[stream] = self.device.get_rng_state()
+            self.device.set_rng_state(outer)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the state of every stream, and of the default generator under ``default``."""
+        return {"default": self.device.get_rng_state(), **self._states}
+
+    def load_state_dict(self, states: dict[str, torch.Tensor]) -> None:
+        """Restore what ``state_dict`` returned."""
+        self.device.set_rng_state(states["default"])
+        self._states = {stream: states[stream] for stream in self._states}
+
+    @contextmanager
+    def replay(self, states: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Draw once more what was drawn after ``states`` was taken, and leave every stream as it was."""
+        outer = self.state_dict()
+        self.load_state_dict(states)
+        try:
+            yield
+        finally:
+            self.load_state_dict(outer)

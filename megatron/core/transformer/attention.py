@@ -1,0 +1,125 @@
+"""Causal self-attention with grouped queries, its heads cut over the tensor-parallel group."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from megatron.core.precision import dtype_from_name
+from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.random import TENSOR_PARALLEL, RngStreams
+from megatron.core.tensor_parallel.recompute import recompute
+from megatron.core.transformer.dot_product_attention import select_attention_core
+from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.query_key_value import make_query_key_value
+from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class KeyValueCache(Protocol):
+    """Keep the keys and values of positions that were computed before (inference only)."""
+
+    def update(self, layer_number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the new positions of a layer and return all of its keys and values.
+
+        Shapes: ``[s, b, g/tp, d] -> [all, b, g/tp, d]``.
+        """
+        ...
+
+
+class SelfAttention(nn.Module):
+    """Attend from every position to itself and those before it, in the same document.
+
+    Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        tp: Group,
+        rng: RngStreams,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.layer_number = layer_number
+        self.rng = rng
+        self.head_dim = config.kv_channels
+        self.num_heads = config.num_attention_heads // tp.size
+        self.num_groups = max(config.num_query_groups // tp.size, 1)
+        self.dropout = config.attention_dropout
+        self.recompute_core = config.recompute_granularity == "selective"
+        self.core = select_attention_core(config.attention_backend, torch.device(device).type)
+        # In the order in which Megatron's optimizer files list them: linear_proj before linear_qkv.
+        self.linear_proj = RowParallelLinear(
+            config.query_projection_size,
+            config.hidden_size,
+            tp,
+            has_bias=config.add_bias_linear,
+            sequence_parallel=config.sequence_parallel,
+            init_std=config.output_init_method_std,
+            dtype=dtype_from_name(config.params_dtype),
+            device=device,
+        )
+        self.linear_qkv = make_query_key_value(config, tp, device)
+        self.q_layernorm = self._head_norm(config, tp, device) if config.qk_layernorm else None
+        self.k_layernorm = self._head_norm(config, tp, device) if config.qk_layernorm else None
+
+    @staticmethod
+    def _head_norm(config: TransformerConfig, tp: Group, device: torch.device | str) -> Norm:
+        return Norm(
+            config.normalization,
+            config.kv_channels,
+            config.norm_epsilon,
+            tp,
+            partial_gradient=True,
+            centred_weight=config.apply_layernorm_1p,
+            dtype=dtype_from_name(config.params_dtype),
+            device=device,
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        angles: RotaryAngles | None,
+        cache: KeyValueCache | None = None,
+    ) -> torch.Tensor:
+        """Return the attention output; ``mask`` None means plain causal attention."""
+        query, key, value = self._query_key_value(x)
+        if angles is not None:
+            query, key = apply_rotary(query, angles), apply_rotary(key, angles)
+        if cache is not None:
+            key, value = cache.update(self.layer_number, key, value)
+        if self.recompute_core and self.training:
+            context = recompute(self._attend, self.rng, query, key, value, mask)
+        else:
+            context = self._attend(query, key, value, mask)
+        output: torch.Tensor = self.linear_proj(context)
+        return output
+
+    def _query_key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mixed = self.linear_qkv(x)
+        length, batch = mixed.shape[:2]
+        heads_per_group = self.num_heads // self.num_groups
+        mixed = mixed.view(length, batch, self.num_groups, heads_per_group + 2, self.head_dim)
+        query, key, value = mixed.split((heads_per_group, 1, 1), dim=3)
+        query = query.reshape(length, batch, self.num_heads, self.head_dim)
+        key, value = key.squeeze(3), value.squeeze(3)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, value
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * d]``."""
+        if self.training and self.dropout > 0.0:
+            with self.rng.fork(TENSOR_PARALLEL):
+                context = self.core(query, key, value, mask, self.dropout)
+        else:
+            context = self.core(query, key, value, mask, 0.0)
+        return context.reshape(*context.shape[:2], -1)

@@ -1,0 +1,78 @@
+"""The feed-forward layer, plain or gated (SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.core.precision import dtype_from_name
+from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x)
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return F.relu(x).square()
+
+
+def _swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "squared_relu": _squared_relu,
+    "swiglu": _swiglu,
+}
+
+
+class MLP(nn.Module):
+    """Map ``h -> ffn -> h`` with the configured activation between.
+
+    Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
+        super().__init__()
+        dtype = dtype_from_name(config.params_dtype)
+        num_stacked = 2 if config.swiglu else 1
+        self.activation = _ACTIVATIONS[config.activation]
+        self.linear_fc1 = ColumnParallelLinear(
+            config.hidden_size,
+            config.ffn_hidden_size * num_stacked,
+            tp,
+            has_bias=config.add_bias_linear,
+            sequence_parallel=config.sequence_parallel,
+            init_std=config.init_method_std,
+            dtype=dtype,
+            device=device,
+            num_stacked=num_stacked,
+        )
+        self.linear_fc2 = RowParallelLinear(
+            config.ffn_hidden_size,
+            config.hidden_size,
+            tp,
+            has_bias=config.add_bias_linear,
+            sequence_parallel=config.sequence_parallel,
+            init_std=config.output_init_method_std,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the feed-forward output."""
+        output: torch.Tensor = self.linear_fc2(self.activation(self.linear_fc1(x)))
+        return output

@@ -1,0 +1,58 @@
+"""LayerNorm (Ba et al. 2016, https://arxiv.org/abs/1607.06450) and RMSNorm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.core.precision import arithmetic_dtype
+from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
+
+
+class Norm(nn.Module):
+    """Normalise the last dim in at least float32 and scale it.
+
+    ``partial_gradient`` says that a tensor-parallel rank sees only part of the positions or heads, so that the
+    gradients of its copy must be summed. With ``centred_weight`` the weight is stored as its difference from one.
+
+    Shapes: ``[..., n] -> [..., n]``.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        width: int,
+        epsilon: float,
+        tp: Group,
+        *,
+        partial_gradient: bool,
+        centred_weight: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        self.shape = (width,)
+        self.epsilon = epsilon
+        self.centred_weight = centred_weight
+        mean = 0.0 if centred_weight else 1.0
+        self.weight = make_parameter(
+            self.shape, replicated_spec("weight", self.shape, tp, partial_gradient, mean=mean), dtype, device
+        )
+        self.bias: nn.Parameter | None = None
+        if kind == "LayerNorm":
+            self.bias = make_parameter(
+                self.shape, replicated_spec("bias", self.shape, tp, partial_gradient), dtype, device
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised input in its own dtype."""
+        weight = self.weight + 1 if self.centred_weight else self.weight
+        if self.kind == "LayerNorm":
+            # torch's kernel accumulates low precisions in float32.
+            return F.layer_norm(x, self.shape, weight, self.bias, self.epsilon)
+        wide = x.to(arithmetic_dtype(x.dtype))
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.epsilon)
+        return (wide * scale).to(x.dtype) * weight

@@ -1,0 +1,91 @@
+"""Rotary positions: rotate pairs of channels by angles that grow with the position.
+
+Su et al. 2021, https://arxiv.org/abs/2104.09864; frequency scaling as in Llama 3.1 (https://arxiv.org/abs/2407.21783).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.precision import arithmetic_dtype
+
+
+@dataclass(frozen=True)
+class RotaryAngles:
+    """Hold cosine and sine for every position of a batch.
+
+    Shapes: ``cos, sin: [s, b or 1, 1, rotary_dim]``.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool
+
+
+class RotaryEmbedding:
+    """Compute rotary angles for given positions.
+
+    ``rotary_dim`` channels of each head are rotated, the others pass. ``interpolation_factor`` divides the positions.
+    With ``scaling_factor`` the frequencies are scaled as in Llama 3.1: wavelengths longer than
+    ``original_length / low_frequency_factor`` are divided by the factor, those shorter than
+    ``original_length / high_frequency_factor`` stay, and those between are blended.
+    """
+
+    def __init__(
+        self,
+        rotary_dim: int,
+        base: float,
+        *,
+        interleaved: bool = False,
+        interpolation_factor: float | None = None,
+        scaling_factor: float | None = None,
+        low_frequency_factor: float = 1.0,
+        high_frequency_factor: float = 4.0,
+        original_length: int = 8192,
+    ) -> None:
+        self.interleaved = interleaved
+        self.interpolation_factor = interpolation_factor
+        frequencies = 1.0 / base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+        if scaling_factor is not None:
+            wavelengths = 2 * math.pi / frequencies
+            blend = (original_length / wavelengths - low_frequency_factor) / (
+                high_frequency_factor - low_frequency_factor
+            )
+            blend = blend.clamp(0.0, 1.0)
+            frequencies = frequencies * blend + frequencies / scaling_factor * (1 - blend)
+        self.frequencies = frequencies
+
+    def angles(self, position_ids: torch.Tensor, dtype: torch.dtype) -> RotaryAngles:
+        """Return the angles of the positions, computed in float64 and kept in at least float32.
+
+        Shapes: ``position_ids: [b or 1, s] -> cos, sin: [s, b or 1, 1, rotary_dim]``.
+        """
+        positions = position_ids.t().to(torch.float64)
+        if self.interpolation_factor is not None:
+            positions = positions / self.interpolation_factor
+        half = positions[..., None] * self.frequencies.to(position_ids.device)
+        full = half.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((half, half), dim=-1)
+        full = full.unsqueeze(2)
+        wide = arithmetic_dtype(dtype)
+        return RotaryAngles(full.cos().to(wide), full.sin().to(wide), self.interleaved)
+
+
+def apply_rotary(x: torch.Tensor, angles: RotaryAngles) -> torch.Tensor:
+    """Rotate the first ``rotary_dim`` channels of every head.
+
+    Shapes: ``x: [s, b, heads, d] -> [s, b, heads, d]``.
+    """
+    rotary_dim = angles.cos.shape[-1]
+    rotated, passed = x[..., :rotary_dim], x[..., rotary_dim:]
+    wide = rotated.to(angles.cos.dtype)
+    if angles.interleaved:
+        turned = torch.stack((-wide[..., 1::2], wide[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        first, second = wide.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+    wide = wide * angles.cos + turned * angles.sin
+    result = wide.to(x.dtype)
+    return torch.cat((result, passed), dim=-1) if passed.shape[-1] else result

@@ -1,0 +1,83 @@
+"""One pre-norm transformer layer: attention and feed-forward, each on a residual branch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.core.precision import dtype_from_name
+from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.random import REPLICATED, TENSOR_PARALLEL, RngStreams
+from megatron.core.transformer.attention import KeyValueCache, SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def make_norm(config: TransformerConfig, tp: Group, device: torch.device | str) -> Norm:
+    """Return the configured normalisation of hidden states."""
+    return Norm(
+        config.normalization,
+        config.hidden_size,
+        config.norm_epsilon,
+        tp,
+        partial_gradient=config.sequence_parallel,
+        centred_weight=config.apply_layernorm_1p,
+        dtype=dtype_from_name(config.params_dtype),
+        device=device,
+    )
+
+
+class HiddenDropout(nn.Module):
+    """Drop hidden states: equally on all tensor-parallel ranks, or independently where each holds a part of s."""
+
+    def __init__(self, probability: float, sequence_parallel: bool, rng: RngStreams) -> None:
+        super().__init__()
+        self.probability = probability
+        self.stream = TENSOR_PARALLEL if sequence_parallel else REPLICATED
+        self.rng = rng
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` with elements dropped while training."""
+        if not self.training or self.probability == 0.0:
+            return x
+        with self.rng.fork(self.stream):
+            return F.dropout(x, self.probability)
+
+
+class TransformerLayer(nn.Module):
+    """Apply ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+
+    ``layer_number`` counts from 0 over the whole model, whatever stage the layer is on.
+
+    Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        tp: Group,
+        rng: RngStreams,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = make_norm(config, tp, device)
+        self.self_attention = SelfAttention(config, layer_number, tp, rng, device)
+        self.pre_mlp_layernorm = make_norm(config, tp, device)
+        self.mlp = MLP(config, tp, device)
+        self.hidden_dropout = HiddenDropout(config.hidden_dropout, config.sequence_parallel, rng)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        angles: RotaryAngles | None,
+        cache: KeyValueCache | None = None,
+    ) -> torch.Tensor:
+        """Return the layer's output."""
+        x = x + self.hidden_dropout(self.self_attention(self.input_layernorm(x), mask, angles, cache))
+        output: torch.Tensor = x + self.hidden_dropout(self.mlp(self.pre_mlp_layernorm(x)))
+        return output
