@@ -200,9 +200,10 @@ def config_from_dict(config_class: type[ConfigType], values: Mapping[str, Any]) 
     return config
 
 
-def _build(
-    config_class: type[ConfigType], values: Mapping[str, Any], where: str, problems: list[str]
-) -> ConfigType | None:
+def _build(config_class: type[ConfigType], values: object, where: str, problems: list[str]) -> ConfigType | None:
+    if not isinstance(values, Mapping):
+        problems.append(f"{where}: {values!r} is not an object")
+        return None
     hints = typing.get_type_hints(config_class)
     fields = {field.name: field for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
     before = len(problems)

@@ -44,17 +44,12 @@ class DataConfig:
     """Let no token attend across an end-of-document token."""
     eod_mask_loss: bool = False
     """Leave the end-of-document token's loss out."""
-    create_attention_mask_in_dataloader: bool = flag(
-        True, negative="--no-create-attention-mask-in-dataloader"
-    )
+    create_attention_mask_in_dataloader: bool = flag(True, negative="--no-create-attention-mask-in-dataloader")
     """Make no attention mask with the data; the model makes its causal one."""
 
     @property
     def has_data_per_split(self) -> bool:
         """Tell whether the three sets come from lists of their own."""
         return bool(
-            self.train_data_path
-            or self.valid_data_path
-            or self.test_data_path
-            or self.per_split_data_args_path
+            self.train_data_path or self.valid_data_path or self.test_data_path or self.per_split_data_args_path
         )

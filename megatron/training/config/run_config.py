@@ -52,9 +52,7 @@ class RunConfig:
         """Return the number of model copies."""
         model = self.model
         return self.world_size // (
-            model.tensor_model_parallel_size
-            * model.pipeline_model_parallel_size
-            * model.context_parallel_size
+            model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
         )
 
     @property

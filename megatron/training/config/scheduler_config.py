@@ -11,9 +11,7 @@ from megatron.core.config_base import flag
 class SchedulerConfig:
     """Hold the schedule as it was given; `RunConfig.schedule_lengths` turns it into samples."""
 
-    lr_decay_style: str = flag(
-        "linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
-    )
+    lr_decay_style: str = flag("linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
     """Shape of the learning rate after the warm-up."""
     lr_decay_iters: int | None = None
     """Iterations over which the learning rate falls; by default --train-iters."""

@@ -43,7 +43,3 @@ class TrainingConfig:
     """With --manual-gc: iterations from one collection to the next; 0 for never."""
     manual_gc_eval: bool = flag(True, negative="--no-manual-gc-eval")
     """With --manual-gc: do not collect garbage before and after an evaluation."""
-    iterations_to_skip: tuple[int, ...] = flag((), nargs="+", metavar="N")
-    """Iterations whose samples are consumed without training on them."""
-    check_weight_hash_across_dp_replicas_interval: int | None = None
-    """Iterations from one comparison of the weights over the data-parallel ranks to the next."""

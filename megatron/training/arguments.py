@@ -1,0 +1,291 @@
+"""The command line: an argparse parser generated from the configuration dataclasses, and what it parses to.
+
+The plain rule is that the field ``hidden_size`` is the flag ``--hidden-size``; a field's docstring is its
+help. Every problem of a command line is found before any is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+import sys
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from megatron.core.config_base import FieldSpec, field_docs, field_specs
+from megatron.core.errors import ConfigurationError
+from megatron.training.config.flag_notes import (
+    NO_EFFECT,
+    NOT_SUPPORTED,
+    NOT_SUPPORTED_FIELDS,
+    NOT_SUPPORTED_VALUES,
+)
+from megatron.training.config.resolution import resolve
+from megatron.training.config.run_config import RunConfig
+from megatron.training.validation.run_checks import find_problems
+
+_TABLE_PREFIX = "flag:"
+_TYPE_WORDS = {int: "an integer", float: "a number", bool: "a switch", str: "text"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedArguments:
+    """Hold a configuration without problems, and the lines about flags that have no effect."""
+
+    config: RunConfig
+    notes: tuple[str, ...]
+
+
+def parse_arguments(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> RunConfig:
+    """Turn a command line into a resolved and validated configuration.
+
+    Rank 0 prints one line for each flag that has no effect. With ``--print-config`` (and ``--help``) rank 0
+    prints what was asked for and the program ends with status 0.
+
+    Raises:
+        ConfigurationError: with every problem of the command line.
+    """
+    if rank != 0 and any(word in ("-h", "--help") for word in argv):
+        sys.exit(0)
+    parsed = resolve_arguments(argv, world_size)
+    print_config = parsed.config.logging.print_config
+    if rank == 0:
+        for note in parsed.notes:
+            print(note, file=sys.stderr if print_config else sys.stdout, flush=True)
+        if print_config:
+            print(json.dumps(parsed.config.to_dict(), indent=2))
+    if print_config:
+        sys.exit(0)
+    return parsed.config
+
+
+def parse_arguments_or_exit(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> RunConfig:
+    """Do what `parse_arguments` does, and end the program with status 2 where the command line is wrong.
+
+    Every rank ends; only rank 0 prints the problems, one line each.
+    """
+    try:
+        return parse_arguments(argv, world_size, rank)
+    except ConfigurationError as error:
+        if rank == 0:
+            for problem in error.problems:
+                print(f"error: {problem}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def resolve_arguments(argv: Sequence[str], world_size: int) -> ParsedArguments:
+    """Turn a command line into a configuration, without any side effect.
+
+    Raises:
+        ConfigurationError: with every problem of the command line.
+    """
+    namespace, extras = build_parser().parse_known_args(list(argv))
+    given: dict[str, Any] = vars(namespace)
+    problems = list(_unknown_flags(extras))
+    notes, refused = _table_flags(given)
+    problems += refused
+    values, broken = _field_values(given, problems)
+    problems += _unsupported_fields(values)
+    resolution = resolve(_build_config(values, broken, world_size))
+    problems += resolution.problems
+    problems += find_problems(resolution.config, broken)
+    if problems:
+        raise ConfigurationError(problems)
+    return ParsedArguments(resolution.config, (*notes, *resolution.notes))
+
+
+def config_parts() -> dict[str, type]:
+    """Return the configuration classes of a run by the name of the part."""
+    hints = typing.get_type_hints(RunConfig)
+    return {name: hint for name, hint in hints.items() if hint is not int}
+
+
+def command_line_fields() -> Iterator[tuple[str, FieldSpec]]:
+    """Yield (part, field) for every field that a flag sets."""
+    for part, config_class in config_parts().items():
+        for spec in field_specs(config_class):
+            if spec.options.cli:
+                yield part, spec
+
+
+def all_flags() -> dict[str, str]:
+    """Return every flag by name, with its class: effective, no effect, or not supported yet."""
+    flags = {}
+    for _, spec in command_line_fields():
+        kind = "not supported yet" if spec.name in NOT_SUPPORTED_FIELDS else "effective"
+        flags.update(dict.fromkeys(spec.flags, kind))
+    flags.update(dict.fromkeys(NO_EFFECT, "no effect"))
+    flags.update(dict.fromkeys(NOT_SUPPORTED, "not supported yet"))
+    return dict(sorted(flags.items()))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Report a malformed command line as an error of this project in place of ending the program."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message.removeprefix("argument "))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser; it collects words only, so that all conversion problems can be reported
+    together."""
+    parser = _Parser(
+        prog="pretrain_gpt.py",
+        usage="[torchrun ...] %(prog)s FLAGS",
+        description="Train a GPT.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
+    )
+    for part, config_class in config_parts().items():
+        group = parser.add_argument_group(part)
+        docs = field_docs(config_class)
+        for spec in field_specs(config_class):
+            if spec.options.cli:
+                _add_field(group, spec, docs[spec.name])
+    for name, note in NO_EFFECT.items():
+        _add_table_flag(parser, name, note.arity)
+    for name, refused in NOT_SUPPORTED.items():
+        _add_table_flag(parser, name, refused.arity)
+    return parser
+
+
+def _add_field(group: argparse._ArgumentGroup, spec: FieldSpec, doc: str) -> None:
+    help_text = doc.replace("%", "%%")
+    if spec.is_bool:
+        constant = spec.options.negative is None
+        group.add_argument(*spec.flags, dest=spec.name, action="store_const", const=constant, help=help_text)
+        return
+    metavar = spec.options.metavar
+    if spec.options.choices is not None:
+        metavar = "{" + ",".join(spec.options.choices) + "}"
+    elif metavar is None:
+        metavar = {int: "N", float: "X", str: "TEXT"}[spec.item_type]
+    if spec.default not in (None, (), 0, 0.0) and not spec.is_sequence:
+        help_text += f" Default: {spec.default}.".replace("%", "%%")
+    group.add_argument(
+        *spec.flags,
+        dest=spec.name,
+        action="append",
+        nargs=spec.options.nargs,
+        metavar=metavar,
+        help=help_text,
+    )
+
+
+def _add_table_flag(parser: argparse.ArgumentParser, name: str, arity: int | str) -> None:
+    dest = _TABLE_PREFIX + name
+    if arity == 0:
+        parser.add_argument(name, dest=dest, action="store_const", const=[], help=argparse.SUPPRESS)
+    else:
+        nargs = "+" if arity == "+" else 1
+        parser.add_argument(name, dest=dest, action="store", nargs=nargs, help=argparse.SUPPRESS)
+
+
+def _unknown_flags(extras: Sequence[str]) -> Iterator[str]:
+    """Name what the parser did not know; the words that follow an unknown flag are taken as its values."""
+    known = list(all_flags())
+    follows_unknown = False
+    for word in extras:
+        if word.startswith("-"):
+            name = word.split("=", 1)[0]
+            nearest = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
+            yield f"unknown flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else "; see --help")
+            follows_unknown = True
+        elif not follows_unknown:
+            yield f"unexpected value {word!r}; a value must follow its flag"
+
+
+def _table_flags(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the notes and the problems that the given flags of the two tables make."""
+    notes, problems = [], []
+    for name, note in NO_EFFECT.items():
+        words: list[str] | None = given.get(_TABLE_PREFIX + name)
+        if words is None or (words and all(word in note.quiet for word in words)):
+            continue
+        typed = " ".join([name, *words])
+        if note.accepted and not all(word in note.accepted for word in words):
+            problems.append(f"{typed} is not supported yet; possible: {', '.join(note.accepted)}")
+        else:
+            notes.append(f"{typed} has no effect: {note.reason}")
+    for name, refused in NOT_SUPPORTED.items():
+        words = given.get(_TABLE_PREFIX + name)
+        if words is not None and (not words or words != [refused.default]):
+            instead = f"; {refused.instead}" if refused.instead else ""
+            problems.append(f"{' '.join([name, *words])} is not supported yet{instead}")
+    return notes, problems
+
+
+def _field_values(given: Mapping[str, Any], problems: list[str]) -> tuple[dict[str, Any], frozenset[str]]:
+    """Convert the words given for each field; return the values, and the fields that have none they can
+    use."""
+    values: dict[str, Any] = {}
+    broken = set()
+    for _, spec in command_line_fields():
+        if spec.name not in given:
+            if spec.is_required:
+                problems.append(f"{spec.flags[0]} is missing; it has no default")
+                broken.add(spec.name)
+            continue
+        words = given[spec.name]
+        if spec.is_bool:
+            values[spec.name] = words
+            continue
+        before = len(problems)
+        last = words if spec.options.append else words[-1]
+        texts = last if isinstance(last, list) else [last]
+        converted = tuple(_convert(spec, text, problems) for text in texts)
+        if len(problems) > before:
+            broken.add(spec.name)
+        else:
+            values[spec.name] = converted if spec.is_sequence else converted[0]
+    return values, frozenset(broken)
+
+
+def _convert(spec: FieldSpec, text: str, problems: list[str]) -> Any:
+    """Turn one word into a value of the field's type, or note a problem."""
+    name, choices = spec.flags[0], spec.options.choices
+    if choices is not None and text not in choices:
+        if text in NOT_SUPPORTED_VALUES.get(spec.name, ()):
+            problems.append(f"{name} {text} is not supported yet; possible: {', '.join(choices)}")
+        else:
+            problems.append(f"{name} {text}: possible values are {', '.join(choices)}")
+        return None
+    try:
+        value = spec.item_type(text)
+    except ValueError:
+        problems.append(f"{name} {text}: {_TYPE_WORDS[spec.item_type]} is expected")
+        return None
+    if spec.item_type is float and not math.isfinite(value):
+        problems.append(f"{name} {text}: a finite number is expected")
+    return value
+
+
+def _unsupported_fields(values: Mapping[str, Any]) -> Iterator[str]:
+    """Refuse by name each field whose feature is not built, where a value asks for it."""
+    for _, spec in command_line_fields():
+        feature = NOT_SUPPORTED_FIELDS.get(spec.name)
+        if feature is None or spec.name not in values or values[spec.name] == spec.default:
+            continue
+        value = values[spec.name]
+        words = () if spec.is_bool else value if spec.is_sequence else (value,)
+        typed = " ".join([spec.flags[0], *(str(word) for word in words)])
+        yield f"{typed} is not supported yet ({feature})"
+
+
+def _build_config(values: Mapping[str, Any], broken: frozenset[str], world_size: int) -> RunConfig:
+    """Build all parts; a required field without a usable value is 1, and no check looks at it."""
+    parts: dict[str, Any] = {}
+    for part, config_class in config_parts().items():
+        arguments = {}
+        for spec in field_specs(config_class):
+            if spec.name in values and spec.options.cli:
+                arguments[spec.name] = values[spec.name]
+            elif spec.is_required and spec.name in broken:
+                arguments[spec.name] = 1
+        parts[part] = config_class(**arguments)
+    return RunConfig(world_size=world_size, **parts)

@@ -1,0 +1,316 @@
+"""Flags of Megatron-LM that are not fields here: those without effect, and those that are not supported yet.
+
+Every flag that a user can type is in one of three classes: it sets a field and works; it is accepted and one
+line says why it has no effect here; or it is refused by name with "not supported yet". The last two are
+the tables of this file; a flag that is in neither table and sets no field is unknown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+Arity = int | str
+"""Number of values that a flag takes: 0, 1 or "+"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NoEffect:
+    """Describe a flag that changes nothing here; ``reason`` completes "--flag has no effect: ...".
+
+    Values in ``quiet`` say what is done anyway and make no line. Where ``accepted`` is given, any other
+    value would change what is computed, and is refused as not supported.
+    """
+
+    arity: Arity
+    reason: str
+    quiet: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class NotSupported:
+    """Describe a flag whose feature is not built; its ``default`` value is accepted in silence."""
+
+    arity: Arity
+    default: str | None = None
+    instead: str = ""
+
+
+_FUSION = "the same numbers are computed with and without this fusion"
+_ONE_LOGGER = "there is no one-logger service here"
+_NATIVE = "the native checkpoint format has no such choice"
+_TP_OVERLAP = "tensor-parallel communication overlaps with the weight gradient as far as the device allows"
+
+NO_EFFECT: dict[str, NoEffect] = {
+    # data
+    "--data-impl": NoEffect(1, "token files are always memory-mapped .bin/.idx pairs"),
+    "--dataset-impl": NoEffect(1, "token files are always memory-mapped .bin/.idx pairs"),
+    "--dataset": NoEffect(1, "the kind of data set follows from --data-path"),
+    "--train-mode": NoEffect(1, "pretraining is the only mode", accepted=("pretrain",)),
+    "--max-padding-length": NoEffect(1, "pretraining samples are full and never padded"),
+    "--num-dataset-builder-threads": NoEffect(1, "each index is built once, by the first rank of a node", quiet=("1",)),
+    "--no-data-sharding": NoEffect(0, "the order of samples does not depend on the data-parallel size"),
+    "--patch-tokenizer-type": NoEffect(1, "the tokenizer is chosen by --tokenizer-type"),
+    "--legacy-tokenizer": NoEffect(0, "there is one implementation of each tokenizer"),
+    "--allow-ambiguous-pad-tokens": NoEffect(0, "padding is never predicted"),
+    "--mid-level-dataset-surplus": NoEffect(1, "the surplus of a blend's data sets is fixed at 0.005"),
+    # the model and its kernels
+    "--use-mcore-models": NoEffect(0, "there is one implementation of each model"),
+    "--transformer-impl": NoEffect(
+        1, "the project's own layers are used, with fused kernels where torch has them", quiet=("local",)
+    ),
+    "--attention-softmax-in-fp32": NoEffect(0, "the attention softmax is always computed in float32"),
+    "--no-masked-softmax-fusion": NoEffect(0, _FUSION),
+    "--no-bias-swiglu-fusion": NoEffect(0, _FUSION),
+    "--no-bias-dropout-fusion": NoEffect(0, _FUSION),
+    "--no-rope-fusion": NoEffect(0, _FUSION),
+    "--no-gradient-accumulation-fusion": NoEffect(0, _FUSION),
+    "--cross-entropy-loss-fusion": NoEffect(0, _FUSION),
+    "--cross-entropy-fusion-impl": NoEffect(1, _FUSION),
+    "--no-persist-layer-norm": NoEffect(0, _FUSION),
+    "--memory-efficient-layer-norm": NoEffect(0, _FUSION),
+    "--disable-jit-fuser": NoEffect(0, _FUSION),
+    "--recompute-modules": NoEffect("+", "selective recompute is of the core attention", accepted=("core_attn",)),
+    "--use-cpu-initialization": NoEffect(0, "initial weights do not depend on the device"),
+    "--no-initialization": NoEffect(0, "weights are initialized before a checkpoint replaces them"),
+    "--te-rng-tracker": NoEffect(0, "random number streams do not depend on transformer-engine"),
+    "--inference-rng-tracker": NoEffect(0, "random number streams do not depend on inference"),
+    # parallelism
+    "--tp-comm-overlap": NoEffect(0, _TP_OVERLAP),
+    "--tp-comm-overlap-cfg": NoEffect(1, _TP_OVERLAP),
+    "--tp-comm-bootstrap-backend": NoEffect(1, _TP_OVERLAP),
+    "--disable-tp-comm-overlap-ag": NoEffect(0, _TP_OVERLAP),
+    "--disable-tp-comm-overlap-rs": NoEffect(0, _TP_OVERLAP),
+    "--tp-comm-overlap-rs-dgrad": NoEffect(0, _TP_OVERLAP),
+    "--disable-tp-comm-bulk-dgrad": NoEffect(0, _TP_OVERLAP),
+    "--disable-tp-comm-bulk-wgrad": NoEffect(0, _TP_OVERLAP),
+    "--disable-tp-comm-split-ag": NoEffect(0, _TP_OVERLAP),
+    "--disable-tp-comm-split-rs": NoEffect(0, _TP_OVERLAP),
+    "--no-async-tensor-model-parallel-allreduce-in-layernorm": NoEffect(0, _TP_OVERLAP),
+    "--no-contiguous-buffers-in-local-ddp": NoEffect(0, "gradients always live in contiguous buffers"),
+    "--no-scatter-gather-tensors-in-pipeline": NoEffect(0, "stages exchange what each rank holds"),
+    "--no-overlap-p2p-communication": NoEffect(0, "the pipeline's order of communication is fixed"),
+    "--overlap-p2p-communication-warmup-flush": NoEffect(0, "the pipeline's order of communication is fixed"),
+    "--no-align-grad-reduce": NoEffect(0, "each pipeline stage reduces its own gradients"),
+    "--no-align-param-gather": NoEffect(0, "each pipeline stage gathers its own parameters"),
+    "--lazy-mpu-init": NoEffect(1, "process groups are made at start-up"),
+    "--nccl-communicator-config-path": NoEffect(1, "communicators take NCCL's own settings"),
+    "--high-priority-stream-groups": NoEffect("+", "communicators take NCCL's own settings"),
+    "--use-sharp": NoEffect(0, "communicators take NCCL's own settings"),
+    "--disable-gloo-process-groups": NoEffect(0, "only the groups that are needed are made"),
+    "--enable-gloo-process-groups": NoEffect(0, "only the groups that are needed are made"),
+    # checkpoints
+    "--flash-save": NoEffect(0, "every rank writes its own part of a checkpoint at once"),
+    "--flash-load": NoEffect(0, "every rank reads only its own part of a checkpoint"),
+    "--use-dist-ckpt": NoEffect(0, "the native checkpoint format is always distributed"),
+    "--dist-ckpt-format": NoEffect(1, _NATIVE),
+    "--auto-detect-ckpt-format": NoEffect(0, "the format of a checkpoint is always detected"),
+    "--ckpt-fully-parallel-save": NoEffect(0, "saving is always spread over the ranks"),
+    "--no-ckpt-fully-parallel-save": NoEffect(0, "saving is always spread over the ranks"),
+    "--ckpt-fully-parallel-load": NoEffect(0, "loading is always spread over the ranks"),
+    "--ckpt-assume-constant-structure": NoEffect(0, _NATIVE),
+    "--use-persistent-ckpt-worker": NoEffect(0, _NATIVE),
+    "--dist-ckpt-save-pre-mcore-014": NoEffect(0, _NATIVE),
+    "--dist-ckpt-optim-fully-reshardable": NoEffect(0, "the optimizer's state can always be resharded"),
+    "--no-use-tokenizer-model-from-checkpoint-args": NoEffect(0, "training takes its tokenizer from the command line"),
+    # running and reporting
+    "--log-timers-to-console": NoEffect(0, "timers go to the console as --timing-log-level says"),
+    "--no-barrier-with-level-1-timing": NoEffect(0, "timers use no barriers"),
+    "--no-barrier-with-L1-time": NoEffect(0, "timers use no barriers"),
+    "--logging-level": NoEffect(1, "log lines have one level"),
+    "--rerun-mode": NoEffect(1, "a non-finite loss is reported at once", quiet=("disabled",)),
+    "--train-sync-interval": NoEffect(1, "each iteration ends with a reduction that keeps the ranks in step"),
+    "--enable-one-logger": NoEffect(0, _ONE_LOGGER),
+    "--no-one-logger": NoEffect(0, _ONE_LOGGER),
+    "--one-logger-project": NoEffect(1, _ONE_LOGGER),
+    "--one-logger-run-name": NoEffect(1, _ONE_LOGGER),
+    "--one-logger-async": NoEffect(0, _ONE_LOGGER),
+    "--app-tag-run-name": NoEffect(1, _ONE_LOGGER),
+    "--app-tag-run-version": NoEffect(1, _ONE_LOGGER),
+    "--disable-straggler-on-startup": NoEffect(0, "there is no straggler detection"),
+}
+
+_SWITCHES = [
+    "--use-legacy-models",
+    "--fp8-param-gather",
+    "--no-fp8-wgrad",
+    "--first-last-layers-bf16",
+    "--fp8-dot-product-attention",
+    "--fp8-multi-head-attention",
+    "--cpu-offloading",
+    "--cpu-offloading-activations",
+    "--no-cpu-offloading-activations",
+    "--cpu-offloading-weights",
+    "--no-cpu-offloading-weights",
+    "--optimizer-cpu-offload",
+    "--overlap-cpu-optimizer-d2h-h2d",
+    "--use-torch-optimizer-for-cpu-offload",
+    "--no-pin-cpu-grads",
+    "--no-pin-cpu-params",
+    "--use-precision-aware-optimizer",
+    "--overlap-param-gather-with-optimizer-step",
+    "--use-torch-fsdp2",
+    "--use-megatron-fsdp",
+    "--use-custom-fsdp",
+    "--use-tp-pp-dp-mapping",
+    "--use-ring-exchange-p2p",
+    "--standalone-embedding-stage",
+    "--defer-embedding-wgrad-compute",
+    "--delay-wgrad-compute",
+    "--distribute-saved-activations",
+    "--init-method-xavier-uniform",
+    "--fp32-residual-connection",
+    "--apply-residual-connection-post-layernorm",
+    "--multi-latent-attention",
+    "--quick-geglu",
+    "--enable-cuda-graph",
+    "--external-cuda-graph",
+    "--moe-grouped-gemm",
+    "--moe-permute-fusion",
+    "--moe-pad-expert-input-to-capacity",
+    "--moe-per-layer-logging",
+    "--moe-extended-tp",
+    "--profile",
+    "--use-pytorch-profiler",
+    "--record-memory-history",
+    "--log-straggler",
+    "--log-energy",
+    "--log-max-attention-logit",
+    "--log-device-memory-used",
+    "--check-for-spiky-loss",
+    "--check-for-large-grads",
+    "--adlr-autoresume",
+    "--decrease-batch-size-if-needed",
+    "--multiple-validation-sets",
+    "--renormalize-blend-weights",
+    "--sft",
+    "--calc-ft-timeouts",
+    "--enable-ft-package",
+    "--inprocess-restart",
+    "--use-mp-args-from-checkpoint-args",
+    "--use-nccl-ub",
+    "--reuse-grad-buf-for-mxfp8-param-ag",
+    "--no-mmap-index-files",
+]
+
+NOT_SUPPORTED: dict[str, NotSupported] = {
+    **{switch: NotSupported(0) for switch in _SWITCHES},
+    # fp8 and offloading
+    "--fp8-format": NotSupported(1),
+    "--fp8-recipe": NotSupported(1, "delayed"),
+    "--fp8-margin": NotSupported(1, "0"),
+    "--fp8-interval": NotSupported(1, "1"),
+    "--fp8-amax-history-len": NotSupported(1, "1"),
+    "--fp8-amax-compute-algo": NotSupported(1, "most_recent"),
+    "--num-layers-at-start-in-bf16": NotSupported(1, "1"),
+    "--num-layers-at-end-in-bf16": NotSupported(1, "1"),
+    "--cpu-offloading-num-layers": NotSupported(1, "0"),
+    "--optimizer-offload-policy": NotSupported(1),
+    "--optimizer-offload-fraction": NotSupported(1, "0.0"),
+    "--optimizer-offload-auto-threshold": NotSupported(1),
+    "--main-grads-dtype": NotSupported(1, "fp32"),
+    "--main-params-dtype": NotSupported(1, "fp32"),
+    "--exp-avg-dtype": NotSupported(1, "fp32"),
+    "--exp-avg-sq-dtype": NotSupported(1, "fp32"),
+    # parallelism
+    "--expert-model-parallel-size": NotSupported(1, "1"),
+    "--expert-tensor-parallel-size": NotSupported(1, "1"),
+    "--num-distributed-optimizer-instances": NotSupported(1, "1"),
+    "--hierarchical-context-parallel-sizes": NotSupported("+"),
+    "--pipeline-model-parallel-layout": NotSupported(1),
+    "--pipeline-model-parallel-split-rank": NotSupported(1),
+    "--microbatch-group-size-per-virtual-pipeline-stage": NotSupported(1),
+    "--wgrad-deferral-limit": NotSupported(1, "0"),
+    # other models
+    "--num-experts": NotSupported(1),
+    "--moe-router-topk": NotSupported(1, "2"),
+    "--moe-router-load-balancing-type": NotSupported("+"),
+    "--moe-router-dtype": NotSupported(1),
+    "--moe-aux-loss-coeff": NotSupported("+", "0.0"),
+    "--moe-z-loss-coeff": NotSupported(1),
+    "--moe-ffn-hidden-size": NotSupported(1),
+    "--moe-shared-expert-intermediate-size": NotSupported(1),
+    "--moe-layer-freq": NotSupported(1, "1"),
+    "--moe-token-dispatcher-type": NotSupported(1),
+    "--moe-expert-capacity-factor": NotSupported(1),
+    "--moe-token-drop-policy": NotSupported(1),
+    "--mtp-num-layers": NotSupported(1),
+    "--window-size": NotSupported(1),
+    "--embedding-init-method-std": NotSupported(1),
+    "--glu-linear-offset": NotSupported(1, "0.0"),
+    "--spec": NotSupported("+"),
+    "--cuda-graph-scope": NotSupported("+"),
+    "--cuda-graph-impl": NotSupported(1, "none"),
+    # training
+    "--decoupled-lr": NotSupported(1),
+    "--decoupled-min-lr": NotSupported(1),
+    "--iterations-to-skip": NotSupported("+"),
+    "--check-weight-hash-across-dp-replicas-interval": NotSupported(1),
+    "--adlr-autoresume-interval": NotSupported(1, "1000"),
+    "--error-injection-rate": NotSupported(1, "0"),
+    "--error-injection-type": NotSupported(1, "transient_error"),
+    "--yaml-cfg": NotSupported(1),
+    "--s3-cache-path": NotSupported(1),
+    "--object-storage-cache-path": NotSupported(1),
+    # checkpoints
+    "--save-retain-interval": NotSupported(1, instead="use --keep-last 1 --keep-every N"),
+    "--ckpt-convert-format": NotSupported(1),
+    "--ckpt-convert-save": NotSupported(1),
+    "--ckpt-convert-update-legacy-dist-opt-format": NotSupported(0),
+    "--non-persistent-save-interval": NotSupported(1),
+    "--non-persistent-ckpt-type": NotSupported(1),
+    "--non-persistent-global-ckpt-dir": NotSupported(1),
+    "--non-persistent-local-ckpt-dir": NotSupported(1),
+    "--non-persistent-local-ckpt-algo": NotSupported(1, "fully_parallel"),
+    "--replication": NotSupported(0),
+    "--replication-factor": NotSupported(1, "2"),
+    "--replication-jump": NotSupported(1),
+    # reporting
+    "--wandb-project": NotSupported(1, "", instead="use --tensorboard-dir or --metrics-jsonl"),
+    "--wandb-exp-name": NotSupported(1, ""),
+    "--wandb-entity": NotSupported(1, ""),
+    "--wandb-save-dir": NotSupported(1, ""),
+    "--profile-step-start": NotSupported(1, "10"),
+    "--profile-step-end": NotSupported(1, "12"),
+    "--profile-ranks": NotSupported("+", "0"),
+    "--memory-snapshot-path": NotSupported(1, "snapshot.pickle"),
+    "--straggler-minmax-count": NotSupported(1, "1"),
+    "--straggler-ctrlr-port": NotSupported(1, "65535"),
+}
+
+NOT_SUPPORTED_FIELDS: dict[str, str] = {
+    "pipeline_model_parallel_size": "pipeline parallelism",
+    "context_parallel_size": "context parallelism",
+    "num_layers_per_virtual_pipeline_stage": "virtual pipeline stages",
+    "num_virtual_stages_per_pipeline_rank": "virtual pipeline stages",
+    "decoder_first_pipeline_num_layers": "an uneven pipeline split",
+    "decoder_last_pipeline_num_layers": "an uneven pipeline split",
+    "account_for_embedding_in_pipeline_split": "an uneven pipeline split",
+    "account_for_loss_in_pipeline_split": "an uneven pipeline split",
+    "cp_comm_type": "context parallelism",
+    "use_distributed_optimizer": "the distributed optimizer",
+    "overlap_param_gather": "the distributed optimizer",
+    "data_parallel_sharding_strategy": "sharding over the data-parallel ranks",
+    "extra_valid_datalist": "more than one validation set",
+    "extra_valid_data_samples": "more than one validation set",
+    "extra_valid_data_names": "more than one validation set",
+    "use_checkpoint_args": "taking the model's shape from a checkpoint",
+    "async_save": "saving while training goes on",
+    "full_validation": "evaluating on the whole validation set",
+}
+"""Fields whose feature is not built: any value but the default is refused, with the name of the feature."""
+
+NOT_SUPPORTED_VALUES: dict[str, tuple[str, ...]] = {
+    "optimizer": ("hybridadam", "cpu_adam", "muon", "dist_muon", "lion"),
+    "position_embedding_type": ("relative", "mrope", "yarn"),
+    "tokenizer_type": (
+        "BertWordPieceLowerCase",
+        "BertWordPieceCase",
+        "MultimodalTokenizer",
+        "NullMultimodalTokenizer",
+        "SFTTokenizer",
+    ),
+    "ckpt_format": ("zarr", "torch_dcp", "fsdp_dtensor"),
+    "distributed_backend": ("ccl", "mpi", "ucc"),
+}
+"""Values that Megatron-LM knows for a field with choices, and that are not built here."""

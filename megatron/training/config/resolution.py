@@ -1,0 +1,105 @@
+"""The values of a run that follow from several parts of its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.core.errors import ConfigurationError
+from megatron.training.config.data_lists import read_data_list, read_per_split_lists
+from megatron.training.config.run_config import RunConfig
+
+DEFAULT_SPLIT = "969, 30, 1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolution:
+    """Hold a resolved configuration, the lines that tell the user of it, and what went wrong."""
+
+    config: RunConfig
+    notes: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+def resolve(config: RunConfig) -> Resolution:
+    """Fill in every value that follows from another part; idempotent."""
+    notes: list[str] = []
+    problems: list[str] = []
+    config = _resolve_data(config, problems)
+    config = _resolve_model(config, notes)
+    config = _resolve_batch(config)
+    config = _resolve_precision(config)
+    config = _resolve_weight_decay(config)
+    notes.extend(_checkpoint_notes(config))
+    return Resolution(config, tuple(notes), tuple(problems))
+
+
+def _resolve_data(config: RunConfig, problems: list[str]) -> RunConfig:
+    data = config.data
+    try:
+        if data.data_args_path is not None and not data.data_path:
+            data = dataclasses.replace(data, data_path=read_data_list(data.data_args_path, "--data-args-path"))
+        if data.per_split_data_args_path is not None and not data.train_data_path:
+            lists = read_per_split_lists(data.per_split_data_args_path, "--per-split-data-args-path")
+            data = dataclasses.replace(
+                data,
+                train_data_path=lists["train"],
+                valid_data_path=lists["valid"],
+                test_data_path=lists["test"],
+            )
+    except ConfigurationError as error:
+        problems.extend(error.problems)
+    if data.split is None and not data.has_data_per_split:
+        data = dataclasses.replace(data, split=DEFAULT_SPLIT)
+    return dataclasses.replace(config, data=data)
+
+
+def _resolve_model(config: RunConfig, notes: list[str]) -> RunConfig:
+    model = config.model
+    if model.max_position_embeddings == 0:
+        model = dataclasses.replace(model, max_position_embeddings=config.data.seq_length)
+    if model.sequence_parallel and model.tensor_model_parallel_size == 1:
+        notes.append("--sequence-parallel has no effect with --tensor-model-parallel-size 1: turned off")
+        model = dataclasses.replace(model, sequence_parallel=False)
+    return dataclasses.replace(config, model=model)
+
+
+def _resolve_batch(config: RunConfig) -> RunConfig:
+    if config.training.global_batch_size:
+        return config
+    batch = config.training.micro_batch_size * max(config.data_parallel_size, 1)
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=batch))
+
+
+def _resolve_precision(config: RunConfig) -> RunConfig:
+    optimizer = dataclasses.replace(
+        config.optimizer,
+        params_dtype=config.model.params_dtype,
+        use_distributed_optimizer=config.ddp.use_distributed_optimizer,
+    )
+    is_half = config.model.params_dtype in ("float16", "bfloat16")
+    ddp = config.ddp
+    if is_half and not ddp.grad_reduce_in_bf16:
+        ddp = dataclasses.replace(ddp, accumulate_allreduce_grads_in_fp32=True)
+    return dataclasses.replace(config, optimizer=optimizer, ddp=ddp)
+
+
+def _resolve_weight_decay(config: RunConfig) -> RunConfig:
+    schedule, weight_decay = config.scheduler, config.optimizer.weight_decay
+    if schedule.weight_decay_incr_style != "constant":
+        return config
+    if schedule.start_weight_decay is None:
+        schedule = dataclasses.replace(schedule, start_weight_decay=weight_decay)
+    if schedule.end_weight_decay is None:
+        schedule = dataclasses.replace(schedule, end_weight_decay=weight_decay)
+    return dataclasses.replace(config, scheduler=schedule)
+
+
+def _checkpoint_notes(config: RunConfig) -> list[str]:
+    if config.checkpoint.ckpt_format == "torch":
+        return [
+            "--ckpt-format torch: checkpoints are written in the native format; "
+            "Megatron's torch files are not written yet"
+        ]
+    if config.checkpoint.ckpt_format == "torch_dist":
+        return ["--ckpt-format torch_dist: checkpoints are written in the native format"]
+    return []

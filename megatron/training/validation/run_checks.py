@@ -1,0 +1,46 @@
+"""All checks of a run configuration together."""
+
+from __future__ import annotations
+
+from megatron.core.errors import ConfigurationError
+from megatron.training.config.run_config import RunConfig
+from megatron.training.validation import (
+    batch,
+    checkpoint,
+    data_files,
+    layout,
+    model,
+    ranges,
+    schedule,
+    tokenizer_files,
+)
+
+_CHECKS = (
+    *ranges.CHECKS,
+    *layout.CHECKS,
+    *model.CHECKS,
+    *batch.CHECKS,
+    *schedule.CHECKS,
+    *data_files.CHECKS,
+    *tokenizer_files.CHECKS,
+    *checkpoint.CHECKS,
+)
+
+
+def find_problems(config: RunConfig, broken: frozenset[str] = frozenset()) -> list[str]:
+    """Return every problem of a resolved configuration, one line each.
+
+    ``broken`` names fields whose value could not be read; no check that reads one of them is made.
+    """
+    problems: list[str] = []
+    for check in _CHECKS:
+        if broken.isdisjoint(check.reads):
+            problems.extend(check.find(config))
+    return list(dict.fromkeys(problems))
+
+
+def validate(config: RunConfig) -> None:
+    """Raise ConfigurationError with every problem of a resolved configuration, if there is one."""
+    problems = find_problems(config)
+    if problems:
+        raise ConfigurationError(problems)
