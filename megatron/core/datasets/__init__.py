@@ -1,1 +1,1 @@
-"""Token files, their indices, blends and samplers."""
+"""Token files, their indices, and the samples and batches that are read through them."""

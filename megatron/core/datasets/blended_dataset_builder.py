@@ -1,0 +1,264 @@
+"""Build the training, validation and test data that a configuration describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.datasets.blended_dataset import (
+    BlendedDataset,
+    count_taken,
+    load_or_build_blend,
+    samples_per_dataset,
+)
+from megatron.core.datasets.gpt_dataset import (
+    DataUsage,
+    GPTDataset,
+    MockGPTDataset,
+    SampleDataset,
+    count_tokens,
+    token_range_error,
+)
+from megatron.core.datasets.gpt_dataset_config import (
+    SPLIT_NAMES,
+    Blend,
+    GPTDatasetConfig,
+    parse_split,
+    split_boundaries,
+    suggest_split,
+)
+from megatron.core.datasets.index_builder import (
+    IndexBuilder,
+    count_samples,
+    plan_epochs,
+    select_index_builder,
+)
+from megatron.core.datasets.index_cache import IndexCache
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.errors import DataError
+
+_PATH_FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
+_PROBED_TOKENS = 1 << 16
+
+
+@dataclass(frozen=True)
+class DatasetSplits:
+    """Training, validation and test data; None where there is none, which was reported."""
+
+    train: SampleDataset | None
+    valid: SampleDataset | None
+    test: SampleDataset | None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The part of one data set that belongs to one split."""
+
+    dataset: IndexedDataset
+    sequences: range
+    tokens: int
+    weight: float | None
+
+
+class BlendedDatasetBuilder:
+    """Open every data set of a configuration, check it, and build the samples of each split.
+
+    ``num_samples`` holds the samples that training, validation and test ask for: 0 asks for none, None for one epoch.
+    ``report`` is called with one line for each thing that the user should know: a split without data, text that is
+    read more than once, a damaged or unwritable cache, a missing compiled index builder.
+    """
+
+    def __init__(
+        self,
+        config: GPTDatasetConfig,
+        num_samples: tuple[int | None, int | None, int | None],
+        report: Callable[[str], None],
+        index_builder: IndexBuilder | None = None,
+    ) -> None:
+        self.config = config
+        self.num_samples = num_samples
+        self._report = report
+        self._index_builder = index_builder
+
+    def check(self) -> None:
+        """Find what is wrong with the data without building an index: files, splits, amounts, token ids.
+
+        Raises:
+            DataError: the first problem found.
+        """
+        for split in range(len(SPLIT_NAMES)):
+            for source in self._open_split(split, report=lambda line: None) or ():
+                _probe_vocabulary(source, self.config.vocab_size)
+
+    def build(self) -> DatasetSplits:
+        """Build the samples of each split, from the index cache where it has them.
+
+        Raises:
+            DataError: a file that cannot be used, a split without data that is asked for samples, or less text than a
+                single sample needs.
+        """
+        builder = self._index_builder
+        if builder is None and not self.config.mock:
+            builder = select_index_builder(self._report)
+        return DatasetSplits(*(self._build_split(split, builder) for split in range(len(SPLIT_NAMES))))
+
+    def _build_split(self, split: int, builder: IndexBuilder | None) -> SampleDataset | None:
+        wanted = self.num_samples[split]
+        if self.config.mock:
+            return None if wanted == 0 else MockGPTDataset(wanted, SPLIT_NAMES[split], self.config)
+        sources = self._open_split(split, self._report)
+        if not sources:
+            return None
+        assert builder is not None
+        blend = self._blend_of(split)
+        assert blend is not None
+        if len(blend.prefixes) == 1 and blend.weights is None:
+            return self._build_single(sources[0], wanted, split, builder)
+        return self._build_blend(sources, wanted, split, builder)
+
+    def _build_single(self, source: _Source, num_samples: int | None, split: int, builder: IndexBuilder) -> GPTDataset:
+        folder = self.config.path_to_cache or Path(source.dataset.prefix).parent / "cache" / "GPTDataset_indices"
+        cache = IndexCache(folder, self._report)
+        name = SPLIT_NAMES[split]
+        dataset = GPTDataset(source.dataset, source.sequences, num_samples, name, self.config, builder, cache)
+        self._report_usage(dataset.usage)
+        return dataset
+
+    def _report_usage(self, usage: DataUsage) -> None:
+        if usage.num_epochs > 1:
+            self._report(f" > {usage.describe()}")
+
+    def _build_blend(
+        self, sources: Sequence[_Source], wanted: int | None, split: int, builder: IndexBuilder
+    ) -> BlendedDataset:
+        """Build the blend first, then each data set with as many samples as the blend takes from it.
+
+        Without weights, data sets are used up in proportion to their sizes; only where more samples are wanted than
+        one epoch of all of them gives, the sizes become weights and each data set is repeated.
+        """
+        name, length = SPLIT_NAMES[split], self.config.sequence_length
+        cache = IndexCache(self.config.path_to_cache, self._report)
+        sizes = [count_samples(source.tokens, length, self._drops_last(split)) for source in sources]
+        weights: Sequence[float] = [source.weight for source in sources if source.weight is not None]
+        requests: list[int | None] = [None] * len(sources)
+        if not weights:
+            weights = sizes
+            size = None if wanted is None else min(wanted, sum(sizes))
+        if wanted is not None and (weights is not sizes or wanted > sum(sizes)):
+            size = sum(samples_per_dataset(weights, wanted))
+            requests = list(samples_per_dataset(weights, wanted, self.config.mid_level_dataset_surplus))
+        blend = load_or_build_blend(weights, size, name, builder, cache)
+        taken = count_taken(blend, len(sources))
+        datasets = [
+            self._build_single(source, self._enough(source, request, needed, split), split, builder)
+            for source, request, needed in zip(sources, requests, taken, strict=True)
+        ]
+        return BlendedDataset(datasets, blend, f"{name} data")
+
+    def _drops_last(self, split: int) -> bool:
+        return SPLIT_NAMES[split] != "valid" or self.config.drop_last_partial_validation_sequence
+
+    def _enough(self, source: _Source, request: int | None, needed: int, split: int) -> int | None:
+        """Return the request, or what the blend takes where whole epochs for the request would not hold it."""
+        plan = plan_epochs(source.tokens, self.config.sequence_length, request)
+        held = count_samples(source.tokens * plan.num_epochs, self.config.sequence_length, self._drops_last(split))
+        return request if needed <= held else needed
+
+    def _blend_of(self, split: int) -> Blend | None:
+        if self.config.blend_per_split is not None:
+            return self.config.blend_per_split[split]
+        return self.config.blend
+
+    def _open_split(self, split: int, report: Callable[[str], None]) -> list[_Source] | None:
+        """Open the data sets of a split; None, after a report, where it has none and needs none."""
+        name, wanted = SPLIT_NAMES[split], self.num_samples[split]
+        blend = self._blend_of(split)
+        if self.config.mock or wanted == 0:
+            return None
+        if blend is None:
+            if name == "train" and wanted is not None:
+                raise DataError(f"{wanted} training samples are asked for, but {_PATH_FLAGS[split]} is not given")
+            report(f" > no {name} data: {_PATH_FLAGS[split]} is not given")
+            return None
+        if blend.weights is not None and wanted is None:
+            raise DataError(f"{name} data is blended by weight, which needs a number of samples; leave the weights out")
+        weights: Sequence[float | None] = blend.weights or [None] * len(blend.prefixes)
+        sources = []
+        for prefix, weight in zip(blend.prefixes, weights, strict=True):
+            dataset = IndexedDataset(prefix, self.config.mmap_bin_files)
+            sequences = self._sequences_of(dataset, split)
+            if sequences is None:
+                self._refuse_or_report_no_share(split, report)
+                return None
+            if len(sequences) == 0 and wanted is not None:
+                raise self._empty_split_error(dataset, split)
+            sources.append(_Source(dataset, sequences, count_tokens(dataset, sequences), weight))
+        self._check_amount(sources, split)
+        if not any(len(source.sequences) for source in sources):
+            report(f" > no {name} data: {', '.join(blend.prefixes)} has no sequences for it")
+            return None
+        if blend.weights is None and len(sources) > 1:
+            # A data set of no samples has no weight; a blend must never choose it.
+            sources = [source for source in sources if source.tokens > self.config.sequence_length] or sources
+        return sources
+
+    def _sequences_of(self, dataset: IndexedDataset, split: int) -> range | None:
+        if self.config.blend_per_split is not None:
+            return range(len(dataset))
+        return split_boundaries(parse_split(self.config.split), len(dataset))[split]
+
+    def _refuse_or_report_no_share(self, split: int, report: Callable[[str], None]) -> None:
+        name, wanted = SPLIT_NAMES[split], self.num_samples[split]
+        if name == "train" and wanted is not None:
+            raise DataError(
+                f"{wanted} training samples are asked for, but --split {self.config.split} gives training no share; "
+                "give it one, as in --split 949,50,1"
+            )
+        report(f" > no {name} data: --split {self.config.split} gives it no share")
+
+    def _empty_split_error(self, dataset: IndexedDataset, split: int) -> DataError:
+        name, wanted = SPLIT_NAMES[split], self.num_samples[split]
+        fact = f"{wanted} {name} samples are asked for, but {dataset.prefix}"
+        if self.config.blend_per_split is not None:
+            return DataError(f"{fact} has no sequences; leave it out or write it again")
+        shares = parse_split(self.config.split)
+        # A split that is asked for nothing may stay empty.
+        shares_wanted = [0.0 if self.num_samples[i] == 0 else share for i, share in enumerate(shares)]
+        better = suggest_split(shares_wanted, len(dataset))
+        fact += f" has {len(dataset)} sequences, of which --split {self.config.split} leaves none for {name}"
+        if better is None:
+            return DataError(f"{fact}; that is too few to divide: give each split its own data ({_PATH_FLAGS[split]})")
+        return DataError(f"{fact}; use --split {better}")
+
+    def _check_amount(self, sources: Sequence[_Source], split: int) -> None:
+        """Refuse text that does not fill one sample even once; more than one epoch is reported, not refused."""
+        wanted, length = self.num_samples[split], self.config.sequence_length
+        if wanted is None:
+            return
+        largest = max(source.tokens for source in sources)
+        empty = [source for source in sources if source.tokens == 0 and source.weight is not None]
+        if largest > length and not empty:
+            return
+        remedy = "use more text, a larger share of --split or a smaller --seq-length"
+        if SPLIT_NAMES[split] != "train":
+            remedy += ", or --eval-iters 0"
+        prefixes = ", ".join(source.dataset.prefix for source in empty or sources)
+        raise DataError(
+            f"too little {SPLIT_NAMES[split]} data: need {wanted} samples of {length} + 1 tokens, have "
+            f"{0 if empty else largest} tokens in {prefixes}; {remedy}"
+        )
+
+
+def _probe_vocabulary(source: _Source, vocab_size: int | None) -> None:
+    """Look at the first tokens of a data set, enough to notice another tokenizer's ids."""
+    if vocab_size is None:
+        return
+    seen = 0
+    for sequence in source.sequences:
+        tokens = source.dataset.get(sequence)[:_PROBED_TOKENS]
+        if len(tokens) and (int(tokens.max()) >= vocab_size or int(tokens.min()) < 0):
+            raise token_range_error(source.dataset.prefix, int(tokens.min()), int(tokens.max()), vocab_size)
+        seen += len(tokens)
+        if seen >= _PROBED_TOKENS:
+            return

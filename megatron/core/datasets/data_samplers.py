@@ -1,0 +1,114 @@
+"""Decide which samples each data-parallel rank reads, micro-batch after micro-batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron.core.errors import DataError
+
+DataloaderType = Literal["single", "cyclic"]
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """The order in which a run consumes the samples of one data set: a function of seed and position alone.
+
+    ``single`` reads samples 0, 1, … and ends with the last. ``cyclic`` permutes all samples anew in every epoch and
+    never ends. Neither depends on the number of ranks or the batch size.
+
+    Raises:
+        DataError: there are no samples.
+    """
+
+    dataloader_type: DataloaderType
+    num_samples: int
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise DataError("a data set without samples cannot be read; give it more text or a larger share of --split")
+
+    def sample_ids(self, consumed_samples: int, count: int) -> NDArray[np.int64]:
+        """Return the ``count`` sample ids that follow ``consumed_samples``; fewer where ``single`` ends."""
+        end = consumed_samples + count
+        if self.dataloader_type == "single":
+            return np.arange(consumed_samples, max(consumed_samples, min(end, self.num_samples)), dtype=np.int64)
+        parts = []
+        for epoch in range(consumed_samples // self.num_samples, -(-end // self.num_samples)):
+            first = epoch * self.num_samples
+            order = self.epoch_permutation(epoch)
+            parts.append(order[max(consumed_samples - first, 0) : end - first])
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def epoch_permutation(self, epoch: int) -> NDArray[np.int64]:
+        """Return the samples in the order of one epoch of ``cyclic``."""
+        digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest()
+        generator = torch.Generator()
+        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        order: NDArray[np.int64] = torch.randperm(self.num_samples, generator=generator).numpy()
+        return order
+
+
+@dataclass(frozen=True)
+class MicroBatchSampler:
+    """Yield the sample ids of one data-parallel rank, one list a micro-batch.
+
+    Of each ``micro_batch_size * data_parallel_size`` samples of the global order, rank r takes the r-th
+    ``micro_batch_size``. A last part that does not fill every rank is left out. A step of any number of micro-batches
+    thus reads the same samples whatever the number of ranks.
+
+    Raises:
+        DataError: ``single`` has no samples left after ``consumed_samples``.
+    """
+
+    order: SampleOrder
+    consumed_samples: int
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.data_parallel_rank < self.data_parallel_size
+        left = self.order.num_samples - self.consumed_samples
+        if self.order.dataloader_type == "single" and left < self._chunk:
+            raise DataError(
+                f"{self.consumed_samples} samples are consumed of the {self.order.num_samples} that the data set has: "
+                f"{max(left, 0)} are left, {self._chunk} are needed for one micro-batch on every rank; train for more "
+                "iterations than before (--train-iters) or use --dataloader-type cyclic"
+            )
+
+    @property
+    def _chunk(self) -> int:
+        return self.micro_batch_size * self.data_parallel_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        begin = self.data_parallel_rank * self.micro_batch_size
+        for chunk in self._chunks():
+            yield chunk[begin : begin + self.micro_batch_size].tolist()
+
+    def _chunks(self) -> Iterator[NDArray[np.int64]]:
+        if self.order.dataloader_type == "single":
+            last = self.order.num_samples - self._chunk
+            for position in range(self.consumed_samples, last + 1, self._chunk):
+                yield np.arange(position, position + self._chunk, dtype=np.int64)
+            return
+        rest = np.empty(0, np.int64)
+        epoch, begin = divmod(self.consumed_samples, self.order.num_samples)
+        while True:
+            rest = np.concatenate((rest, self.order.epoch_permutation(epoch)[begin:]))
+            for position in range(0, len(rest) - self._chunk + 1, self._chunk):
+                yield rest[position : position + self._chunk]
+            rest = rest[len(rest) - len(rest) % self._chunk :]
+            epoch, begin = epoch + 1, 0
+
+
+def sample_ids_hash(sample_ids: NDArray[np.int64]) -> str:
+    """Hash the sample ids of a step, in global order, to 16 hexadecimal digits: equal at every layout."""
+    return hashlib.blake2b(np.ascontiguousarray(sample_ids, "<i8").data, digest_size=8).hexdigest()

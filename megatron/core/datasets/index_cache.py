@@ -1,0 +1,139 @@
+"""Keep built index arrays in files whose names hash everything that their content depends on."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Arrays = Mapping[str, NDArray[Any]]
+
+FORMAT_VERSION: Final = 1
+"""Part of every key: raise it when the same description would give other arrays."""
+
+
+class IndexArrays:
+    """Hold the arrays of one index; those that lie in files are pickled as file names, not as data."""
+
+    def __init__(self, arrays: Arrays, files: Mapping[str, Path] | None = None) -> None:
+        self._arrays = dict(arrays)
+        self._files = None if files is None else dict(files)
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self._arrays[name]
+
+    @property
+    def source(self) -> str:
+        """Name the files for a message, or say that there are none."""
+        if self._files is None:
+            return "index in memory"
+        return f"index cache {next(iter(self._files.values())).parent}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_files": self._files, "_arrays": self._arrays if self._files is None else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._files = state["_files"]
+        if self._files is None:
+            self._arrays = state["_arrays"]
+        else:
+            self._arrays = {name: _load(path) for name, path in self._files.items()}
+
+
+class IndexCache:
+    """Find index arrays by what they are made of, or build and publish them.
+
+    Any number of processes, on any number of machines, may share a folder without locks: each writes under names of
+    its own and renames, so a file under its final name is always whole; whoever renames last replaces equal content.
+
+    ``folder`` None keeps nothing on disk. ``report`` is called with one line for a damaged or unwritable cache.
+    """
+
+    def __init__(self, folder: str | Path | None, report: Callable[[str], None]) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self._report = report
+
+    def load_or_build(
+        self,
+        kind: str,
+        names: Sequence[str],
+        description: Mapping[str, Any],
+        build: Callable[[], Arrays],
+        find_damage: Callable[[Arrays], str | None],
+    ) -> IndexArrays:
+        """Return the arrays that ``description`` stands for.
+
+        ``kind`` follows the hash in the file names, as in ``GPTDataset-train``, then one of ``names``. ``find_damage``
+        says in words what is wrong with arrays that were read, or returns None; wrong ones are built anew.
+        """
+        if self.folder is None:
+            return IndexArrays(build())
+        text = json.dumps({"kind": kind, "format": FORMAT_VERSION, **description}, indent=4, sort_keys=True)
+        stem = f"{hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}-{kind}"
+        files = {name: self.folder / f"{stem}-{name}.npy" for name in names}
+        described = self.folder / f"{stem}-description.txt"
+        found = self._read(described, files, text, find_damage)
+        return found if found is not None else self._publish(described, files, text, build())
+
+    def _read(
+        self,
+        described: Path,
+        files: Mapping[str, Path],
+        text: str,
+        find_damage: Callable[[Arrays], str | None],
+    ) -> IndexArrays | None:
+        """Read the arrays; None if one of the files is not there (in silence) or not whole (reported)."""
+        try:
+            if described.read_text() != text:
+                raise ValueError("its description is not the one that its name stands for")
+            arrays = {name: _load(path) for name, path in files.items()}
+            damage = find_damage(arrays)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, EOFError) as error:
+            damage = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if damage is None:
+            return IndexArrays(arrays, files)
+        self._report(f"WARNING: index cache {described} is damaged ({damage}); building it again")
+        return None
+
+    def _publish(self, described: Path, files: Mapping[str, Path], text: str, arrays: Arrays) -> IndexArrays:
+        """Write the arrays, then the description that makes them a hit; keep them in memory if that fails."""
+        try:
+            described.parent.mkdir(parents=True, exist_ok=True)
+            for name, path in files.items():
+                _replace(path, functools.partial(np.save, arr=arrays[name], allow_pickle=False))
+            _replace(described, lambda file: file.write(text.encode()))
+            return IndexArrays({name: _load(path) for name, path in files.items()}, files)
+        except (OSError, ValueError) as error:
+            self._report(
+                f"WARNING: index cache {described.parent} cannot be written ({error}); every process keeps its own "
+                "index in memory; give --data-cache-path a folder that can be written"
+            )
+            return IndexArrays(arrays)
+
+
+def _load(path: Path) -> NDArray[Any]:
+    """Map an array; as a plain ndarray, because single elements of a memmap are slow to read."""
+    mapped: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    return mapped.view(np.ndarray)
+
+
+def _replace(path: Path, write: Callable[[Any], object]) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
