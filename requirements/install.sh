@@ -47,7 +47,7 @@ if ! [ -x "$venv/bin/python" ] || ! "$venv/bin/python" -c \
     fi
 fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-"$venv/bin/python" -m pip install --quiet -r "requirements/$set.txt"
+"$venv/bin/python" -m pip install -qq -r "requirements/$set.txt"
 # The pinned set holds the build requirements, so nothing is fetched for an isolated build environment.
-"$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable .
+"$venv/bin/python" -m pip install -qq --no-build-isolation --no-deps --editable .
 echo "$fingerprint" >"$venv/installed-$set"

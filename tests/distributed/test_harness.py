@@ -182,7 +182,5 @@ def test_functions_that_ranks_cannot_find_are_refused() -> None:
 
 def _is_running(pid: int) -> bool:
     """Return whether the process exists and is not merely waiting to be collected."""
-    listed = subprocess.run(
-        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
-    )
+    listed = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
     return bool(listed.stdout.strip()) and not listed.stdout.strip().startswith("Z")

@@ -135,9 +135,7 @@ def run_distributed(
         outcome = _server().run(job)
         if any(outcome.exit_codes):
             raise _failure(job, outcome)
-        return [
-            pickle.loads((Path(folder) / f"rank_{rank}.result").read_bytes()) for rank in range(world_size)
-        ]
+        return [pickle.loads((Path(folder) / f"rank_{rank}.result").read_bytes()) for rank in range(world_size)]
 
 
 def _failure(job: Job, outcome: Outcome) -> RankFailure:

@@ -117,9 +117,7 @@ def run_training(
     Raises:
         AssertionError: the run took longer than ``timeout_s``.
     """
-    result = run_command(
-        [*launch_prefix(nproc), REPOSITORY / script, *args], env=env, timeout_s=timeout_s, cwd=cwd
-    )
+    result = run_command([*launch_prefix(nproc), REPOSITORY / script, *args], env=env, timeout_s=timeout_s, cwd=cwd)
     metrics = read_metrics(_metrics_path([str(word) for word in args], cwd))
     return CommandResult(result.command, result.returncode, result.stdout, result.stderr, metrics)
 

@@ -137,8 +137,7 @@ def offences(path: Path) -> list[str]:
     return [
         f"{relative(path)} uses {owned}, which only {' and '.join(owners) or 'nobody'} may"
         for owned, owners in OWNERS.items()
-        if relative(path) not in owners
-        and any(name == owned or name.startswith(f"{owned}.") for name in names)
+        if relative(path) not in owners and any(name == owned or name.startswith(f"{owned}.") for name in names)
     ]
 
 
@@ -168,9 +167,7 @@ def test_ownership_is_seen_through_aliases(tmp_path: Path, monkeypatch, source: 
 def test_imports_for_type_checkers_are_free(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(globals(), "REPOSITORY", tmp_path)
     path = tmp_path / "module.py"
-    path.write_text(
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch.distributed as dist\n"
-    )
+    path.write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch.distributed as dist\n")
     assert offences(path) == []
 
 

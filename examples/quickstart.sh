@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# From nothing to generated text: set up, prepare text, train a small GPT with tensor parallelism, stop half
+# way, resume, and let it write. A few minutes on two CPU cores; uses the GPUs of the machine if it has any.
+#
+# Everything goes to quickstart-run/ (or where RUN says); the environment is .venv (or where VENV says).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=${VENV:-.venv}
+run=${RUN:-quickstart-run}
+iterations=${ITERATIONS:-400}
+prompt=${PROMPT:-"Return the number of"}
+
+step() { printf '\n== %s\n' "$*"; }
+
+step "1/6 environment: $venv"
+bash requirements/install.sh "$venv" runtime
+python="$venv/bin/python"
+# One thread a process: two processes on two cores are faster than four threads on two cores.
+export OMP_NUM_THREADS=1
+
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+case $gpus in
+    0) processes=2 tensor=2 backend=gloo where="2 CPU processes" ;;
+    1) processes=1 tensor=1 backend=nccl where="1 GPU" ;;
+    2 | 3) processes=2 tensor=2 backend=nccl where="2 GPUs" ;;
+    *) processes=4 tensor=2 backend=nccl where="4 GPUs" ;;
+esac
+torchrun() { "$python" -m torch.distributed.run --standalone --nproc_per_node "$processes" "$@"; }
+
+step "2/6 text: the documentation that comes with Python, and a vocabulary for it"
+rm -rf "$run"
+mkdir -p "$run"
+"$python" examples/prepare_quickstart_text.py --output-dir "$run"
+tokenizer=(--tokenizer-type GPT2BPETokenizer --vocab-file "$run/vocab.json" --merge-file "$run/merges.txt")
+
+step "3/6 tokens: tools/preprocess_data.py"
+"$python" tools/preprocess_data.py --input "$run/quickstart.jsonl" --output-prefix "$run/quickstart" \
+    "${tokenizer[@]}" --append-eod --workers 2
+
+train() {
+    torchrun pretrain_gpt.py \
+        --tensor-model-parallel-size "$tensor" --distributed-backend "$backend" \
+        --num-layers 4 --hidden-size 128 --num-attention-heads 4 \
+        --seq-length 128 --max-position-embeddings 128 \
+        --data-path "$run/quickstart_text_document" --split 90,5,5 "${tokenizer[@]}" \
+        --micro-batch-size 8 --global-batch-size 16 --train-iters "$iterations" \
+        --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 \
+        --weight-decay 0.1 --clip-grad 1.0 --hidden-dropout 0 --attention-dropout 0 \
+        --log-interval 20 --eval-interval 100 --eval-iters 5 \
+        --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 100 \
+        "$@"
+}
+
+half=$((iterations / 2))
+step "4/6 training on $where, tensor parallel size $tensor; stops at iteration $half of $iterations"
+train --exit-interval "$half"
+
+step "5/6 the same command again: resumes at iteration $half and goes on to $iterations"
+train
+
+step "6/6 generation from the checkpoint"
+torchrun tools/text_generation_cli.py --load "$run/checkpoint" --prompt "$prompt" --tokens-to-generate 40
+
+step "done"
+"$python" - "$run/checkpoint/metrics.jsonl" <<'PYTHON'
+import json
+import sys
+
+with open(sys.argv[1], encoding="utf-8") as file:
+    lines = [json.loads(line) for line in file]
+training = [line for line in lines if "split" not in line]
+validation = [line for line in lines if line.get("split") == "validation"]
+first, last = training[0], training[-1]
+print(f"training loss:   {first['lm_loss']:.3f} at iteration {first['iteration']}"
+      f" -> {last['lm_loss']:.3f} at iteration {last['iteration']}")
+print(f"validation loss: {validation[0]['lm_loss']:.3f} at iteration {validation[0]['iteration']}"
+      f" -> {validation[-1]['lm_loss']:.3f} at iteration {validation[-1]['iteration']}")
+if not last["lm_loss"] < first["lm_loss"] - 1.0:
+    sys.exit("the loss did not fall: something is wrong with this run")
+PYTHON
+echo "text, data, checkpoints and metrics: $run/"
