@@ -111,12 +111,8 @@ def train_vocabulary(texts: list[str], vocab_size: int) -> Any:
 def main() -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(prog="prepare_quickstart_text.py", description=__doc__)
-    parser.add_argument(
-        "--output-dir", required=True, type=Path, metavar="DIR", help="folder for the three files"
-    )
-    parser.add_argument(
-        "--vocab-size", type=int, default=VOCAB_SIZE, metavar="N", help="entries of the vocabulary"
-    )
+    parser.add_argument("--output-dir", required=True, type=Path, metavar="DIR", help="folder for the three files")
+    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, metavar="N", help="entries of the vocabulary")
     arguments = parser.parse_args()
     documents = gather_documents()
     num_bytes = sum(len(text.encode()) for _, text in documents)

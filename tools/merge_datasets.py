@@ -36,12 +36,8 @@ def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:
             found.setdefault(path.stem, set()).add(path.suffix)
     for stem, suffixes in sorted(found.items()):
         if len(suffixes) == 1:
-            raise DataError(
-                f"{folder / stem} has only {suffixes.pop()}; complete the pair or remove it from --input"
-            )
-    prefixes = [
-        folder / stem for stem in sorted(found) if (folder / stem).absolute() != output_prefix.absolute()
-    ]
+            raise DataError(f"{folder / stem} has only {suffixes.pop()}; complete the pair or remove it from --input")
+    prefixes = [folder / stem for stem in sorted(found) if (folder / stem).absolute() != output_prefix.absolute()]
     if not prefixes:
         raise DataError(f"{folder} holds no .bin/.idx pair; change --input")
     return prefixes
@@ -67,9 +63,7 @@ def main() -> int:
     """Run the command and return its exit status."""
     parser = Parser(prog="merge_datasets.py", description=__doc__)
     parser.add_argument("--input", required=True, type=Path, metavar="DIR", help="folder of .bin/.idx pairs")
-    parser.add_argument(
-        "--output-prefix", required=True, type=Path, metavar="PREFIX", help="path without suffix"
-    )
+    parser.add_argument("--output-prefix", required=True, type=Path, metavar="PREFIX", help="path without suffix")
     arguments = parser.parse_args()
     try:
         merge(arguments.input, arguments.output_prefix)

@@ -57,18 +57,10 @@ def build_parser() -> Parser:
         prog="preprocess_data.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     data = parser.add_argument_group("input and output")
-    data.add_argument(
-        "--input", required=True, metavar="PATH", help="jsonl file, or a pattern such as 'data/*.jsonl'"
-    )
-    data.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix"
-    )
-    data.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to tokenize (text)"
-    )
-    data.add_argument(
-        "--append-eod", action="store_true", help="end each document with the end-of-document token"
-    )
+    data.add_argument("--input", required=True, metavar="PATH", help="jsonl file, or a pattern such as 'data/*.jsonl'")
+    data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
+    data.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to tokenize (text)")
+    data.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     data.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help="the one format that there is")
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument(
@@ -79,9 +71,7 @@ def build_parser() -> Parser:
     )
     tokenizer.add_argument("--vocab-file", metavar="FILE", help="vocabulary (GPT2BPETokenizer)")
     tokenizer.add_argument("--merge-file", metavar="FILE", help="byte-pair merges (GPT2BPETokenizer)")
-    tokenizer.add_argument(
-        "--tokenizer-model", metavar="PATH", help="model file, or folder with tokenizer.json"
-    )
+    tokenizer.add_argument("--tokenizer-model", metavar="PATH", help="model file, or folder with tokenizer.json")
     tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="size (NullTokenizer, TikTokenizer)")
     tokenizer.add_argument(
         "--vocab-extra-ids", type=int, default=0, metavar="N", help="SentencePieceTokenizer's <extra_id_N>"
@@ -90,24 +80,14 @@ def build_parser() -> Parser:
     tokenizer.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N")
     tokenizer.add_argument("--tiktoken-special-tokens", nargs="+", default=[], metavar="TOKEN")
     runtime = parser.add_argument_group("running")
-    runtime.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="threads that tokenize"
-    )
-    runtime.add_argument(
-        "--log-interval", type=int, default=1000, metavar="N", help="documents between two reports"
-    )
+    runtime.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="threads that tokenize")
+    runtime.add_argument("--log-interval", type=int, default=1000, metavar="N", help="documents between two reports")
     unused = parser.add_argument_group("accepted for Megatron's scripts")
-    unused.add_argument(
-        "--partitions", type=int, default=1, metavar="N", help="no effect: one pass, in input order"
-    )
-    unused.add_argument(
-        "--keep-sequential-samples", action="store_true", help="no effect: order is always kept"
-    )
+    unused.add_argument("--partitions", type=int, default=1, metavar="N", help="no effect: one pass, in input order")
+    unused.add_argument("--keep-sequential-samples", action="store_true", help="no effect: order is always kept")
     unused.add_argument("--split-sentences", action="store_true", help="not supported yet")
     unused.add_argument("--keep-newlines", action="store_true", help="no effect without --split-sentences")
-    unused.add_argument(
-        "--lang", default="english", metavar="LANGUAGE", help="no effect without --split-sentences"
-    )
+    unused.add_argument("--lang", default="english", metavar="LANGUAGE", help="no effect without --split-sentences")
     return parser
 
 
@@ -174,16 +154,12 @@ def parse_line(line: bytes, keys: list[str], place: str) -> dict[str, list[str]]
     texts = {}
     for key in keys:
         if key not in content:
-            raise DataError(
-                f"{place}: no key {key!r} (found: {', '.join(content)}); change --json-keys or the line"
-            )
+            raise DataError(f"{place}: no key {key!r} (found: {', '.join(content)}); change --json-keys or the line")
         value = content[key]
         parts = value if isinstance(value, list) else [value]
         for part in parts:
             if not isinstance(part, str):
-                raise DataError(
-                    f"{place}: {key!r} holds {type(part).__name__}, expected text or a list of texts"
-                )
+                raise DataError(f"{place}: {key!r} holds {type(part).__name__}, expected text or a list of texts")
             # Only an escape such as \ud800 can put half a character into a str.
             if b"\\u" in line and any("\ud800" <= character <= "\udfff" for character in part):
                 raise DataError(f"{place}: {key!r} holds a lone surrogate, which is not valid Unicode")
@@ -205,18 +181,14 @@ def gather_batches(documents: Iterator[Document], max_bytes: int) -> Iterator[li
         yield batch
 
 
-def tokenize_key(
-    batch: list[Document], key: str, tokenizer: Tokenizer, workers: int
-) -> Iterator[list[list[int]]]:
+def tokenize_key(batch: list[Document], key: str, tokenizer: Tokenizer, workers: int) -> Iterator[list[list[int]]]:
     """Give the sequences of each document.
 
     Raises:
         DataError: the tokenizer refuses a text; the error names the line.
     """
     try:
-        ids = iter(
-            tokenizer.tokenize_batch([text for document in batch for text in document.texts[key]], workers)
-        )
+        ids = iter(tokenizer.tokenize_batch([text for document in batch for text in document.texts[key]], workers))
     except TokenizerError:
         # One by one, to learn which: Megatron's users look for a line in a terabyte.
         for document in batch:
@@ -293,9 +265,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
         tiktoken_special_tokens=arguments.tiktoken_special_tokens,
     )
     if arguments.append_eod and tokenizer.eod_id is None:
-        raise TokenizerError(
-            f"--append-eod: this {tokenizer.name} has no end-of-document token; drop --append-eod"
-        )
+        raise TokenizerError(f"--append-eod: this {tokenizer.name} has no end-of-document token; drop --append-eod")
     eod_id = tokenizer.eod_id if arguments.append_eod else None
     if arguments.partitions > 1:
         print(f"--partitions {arguments.partitions} has no effect: the output keeps the order of the input")
@@ -305,9 +275,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
     progress = Progress(sum(os.path.getsize(file) for file in files), arguments.log_interval)
     with ExitStack() as stack:
         builders = {
-            key: stack.enter_context(
-                IndexedDatasetBuilder(f"{arguments.output_prefix}_{key}_document", dtype)
-            )
+            key: stack.enter_context(IndexedDatasetBuilder(f"{arguments.output_prefix}_{key}_document", dtype))
             for key in arguments.json_keys
         }
         max_bytes = min(arguments.workers * BATCH_BYTES_PER_WORKER, MAX_BATCH_BYTES)
@@ -317,9 +285,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
                     progress.num_tokens += add_document(builder, sequences, eod_id)
             progress.add(len(batch), sum(document.num_bytes for document in batch))
         if progress.num_tokens == 0:
-            raise DataError(
-                f"{arguments.input} holds no text: {progress.num_documents} documents without a token"
-            )
+            raise DataError(f"{arguments.input} holds no text: {progress.num_documents} documents without a token")
         for builder in builders.values():
             builder.finalize()
     elapsed_s = progress.elapsed_s

@@ -57,9 +57,7 @@ def build_tokenizer(
         raise TokenizerError(f"--vocab-extra-ids {vocab_extra_ids}: only SentencePieceTokenizer has them")
     if tokenizer_type == NullTokenizer.name:
         if extra_vocab_size:
-            raise TokenizerError(
-                f"--extra-vocab-size {extra_vocab_size}: give NullTokenizer a larger --vocab-size"
-            )
+            raise TokenizerError(f"--extra-vocab-size {extra_vocab_size}: give NullTokenizer a larger --vocab-size")
         return NullTokenizer(vocab_size)
     if tokenizer_type == TikTokenizer.name:
         return TikTokenizer(
@@ -86,9 +84,7 @@ def build_tokenizer(
         raise TokenizerError(f"--tokenizer-type {tokenizer_type} is not supported; {_hint(tokenizer_type)}")
     own_size = tokenizer.vocab_size - extra_vocab_size
     if vocab_size is not None and vocab_size != own_size:
-        raise TokenizerError(
-            f"--vocab-size {vocab_size}: {tokenizer_type} has {own_size} ids; drop --vocab-size"
-        )
+        raise TokenizerError(f"--vocab-size {vocab_size}: {tokenizer_type} has {own_size} ids; drop --vocab-size")
     return tokenizer
 
 

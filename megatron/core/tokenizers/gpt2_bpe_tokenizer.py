@@ -24,9 +24,7 @@ class GPT2BPETokenizer:
 
     name = "GPT2BPETokenizer"
 
-    def __init__(
-        self, vocab_file: str | Path | None, merge_file: str | Path | None, extra_vocab_size: int = 0
-    ) -> None:
+    def __init__(self, vocab_file: str | Path | None, merge_file: str | Path | None, extra_vocab_size: int = 0) -> None:
         vocab_path = require_file(vocab_file, "--vocab-file", self.name)
         merge_path = require_file(merge_file, "--merge-file", self.name)
         vocabulary = _read_vocabulary(vocab_path)

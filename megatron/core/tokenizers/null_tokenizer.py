@@ -23,9 +23,7 @@ class NullTokenizer:
         if vocab_size is None:
             raise TokenizerError(f"{self.name} needs --vocab-size")
         if vocab_size < 1:
-            raise TokenizerError(
-                f"{self.name}: vocabulary size {vocab_size} is not positive; change --vocab-size"
-            )
+            raise TokenizerError(f"{self.name}: vocabulary size {vocab_size} is not positive; change --vocab-size")
         self.vocab_size = vocab_size + 1
         self.eod_id = vocab_size
         self.files: tuple[Path, ...] = ()

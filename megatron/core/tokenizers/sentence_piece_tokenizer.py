@@ -20,8 +20,8 @@ class SentencePieceTokenizer:
 
     The kind decides what surrounds the model:
     - SentencePieceTokenizer adds <CLS>, <SEP>, <EOD>, <MASK>, what the model lacks of <PAD>, <BOS> and
-      <EOS>, and <extra_id_0>, ... behind the model's own ids. A text that spells one of these gets its id, and
-      <EOD> ends a document.
+      <EOS>, and <extra_id_0>, ... behind the model's own ids. A text that spells one of these gets its id,
+      and <EOD> ends a document.
     - GPTSentencePieceTokenizer uses the model's ids alone; its end-of-sentence id ends a document.
     - Llama2Tokenizer also begins every text with the model's begin-of-sentence id.
     Paper: Kudo and Richardson, "SentencePiece" (2018).
@@ -58,9 +58,7 @@ class SentencePieceTokenizer:
         self.eod_id = end_id if end_id >= 0 else None
         begin_id: int = self._model.bos_id()
         if self.name == "Llama2Tokenizer" and begin_id < 0:
-            raise TokenizerError(
-                f"{self.name}: {path} has no begin-of-sentence id; use GPTSentencePieceTokenizer"
-            )
+            raise TokenizerError(f"{self.name}: {path} has no begin-of-sentence id; use GPTSentencePieceTokenizer")
         self._prefix = [begin_id] if self.name == "Llama2Tokenizer" else []
         self.files = (path,)
         self.arguments: Mapping[str, object] = {

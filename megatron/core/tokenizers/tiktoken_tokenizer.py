@@ -122,9 +122,7 @@ def _check_special_tokens(special: tuple[str, ...], num_special_tokens: int) -> 
     if missing:
         raise TokenizerError(f"special tokens lack {' '.join(missing)}; change --tiktoken-special-tokens")
     if len(special) > num_special_tokens:
-        raise TokenizerError(
-            f"--tiktoken-num-special-tokens {num_special_tokens} is too few for {len(special)} tokens"
-        )
+        raise TokenizerError(f"--tiktoken-num-special-tokens {num_special_tokens} is too few for {len(special)} tokens")
 
 
 def _read_ranks(path: Path) -> list[bytes]:
@@ -135,8 +133,7 @@ def _read_ranks(path: Path) -> list[bytes]:
     ranks = _decode_entries(path, _json_entries(path) if path.suffix == ".json" else _line_entries(path))
     if len(ranks) < 256 or any(len(token) != 1 for token in ranks[:256]) or len(set(ranks)) != len(ranks):
         raise TokenizerError(
-            f"{path}: the first 256 ranks must be the single bytes, and no token may repeat; "
-            "change --tokenizer-model"
+            f"{path}: the first 256 ranks must be the single bytes, and no token may repeat; change --tokenizer-model"
         )
     return ranks
 
@@ -166,9 +163,7 @@ def _decode_entries(path: Path, entries: Sequence[tuple[Any, Any]]) -> list[byte
             token = base64.b64decode(encoded, validate=True)
             fits = int(rank) == number
         except (TypeError, ValueError, binascii.Error) as error:
-            raise TokenizerError(
-                f"{path}: entry {number} is damaged ({error}); change --tokenizer-model"
-            ) from error
+            raise TokenizerError(f"{path}: entry {number} is damaged ({error}); change --tokenizer-model") from error
         if not fits:
             raise TokenizerError(f"{path}: entry {number} has rank {rank}; ranks must count up from 0")
         tokens.append(token)

@@ -72,9 +72,7 @@ def load_recorded_tokenizer(folder: Path) -> Tokenizer:
     """
     path = folder / TOKENIZER_FOLDER / RECORD_FILE
     if not path.is_file():
-        raise TokenizerError(
-            f"{folder} records no tokenizer ({path} is missing); give --tokenizer-type and its files"
-        )
+        raise TokenizerError(f"{folder} records no tokenizer ({path} is missing); give --tokenizer-type and its files")
     return rebuild_tokenizer(read_json_object(path), folder / TOKENIZER_FOLDER)
 
 
@@ -87,9 +85,7 @@ def rebuild_tokenizer(record: Mapping[str, Any], copies: Path | None = None) -> 
     """
     try:
         if record["record_version"] != _RECORD_VERSION:
-            raise TokenizerError(
-                f"tokenizer record of version {record['record_version']}, expected {_RECORD_VERSION}"
-            )
+            raise TokenizerError(f"tokenizer record of version {record['record_version']}, expected {_RECORD_VERSION}")
         entries = list(record["files"])
         arguments = dict(record["arguments"])
         expected = (record["vocab_size"], record["eod_id"])

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.errors import TokenizerError
+from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer
+
+
+def test_every_kind_is_built(
+    gpt2_files: tuple[Path, Path], hugging_face_folder: Path, tiktoken_file: Path, sentence_piece_file: Path
+) -> None:
+    pytest.importorskip("tiktoken", reason="the optional package tiktoken is absent")
+    keywords: dict[str, dict[str, Any]] = {
+        "GPT2BPETokenizer": {"vocab_file": gpt2_files[0], "merge_file": gpt2_files[1], "vocab_size": 700},
+        "HuggingFaceTokenizer": {"tokenizer_model": str(hugging_face_folder), "vocab_file": "ignored"},
+        "SentencePieceTokenizer": {"tokenizer_model": sentence_piece_file, "vocab_extra_ids": 3},
+        "GPTSentencePieceTokenizer": {"tokenizer_model": sentence_piece_file},
+        "Llama2Tokenizer": {"tokenizer_model": sentence_piece_file},
+        "TikTokenizer": {"tokenizer_model": tiktoken_file, "tiktoken_pattern": "v2"},
+        "NullTokenizer": {"vocab_size": 127},
+    }
+    sizes = {}
+    for name in TOKENIZER_TYPES:
+        tokenizer = build_tokenizer(tokenizer_type=name, **keywords[name])
+        sizes[name] = tokenizer.vocab_size
+        assert tokenizer.name == name
+        again = build_tokenizer(**dict(tokenizer.arguments))
+        assert again.arguments == tokenizer.arguments
+        assert again.tokenize("1 2") == tokenizer.tokenize("1 2")
+    assert sizes == dict(zip(TOKENIZER_TYPES, [700, 702, 399, 391, 391, 1269, 128], strict=True))
+
+
+def test_gpt2_is_the_default(gpt2_files: tuple[Path, Path]) -> None:
+    assert build_tokenizer(vocab_file=gpt2_files[0], merge_file=gpt2_files[1]).name == "GPT2BPETokenizer"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"tokenizer_type": "GPT2BPETokeniser"}, "did you mean GPT2BPETokenizer"),
+        ({"tokenizer_type": "xyz"}, "choose one of GPT2BPETokenizer, .*NullTokenizer"),
+        ({"tokenizer_type": "NullTokenizer", "vocab_size": 5, "extra_vocab_size": 3}, "larger --vocab-size"),
+        ({"extra_vocab_size": -1}, "--extra-vocab-size -1 is negative"),
+        ({"vocab_extra_ids": 5}, "only SentencePieceTokenizer"),
+        ({"vocab_size": 701}, "--vocab-size 701: GPT2BPETokenizer has 700 ids"),
+    ],
+)
+def test_settings_that_cannot_be(gpt2_files: tuple[Path, Path], keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        build_tokenizer(**({"vocab_file": gpt2_files[0], "merge_file": gpt2_files[1]} | keywords))
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("GPT2BPETokenizer", "tokenizers"),
+        ("HuggingFaceTokenizer", "tokenizers"),
+        ("SentencePieceTokenizer", "sentencepiece"),
+        ("TikTokenizer", "tiktoken"),
+    ],
+)
+def test_missing_package_is_named(
+    name: str,
+    package: str,
+    gpt2_files: tuple[Path, Path],
+    hugging_face_folder: Path,
+    tiktoken_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    model = hugging_face_folder if name == "HuggingFaceTokenizer" else tiktoken_file
+    with pytest.raises(TokenizerError, match=f"{name} needs the package {package}.*pip install {package}"):
+        build_tokenizer(
+            tokenizer_type=name,
+            vocab_file=gpt2_files[0],
+            merge_file=gpt2_files[1],
+            tokenizer_model=model,
+            tiktoken_pattern="v1",
+        )
+
+
+def test_import_needs_no_optional_package_and_no_torch() -> None:
+    code = (
+        "import sys, megatron.core.tokenizers.tokenizer_record\n"
+        "print([m for m in ('torch', 'tokenizers', 'sentencepiece', 'tiktoken', 'transformers') if m in sys.modules])"
+    )
+    root = Path(__file__).parents[4]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from megatron.core.errors import TokenizerError
+from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+
+TEXTS = ["", "parse the arguments", "naïve 你好 🙂", "  spaces\n\nand lines ", "x" * 50]
+
+
+def test_ids_are_the_models_without_added_tokens_truncation_or_padding(
+    hugging_face_folder: Path, trained: Tokenizer
+) -> None:
+    tokenizer = HuggingFaceTokenizer(hugging_face_folder)
+    expected = [trained.encode(text).ids for text in TEXTS]
+    assert max(map(len, expected)) > 3
+    assert [tokenizer.tokenize(text) for text in TEXTS] == expected
+    assert tokenizer.tokenize_batch(TEXTS, num_threads=2) == expected
+    assert [tokenizer.detokenize(ids) for ids in expected] == TEXTS
+
+
+def test_special_tokens(hugging_face_folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(hugging_face_folder, extra_vocab_size=11)
+    assert tokenizer.vocab_size == 702 + 11
+    assert tokenizer.eod_id == 700
+    assert tokenizer.tokenize("<|turn|>")[0] == 701
+    assert tokenizer.detokenize([701, *tokenizer.tokenize("hi"), 700]) == "<|turn|>hi<|end|>"
+
+
+def test_file_alone_equals_its_folder(hugging_face_folder: Path) -> None:
+    folder = HuggingFaceTokenizer(hugging_face_folder)
+    file = HuggingFaceTokenizer(hugging_face_folder / "tokenizer.json")
+    assert file.tokenize("arguments") == folder.tokenize("arguments")
+    assert (file.eod_id, file.files) == (folder.eod_id, folder.files)
+    assert [path.name for path in folder.files] == ["tokenizer.json", "tokenizer_config.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "end_id"),
+    [
+        ("tokenizer_config.json", {"eos_token": "<|turn|>"}, 701),
+        ("special_tokens_map.json", {"eos_token": "<|end|>"}, 700),
+        ("special_tokens_map.json", {"eos_token": {"content": "<|turn|>"}}, 701),
+        ("generation_config.json", {"eos_token_id": [701, 700]}, 701),
+        ("generation_config.json", {"eos_token_id": 700}, 700),
+        ("generation_config.json", {}, None),
+    ],
+)
+def test_end_of_document(hugging_face_folder: Path, name: str, content: object, end_id: int | None) -> None:
+    (hugging_face_folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": None}))
+    (hugging_face_folder / name).write_text(json.dumps(content))
+    assert HuggingFaceTokenizer(hugging_face_folder).eod_id == end_id
+
+
+def test_unknown_end_of_document(hugging_face_folder: Path) -> None:
+    (hugging_face_folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|stop|>"}))
+    with pytest.raises(TokenizerError, match=r"eos_token '<\|stop\|>', which tokenizer.json"):
+        HuggingFaceTokenizer(hugging_face_folder)
+
+
+def test_what_is_missing_or_damaged(hugging_face_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"Qwen/Qwen2.5-0.5B does not exist.*not downloaded"):
+        HuggingFaceTokenizer("Qwen/Qwen2.5-0.5B")
+    with pytest.raises(TokenizerError, match="needs --tokenizer-model"):
+        HuggingFaceTokenizer(None)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
+        HuggingFaceTokenizer(empty)
+    (hugging_face_folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(TokenizerError, match="cannot read"):
+        HuggingFaceTokenizer(hugging_face_folder)
