@@ -1,0 +1,134 @@
+"""Data parallelism: gradients of a model chunk gathered in flat buffers and reduced over the replicas."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, ReductionPlan
+from megatron.core.distributed.param_layout import default_bucket_size, plan_layout
+from megatron.core.main_grad import main_grad_of
+from megatron.core.parallel_state import ParallelState
+from megatron.core.precision import arithmetic_dtype
+from megatron.core.sharding import spec_of
+
+
+class DistributedDataParallel(nn.Module):
+    """Wrap one model chunk; its gradients are accumulated in main gradients and reduced over data × context parallel.
+
+    Call ``zero_grad_buffer`` before an iteration, run all but the last micro-batch under ``no_sync``, and
+    ``finish_grad_sync`` after the last. With ``calculate_per_token_loss`` gradients are summed over the replicas (the
+    caller divides by the number of tokens), otherwise averaged. One replica needs no communication and takes the same
+    path.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: DistributedDataParallelConfig,
+        state: ParallelState,
+        *,
+        calculate_per_token_loss: bool = False,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.config = config
+        self.group = state.dp_cp
+        self.is_last_microbatch = True
+        plan = ReductionPlan(
+            average=not calculate_per_token_loss,
+            average_in_collective=config.ddp_average_in_collective,
+            overlap=config.overlap_grad_reduce,
+            record_local_norms=config.check_for_nan_in_loss_and_grad,
+        )
+        self.grad_buffers = self._make_grad_buffers(plan)
+        for buffer in self.grad_buffers:
+            for parameter in buffer.parameters:
+                parameter.register_post_accumulate_grad_hook(_move_into_main_grad)  # type: ignore[no-untyped-call]
+
+    def _make_grad_buffers(self, plan: ReductionPlan) -> tuple[ParamAndGradBuffer, ...]:
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]] = {}
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                key = (parameter.dtype, self._grad_dtype(parameter.dtype))
+                by_dtype.setdefault(key, []).append(parameter)
+        bucket_size = None
+        if self.config.overlap_grad_reduce:
+            bucket_size = self.config.ddp_bucket_size or default_bucket_size(self.group.size)
+        return tuple(
+            ParamAndGradBuffer(
+                parameters,
+                plan_layout([p.numel() for p in parameters], bucket_size, num_shards=self.group.size),
+                grad_dtype,
+                self.group,
+                plan,
+                lambda: self.is_last_microbatch,
+            )
+            for (_, grad_dtype), parameters in by_dtype.items()
+        )
+
+    def _grad_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
+        if self.config.grad_reduce_in_bf16 and param_dtype is torch.bfloat16:
+            return torch.bfloat16
+        return arithmetic_dtype(param_dtype)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module."""
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate the backward passes inside without reducing."""
+        self.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            self.is_last_microbatch = True
+
+    def zero_grad_buffer(self) -> None:
+        """Begin an iteration: what was accumulated is forgotten, and no memory is written."""
+        for buffer in self.grad_buffers:
+            buffer.reset()
+
+    def start_grad_sync(self) -> None:
+        """Start every reduction that the backward pass has not started itself."""
+        for buffer in self.grad_buffers:
+            buffer.start_sync()
+
+    def finish_grad_sync(self) -> None:
+        """Wait until every main gradient holds the sum or the mean over the replicas."""
+        for buffer in self.grad_buffers:
+            buffer.finish_sync()
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiply every main gradient by a number or a one-element tensor."""
+        for buffer in self.grad_buffers:
+            buffer.scale(factor)
+
+    def names_of_bad_local_gradients(self) -> list[str]:
+        """Return the parameters whose gradient was not finite on this rank before it was reduced.
+
+        Only an error report asks for it: it waits for the device.
+        """
+        names = []
+        for buffer in self.grad_buffers:
+            for bucket in buffer.buckets:
+                parameters = buffer.parameters_of(bucket)
+                norms = bucket.local_norms or torch._foreach_norm([g.tensor for g in bucket.main_grads])
+                names += [spec_of(p).name for p, norm in zip(parameters, norms) if not bool(norm.isfinite())]
+        return names
+
+
+def _move_into_main_grad(parameter: torch.Tensor) -> None:
+    # Autograd runs the hook, without a gradient, for weights whose function wrote into the main gradient itself.
+    if parameter.grad is None:
+        return
+    main_grad = main_grad_of(parameter)
+    assert main_grad is not None
+    main_grad.add(parameter.grad)
+    parameter.grad = None

@@ -1,0 +1,92 @@
+"""Where each parameter lies in a flat gradient buffer, and how the buffer is cut into buckets.
+
+Gradients become ready from the last layer to the first, so a buffer filled in that order can be reduced bucket by
+bucket while the backward pass still runs. Li et al. 2020, https://arxiv.org/abs/2006.15704.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PARAM_ALIGNMENT = 128
+"""Elements at a multiple of which each parameter starts; norms are summed block by block of this size."""
+
+
+@dataclass(frozen=True)
+class ParamSlot:
+    """Hold the range ``[start, end)`` of the flat buffer that belongs to parameter ``index`` of the caller's list."""
+
+    index: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Hold the range ``[start, end)`` of the flat buffer that one collective reduces, padding included."""
+
+    start: int
+    end: int
+    slots: tuple[ParamSlot, ...]
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """Hold the buckets of a flat buffer in the order in which their gradients become ready."""
+
+    buckets: tuple[BucketLayout, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Return the length of the buffer, padding included."""
+        return self.buckets[-1].end if self.buckets else 0
+
+    @property
+    def slots(self) -> tuple[ParamSlot, ...]:
+        """Return every parameter's range in buffer order."""
+        return tuple(slot for bucket in self.buckets for slot in bucket.slots)
+
+
+def plan_layout(
+    sizes: Sequence[int],
+    bucket_size: int | None = None,
+    param_alignment: int = PARAM_ALIGNMENT,
+    num_shards: int = 1,
+) -> ParamLayout:
+    """Place parameters of ``sizes`` elements, given in order of use, last used first.
+
+    A bucket is closed by the parameter that brings it to ``bucket_size`` elements; None makes one bucket. Every
+    parameter starts at a multiple of ``param_alignment``, and the length of every bucket is a multiple of it times
+    ``num_shards``, so that a bucket can be cut into aligned equal shards.
+    """
+    buckets: list[BucketLayout] = []
+    slots: list[ParamSlot] = []
+    bucket_start = position = 0
+
+    def close_bucket() -> None:
+        nonlocal bucket_start, position
+        length = round_up(position - bucket_start, param_alignment * num_shards)
+        buckets.append(BucketLayout(bucket_start, bucket_start + length, tuple(slots)))
+        bucket_start = position = bucket_start + length
+        slots.clear()
+
+    for index in reversed(range(len(sizes))):
+        start = round_up(position, param_alignment)
+        position = start + sizes[index]
+        slots.append(ParamSlot(index, start, position))
+        if bucket_size is not None and position - bucket_start >= bucket_size:
+            close_bucket()
+    if slots:
+        close_bucket()
+    return ParamLayout(tuple(buckets))
+
+
+def default_bucket_size(data_parallel_size: int) -> int:
+    """Return the bucket size in elements that keeps many ranks' collectives limited by bandwidth, not latency."""
+    return max(40_000_000, 1_000_000 * data_parallel_size)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple

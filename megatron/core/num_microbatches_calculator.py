@@ -1,0 +1,71 @@
+"""The global batch size and the number of micro-batches after a number of samples: constant, or ramped up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumMicrobatchesCalculator:
+    """Give the batch of the iteration that follows a number of consumed samples.
+
+    ``rampup_batch_size`` is empty, or (first size, increment, samples): the size grows from the first by the increment
+    in equal shares of the samples until it is ``global_batch_size``.
+
+    Raises:
+        ConfigurationError: some size on the way is not a whole number of micro-batches, or is never reached.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    data_parallel_size: int = 1
+    rampup_batch_size: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be computed with, all problems together."""
+        problems = self._rampup_problems() if self.rampup_batch_size else []
+        for size in sorted({*self.rampup_batch_size[:2], self.global_batch_size}):
+            if size % self.samples_per_microbatch:
+                problems.append(
+                    f"batch size {size} is not divisible by micro batch size ({self.micro_batch_size}) x data-"
+                    f"parallel size ({self.data_parallel_size}) = {self.samples_per_microbatch}; change "
+                    "--global-batch-size, --rampup-batch-size or --micro-batch-size"
+                )
+        if problems:
+            raise ConfigurationError(problems)
+
+    def _rampup_problems(self) -> list[str]:
+        given = " ".join(str(value) for value in self.rampup_batch_size)
+        if len(self.rampup_batch_size) != 3 or min(self.rampup_batch_size) <= 0:
+            return [
+                f"--rampup-batch-size {given} is not three positive numbers: the first size, the increment and the "
+                "samples over which it grows"
+            ]
+        first, increment, _ = self.rampup_batch_size
+        if first > self.global_batch_size or (self.global_batch_size - first) % increment:
+            return [
+                f"--rampup-batch-size {given} does not lead to --global-batch-size {self.global_batch_size}: "
+                f"{first} plus a multiple of {increment} must equal it"
+            ]
+        return []
+
+    @property
+    def samples_per_microbatch(self) -> int:
+        """Return the samples that one micro-batch holds over all data-parallel ranks."""
+        return self.micro_batch_size * self.data_parallel_size
+
+    def global_batch_size_at(self, consumed_samples: int) -> int:
+        """Return the global batch size of the iteration that follows ``consumed_samples``."""
+        if not self.rampup_batch_size:
+            return self.global_batch_size
+        first, increment, ramp_samples = self.rampup_batch_size
+        num_increments = (self.global_batch_size - first) // increment
+        # Integers throughout: a float share of the ramp could round an increment to a sample too early or late.
+        num_done = min(consumed_samples * num_increments // ramp_samples, num_increments)
+        return first + num_done * increment
+
+    def num_microbatches_at(self, consumed_samples: int) -> int:
+        """Return the micro-batches that each data-parallel rank runs in that iteration."""
+        return self.global_batch_size_at(consumed_samples) // self.samples_per_microbatch

@@ -1,0 +1,100 @@
+"""The update rule itself: torch's fused AdamW or SGD, or apex's Adam where it is found on CUDA.
+
+Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.core.extensions.apex import load_fused_adam
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+
+class InnerOptimizer:
+    """Update main parameters from their ``grad``; its state exists from the start, so that loading can fill it.
+
+    ``state_names`` are the tensors of a parameter's shape that it keeps: Adam's moments or SGD's momentum. One step
+    count serves all parameters. ``groups`` pairs main parameters with the multiplier of their weight decay.
+    """
+
+    def __init__(self, config: OptimizerConfig, groups: Sequence[tuple[Sequence[torch.Tensor], float]]) -> None:
+        param_groups = [{"params": list(parameters), "weight_decay": 0.0} for parameters, _ in groups]
+        self._weight_decay_multipliers = [multiplier for _, multiplier in groups]
+        parameters = [parameter for group, _ in groups for parameter in group]
+        self._torch_optimizer, self._is_torch = _make_torch_optimizer(config, param_groups, parameters)
+        self.state_names = _state_names(config)
+        self.num_steps = 0
+        # The fused kernels read the scale as a float32, which would round a float64 run's gradients.
+        self._scales_in_kernel = self._is_torch and all(p.dtype is torch.float32 for p in parameters)
+        for parameter in parameters:
+            state: dict[str, Any] = {name: torch.zeros_like(parameter) for name in self.state_names}
+            if config.optimizer == "adam" and self._is_torch:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            if state:
+                self._torch_optimizer.state[parameter] = state
+
+    def set_learning_rate(self, learning_rate: float, weight_decay: float) -> None:
+        """Set what the next step uses."""
+        for group, multiplier in zip(self._torch_optimizer.param_groups, self._weight_decay_multipliers):
+            group["lr"] = learning_rate
+            group["weight_decay"] = weight_decay * multiplier
+
+    def step(self, parameters: Sequence[torch.Tensor], grad_multiplier: float) -> None:
+        """Update every parameter with its gradient times ``grad_multiplier``, in the same pass where possible.
+
+        Afterwards the gradients may or may not hold the product.
+        """
+        if grad_multiplier != 1.0 and not self._scales_in_kernel:
+            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], grad_multiplier)
+        elif grad_multiplier != 1.0:
+            # torch's own GradScaler hands the fused optimizers the divisor through this attribute.
+            self._torch_optimizer.grad_scale = torch.tensor(  # type: ignore[attr-defined]
+                1.0 / grad_multiplier, dtype=torch.float32, device=parameters[0].device
+            )
+        self._torch_optimizer.step()
+        if self._scales_in_kernel:
+            self._torch_optimizer.grad_scale = None  # type: ignore[attr-defined]
+        self.num_steps += 1
+
+    def state_of(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        """Return one of the state tensors of a main parameter."""
+        tensor: torch.Tensor = self._torch_optimizer.state[parameter][name]
+        return tensor
+
+    def set_num_steps(self, num_steps: int) -> None:
+        """Set the count of updates made, from which Adam corrects the bias of its moments."""
+        self.num_steps = num_steps
+        for state in self._torch_optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(num_steps)
+        if not self._is_torch:
+            for group in self._torch_optimizer.param_groups:
+                group["step"] = num_steps
+
+
+def _make_torch_optimizer(
+    config: OptimizerConfig, param_groups: list[dict[str, Any]], parameters: Sequence[torch.Tensor]
+) -> tuple[torch.optim.Optimizer, bool]:
+    """Return the optimizer, and whether it is torch's own."""
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(param_groups, lr=0.0, momentum=config.sgd_momentum, fused=True), True
+    options: dict[str, Any] = {
+        "lr": 0.0,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_eps,
+    }
+    if all(p.is_cuda and p.dtype is torch.float32 for p in parameters):
+        fused_adam = load_fused_adam()
+        if fused_adam is not None:
+            return fused_adam(param_groups, **options), False
+    return torch.optim.AdamW(param_groups, fused=True, **options), True
+
+
+def _state_names(config: OptimizerConfig) -> tuple[str, ...]:
+    if config.optimizer == "adam":
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if config.sgd_momentum else ()

@@ -1,0 +1,193 @@
+"""The optimizer of a run: main parameters, loss scale, clipping, the update, and its state for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.collectives import all_gather_objects
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.errors import TrainingError
+from megatron.core.main_grad import MainGrad, main_grad_of
+from megatron.core.optimizer.clip_grads import GradMeter, clip_coefficient
+from megatron.core.optimizer.grad_scaler import make_grad_scaler
+from megatron.core.optimizer.inner_optimizer import InnerOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_groups import build_param_groups
+from megatron.core.parallel_state import ParallelState
+from megatron.core.precision import arithmetic_dtype
+from megatron.core.sharding import ParamSpec, spec_of
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Say whether the parameters were updated, and the gradient norm and number of zeros where they were."""
+
+    success: bool
+    grad_norm: float | None
+    num_zeros: int | None
+
+
+@dataclass(frozen=True)
+class _OptimizedParameter:
+    """Tie a model parameter to its main parameter (itself, unless of a half precision) and its main gradient."""
+
+    spec: ParamSpec
+    model_param: torch.nn.Parameter
+    main_param: torch.Tensor
+    main_grad: MainGrad
+
+    @property
+    def has_main_copy(self) -> bool:
+        return self.main_param is not self.model_param
+
+
+class MegatronOptimizer:
+    """Update the parameters of model chunks from their main gradients.
+
+    ``step`` passes over the gradients twice: once for the norm, which is not finite exactly where some gradient is
+    not, and once for the update, which applies the loss scale and the clipping as one factor. Half-precision
+    parameters have float32 main parameters that are updated and then rounded into the model. No update is made from a
+    gradient that is not finite.
+    """
+
+    def __init__(
+        self, config: OptimizerConfig, model_chunks: Sequence[DistributedDataParallel], state: ParallelState
+    ) -> None:
+        self.config = config
+        self._chunks = tuple(model_chunks)
+        self._state = state
+        self._scaler = make_grad_scaler(config)
+        self._meter = GradMeter(model_chunks, state)
+        trained = [p for chunk in model_chunks for p in chunk.parameters() if p.requires_grad]
+        groups = build_param_groups(trained)
+        self._parameters = [_optimized(p) for group in groups for p in group.parameters]
+        main_of = {id(p.model_param): p.main_param for p in self._parameters}
+        self._inner = InnerOptimizer(
+            config,
+            [([main_of[id(p)] for p in group.parameters], group.weight_decay_multiplier) for group in groups],
+        )
+        self._main_params = [p.main_param for p in self._parameters]
+        self._with_copy = [p for p in self._parameters if p.has_main_copy]
+        self.learning_rate = 0.0
+        self.set_learning_rate(config.lr, config.weight_decay)
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the factor by which the loss must be multiplied before the backward pass."""
+        return self._scaler.scale
+
+    @property
+    def num_steps(self) -> int:
+        """Return how many updates have been made."""
+        return self._inner.num_steps
+
+    def set_learning_rate(self, learning_rate: float, weight_decay: float) -> None:
+        """Set what the next step uses."""
+        self.learning_rate = learning_rate
+        self._inner.set_learning_rate(learning_rate, weight_decay)
+
+    @torch.no_grad()
+    def step(self) -> StepOutcome:
+        """Update the parameters, or skip the update where a float16 gradient has overflowed.
+
+        Raises:
+            TrainingError: a gradient is not finite, nothing is float16, and the check for it is on; the message names
+                the parameters and the ranks. All ranks raise.
+        """
+        statistics = self._meter.measure(self.config.log_num_zeros_in_grad)
+        scale = self._scaler.scale
+        self._scaler.update(found_inf=not statistics.is_finite)
+        if not statistics.is_finite:
+            if self.config.params_dtype != "float16" and self._checks_for_nan:
+                self._raise_not_finite()
+            return StepOutcome(success=False, grad_norm=None, num_zeros=None)
+        norm = statistics.norm / scale
+        self._attach_gradients()
+        self._inner.step(self._main_params, clip_coefficient(norm, self.config.clip_grad) / scale)
+        self._detach_gradients()
+        if self._with_copy:
+            torch._foreach_copy_([p.model_param for p in self._with_copy], [p.main_param for p in self._with_copy])
+        return StepOutcome(success=True, grad_norm=norm, num_zeros=statistics.num_zeros)
+
+    @torch.no_grad()
+    def reload_main_params(self) -> None:
+        """Take the main parameters from the model's, after weights were loaded without optimizer state."""
+        for parameter in self._with_copy:
+            parameter.main_param.copy_(parameter.model_param)
+
+    def sharded_state(self) -> dict[str, tuple[ParamSpec, torch.Tensor]]:
+        """Return the tensors that a checkpoint holds, each with its description, under names that are unique here.
+
+        The description carries the global name, ``optimizer.<state>.<parameter>``; two local tensors can be parts of
+        one global tensor, and then the later name ends in the offset of its part. Tensors are the live ones: filling
+        them in place loads them. Main parameters are present where they are not the model's own.
+        """
+        result: dict[str, tuple[ParamSpec, torch.Tensor]] = {}
+        for parameter in self._parameters:
+            tensors = {name: self._inner.state_of(parameter.main_param, name) for name in self._inner.state_names}
+            if parameter.has_main_copy:
+                tensors["main_param"] = parameter.main_param
+            for kind, tensor in tensors.items():
+                spec = parameter.spec.with_prefix(f"optimizer.{kind}.")
+                name = spec.name
+                if name in result:
+                    name += "@" + ",".join(str(offset) for offset in spec.pieces[0].global_box.offset)
+                assert name not in result
+                result[name] = (spec, tensor)
+        return result
+
+    def scalar_state(self) -> dict[str, Any]:
+        """Return the rest of the state as JSON-ready values."""
+        return {"num_steps": self._inner.num_steps, "grad_scaler": self._scaler.state_dict()}
+
+    def load_scalar_state(self, state: Mapping[str, Any]) -> None:
+        """Set what ``scalar_state`` returned.
+
+        Raises:
+            CheckpointError: the state does not fit this optimizer.
+        """
+        self._scaler.load_state_dict(state["grad_scaler"])
+        self._inner.set_num_steps(int(state["num_steps"]))
+
+    @property
+    def _checks_for_nan(self) -> bool:
+        return any(chunk.config.check_for_nan_in_loss_and_grad for chunk in self._chunks)
+
+    def _attach_gradients(self) -> None:
+        for parameter in self._parameters:
+            # A view of the gradient buffer, except where gradients are kept in bf16.
+            parameter.main_param.grad = parameter.main_grad.tensor.to(parameter.main_param.dtype)
+
+    def _detach_gradients(self) -> None:
+        # Autograd would add the next backward pass's gradients to what it finds here.
+        for main_param in self._main_params:
+            main_param.grad = None
+
+    def _raise_not_finite(self) -> None:
+        local = [name for chunk in self._chunks for name in chunk.names_of_bad_local_gradients()]
+        # The norm is not finite on any rank, so every rank comes here.
+        reports = all_gather_objects(local, self._state.world)
+        ranks = [
+            f"rank {rank}: {', '.join(names[:4])}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            for rank, names in zip(self._state.world.ranks, reports)
+            if names
+        ]
+        raise TrainingError(
+            "a gradient is not finite before the optimizer step; no parameter was changed; "
+            + ("; ".join(ranks[:8]) or "each gradient is finite but their norm is not")
+            + "; --no-check-for-nan-in-loss-and-grad skips such iterations instead of stopping"
+        )
+
+
+def _optimized(parameter: torch.nn.Parameter) -> _OptimizedParameter:
+    main_grad = main_grad_of(parameter)
+    assert main_grad is not None
+    main_param: torch.Tensor = parameter
+    main_dtype = arithmetic_dtype(parameter.dtype)
+    if main_dtype is not parameter.dtype:
+        main_param = parameter.detach().to(main_dtype)
+    return _OptimizedParameter(spec_of(parameter), parameter, main_param, main_grad)

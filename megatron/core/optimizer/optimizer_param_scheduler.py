@@ -1,0 +1,177 @@
+"""Learning rate and weight decay as functions of the samples that successful iterations have trained on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from megatron.core.config_base import config_from_dict, config_to_dict
+from megatron.core.errors import CheckpointError, ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Hold a schedule; every length is in samples.
+
+    ``lr_decay_style``: constant, linear, cosine, inverse-square-root or WSD (warm-up, stable, decay: the last
+    ``wsd_decay_steps`` fall in ``lr_wsd_decay_style``: exponential, linear, cosine or minus_sqrt).
+    ``wd_incr_style``: constant, linear or cosine.
+    """
+
+    max_lr: float
+    min_lr: float = 0.0
+    init_lr: float = 0.0
+    lr_warmup_steps: int = 0
+    lr_decay_steps: int = 0
+    lr_decay_style: str = "linear"
+    wsd_decay_steps: int | None = None
+    lr_wsd_decay_style: str = "exponential"
+    start_wd: float = 0.01
+    end_wd: float = 0.01
+    wd_incr_steps: int = 0
+    wd_incr_style: str = "constant"
+
+    def __post_init__(self) -> None:
+        """Refuse a schedule without a value at some sample."""
+        if self.lr_decay_style == "WSD" and self.wsd_decay_steps is None:
+            raise ConfigurationError(
+                "--lr-decay-style WSD needs the length of its decay; give --lr-wsd-decay-iters or "
+                "--lr-wsd-decay-samples"
+            )
+        if self.wd_incr_style == "constant" and self.start_wd != self.end_wd:
+            raise ConfigurationError(
+                f"--start-weight-decay {self.start_wd} and --end-weight-decay {self.end_wd} differ while "
+                "--weight-decay-incr-style is constant; choose linear or cosine, or give equal values"
+            )
+
+
+def learning_rate(config: ScheduleConfig, num_samples: int) -> float:
+    """Return the learning rate of the iteration that follows ``num_samples`` samples of successful iterations."""
+    if config.lr_warmup_steps > 0 and num_samples <= config.lr_warmup_steps:
+        return config.init_lr + (config.max_lr - config.init_lr) * num_samples / config.lr_warmup_steps
+    if config.lr_decay_style == "constant":
+        return config.max_lr
+    decay_length = config.lr_decay_steps - config.lr_warmup_steps
+    if num_samples > config.lr_decay_steps or decay_length <= 0:
+        return config.min_lr
+    if config.lr_decay_style == "inverse-square-root":
+        factor = math.sqrt(max(config.lr_warmup_steps, 1)) / math.sqrt(max(num_samples, 1))
+        return max(config.min_lr, config.max_lr * factor)
+    if config.lr_decay_style == "WSD":
+        assert config.wsd_decay_steps is not None
+        decay_start = config.lr_decay_steps - config.wsd_decay_steps
+        ratio = 0.0
+        if num_samples > decay_start:
+            ratio = (num_samples - decay_start) / config.wsd_decay_steps
+        remaining = _remaining(config.lr_wsd_decay_style, ratio)
+    else:
+        remaining = _remaining(config.lr_decay_style, (num_samples - config.lr_warmup_steps) / decay_length)
+    return config.min_lr + remaining * (config.max_lr - config.min_lr)
+
+
+def _remaining(style: str, ratio: float) -> float:
+    """Return which share of a decay is still to come after ``ratio`` of its length."""
+    if style == "linear":
+        return 1.0 - ratio
+    if style == "cosine":
+        return 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    if style == "exponential":
+        return 2.0 * math.pow(0.5, ratio) - 1.0
+    assert style == "minus_sqrt", style
+    return 1.0 - math.sqrt(ratio)
+
+
+def weight_decay(config: ScheduleConfig, num_samples: int) -> float:
+    """Return the weight decay of the iteration that follows ``num_samples`` samples of successful iterations."""
+    if config.wd_incr_style == "constant" or num_samples > config.wd_incr_steps or config.wd_incr_steps == 0:
+        return config.end_wd
+    ratio = num_samples / config.wd_incr_steps
+    if config.wd_incr_style == "cosine":
+        ratio = 0.5 * (math.cos(math.pi * (1.0 - ratio)) + 1.0)
+    return config.start_wd + ratio * (config.end_wd - config.start_wd)
+
+
+class HasLearningRate(Protocol):
+    """Take a learning rate and a weight decay, as the optimizer does."""
+
+    def set_learning_rate(self, learning_rate: float, weight_decay: float) -> None:
+        """Set what the next step uses."""
+
+
+class OptimizerParamScheduler:
+    """Keep an optimizer's learning rate and weight decay on their schedule.
+
+    ``num_samples`` counts the samples of successful iterations; the optimizer always holds the values of the
+    iteration that comes next.
+    """
+
+    def __init__(self, optimizer: HasLearningRate, config: ScheduleConfig) -> None:
+        self._optimizer = optimizer
+        self.config = config
+        self.num_samples = 0
+        self._apply()
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate of the next iteration."""
+        return learning_rate(self.config, self.num_samples)
+
+    def step(self, num_samples: int) -> None:
+        """Go on by the samples of one successful iteration."""
+        self.num_samples += num_samples
+        self._apply()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and the schedule as JSON-ready values."""
+        return {"num_samples": self.num_samples, "schedule": config_to_dict(self.config)}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, override: bool = False, use_checkpoint: bool = False
+    ) -> tuple[str, ...]:
+        """Continue from what ``state_dict`` returned; return one line for each value that replaces another.
+
+        Raises:
+            CheckpointError: the schedules differ and neither option says which one holds.
+        """
+        stored = config_from_dict(ScheduleConfig, state["schedule"])
+        self.config, lines = reconcile_schedules(stored, self.config, override=override, use_checkpoint=use_checkpoint)
+        self.num_samples = int(state["num_samples"])
+        self._apply()
+        return lines
+
+    def _apply(self) -> None:
+        self._optimizer.set_learning_rate(self.learning_rate, weight_decay(self.config, self.num_samples))
+
+
+def reconcile_schedules(
+    stored: ScheduleConfig, given: ScheduleConfig, *, override: bool, use_checkpoint: bool
+) -> tuple[ScheduleConfig, tuple[str, ...]]:
+    """Return the schedule of a resumed run and one ``old → new`` line for each value in which the two differ.
+
+    ``override`` (``--override-opt-param-scheduler``) takes the given schedule, and its lines go from the stored value
+    to the given one; ``use_checkpoint`` (``--use-checkpoint-opt-param-scheduler``) takes the stored one, and its lines
+    go the other way.
+
+    Raises:
+        CheckpointError: the schedules differ and neither option says which one holds.
+        ConfigurationError: both options are set.
+    """
+    if override and use_checkpoint:
+        raise ConfigurationError(
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; give one"
+        )
+    old, new = (given, stored) if use_checkpoint else (stored, given)
+    lines = tuple(
+        f"{field.name}: {getattr(old, field.name)} → {getattr(new, field.name)}"
+        for field in fields(ScheduleConfig)
+        if getattr(old, field.name) != getattr(new, field.name)
+    )
+    if lines and not override and not use_checkpoint:
+        raise CheckpointError(
+            f"the schedule differs from the checkpoint's ({'; '.join(lines)}); give the same values, "
+            "--override-opt-param-scheduler to use the new ones or --use-checkpoint-opt-param-scheduler to keep "
+            "the old ones"
+        )
+    return new, lines
