@@ -28,9 +28,7 @@ def test_output_status_and_metrics_of_a_run_are_read_back(tmp_path: Path, monkey
     monkeypatch.setenv("RANK", "5")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    result = run_training(
-        ["--metrics-jsonl", "metrics.jsonl"], script=str(script), cwd=tmp_path, env={"EXTRA": "7"}
-    )
+    result = run_training(["--metrics-jsonl", "metrics.jsonl"], script=str(script), cwd=tmp_path, env={"EXTRA": "7"})
     assert result.returncode == 3
     assert result.stdout == "1 7 None\n"
     assert result.stderr == "to stderr\n"
