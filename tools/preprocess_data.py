@@ -160,9 +160,6 @@ def parse_line(line: bytes, keys: list[str], place: str) -> dict[str, list[str]]
         for part in parts:
             if not isinstance(part, str):
                 raise DataError(f"{place}: {key!r} holds {type(part).__name__}, expected text or a list of texts")
-            # Only an escape such as \ud800 can put half a character into a str.
-            if b"\\u" in line and any("\ud800" <= character <= "\udfff" for character in part):
-                raise DataError(f"{place}: {key!r} holds a lone surrogate, which is not valid Unicode")
         texts[key] = parts
     return texts
 

@@ -10,6 +10,7 @@ from typing import Any
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.optional_package import load_package
 from megatron.core.tokenizers.tokenizer_file import require_file
+from megatron.core.tokenizers.unicode_text import require_unicode
 
 SENTENCE_PIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 END_OF_DOCUMENT = "<EOD>"
@@ -100,10 +101,8 @@ class SentencePieceTokenizer:
         return "".join([*parts, self._model.decode(run)])
 
     def _encode(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
-        try:
-            ids: list[list[int]] = self._model.encode(list(texts), out_type=int, num_threads=num_threads)
-        except UnicodeEncodeError as error:
-            raise TokenizerError("a text is not valid Unicode (it holds a lone surrogate)") from error
+        require_unicode(texts)
+        ids: list[list[int]] = self._model.encode(list(texts), out_type=int, num_threads=num_threads)
         return ids
 
 

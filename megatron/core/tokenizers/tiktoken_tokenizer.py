@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.optional_package import load_package
 from megatron.core.tokenizers.tokenizer_file import read_json, read_text, require_file
+from megatron.core.tokenizers.unicode_text import require_unicode
 
 DEFAULT_VOCAB_SIZE = 131072
 DEFAULT_NUM_SPECIAL_TOKENS = 1000
@@ -91,12 +92,14 @@ class TikTokenizer:
         }
 
     def tokenize(self, text: str) -> list[int]:
-        """Encode one text; a lone surrogate becomes U+FFFD."""
+        """Encode one text."""
+        require_unicode([text])
         ids: list[int] = self._model.encode_ordinary(text)
         return ids
 
     def tokenize_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[list[int]]:
         """Encode several texts."""
+        require_unicode(texts)
         ids: list[list[int]] = self._model.encode_ordinary_batch(list(texts), num_threads=num_threads)
         return ids
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.optional_package import load_package
+from megatron.core.tokenizers.unicode_text import require_unicode
 
 
 class TokenizersEngine:
@@ -67,10 +68,8 @@ class TokenizersEngine:
         Raises:
             TokenizerError: the text holds a lone surrogate.
         """
-        try:
-            ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
-        except TypeError as error:  # the package's answer to a str that UTF-8 cannot hold
-            raise TokenizerError("the text is not valid Unicode (it holds a lone surrogate)") from error
+        require_unicode([text])
+        ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
@@ -83,10 +82,8 @@ class TokenizersEngine:
         """
         if num_threads == 1:
             return [self.encode(text) for text in texts]
-        try:
-            encodings = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
-        except TypeError as error:
-            raise TokenizerError("a text is not valid Unicode (it holds a lone surrogate)") from error
+        require_unicode(texts)
+        encodings = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -136,7 +136,7 @@ def test_patterns_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
         (b'{"body": "1", "id": 4}', ":3: no key 'text' (found: body, id)"),
         (b'{"text": 5}', ":3: 'text' holds int"),
         (b'{"text": ["1", null]}', ":3: 'text' holds NoneType"),
-        (b'{"text": "1 \\ud83d 2"}', ":3: 'text' holds a lone surrogate"),
+        (b'{"text": "1 \\ud83d 2"}', ":3: NullTokenizer reads ids"),
         (b'{"text": "1 two"}', ":3: NullTokenizer reads ids"),
         (b'{"text": "128"}', ":3: NullTokenizer: id 128 is not in 0..127"),
     ],
@@ -147,6 +147,12 @@ def test_bad_lines_are_named_and_leave_nothing(tmp_path: Path, line: bytes, mess
     done = preprocess(source, tmp_path / "out", *NULL)
     assert_refused(done, f"{source}{message}")
     assert list(tmp_path.glob("out*")) == []
+
+
+def test_half_a_character_is_named(gpt2_files: tuple[Path, Path], tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "bad.jsonl", {"text": "one 🙂"}, {"text": "two \ud83d three"})
+    done = preprocess(source, tmp_path / "out", "--vocab-file", gpt2_files[0], "--merge-file", gpt2_files[1])
+    assert_refused(done, f"{source}:2: the text is not valid Unicode: character 4 is the lone surrogate U+D83D")
 
 
 def test_earlier_output_survives_a_failure(tmp_path: Path) -> None:

@@ -63,3 +63,11 @@ def test_what_is_missing_or_damaged(tmp_path: Path) -> None:
     path.write_bytes(b"something else")
     with pytest.raises(TokenizerError, match=r"not\.model is not a SentencePiece model"):
         SentencePieceTokenizer(path)
+
+
+def test_lone_surrogate_is_refused(sentence_piece_file: Path) -> None:
+    tokenizer = SentencePieceTokenizer(sentence_piece_file)
+    with pytest.raises(TokenizerError, match="lone surrogate"):
+        tokenizer.tokenize("a\ud800b")
+    with pytest.raises(TokenizerError, match="lone surrogate"):
+        tokenizer.tokenize_batch(["good", "a\ud800b"], num_threads=2)

@@ -104,3 +104,11 @@ def test_damaged_files(tiktoken_file: Path, tmp_path: Path) -> None:
     path.write_text("AA== 0\nAQ==\n")
     with pytest.raises(TokenizerError, match=r"damaged\.tiktoken:2: expected a token and its rank"):
         TikTokenizer(path, pattern="v1")
+
+
+def test_lone_surrogate_is_refused(tiktoken_file: Path) -> None:
+    tokenizer = TikTokenizer(tiktoken_file, pattern="v1")
+    with pytest.raises(TokenizerError, match="lone surrogate"):
+        tokenizer.tokenize("a\ud800b")
+    with pytest.raises(TokenizerError, match="lone surrogate"):
+        tokenizer.tokenize_batch(["good", "a\ud800b"], num_threads=2)
