@@ -25,9 +25,15 @@ _REDUCE_OPS = {
 }
 
 
+def _is_alone(group: Group) -> bool:
+    """Return whether there is nobody to talk to."""
+    assert group.size == 1 or group.handle is not None, f"group {group.name} is only described: it has no communicator"
+    return group.size == 1
+
+
 def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False) -> dist.Work | None:
     """Reduce ``tensor`` in place over the group; return a handle to wait for when ``async_op``."""
-    if group.handle is None:
+    if _is_alone(group):
         return None
     work: dist.Work | None = dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=group.handle, async_op=async_op)
     return work
@@ -37,7 +43,7 @@ def all_gather_into(
     output: torch.Tensor, tensor: torch.Tensor, group: Group, async_op: bool = False
 ) -> dist.Work | None:
     """Gather equal contiguous tensors into ``output``, concatenated along dim 0 in group order."""
-    if group.handle is None:
+    if _is_alone(group):
         output.view_as(tensor).copy_(tensor)
         return None
     work: dist.Work | None = _all_gather_single(output, tensor, group=group.handle, async_op=async_op)
@@ -48,7 +54,7 @@ def reduce_scatter_into(
     output: torch.Tensor, tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False
 ) -> dist.Work | None:
     """Reduce ``tensor`` over the group and leave this rank's equal part of dim 0 in ``output``."""
-    if group.handle is None:
+    if _is_alone(group):
         output.view_as(tensor).copy_(tensor)
         return None
     work: dist.Work | None = _reduce_scatter_single(
@@ -62,7 +68,7 @@ def all_gather_first_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
     Shapes: ``[n, ...] -> [n * group.size, ...]``.
     """
-    if group.handle is None:
+    if _is_alone(group):
         return tensor
     output = tensor.new_empty((tensor.shape[0] * group.size, *tensor.shape[1:]))
     all_gather_into(output, tensor.contiguous(), group)
@@ -74,7 +80,7 @@ def reduce_scatter_first_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor
 
     Shapes: ``[n, ...] -> [n / group.size, ...]``.
     """
-    if group.handle is None:
+    if _is_alone(group):
         return tensor
     output = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
     reduce_scatter_into(output, tensor.contiguous(), group)
@@ -86,16 +92,14 @@ def all_gather_last_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
     Shapes: ``[..., n] -> [..., n * group.size]``.
     """
-    if group.handle is None:
+    if _is_alone(group):
         return tensor
-    gathered = tensor.new_empty((group.size, *tensor.shape))
-    all_gather_into(gathered, tensor.contiguous(), group)
-    return torch.cat(gathered.unbind(0), dim=-1)
+    return torch.cat(all_gather_first_dim(tensor, group).chunk(group.size), dim=-1)
 
 
 def broadcast(tensor: torch.Tensor, group: Group, source: int = 0, async_op: bool = False) -> dist.Work | None:
     """Overwrite ``tensor`` with the copy of the group's rank ``source``."""
-    if group.handle is None:
+    if _is_alone(group):
         return None
     work: dist.Work | None = dist.broadcast(tensor, src=group.ranks[source], group=group.handle, async_op=async_op)
     return work
@@ -103,7 +107,7 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0, async_op: boo
 
 def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
     """Return the picklable value of the group's rank ``source`` on every rank."""
-    if group.handle is None:
+    if _is_alone(group):
         return value
     box = [value if group.rank == source else None]
     dist.broadcast_object_list(box, src=group.ranks[source], group=group.handle)
@@ -112,7 +116,7 @@ def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
 
 def all_gather_objects(value: Any, group: Group) -> list[Any]:
     """Return every rank's picklable value in group order."""
-    if group.handle is None:
+    if _is_alone(group):
         return [value]
     values: list[Any] = [None] * group.size
     dist.all_gather_object(values, value, group=group.handle)
@@ -121,5 +125,5 @@ def all_gather_objects(value: Any, group: Group) -> list[Any]:
 
 def barrier(group: Group) -> None:
     """Wait until every rank of the group has come here."""
-    if group.handle is not None:
+    if not _is_alone(group):
         dist.barrier(group=group.handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
 from collections.abc import Callable
@@ -10,15 +11,17 @@ import torch
 
 from megatron.core.errors import ConfigurationError
 
+FlashAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
-def load_flash_attention(
-    required: bool,
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor] | None:
+
+@functools.cache
+def load_flash_attention(required: bool) -> FlashAttention | None:
     """Return causal attention over flash-attn, or None where the package is not to be had.
 
     It takes (query, key, value, dropout) of ``[s, b, heads, d]`` in float16 or bfloat16 on CUDA.
 
-    A package that is installed but cannot be imported (a broken shared object) is named in one warning.
+    A package that is installed but cannot be imported (a broken shared object, a missing package that it needs) is
+    named in one warning, however many layers ask.
 
     Raises:
         ConfigurationError: it was asked for by name and cannot be imported.
@@ -26,14 +29,13 @@ def load_flash_attention(
     try:
         module = importlib.import_module("flash_attn")
         flash_attn_func = module.flash_attn_func
-    except ModuleNotFoundError as error:
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == "flash_attn"
+        state = "not installed" if is_absent else "installed but cannot be used"
         if required:
-            raise ConfigurationError(f"flash-attn is asked for but not installed: {error}") from error
-        return None
-    except (ImportError, OSError, AttributeError) as error:
-        if required:
-            raise ConfigurationError(f"flash-attn is installed but cannot be used: {error}") from error
-        warnings.warn(f"flash-attn is installed but cannot be used, torch's attention is taken: {error}", stacklevel=2)
+            raise ConfigurationError(f"flash-attn is asked for but {state}: {error}") from error
+        if not is_absent:
+            warnings.warn(f"flash-attn is {state}, torch's attention is taken: {error}", stacklevel=2)
         return None
 
     def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:

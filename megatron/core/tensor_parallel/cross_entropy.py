@@ -70,15 +70,16 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         result = logits.detach().reshape(-1, logits.shape[-1])
         real = result[:, :num_columns]
         row_grad = grad.reshape(-1).to(log_normalizer.dtype)
+        label_grad = row_grad.masked_fill(elsewhere, 0).neg_()
         if num_columns:
             for slab in _slabs(real):
                 rows = real[slab]
                 scratch = rows if rows.dtype == log_normalizer.dtype else rows.to(log_normalizer.dtype)
                 scratch.sub_(log_normalizer[slab, None]).exp_().mul_(row_grad[slab, None])
+                # Before the rounding to a low precision: a confident label's p - 1 would be lost in it.
+                scratch.scatter_add_(1, local_labels[slab, None], label_grad[slab, None])
                 if scratch is not rows:
                     rows.copy_(scratch)
-            label_grad = row_grad.masked_fill(elsewhere, 0).neg_().to(result.dtype)
-            real.scatter_add_(1, local_labels[:, None], label_grad[:, None])
         result[:, num_columns:] = 0
         return result.reshape(logits.shape), None, None, None, None
 

@@ -49,7 +49,8 @@ def normal_box(seed: int, name: str, global_shape: tuple[int, ...], box: Box) ->
     for index, tile in _touched_tiles(flat, columns):
         common = tile.intersect(flat)
         assert common is not None
-        generator = np.random.Generator(np.random.Philox(key=[key, index]))
+        # As a list, a key of 2**63 or more would be rounded to a float on its way in.
+        generator = np.random.Generator(np.random.Philox(key=np.array([key, index], dtype=np.uint64)))
         drawn = generator.standard_normal(tile.shape, dtype=np.float32)
         values[common.relative_to(flat.offset).slices] = drawn[common.relative_to(tile.offset).slices]
     return values.reshape(box.shape)

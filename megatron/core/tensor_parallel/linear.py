@@ -68,8 +68,8 @@ class _Linear(torch.autograd.Function):
                 reducing = all_reduce(x_grad, tp, async_op=True)
             elif region is InputRegion.SEQUENCE and tp.size > 1:
                 full_x_grad = x_grad
-                x_grad = torch.empty_like(x)
-                reducing = reduce_scatter_into(x_grad, full_x_grad, tp, async_op=True)
+                x_grad = x.new_empty(x.shape)
+                reducing = reduce_scatter_into(x_grad, full_x_grad.contiguous(), tp, async_op=True)
 
         if gathering is not None:
             gathering.wait()
