@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from megatron.core.extensions.apex import load_fused_adam
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 
@@ -19,13 +18,22 @@ class InnerOptimizer:
 
     ``state_names`` are the tensors of a parameter's shape that it keeps: Adam's moments or SGD's momentum. One step
     count serves all parameters. ``groups`` pairs main parameters with the multiplier of their weight decay.
+    ``fused_adam`` is apex's class; it takes torch's place where every main parameter is a float32 CUDA tensor.
     """
 
-    def __init__(self, config: OptimizerConfig, groups: Sequence[tuple[Sequence[torch.Tensor], float]]) -> None:
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        groups: Sequence[tuple[Sequence[torch.Tensor], float]],
+        fused_adam: type[torch.optim.Optimizer] | None = None,
+    ) -> None:
         param_groups = [{"params": list(parameters), "weight_decay": 0.0} for parameters, _ in groups]
         self._weight_decay_multipliers = [multiplier for _, multiplier in groups]
         parameters = [parameter for group, _ in groups for parameter in group]
-        self._torch_optimizer, self._is_torch = _make_torch_optimizer(config, param_groups, parameters)
+        if not all(p.is_cuda and p.dtype is torch.float32 for p in parameters):
+            fused_adam = None
+        self._is_torch = fused_adam is None or config.optimizer != "adam"
+        self._torch_optimizer = _make_torch_optimizer(config, param_groups, fused_adam)
         self.state_names = _state_names(config)
         self.num_steps = 0
         # The fused kernels read the scale as a float32, which would round a float64 run's gradients.
@@ -77,21 +85,20 @@ class InnerOptimizer:
 
 
 def _make_torch_optimizer(
-    config: OptimizerConfig, param_groups: list[dict[str, Any]], parameters: Sequence[torch.Tensor]
-) -> tuple[torch.optim.Optimizer, bool]:
-    """Return the optimizer, and whether it is torch's own."""
+    config: OptimizerConfig,
+    param_groups: list[dict[str, Any]],
+    fused_adam: type[torch.optim.Optimizer] | None,
+) -> torch.optim.Optimizer:
     if config.optimizer == "sgd":
-        return torch.optim.SGD(param_groups, lr=0.0, momentum=config.sgd_momentum, fused=True), True
+        return torch.optim.SGD(param_groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
     options: dict[str, Any] = {
         "lr": 0.0,
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_eps,
     }
-    if all(p.is_cuda and p.dtype is torch.float32 for p in parameters):
-        fused_adam = load_fused_adam()
-        if fused_adam is not None:
-            return fused_adam(param_groups, **options), False
-    return torch.optim.AdamW(param_groups, fused=True, **options), True
+    if fused_adam is not None:
+        return fused_adam(param_groups, **options)
+    return torch.optim.AdamW(param_groups, fused=True, **options)
 
 
 def _state_names(config: OptimizerConfig) -> tuple[str, ...]:

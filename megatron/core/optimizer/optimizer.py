@@ -51,11 +51,15 @@ class MegatronOptimizer:
     ``step`` passes over the gradients twice: once for the norm, which is not finite exactly where some gradient is
     not, and once for the update, which applies the loss scale and the clipping as one factor. Half-precision
     parameters have float32 main parameters that are updated and then rounded into the model. No update is made from a
-    gradient that is not finite.
+    gradient that is not finite. ``fused_adam`` (apex's class, see ``extensions.apex``) is used on CUDA.
     """
 
     def __init__(
-        self, config: OptimizerConfig, model_chunks: Sequence[DistributedDataParallel], state: ParallelState
+        self,
+        config: OptimizerConfig,
+        model_chunks: Sequence[DistributedDataParallel],
+        state: ParallelState,
+        fused_adam: type[torch.optim.Optimizer] | None = None,
     ) -> None:
         self.config = config
         self._chunks = tuple(model_chunks)
@@ -69,6 +73,7 @@ class MegatronOptimizer:
         self._inner = InnerOptimizer(
             config,
             [([main_of[id(p)] for p in group.parameters], group.weight_decay_multiplier) for group in groups],
+            fused_adam,
         )
         self._main_params = [p.main_param for p in self._parameters]
         self._with_copy = [p for p in self._parameters if p.has_main_copy]
