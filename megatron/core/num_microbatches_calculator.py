@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from megatron.core.errors import ConfigurationError
 
 
-@dataclass(frozen=True, kw_only=True)
-class NumMicrobatchesCalculator:
-    """Give the batch of the iteration that follows a number of consumed samples.
+class BatchSizes(Protocol):
+    """Name the batch sizes of a configuration.
 
     ``rampup_batch_size`` is empty, or (first size, increment, samples): the size grows from the first by the increment
     in equal shares of the samples until it is ``global_batch_size``.
+    """
+
+    @property
+    def global_batch_size(self) -> int:
+        """Return the full size."""
+
+    @property
+    def rampup_batch_size(self) -> tuple[int, ...]:
+        """Return the ramp."""
+
+
+def global_batch_size_at(sizes: BatchSizes, consumed_samples: int) -> int:
+    """Return the global batch size of the iteration that follows ``consumed_samples``."""
+    if not sizes.rampup_batch_size:
+        return sizes.global_batch_size
+    first, increment, ramp_samples = sizes.rampup_batch_size
+    if consumed_samples >= ramp_samples:
+        return sizes.global_batch_size
+    num_increments = (sizes.global_batch_size - first) // increment
+    # Integers throughout: a float share of the ramp could make an increment come a sample too early or too late.
+    return first + consumed_samples * num_increments // ramp_samples * increment
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumMicrobatchesCalculator:
+    """Give the batch of the iteration that follows a number of consumed samples (see `BatchSizes`).
 
     Raises:
-        ConfigurationError: some size on the way is not a whole number of micro-batches, or is never reached.
+        ConfigurationError: some size on the way is not a whole number of micro-batches, or the full one is not reached.
     """
 
     global_batch_size: int
@@ -58,13 +84,7 @@ class NumMicrobatchesCalculator:
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
         """Return the global batch size of the iteration that follows ``consumed_samples``."""
-        if not self.rampup_batch_size:
-            return self.global_batch_size
-        first, increment, ramp_samples = self.rampup_batch_size
-        num_increments = (self.global_batch_size - first) // increment
-        # Integers throughout: a float share of the ramp could round an increment to a sample too early or late.
-        num_done = min(consumed_samples * num_increments // ramp_samples, num_increments)
-        return first + num_done * increment
+        return global_batch_size_at(self, consumed_samples)
 
     def num_microbatches_at(self, consumed_samples: int) -> int:
         """Return the micro-batches that each data-parallel rank runs in that iteration."""

@@ -68,7 +68,7 @@ class GradMeter:
         device = self._buffers[0].grad_data.device
         totals = torch.zeros(2 if count_zeros else 1, dtype=torch.float64, device=device)
         for buffer, weights in zip(self._buffers, self._block_weights):
-            totals[0] += _sum_of_squares(buffer.grad_data, weights)
+            totals[0] += sum_of_squares(buffer.grad_data, weights)
         if count_zeros:
             for grad in self._counted_gradients():
                 totals[1] += (grad == 0).sum()
@@ -88,14 +88,18 @@ class GradMeter:
                         yield grad[piece.local_box.slices]
 
 
-def _sum_of_squares(flat: torch.Tensor, block_weights: torch.Tensor | None) -> torch.Tensor:
-    """Return the weighted sum of squares in float64.
+def sum_of_squares(flat: torch.Tensor, block_weights: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the sum of squares in float64, each block weighted.
 
     Squares within a block are summed in the arithmetic dtype, blocks in float64: torch's own norm of 30 million
     float32 values on CPU was off by 1.6e-3 relative, this one by 1e-10 in the same time.
 
-    Shapes: ``flat: [n * block]``, ``block_weights: [n]``.
+    Shapes: ``flat: [n]``, ``block_weights: [n / PARAM_ALIGNMENT]``, for which n is a multiple of the block.
     """
-    blocks = flat.view(-1, PARAM_ALIGNMENT)
+    whole = flat.numel() // PARAM_ALIGNMENT * PARAM_ALIGNMENT
+    blocks = flat[:whole].view(-1, PARAM_ALIGNMENT)
     norms = torch.linalg.vector_norm(blocks, dim=1, dtype=arithmetic_dtype(flat.dtype)).double()
-    return torch.dot(norms, norms if block_weights is None else norms * block_weights)
+    total = torch.dot(norms, norms if block_weights is None else norms * block_weights)
+    if whole < flat.numel():
+        total += flat[whole:].double().square().sum()
+    return total

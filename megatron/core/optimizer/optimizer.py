@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron.core.collectives import all_gather_objects
+from megatron.core.collectives import all_gather_objects, all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import TrainingError
 from megatron.core.main_grad import MainGrad, main_grad_of
-from megatron.core.optimizer.clip_grads import GradMeter, clip_coefficient
+from megatron.core.optimizer.clip_grads import GradMeter, clip_coefficient, is_counted, sum_of_squares
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -117,6 +118,16 @@ class MegatronOptimizer:
         if self._with_copy:
             torch._foreach_copy_([p.model_param for p in self._with_copy], [p.main_param for p in self._with_copy])
         return StepOutcome(success=True, grad_norm=norm, num_zeros=statistics.num_zeros)
+
+    @torch.no_grad()
+    def params_norm(self) -> float:
+        """Return the norm of the whole model's main parameters; every rank of the model-parallel group must call."""
+        total = torch.zeros((), dtype=torch.float64, device=self._main_params[0].device)
+        for parameter in self._parameters:
+            if is_counted(parameter.spec, self._state):
+                total += sum_of_squares(parameter.main_param.view(-1))
+        all_reduce(total, self._state.model_parallel)
+        return math.sqrt(total.item())
 
     @torch.no_grad()
     def reload_main_params(self) -> None:
