@@ -91,10 +91,10 @@ class Timer:
 
 
 class Timers:
-    """Hold a run's timers: ``with timers("forward-backward", level=1): ...``.
+    """Hold a run's timers: ``with timers("forward-backward", log_level=1): ...``.
 
     ``log_level`` is how much the run times (``--timing-log-level``): timers of a higher level do nothing.
-    ``log_option`` (``--timing-log-option``) is what a report shows of the ranks of ``group``: max, minmax or all.
+    ``log_option`` (``--timing-log-option``) is what a report shows of the ranks: max, minmax or all.
     """
 
     def __init__(
@@ -102,24 +102,22 @@ class Timers:
         log_level: int = 0,
         log_option: str = "minmax",
         *,
-        group: Group,
         synchronize: Callable[[], None] = lambda: None,
         barrier: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.log_level = log_level
         self.log_option = log_option
-        self._group = group
         self._synchronize = synchronize
         self._barrier = barrier
         self._clock = clock
         self._timers: dict[str, Timer] = {}
 
-    def __call__(self, name: str, level: int = 0) -> Timer:
+    def __call__(self, name: str, log_level: int = 0) -> Timer:
         """Return the timer of this name, made at the first call with its level."""
         timer = self._timers.get(name)
         if timer is None:
-            is_active = level <= self.log_level
+            is_active = log_level <= self.log_level
             timer = Timer(name, self._synchronize, self._barrier, self._clock, is_active)
             self._timers[name] = timer
         return timer
@@ -129,13 +127,19 @@ class Timers:
         chosen = list(self._timers) if names is None else [name for name in names if name in self._timers]
         return {name: self._timers[name].elapsed_s(reset) for name in chosen if self._timers[name].is_reported}
 
-    def report(self, normalizer: float = 1.0, names: Sequence[str] | None = None, reset: bool = True) -> str:
-        """Return Megatron's lines on the times over the group, in milliseconds; every rank must call.
+    def report(
+        self,
+        group: Group,
+        names: Sequence[str] | None = None,
+        normalizer: float = 1.0,
+        reset: bool = True,
+    ) -> str:
+        """Return Megatron's lines on the times over the group, in milliseconds; all its ranks must call.
 
         ``normalizer`` divides the times: the number of iterations since the last report. Empty if nothing has run.
         """
         local = {name: s * 1000.0 / normalizer for name, s in self.elapsed_s(names, reset).items()}
-        return format_report(all_gather_objects(local, self._group), self.log_option)
+        return format_report(all_gather_objects(local, group), self.log_option)
 
 
 def format_report(times_ms: Sequence[dict[str, float]], log_option: str = "minmax") -> str:
