@@ -52,3 +52,8 @@ class ModelParallelConfig:
         """Fill in the values that follow from others."""
         half = "float16" if self.fp16 else "bfloat16" if self.bf16 else None
         object.__setattr__(self, "params_dtype", half or self.params_dtype or "float32")
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Return the number of ranks that hold one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size

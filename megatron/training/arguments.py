@@ -26,6 +26,7 @@ from megatron.training.config.flag_notes import (
 )
 from megatron.training.config.resolution import resolve
 from megatron.training.config.run_config import RunConfig
+from megatron.training.validation.data_files import empty_set_notes
 from megatron.training.validation.run_checks import find_problems
 
 _TABLE_PREFIX = "flag:"
@@ -95,7 +96,8 @@ def resolve_arguments(argv: Sequence[str], world_size: int) -> ParsedArguments:
     problems += find_problems(resolution.config, broken)
     if problems:
         raise ConfigurationError(problems)
-    return ParsedArguments(resolution.config, (*notes, *resolution.notes))
+    notes += [*resolution.notes, *empty_set_notes(resolution.config)]
+    return ParsedArguments(resolution.config, tuple(notes))
 
 
 def config_parts() -> dict[str, type]:

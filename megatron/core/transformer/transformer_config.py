@@ -63,9 +63,6 @@ class TransformerConfig(ModelParallelConfig):
     """Attention kernel: auto takes the fastest at hand, unfused and local the plain reference."""
     use_flash_attn: bool = False
     """Use FlashAttention where it is found (same as --attention-backend flash)."""
-    apply_query_key_layer_scaling: bool = False
-    """Divide the attention scores by the layer number before the softmax's float32 part, against
-    float16 overflow."""
 
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; layers that end a residual branch take it / sqrt(2 x

@@ -27,8 +27,6 @@ class CheckpointConfig:
     """Do not load the state of the random number generators."""
     finetune: bool = False
     """Load the weights alone and begin at iteration 0."""
-    pretrained_checkpoint: str | None = flag(None, metavar="DIR")
-    """Folder whose checkpoint gives the first weights where --load has none."""
     ckpt_step: int | None = None
     """Iteration to load, in place of the newest."""
     ckpt_format: str = flag("safetensors", choices=("safetensors", "torch_dist", "torch"))

@@ -44,8 +44,6 @@ class DataConfig:
     """Let no token attend across an end-of-document token."""
     eod_mask_loss: bool = False
     """Leave the end-of-document token's loss out."""
-    create_attention_mask_in_dataloader: bool = flag(True, negative="--no-create-attention-mask-in-dataloader")
-    """Make no attention mask with the data; the model makes its causal one."""
 
     @property
     def has_data_per_split(self) -> bool:

@@ -1,34 +1,13 @@
-"""Lists of data prefixes and weights, as users type them or keep them in files."""
+"""Lists of data prefixes and weights that users keep in files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.errors import ConfigurationError
 
 PER_SPLIT_KEYS = ("train", "valid", "test")
-
-
-def parse_blend(values: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-    """Return the prefixes and, where they were given, the weights of a list such as ``0.3 a 0.7 b``.
-
-    An odd number of values, or an even one whose first is not a number, is a list of prefixes alone.
-    """
-    if len(values) % 2 == 0:
-        weights = [_number(text) for text in values[::2]]
-        known = tuple(weight for weight in weights if weight is not None)
-        if weights and len(known) == len(weights):
-            return tuple(values[1::2]), known
-    return tuple(values), None
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def read_data_list(path: str, flag: str) -> tuple[str, ...]:

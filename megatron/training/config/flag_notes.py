@@ -54,7 +54,10 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--legacy-tokenizer": NoEffect(0, "there is one implementation of each tokenizer"),
     "--allow-ambiguous-pad-tokens": NoEffect(0, "padding is never predicted"),
     "--mid-level-dataset-surplus": NoEffect(1, "the surplus of a blend's data sets is fixed at 0.005"),
+    "--no-create-attention-mask-in-dataloader": NoEffect(0, "attention is causal without a mask in the data"),
     # the model and its kernels
+    "--apply-query-key-layer-scaling": NoEffect(0, "scores and softmax are computed so that float16 does not overflow"),
+    "--fp16-lm-cross-entropy": NoEffect(0, "the loss is always computed in float32"),
     "--use-mcore-models": NoEffect(0, "there is one implementation of each model"),
     "--transformer-impl": NoEffect(
         1, "the project's own layers are used, with fused kernels where torch has them", quiet=("local",)
@@ -195,6 +198,8 @@ _SWITCHES = [
 
 NOT_SUPPORTED: dict[str, NotSupported] = {
     **{switch: NotSupported(0) for switch in _SWITCHES},
+    "--data-parallel-random-init": NotSupported(0),
+    "--log-progress": NotSupported(0, instead="use --metrics-jsonl"),
     # fp8 and offloading
     "--fp8-format": NotSupported(1),
     "--fp8-recipe": NotSupported(1, "delayed"),
@@ -253,6 +258,7 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--s3-cache-path": NotSupported(1),
     "--object-storage-cache-path": NotSupported(1),
     # checkpoints
+    "--pretrained-checkpoint": NotSupported(1, instead="use --load with --finetune"),
     "--save-retain-interval": NotSupported(1, instead="use --keep-last 1 --keep-every N"),
     "--ckpt-convert-format": NotSupported(1),
     "--ckpt-convert-save": NotSupported(1),
@@ -289,12 +295,12 @@ NOT_SUPPORTED_FIELDS: dict[str, str] = {
     "account_for_loss_in_pipeline_split": "an uneven pipeline split",
     "cp_comm_type": "context parallelism",
     "use_distributed_optimizer": "the distributed optimizer",
-    "overlap_param_gather": "the distributed optimizer",
     "data_parallel_sharding_strategy": "sharding over the data-parallel ranks",
     "extra_valid_datalist": "more than one validation set",
     "extra_valid_data_samples": "more than one validation set",
     "extra_valid_data_names": "more than one validation set",
     "use_checkpoint_args": "taking the model's shape from a checkpoint",
+    "dist_ckpt_strictness": "loading a checkpoint that lacks tensors or has too many",
     "async_save": "saving while training goes on",
     "full_validation": "evaluating on the whole validation set",
 }
@@ -311,6 +317,7 @@ NOT_SUPPORTED_VALUES: dict[str, tuple[str, ...]] = {
         "SFTTokenizer",
     ),
     "ckpt_format": ("zarr", "torch_dcp", "fsdp_dtensor"),
+    "dist_ckpt_strictness": ("assume_ok_unexpected", "return_unexpected", "return_all"),
     "distributed_backend": ("ccl", "mpi", "ucc"),
 }
 """Values that Megatron-LM knows for a field with choices, and that are not built here."""

@@ -13,8 +13,6 @@ class InitializationConfig:
 
     seed: int = 1234
     """Seed of initial weights, data order and dropout."""
-    data_parallel_random_init: bool = False
-    """Give each data-parallel rank initial weights of its own."""
     deterministic_mode: bool = False
     """Use only algorithms that give the same bits again."""
     distributed_backend: str = flag("nccl", choices=("nccl", "gloo"))

@@ -17,8 +17,6 @@ class LoggingConfig:
     """Log the floating-point throughput of each GPU."""
     log_params_norm: bool = False
     """Log the norm of the parameters."""
-    log_progress: bool = False
-    """Append the run's progress to progress.txt in the folder of the checkpoints."""
     timing_log_level: int = flag(0, choices=("0", "1", "2"))
     """How much is timed: 0 the iteration, 1 its large parts, 2 each operation."""
     timing_log_option: str = flag("minmax", choices=("max", "minmax", "all"))

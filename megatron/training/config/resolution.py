@@ -28,6 +28,7 @@ def resolve(config: RunConfig) -> Resolution:
     config = _resolve_model(config, notes)
     config = _resolve_batch(config)
     config = _resolve_precision(config)
+    config = _resolve_data_parallelism(config, notes)
     config = _resolve_weight_decay(config)
     notes.extend(_checkpoint_notes(config))
     return Resolution(config, tuple(notes), tuple(problems))
@@ -81,6 +82,14 @@ def _resolve_precision(config: RunConfig) -> RunConfig:
     if is_half and not ddp.grad_reduce_in_bf16:
         ddp = dataclasses.replace(ddp, accumulate_allreduce_grads_in_fp32=True)
     return dataclasses.replace(config, optimizer=optimizer, ddp=ddp)
+
+
+def _resolve_data_parallelism(config: RunConfig, notes: list[str]) -> RunConfig:
+    ddp = config.ddp
+    if not ddp.overlap_param_gather or ddp.use_distributed_optimizer:
+        return config
+    notes.append("--overlap-param-gather has no effect without --use-distributed-optimizer: turned off")
+    return dataclasses.replace(config, ddp=dataclasses.replace(ddp, overlap_param_gather=False))
 
 
 def _resolve_weight_decay(config: RunConfig) -> RunConfig:

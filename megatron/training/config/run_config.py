@@ -50,10 +50,7 @@ class RunConfig:
     @property
     def data_parallel_size(self) -> int:
         """Return the number of model copies."""
-        model = self.model
-        return self.world_size // (
-            model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
-        )
+        return self.world_size // max(self.model.model_parallel_size, 1)
 
     @property
     def train_samples(self) -> int:

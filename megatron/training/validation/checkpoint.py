@@ -27,7 +27,7 @@ def _check_load(config: RunConfig) -> Iterator[str]:
     if checkpoint.ckpt_step is not None:
         yield f"--ckpt-step {checkpoint.ckpt_step} has no effect without --load DIR; add it"
     for name, is_on in (
-        ("--finetune", checkpoint.finetune and checkpoint.pretrained_checkpoint is None),
+        ("--finetune", checkpoint.finetune),
         ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint),
         ("--use-checkpoint-args", checkpoint.use_checkpoint_args),
         ("--use-checkpoint-opt-param-scheduler", config.scheduler.use_checkpoint_opt_param_scheduler),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from megatron.training.config.data_lists import parse_blend
+from megatron.core.datasets.gpt_dataset_config import parse_blend, parse_split, split_boundaries, suggest_split
+from megatron.core.errors import ConfigurationError
 from megatron.training.config.resolution import DEFAULT_SPLIT
 from megatron.training.config.run_config import RunConfig
 from megatron.training.validation.check import Check
 from megatron.training.validation.index_header import DamagedIndexError, read_index_header
 
-_SPLIT_NAMES = ("training", "validation", "test")
+_SET_NAMES = ("training", "validation", "test")
 
 
 def _check_sources(config: RunConfig) -> Iterator[str]:
@@ -37,56 +37,38 @@ def _check_sources(config: RunConfig) -> Iterator[str]:
         yield "--train-data-path is missing; --valid-data-path and --test-data-path alone train nothing"
 
 
-def parse_split(split: str) -> tuple[float, float, float] | None:
-    """Return the shares of the three sets, summing to one, or None for a malformed split.
-
-    A split may be separated by commas or slashes; missing shares are 0.
-    """
-    try:
-        shares = [float(text) for text in split.replace("/", ",").split(",")]
-    except ValueError:
-        return None
-    total = sum(shares)
-    if len(shares) > 3 or any(share < 0 for share in shares) or not 0 < total < float("inf"):
-        return None
-    train, valid, test = (share / total for share in (*shares, 0.0, 0.0)[:3])
-    return train, valid, test
-
-
-def split_sizes(shares: Sequence[float], num_sequences: int) -> tuple[int, ...]:
-    """Return the number of sequences in each set: boundaries are round(cumulative share x sequences)."""
-    bounds, cumulative = [0], 0.0
-    for share in shares:
-        cumulative += share
-        bounds.append(round(cumulative * num_sequences))
-    return tuple(after - before for before, after in itertools.pairwise(bounds))
-
-
 def _check_split(config: RunConfig) -> Iterator[str]:
     split = config.data.split
     if split is None or config.data.has_data_per_split:
         return
-    shares = parse_split(split)
-    if shares is None:
-        yield f"--split {split}: one to three numbers of 0 or more are expected, such as {DEFAULT_SPLIT}"
-    elif shares[0] == 0 and not config.training.skip_train:
+    try:
+        shares = parse_split(split)
+    except ConfigurationError as error:
+        yield from error.problems
+        return
+    if shares[0] == 0 and not config.training.skip_train:
         yield f"--split {split}: the training set is empty; give its share first, such as {DEFAULT_SPLIT}"
 
 
 def _check_blends(config: RunConfig) -> Iterator[str]:
     for name, values in _lists(config):
-        prefixes, weights = parse_blend(values)
-        if weights is not None and (min(weights) < 0 or sum(weights) <= 0):
-            yield f"{name} {' '.join(values)}: weights must be 0 or more and not all 0"
-        if weights is None and any(_is_number(text) for text in values) and len(values) > 1:
-            yield f"{name} {' '.join(values)}: prefixes alone, or weight and prefix in turn, are expected"
+        try:
+            blend = parse_blend(values)
+        except ConfigurationError as error:
+            yield from (f"{name}: {problem}" for problem in error.problems)
             continue
-        for prefix in dict.fromkeys(prefixes):
+        for prefix, weight in zip(blend.prefixes, blend.weights or (1.0,) * len(blend.prefixes)):
+            if not 0 < weight < float("inf"):
+                yield f"{name}: the weight of {prefix} is {weight:g}; give a positive weight, or leave the data set out"
+        for prefix in dict.fromkeys(blend.prefixes):
             yield from _check_data_set(config, name, prefix)
 
 
 def _check_data_set(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
-    """Report a data set whose files cannot be used, or that leaves a wanted set empty."""
+    """Report a data set whose files cannot be used, or that leaves a wanted set empty.
+
+    An empty test set is no problem (see `empty_set_notes`): small data sets have one with everyday splits.
+    """
     try:
         header = read_index_header(prefix)
     except DamagedIndexError as error:
@@ -95,25 +77,54 @@ def _check_data_set(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
     if header.num_sequences == 0:
         yield f"{name} {prefix}: the data set holds no documents"
         return
-    shares = parse_split(config.data.split or "")
-    if shares is None or name not in ("--data-path", "--data-args-path"):
-        return
-    evaluates = config.validation.eval_iters > 0
-    wanted = (not config.training.skip_train, evaluates and config.validation.eval_interval > 0, evaluates)
-    sizes = split_sizes(shares, header.num_sequences)
-    for set_name, share, size, is_wanted in zip(_SPLIT_NAMES, shares, sizes, wanted):
-        if is_wanted and share > 0 and size == 0:
+    for set_name, size in _wanted_sets(config, header.num_sequences):
+        if size == 0 and set_name != "test":
             yield (
                 f"--split {config.data.split} of the {header.num_sequences} documents of {prefix} leaves the "
-                f"{set_name} set empty; {_split_that_works(header.num_sequences)}"
+                f"{set_name} set empty; {_split_that_works(config, header.num_sequences)}"
             )
 
 
-def _split_that_works(num_sequences: int) -> str:
-    if num_sequences < 3:
-        return "give --split 1,0,0, or a data set with more documents"
-    part = max(1, num_sequences // 20)
-    return f"give a split such as {num_sequences - 2 * part},{part},{part}"
+def _wanted_sets(config: RunConfig, num_sequences: int) -> list[tuple[str, int | None]]:
+    """Return (name, number of sequences) of each set that the run would read; None where its share is 0."""
+    shares = _shares(config)
+    if shares is None:
+        return []
+    evaluates = config.validation.eval_iters > 0
+    wanted = (not config.training.skip_train, evaluates and config.validation.eval_interval > 0, evaluates)
+    return [
+        (name, None if sequences is None else len(sequences))
+        for name, sequences, is_wanted in zip(_SET_NAMES, split_boundaries(shares, num_sequences), wanted)
+        if is_wanted
+    ]
+
+
+def _shares(config: RunConfig) -> tuple[float, float, float] | None:
+    """Return the shares of the three sets, or None where no readable split makes them."""
+    if config.data.has_data_per_split or config.data.split is None:
+        return None
+    try:
+        return parse_split(config.data.split)
+    except ConfigurationError:
+        return None  # _check_split reports it
+
+
+def empty_set_notes(config: RunConfig) -> list[str]:
+    """Return one line for each set of a valid configuration that is empty, so that no evaluation reads it."""
+    if config.data.mock_data or not config.data.data_path:
+        return []
+    prefixes = parse_blend(config.data.data_path).prefixes
+    all_sizes = [_wanted_sets(config, read_index_header(prefix).num_sequences) for prefix in prefixes]
+    return [
+        f"--split {config.data.split} leaves the {sizes[0][0]} set empty: no evaluation on it"
+        for sizes in zip(*all_sizes)
+        if not any(size for _, size in sizes)
+    ]
+
+
+def _split_that_works(config: RunConfig, num_sequences: int) -> str:
+    split = suggest_split(_shares(config) or (), num_sequences)
+    return "give a data set with more documents, or --split 1,0,0" if split is None else f"give --split {split}"
 
 
 def _lists(config: RunConfig) -> list[tuple[str, tuple[str, ...]]]:
@@ -126,14 +137,6 @@ def _lists(config: RunConfig) -> list[tuple[str, tuple[str, ...]]]:
         ("--test-data-path", data.test_data_path),
     ]
     return [(name, values) for name, values in lists if values and not data.mock_data]
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 CHECKS = (

@@ -10,20 +10,14 @@ from megatron.training.validation.check import Check, divisors
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
-def model_parallel_size(config: RunConfig) -> int:
-    """Return the number of ranks that hold one copy of the model."""
-    model = config.model
-    return model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
-
-
 def has_whole_copies(config: RunConfig) -> bool:
     """Tell whether the ranks divide into copies of the model, so that a data-parallel size exists."""
-    size = model_parallel_size(config)
+    size = config.model.model_parallel_size
     return size > 0 and config.world_size % size == 0
 
 
 def _check_world_size(config: RunConfig) -> Iterator[str]:
-    model, size = config.model, model_parallel_size(config)
+    model, size = config.model, config.model.model_parallel_size
     if size > 0 and not has_whole_copies(config):
         yield (
             f"world size {config.world_size} is not divisible by "
@@ -72,16 +66,10 @@ def _check_sequence_parallel(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _check_distributed_optimizer(config: RunConfig) -> Iterator[str]:
-    if config.ddp.overlap_param_gather and not config.ddp.use_distributed_optimizer:
-        yield "--overlap-param-gather has no effect without --use-distributed-optimizer; add it"
-
-
 CHECKS = (
     Check(_SIZES, _check_world_size),
     Check(("num_attention_heads", "tensor_model_parallel_size"), _check_heads),
     Check(("num_attention_heads", "num_query_groups", "tensor_model_parallel_size"), _check_key_value_heads),
     Check(("hidden_size", "ffn_hidden_size", "tensor_model_parallel_size"), _check_feed_forward),
     Check(("seq_length", "tensor_model_parallel_size"), _check_sequence_parallel),
-    Check((), _check_distributed_optimizer),
 )

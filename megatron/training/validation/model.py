@@ -21,6 +21,12 @@ def _check_head_width(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_feed_forward_width(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.ffn_hidden_size == 0 and model.hidden_size > 0:
+        yield f"--hidden-size {model.hidden_size} is too small for --swiglu's default width; give --ffn-hidden-size"
+
+
 def _check_query_groups(config: RunConfig) -> Iterator[str]:
     model = config.model
     heads, groups = model.num_attention_heads, model.num_query_groups
@@ -93,10 +99,6 @@ def _check_precision(config: RunConfig) -> Iterator[str]:
         yield "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; keep one"
     if config.ddp.grad_reduce_in_bf16 and not model.bf16:
         yield "--grad-reduce-in-bf16 has no effect without --bf16; add it or leave this out"
-    if model.fp16_lm_cross_entropy and not model.fp16:
-        yield "--fp16-lm-cross-entropy has no effect without --fp16; add it or leave this out"
-    if model.apply_query_key_layer_scaling and not model.fp16:
-        yield "--apply-query-key-layer-scaling has no effect without --fp16; add it or leave this out"
 
 
 def _check_recompute(config: RunConfig) -> Iterator[str]:
@@ -128,6 +130,7 @@ def _check_per_token_loss(config: RunConfig) -> Iterator[str]:
 
 CHECKS = (
     Check(("hidden_size", "num_attention_heads", "kv_channels"), _check_head_width),
+    Check(("hidden_size", "ffn_hidden_size"), _check_feed_forward_width),
     Check(("num_attention_heads", "num_query_groups"), _check_query_groups),
     Check(("seq_length", "max_position_embeddings", "position_embedding_type"), _check_positions),
     Check(("seq_length",), _check_sequence_length),

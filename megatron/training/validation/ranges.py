@@ -17,8 +17,6 @@ POSITIVE = frozenset(
         "num_layers",
         "hidden_size",
         "num_attention_heads",
-        "ffn_hidden_size",
-        "kv_channels",
         "num_query_groups",
         "norm_epsilon",
         "recompute_num_layers",
@@ -51,6 +49,8 @@ POSITIVE = frozenset(
 )
 NOT_NEGATIVE = frozenset(
     [
+        "ffn_hidden_size",
+        "kv_channels",
         "global_batch_size",
         "train_iters",
         "train_samples",

@@ -47,8 +47,6 @@ class GPTConfig(TransformerConfig):
     """Llama 3.1 scaling: number of positions that the model was first trained with."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer a weight of its own."""
-    fp16_lm_cross_entropy: bool = False
-    """Compute the loss of a float16 model in float16."""
 
     def __post_init__(self) -> None:
         """Fill in the values that follow from others."""

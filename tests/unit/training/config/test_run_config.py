@@ -1,0 +1,116 @@
+"""Tests of the values that follow from several parts of a run's configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.core.errors import ConfigurationError
+from megatron.training.arguments import resolve_arguments
+from megatron.training.config.data_lists import read_data_list, read_per_split_lists
+from megatron.training.config.resolution import resolve
+from megatron.training.config.run_config import RunConfig, iterations_of_samples, samples_of_iterations
+from megatron.training.config.training_config import TrainingConfig
+from tests.unit.training.command_lines import MINIMAL
+
+
+def config_of(text: str, world_size: int = 1) -> RunConfig:
+    return resolve_arguments([*MINIMAL, *text.split()], world_size).config
+
+
+def test_batch_and_positions_have_defaults_from_elsewhere() -> None:
+    config = config_of("", world_size=3)
+    assert config.data_parallel_size == 3
+    assert config.training.global_batch_size == 6
+    assert config.model.max_position_embeddings == 40
+    assert config.data.split == "969, 30, 1"
+
+
+def test_precision_reaches_optimizer_and_gradients() -> None:
+    config = config_of("--bf16")
+    assert config.optimizer.params_dtype == "bfloat16"
+    assert config.ddp.accumulate_allreduce_grads_in_fp32
+    assert not config_of("--bf16 --grad-reduce-in-bf16").ddp.accumulate_allreduce_grads_in_fp32
+    assert not config_of("").ddp.accumulate_allreduce_grads_in_fp32
+
+
+def test_weight_decay_is_constant_unless_said_otherwise() -> None:
+    config = config_of("--weight-decay 0.3")
+    assert (config.scheduler.start_weight_decay, config.scheduler.end_weight_decay) == (0.3, 0.3)
+
+
+def test_schedule_lengths_in_iterations() -> None:
+    lengths = config_of("--global-batch-size 8 --lr-warmup-iters 3").schedule_lengths
+    assert (lengths.lr_warmup_steps, lengths.lr_decay_steps, lengths.weight_decay_steps) == (24, 80, 80)
+    assert lengths.wsd_decay_steps is None
+    other = config_of("--global-batch-size 8 --lr-decay-iters 320 --lr-warmup-fraction .05").schedule_lengths
+    assert (other.lr_warmup_steps, other.lr_decay_steps, other.weight_decay_steps) == (128, 2560, 80)
+
+
+def test_schedule_lengths_in_samples() -> None:
+    config = config_of(
+        "--train-iters 0 --train-samples 1000 --global-batch-size 8 --lr-warmup-samples 50 "
+        "--lr-decay-style WSD --lr-wsd-decay-samples 120"
+    )
+    lengths = config.schedule_lengths
+    assert (lengths.lr_warmup_steps, lengths.lr_decay_steps, lengths.wsd_decay_steps) == (50, 1000, 120)
+    assert config.train_iters == 125
+    assert config.train_samples == 1000
+
+
+def training(**values: object) -> TrainingConfig:
+    return TrainingConfig(micro_batch_size=2, **values)  # type: ignore[arg-type]
+
+
+def test_ramp_up_counts_samples_and_iterations_both_ways() -> None:
+    # sizes 4, 8, 12 hold for 20 samples each, then 16: 5 x 4, 3 x 8 (to 44), 2 x 12 (to 68), 16 ...
+    config = training(global_batch_size=16, rampup_batch_size=(4, 4, 60))
+    consumed = [samples_of_iterations(config, count) for count in (0, 1, 5, 6, 8, 10, 11, 13)]
+    assert consumed == [0, 4, 20, 28, 44, 68, 84, 116]
+    for count, samples in zip((0, 1, 5, 6, 8, 10, 11, 13), consumed):
+        assert iterations_of_samples(config, samples) == count
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    config = config_of("--bf16 --sequence-parallel")
+    again = resolve(config)
+    assert again.config == config
+    assert again.notes == ()
+
+
+def test_metrics_file_stands_beside_the_checkpoints() -> None:
+    assert config_of("").metrics_jsonl is None
+    assert config_of("--save runs/a").metrics_jsonl == "runs/a/metrics.jsonl"
+    assert config_of("--save runs/a --metrics-jsonl m.jsonl").metrics_jsonl == "m.jsonl"
+
+
+def test_json_round_trip() -> None:
+    config = config_of(
+        "--swiglu --group-query-attention --num-query-groups 2 --rampup-batch-size 2 2 8 --global-batch-size 4 --bf16",
+        world_size=1,
+    )
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_list_files(tmp_path: Path) -> None:
+    words = tmp_path / "list"
+    words.write_text("0.5 a\n0.5 b\n")
+    assert read_data_list(str(words), "--data-args-path") == ("0.5", "a", "0.5", "b")
+    words.write_text(" \n")
+    with pytest.raises(ConfigurationError, match="empty"):
+        read_data_list(str(words), "--data-args-path")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read_data_list(str(tmp_path / "none"), "--data-args-path")
+    lists = tmp_path / "lists.json"
+    lists.write_text('{"train": ["0.5", "a", 0.5, "b"], "valid": ["c"], "test": null}')
+    assert read_per_split_lists(str(lists), "--x") == {
+        "train": ("0.5", "a", "0.5", "b"),
+        "valid": ("c",),
+        "test": (),
+    }
+    for text in ("[1]", '{"training": []}', '{"train": "a"}', "{"):
+        lists.write_text(text)
+        with pytest.raises(ConfigurationError):
+            read_per_split_lists(str(lists), "--x")

@@ -1,0 +1,141 @@
+"""Every script that users launch parses as it stands, or is refused only for what is not supported yet."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron.core.errors import ConfigurationError
+from megatron.training.arguments import resolve_arguments
+from tests.unit.training.command_lines import write_data_set
+
+SCRIPTS = Path(__file__).parents[3].parent / "shared" / "user_scripts"
+
+pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="the users' scripts are not beside the repository")
+
+FAKE_TORCHRUN = """#!/usr/bin/env python3
+import json, sys
+words = sys.argv[1:]
+script = words.index("pretrain_gpt.py")
+print(json.dumps([words[:script], words[script + 1:]]))
+"""
+
+TRAINED_NOW = (
+    "gpt2_345m.sh",
+    "gpt2_345m_dp4.sh",
+    "gpt2_345m_tp4.sh",
+    "gpt2_345m_tp4_sp.sh",
+    "gpt2_345m_tp2_dp2.sh",
+)
+NULL_TOKENIZER = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "128")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a folder with a torchrun that only shows its arguments, and the files that the scripts name."""
+    folder = tmp_path_factory.mktemp("user_scripts")
+    torchrun = folder / "bin" / "torchrun"
+    torchrun.parent.mkdir()
+    torchrun.write_text(FAKE_TORCHRUN)
+    torchrun.chmod(0o755)
+    for prefix in ("my-gpt2_text_document", "wudao_content_document", "my-qwen_text_document"):
+        write_data_set(folder / prefix, lengths=(5,) * 700)
+    for name in ("gpt2-vocab.json", "gpt2-merges.txt", "tokenizers/qwen2/tokenizer.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    return folder
+
+
+def expand(workplace: Path, script: str, *extra: str, **choices: str) -> tuple[list[str], int]:
+    """Return the arguments of pretrain_gpt.py and the world size that a script asks for."""
+    environment = {**os.environ, **choices, "PATH": f"{workplace / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / script), *extra],
+        cwd=workplace,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    launcher, arguments = json.loads(done.stdout)
+    world_size = 1
+    for flag, value in itertools.pairwise(launcher):
+        if flag in ("--nproc_per_node", "--nnodes"):
+            world_size *= int(value)
+    return arguments, world_size
+
+
+@pytest.mark.parametrize("script", TRAINED_NOW)
+def test_script_is_accepted(script: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    arguments, world_size = expand(workplace, script)
+    parsed = resolve_arguments(arguments, world_size)
+    assert (parsed.config.model.num_layers, parsed.config.model.hidden_size) == (24, 1024)
+    assert parsed.config.model.params_dtype == "float16"
+    assert parsed.config.checkpoint.save == parsed.config.checkpoint.load == "checkpoints/gpt2_345m"
+    small = [
+        "--num-layers",
+        "4",
+        "--hidden-size",
+        "64",
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        "64",
+        "--train-iters",
+        "20",
+    ]
+    arguments, _ = expand(workplace, script, *small)
+    config = resolve_arguments(arguments, world_size).config
+    assert (config.model.num_layers, config.data.seq_length, config.training.train_iters) == (4, 64, 20)
+
+
+def refusals(arguments: list[str], world_size: int) -> tuple[str, ...]:
+    try:
+        resolve_arguments(arguments, world_size)
+    except ConfigurationError as error:
+        return error.problems
+    return ()
+
+
+@pytest.mark.parametrize(
+    "script", ["gpt2_345m_tp2_pp2.sh", "gpt2_345m_pp4.sh", "gpt2_345m_tp2_pp3_zero1.sh", "llama_7b_domains.sh"]
+)
+def test_script_is_refused_only_for_what_is_not_supported_yet(
+    script: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workplace)
+    problems = refusals(*expand(workplace, script))
+    assert all(" is not supported yet" in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("script", ["llama3_1.sh", "qwen2_5.sh"])
+def test_scripts_with_choices(script: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    base = {"TP": "1", "PP": "1", "DO": "false", "PR": "bf16", "AC": "none"}
+    variants = [
+        ({}, True),
+        ({"TP": "2"}, True),
+        ({"PR": "fp16"}, True),
+        ({"AC": "sel"}, True),
+        ({"AC": "full"}, True),
+        ({"PACKING": "true"}, True),
+        ({"LOAD": "somewhere"}, True),
+        ({"PR": "fp8"}, False),
+        ({"AC": "offload"}, False),
+        ({"OPTIMIZER_OFFLOAD": "static"}, False),
+        ({"OPTIMIZER_OFFLOAD": "auto"}, False),
+    ]
+    for changes, is_built in variants:
+        problems = refusals(
+            *expand(workplace, script, *NULL_TOKENIZER, **base, **changes)
+            if not set(changes) & set(base)
+            else expand(workplace, script, *NULL_TOKENIZER, **{**base, **changes})
+        )
+        assert all(" is not supported yet" in problem for problem in problems), (changes, problems)
+        assert bool(problems) != is_built, (changes, problems)
