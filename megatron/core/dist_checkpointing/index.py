@@ -1,0 +1,142 @@
+"""The index of a checkpoint folder: every tensor's pieces, every file's size, and the state that all ranks share."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import StoredFile, StoredPiece, StoredTensor
+from megatron.core.dist_checkpointing.storage import checksum, write_text
+from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
+from megatron.core.errors import CheckpointError
+from megatron.core.sharding import Box
+
+INDEX_FILE = "index.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """Hold what ``index.json`` says.
+
+    ``common`` is plain JSON; ``is_intact`` is False where the file was changed after it was written.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    files: Mapping[str, StoredFile]
+    common: Mapping[str, Any]
+    is_intact: bool = True
+
+    def has_namespace(self, prefix: str) -> bool:
+        """Return whether any tensor's name begins with ``prefix``."""
+        return any(name.startswith(prefix) for name in self.tensors)
+
+    def pieces_of(self, file: str) -> list[StoredPiece]:
+        """Return the pieces that lie in one file."""
+        return [piece for tensor in self.tensors.values() for piece in tensor.pieces if piece.file == file]
+
+
+def encode_common(common: Mapping[str, Any]) -> str:
+    """Return the shared state as the JSON text that is stored.
+
+    Raises:
+        TypeError: a value is not plain data.
+    """
+    return json.dumps(common)
+
+
+def write_index(folder: Path, index: CheckpointIndex) -> None:
+    """Write ``index.json``: one line a tensor, and the checksum of everything else in it."""
+    tensors = {name: _encode_tensor(index.tensors[name]) for name in sorted(index.tensors)}
+    files = {name: _encode_file(index.files[name]) for name in sorted(index.files)}
+    # Read back first: what JSON makes of the keys must be what the checksum is of.
+    common = json.loads(encode_common(index.common))
+    content = {"common": common, "files": files, "tensors": tensors}
+    text = (
+        f'{{"format_version": {FORMAT_VERSION},\n"checksum": "{_content_checksum(content)}",\n'
+        f'"common": {json.dumps(common, sort_keys=True, indent=1)},\n'
+        f'"files": {_object_by_line(files)},\n"tensors": {_object_by_line(tensors)}}}\n'
+    )
+    write_text(folder / INDEX_FILE, text)
+
+
+def read_index(folder: Path) -> CheckpointIndex:
+    """Read ``index.json``.
+
+    Raises:
+        DamagedCheckpointError: it is missing or cannot be understood.
+        CheckpointError: a newer version of the format wrote it.
+    """
+    path = folder / INDEX_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path}: {os.strerror(error.errno or 0)}") from error
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path}: not readable as JSON ({error})") from error
+    try:
+        version = int(content.pop("format_version"))
+        if version > FORMAT_VERSION:
+            raise CheckpointError(
+                f"{path}: format version {version} is newer than {FORMAT_VERSION}, the newest that this program reads"
+            )
+        stored_checksum = content.pop("checksum")
+        return CheckpointIndex(
+            tensors={name: _decode_tensor(name, entry) for name, entry in content["tensors"].items()},
+            files={name: _decode_file(entry) for name, entry in content["files"].items()},
+            common=dict(content["common"]),
+            is_intact=_content_checksum(content) == stored_checksum,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{path}: not an index of a checkpoint ({error!r})") from error
+
+
+def _content_checksum(content: Mapping[str, Any]) -> str:
+    return checksum(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _object_by_line(entries: Mapping[str, Any]) -> str:
+    return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items()) + "}"
+
+
+def _encode_tensor(tensor: StoredTensor) -> dict[str, Any]:
+    pieces = [
+        {
+            "offset": list(piece.box.offset),
+            "shape": list(piece.box.shape),
+            "file": piece.file,
+            "key": piece.key,
+            "start": piece.start,
+            "bytes": piece.num_bytes,
+            "crc32": piece.checksum,
+        }
+        for piece in tensor.pieces
+    ]
+    return {"shape": list(tensor.global_shape), "dtype": tensor.dtype, "pieces": pieces}
+
+
+def _decode_tensor(name: str, entry: Mapping[str, Any]) -> StoredTensor:
+    pieces = tuple(
+        StoredPiece(
+            box=Box(tuple(piece["offset"]), tuple(piece["shape"])),
+            file=str(piece["file"]),
+            key=str(piece["key"]),
+            start=int(piece["start"]),
+            num_bytes=int(piece["bytes"]),
+            checksum=str(piece["crc32"]),
+        )
+        for piece in entry["pieces"]
+    )
+    return StoredTensor(name, tuple(entry["shape"]), str(entry["dtype"]), pieces)
+
+
+def _encode_file(file: StoredFile) -> dict[str, Any]:
+    return {"bytes": file.num_bytes, "header_bytes": file.header_bytes, "header_crc32": file.header_checksum}
+
+
+def _decode_file(entry: Mapping[str, Any]) -> StoredFile:
+    return StoredFile(int(entry["bytes"]), int(entry["header_bytes"]), str(entry["header_crc32"]))

@@ -1,0 +1,150 @@
+"""What a checkpoint knows about a tensor: on a rank (with values), on its way between ranks, and on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.sharding import Box, ParamSpec, Piece, full_pieces
+
+_DTYPES: tuple[torch.dtype, ...] = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+@dataclass(frozen=True)
+class TensorDescription:
+    """Say which boxes of a global tensor one rank holds; it carries no values and travels between ranks.
+
+    ``is_owner`` is False for a copy that another rank of the same model replica saves.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[Box, ...]
+    is_owner: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedTensor:
+    """Pair a local tensor with the boxes of the global tensor that it holds.
+
+    ``name`` is the name in the checkpoint, the same at any layout. Local elements outside every piece are padding:
+    they are neither saved nor loaded.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    data: torch.Tensor
+    is_owner: bool = True
+
+    def describe(self) -> TensorDescription:
+        """Return the description without the values."""
+        return TensorDescription(
+            name=self.name,
+            global_shape=self.global_shape,
+            dtype=dtype_name(self.data.dtype),
+            boxes=tuple(piece.global_box for piece in self.pieces),
+            is_owner=self.is_owner,
+        )
+
+    def view(self, box: Box) -> torch.Tensor | None:
+        """Return the local values of a global box that lies within one piece, or None where none holds it."""
+        for piece in self.pieces:
+            if piece.global_box.intersect(box) == box:
+                place = box.relative_to(piece.global_box.offset)
+                start = tuple(o + base for o, base in zip(place.offset, piece.local_offset, strict=True))
+                return self.data[Box(start, box.shape).slices]
+        return None
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """Say where the values of one box lie: ``num_bytes`` at ``start`` in ``file``, row-major.
+
+    ``key`` is the entry's name in that safetensors file, ``checksum`` the CRC-32 of its bytes in eight hex digits.
+    """
+
+    box: Box
+    file: str
+    key: str
+    start: int
+    num_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Describe one global tensor of a checkpoint and all its pieces."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[StoredPiece, ...]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """Hold the size of one shard file, and the size and CRC-32 of its header (length field included)."""
+
+    num_bytes: int
+    header_bytes: int
+    header_checksum: str
+
+
+def from_spec(name: str, spec: ParamSpec, data: torch.Tensor) -> ShardedTensor:
+    """Describe a tensor that is laid out as ``spec`` says.
+
+    The copy of a tied weight is stored under the name of the weight that it is tied to, so that a checkpoint holds
+    it once whatever stage a copy lives on.
+    """
+    if spec.tied_to is not None and name.endswith(spec.name):
+        name = name[: len(name) - len(spec.name)] + spec.tied_to
+    for piece in spec.pieces:
+        ends = (o + n for o, n in zip(piece.local_offset, piece.global_box.shape, strict=True))
+        assert all(end <= size for end, size in zip(ends, data.shape, strict=True)), (
+            f"{name}: a piece at {piece.local_offset} of shape {piece.global_box.shape} is outside the "
+            f"local tensor of shape {tuple(data.shape)}"
+        )
+    return ShardedTensor(name, spec.global_shape, spec.pieces, data.detach(), spec.is_owner)
+
+
+def whole_tensor(name: str, data: torch.Tensor) -> ShardedTensor:
+    """Describe a tensor that this rank holds whole."""
+    return ShardedTensor(name, tuple(data.shape), full_pieces(data.shape), data.detach())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name as the index stores it, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a stored name.
+
+    Raises:
+        KeyError: no tensor of a checkpoint can have this dtype.
+    """
+    return {dtype_name(dtype): dtype for dtype in _DTYPES}[name]
+
+
+def piece_key(name: str, global_shape: Sequence[int], box: Box) -> str:
+    """Return the key of a piece in its file: the name, and the slice in brackets unless it is the whole tensor."""
+    if box.shape == tuple(global_shape):
+        return name
+    return f"{name}[{','.join(f'{part.start}:{part.stop}' for part in box.slices)}]"

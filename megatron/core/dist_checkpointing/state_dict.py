@@ -1,0 +1,95 @@
+"""What of a run goes into a checkpoint's tensors: weights, optimizer state and random number streams, each named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from megatron.core.dist_checkpointing.index import CheckpointIndex
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_of, from_spec, whole_tensor
+from megatron.core.parallel_state import ParallelState
+from megatron.core.sharding import ParamSpec, spec_of
+
+MODEL_PREFIX = "model."
+OPTIMIZER_PREFIX = "optimizer."
+RNG_PREFIX = "rng."
+
+
+class CheckpointableOptimizer(Protocol):
+    """What a checkpoint asks of an optimizer."""
+
+    def sharded_state(self) -> dict[str, tuple[ParamSpec, torch.Tensor]]:
+        """Return every tensor of the state (made first where it does not exist yet) under a layout-independent name.
+
+        The tensors are the optimizer's own: loading fills them in place.
+        """
+
+    def scalar_state(self) -> dict[str, Any]:
+        """Return the rest of the state as plain JSON values."""
+
+    def load_scalar_state(self, state: dict[str, Any]) -> None:
+        """Take over what `scalar_state` returned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTensors:
+    """Hold the objects whose tensors a checkpoint saves and fills.
+
+    ``models`` are this rank's model chunks, ``rng`` the state of each named stream of random numbers.
+    """
+
+    models: Sequence[torch.nn.Module]
+    optimizer: CheckpointableOptimizer | None = None
+    rng: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def model_tensors(models: Sequence[torch.nn.Module]) -> list[ShardedTensor]:
+    """Describe every parameter of the model chunks; buffers are not part of a checkpoint."""
+    tensors = []
+    for model in models:
+        for name, parameter in model.named_parameters():
+            assert hasattr(parameter, "spec"), f"parameter {name} carries no spec"
+            spec = spec_of(parameter)
+            tensors.append(from_spec(MODEL_PREFIX + spec.name, spec, parameter))
+    return tensors
+
+
+def optimizer_tensors(optimizer: CheckpointableOptimizer) -> list[ShardedTensor]:
+    """Describe every tensor of the optimizer's state."""
+    return [
+        from_spec(OPTIMIZER_PREFIX + name, spec, tensor) for name, (spec, tensor) in optimizer.sharded_state().items()
+    ]
+
+
+def rng_tensors(rng: Mapping[str, torch.Tensor], state: ParallelState) -> list[ShardedTensor]:
+    """Describe this rank's random number streams, named by its place in the grid."""
+    return [whole_tensor(rng_prefix(state) + name, tensor) for name, tensor in sorted(rng.items())]
+
+
+def empty_rng(index: CheckpointIndex, state: ParallelState) -> dict[str, torch.Tensor]:
+    """Return uninitialised tensors for the streams that the checkpoint holds for this rank's place, by stream name."""
+    prefix = rng_prefix(state)
+    return {
+        name.removeprefix(prefix): torch.empty(tensor.global_shape, dtype=dtype_of(tensor.dtype))
+        for name, tensor in index.tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def rng_prefix(state: ParallelState) -> str:
+    """Return what the names of a rank's random number streams begin with."""
+    return f"{RNG_PREFIX}pp{state.pp.rank}.dp{state.dp.rank}.cp{state.cp.rank}.tp{state.tp.rank}."
+
+
+def describe_layout(state: ParallelState) -> dict[str, int]:
+    """Return the sizes of the grid of ranks."""
+    return {
+        "tensor_model_parallel_size": state.tp.size,
+        "pipeline_model_parallel_size": state.pp.size,
+        "context_parallel_size": state.cp.size,
+        "data_parallel_size": state.dp.size,
+        "world_size": state.world_size,
+    }

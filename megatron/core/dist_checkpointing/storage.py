@@ -1,0 +1,258 @@
+"""Shard files: safetensors written one piece at a time, read piece by piece and checked."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from megatron.core.dist_checkpointing.mapping import StoredFile, StoredPiece, StoredTensor, dtype_of
+from megatron.core.dist_checkpointing.planner import PieceRead
+from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
+
+_SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, eq=False)
+class ShardEntry:
+    """Name the values of one entry of a shard file; ``values`` may be a view on any device."""
+
+    key: str
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class WrittenEntry:
+    """Say where an entry went."""
+
+    start: int
+    num_bytes: int
+    checksum: str
+
+
+def checksum(data: bytes | bytearray | memoryview) -> str:
+    """Return the CRC-32 of the bytes as eight hex digits."""
+    return f"{zlib.crc32(data):08x}"
+
+
+def shard_header(entries: Sequence[ShardEntry]) -> bytes:
+    """Return a safetensors header for the entries in their order, its length field included."""
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for entry in entries:
+        end = start + entry.values.numel() * entry.values.element_size()
+        fields[entry.key] = {
+            "dtype": _SAFETENSORS_DTYPES[entry.values.dtype],
+            "shape": list(entry.values.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def write_shard(path: Path, entries: Sequence[ShardEntry]) -> tuple[StoredFile, list[WrittenEntry]]:
+    """Write entries to a safetensors file and force it to disk; no more than one entry is copied at a time.
+
+    Entries of wide types must come first, so that every one is aligned in the file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    header = shard_header(entries)
+    written = []
+    with open(path, "wb") as file:
+        file.write(header)
+        start = len(header)
+        for entry in entries:
+            data = _bytes_of(entry.values)
+            file.write(data)
+            written.append(WrittenEntry(start, len(data), checksum(data)))
+            start += len(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return StoredFile(start, len(header), checksum(header)), written
+
+
+def shard_bytes(entries: Sequence[ShardEntry]) -> int:
+    """Return the size of the file that `write_shard` makes of the entries."""
+    data_bytes = sum(entry.values.numel() * entry.values.element_size() for entry in entries)
+    return len(shard_header(entries)) + data_bytes
+
+
+class ShardReader:
+    """Read pieces from the shard files of one checkpoint folder; a context manager that closes them.
+
+    With ``verify`` a piece is read whole and its checksum compared, else only the rows that are needed are read.
+    ``bytes_read`` counts the bytes of tensors that came from disk. One buffer, of the largest piece, serves all reads.
+    """
+
+    def __init__(self, folder: Path, verify: bool = True) -> None:
+        self.bytes_read = 0
+        self._folder = folder
+        self._verify = verify
+        self._open: dict[str, io.FileIO] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> ShardReader:
+        """Return the reader itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the files."""
+        for file in self._open.values():
+            file.close()
+
+    def read(self, read: PieceRead, targets: Sequence[torch.Tensor]) -> None:
+        """Read one piece and copy its parts to where the plan wants them, in place.
+
+        Raises:
+            DamagedCheckpointError: the file is missing, cut short or changed.
+        """
+        piece = read.piece
+        rows = _all_rows(piece) if self._verify else _needed_rows(read)
+        values = self._read_rows(read.tensor, piece, rows)
+        for copy in read.copies:
+            source = copy.source
+            if source.shape:
+                first, *others = source.slices
+                values_part = values[(slice(first.start - rows.start, first.stop - rows.start), *others)]
+            else:
+                values_part = values
+            targets[copy.target][copy.destination.slices].copy_(values_part)
+
+    def _read_rows(self, tensor: StoredTensor, piece: StoredPiece, rows: slice) -> torch.Tensor:
+        num_rows = piece.box.shape[0] if piece.box.shape else 1
+        row_bytes = piece.num_bytes // num_rows
+        num_bytes = row_bytes * (rows.stop - rows.start)
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        data = self._buffer.numpy().data[:num_bytes]
+        try:
+            received = self._fill(data, piece.file, piece.start + row_bytes * rows.start)
+        except OSError as error:
+            raise DamagedCheckpointError(
+                f"{self._folder / piece.file}: cannot read {piece.key}: {error.strerror}"
+            ) from error
+        if received != num_bytes:
+            raise DamagedCheckpointError(f"{self._folder / piece.file}: ends within {piece.key}")
+        if self._verify and checksum(data) != piece.checksum:
+            raise DamagedCheckpointError(
+                f"{self._folder / piece.file}: the bytes of {piece.key} do not match their checksum"
+            )
+        self.bytes_read += num_bytes
+        shape = (rows.stop - rows.start, *piece.box.shape[1:]) if piece.box.shape else ()
+        return self._buffer[:num_bytes].view(dtype_of(tensor.dtype)).view(shape)
+
+    def _fill(self, data: memoryview, name: str, start: int) -> int:
+        """Read into ``data`` from byte ``start`` on; return how many bytes the file had for it."""
+        if name not in self._open:
+            # Closed by __exit__. Unbuffered: bytes go straight into the target, and no others are read.
+            self._open[name] = open(self._folder / name, "rb", buffering=0)  # noqa: SIM115
+        file = self._open[name]
+        file.seek(start)
+        received = 0
+        while received < len(data):
+            count = file.readinto(data[received:])
+            if not count:
+                break
+            received += count
+        return received
+
+
+def check_file(path: Path, expected: StoredFile, pieces: Sequence[StoredPiece], verify: bool = True) -> None:
+    """Compare a shard file's size, and with ``verify`` its header, with what the index says.
+
+    Raises:
+        DamagedCheckpointError: the file is missing or differs; the message names the pieces that are lost.
+    """
+    try:
+        num_bytes = path.stat().st_size
+        with open(path, "rb") as file:
+            header = file.read(expected.header_bytes) if verify else b""
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path}: {error.strerror}") from error
+    if num_bytes != expected.num_bytes:
+        problem = f"has {num_bytes} bytes, {expected.num_bytes} were written"
+    elif verify and checksum(header) != expected.header_checksum:
+        problem = "the header does not match its checksum"
+    else:
+        return
+    lost = sorted({piece.key for piece in pieces} - readable_keys(path))
+    names = f"; lost: {', '.join(lost)}" if lost else ""
+    raise DamagedCheckpointError(f"{path}: {problem}{names}")
+
+
+def readable_keys(path: Path) -> set[str]:
+    """Return the keys that a safetensors file's own header lists and whose bytes the file reaches."""
+    try:
+        num_bytes = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            fields = json.loads(file.read(min(length, num_bytes)))
+        data_bytes = num_bytes - _LENGTH_BYTES - length
+        return {
+            key
+            for key, entry in fields.items()
+            if key != "__metadata__" and int(entry["data_offsets"][1]) <= data_bytes
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        # A header that cannot be read gives access to nothing.
+        return set()
+
+
+def sync_folder(folder: Path) -> None:
+    """Force a folder's entries (new files, renames) to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file and force it to disk."""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    flat = values.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _all_rows(piece: StoredPiece) -> slice:
+    return slice(0, piece.box.shape[0] if piece.box.shape else 1)
+
+
+def _needed_rows(read: PieceRead) -> slice:
+    if not read.piece.box.shape:
+        return slice(0, 1)
+    spans = [copy.source.slices[0] for copy in read.copies]
+    return slice(min(span.start for span in spans), max(span.stop for span in spans))

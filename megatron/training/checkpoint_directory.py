@@ -1,0 +1,188 @@
+"""The folder that a run saves into: names, the tracker file, publication by rename, recovery and retention.
+
+Everything here runs on one rank; nothing communicates.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.index import INDEX_FILE
+from megatron.core.dist_checkpointing.storage import sync_folder, write_text
+from megatron.core.errors import CheckpointError
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+
+_PENDING_TRACKER = f".{TRACKER_FILE}.pending"
+_ITERATION_FOLDER = re.compile(r"iter_(\d{7,})")
+_LEFTOVER = re.compile(r"\.(iter_\d{7,})\.(saving|replaced|removing)")
+
+
+def iteration_folder(directory: Path, iteration: int) -> Path:
+    """Return the folder of an iteration's checkpoint."""
+    return directory / f"iter_{iteration:07d}"
+
+
+def saving_folder(directory: Path, iteration: int) -> Path:
+    """Return the hidden folder that an iteration's checkpoint is written into before it is published."""
+    return directory / f".iter_{iteration:07d}.saving"
+
+
+def iteration_of_folder(folder: Path) -> int | None:
+    """Return the iteration that a folder's name gives, or None where it is not a checkpoint's."""
+    match = _ITERATION_FOLDER.fullmatch(folder.name)
+    return int(match.group(1)) if match else None
+
+
+def saved_iterations(directory: Path) -> list[int]:
+    """Return the iterations that have a folder, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = (iteration_of_folder(entry) for entry in directory.iterdir() if entry.is_dir())
+    return sorted(iteration for iteration in found if iteration is not None)
+
+
+def candidate_folders(directory: Path, ckpt_step: int | None = None) -> list[Path]:
+    """Return the checkpoint that is asked for and then the older ones to fall back to, newest first.
+
+    The tracker file names the newest one; where there is no tracker file, nothing is returned. With ``ckpt_step``
+    that iteration's folder is the only one. A tracker file that holds neither a number nor ``release`` is taken to be
+    damaged, and all folders are candidates.
+    """
+    if ckpt_step is not None:
+        folder = iteration_folder(directory, ckpt_step)
+        if not folder.is_dir():
+            there = ", ".join(map(str, saved_iterations(directory))) or "none"
+            raise CheckpointError(f"there is no checkpoint {folder}; change --ckpt-step {ckpt_step} to one of: {there}")
+        return [folder]
+    try:
+        text = (directory / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot read {directory / TRACKER_FILE}: {error.strerror}") from error
+    if text == RELEASE:
+        return [directory / RELEASE]
+    iterations = saved_iterations(directory)
+    if text.isascii() and text.isdigit():
+        newest = int(text)
+        iterations = [iteration for iteration in iterations if iteration < newest] + [newest]
+    elif not iterations:
+        raise CheckpointError(
+            f"{directory / TRACKER_FILE} holds {text!r}, which is neither an iteration nor {RELEASE!r}, and there "
+            "is no checkpoint beside it"
+        )
+    return [iteration_folder(directory, iteration) for iteration in reversed(iterations)]
+
+
+def create_saving_folder(directory: Path, iteration: int) -> Path:
+    """Create the empty hidden folder for a save, and the directory itself where it is not there yet."""
+    directory.mkdir(parents=True, exist_ok=True)
+    folder = saving_folder(directory, iteration)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    return folder
+
+
+def publish(directory: Path, iteration: int) -> None:
+    """Give the hidden folder of a finished save its name, then point the tracker file at it.
+
+    The tracker's new text waits beside it under a hidden name before the folder is renamed, so that a process killed
+    between the two renames is told apart from a user who points the tracker at an older checkpoint.
+
+    Raises:
+        OSError: the file system refused; what was published before is still in place.
+    """
+    final = iteration_folder(directory, iteration)
+    pending = directory / _PENDING_TRACKER
+    replaced = directory / f".{final.name}.replaced"
+    try:
+        write_text(pending, str(iteration))
+        if final.exists():
+            os.rename(final, replaced)
+        os.rename(saving_folder(directory, iteration), final)
+    except OSError:
+        if replaced.exists() and not final.exists():
+            os.rename(replaced, final)
+        pending.unlink(missing_ok=True)
+        raise
+    sync_folder(directory)
+    os.rename(pending, directory / TRACKER_FILE)
+    sync_folder(directory)
+
+
+def recover(directory: Path, log: Callable[[str], None]) -> None:
+    """Bring a directory in order after a save that was interrupted; say what was done, one line each.
+
+    A checkpoint that was complete but not yet in the tracker file is entered there; one that was about to be
+    replaced is put back; everything else that is half done is removed.
+    """
+    if not directory.is_dir():
+        return
+    pending = directory / _PENDING_TRACKER
+    for entry in sorted(directory.iterdir()):
+        match = _LEFTOVER.fullmatch(entry.name)
+        if match is None:
+            continue
+        final = directory / match.group(1)
+        if match.group(2) == "replaced" and not final.exists():
+            os.rename(entry, final)
+            pending.unlink(missing_ok=True)
+            log(f"put back {final}, which an interrupted save was about to replace")
+        else:
+            shutil.rmtree(entry)
+            log(f"removed {entry}, left by an interrupted save")
+    if pending.exists():
+        text = pending.read_text(encoding="utf-8")
+        if text.isdigit() and (iteration_folder(directory, int(text)) / INDEX_FILE).exists():
+            os.rename(pending, directory / TRACKER_FILE)
+            log(f"entered iteration {text}, saved completely before an interruption, in {directory / TRACKER_FILE}")
+        else:
+            pending.unlink()
+    sync_folder(directory)
+
+
+def expired_iterations(iterations: list[int], newest: int, keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Return which iterations the retention rule gives up after ``newest`` was saved.
+
+    Iterations beyond ``newest`` (of a run that was since rolled back) are left alone.
+    """
+    if keep_last is None:
+        return []
+    older = sorted(iteration for iteration in iterations if iteration <= newest)
+    return [
+        iteration
+        for iteration in older[: max(len(older) - keep_last, 0)]
+        if not (keep_every and iteration % keep_every == 0) and iteration != newest
+    ]
+
+
+def remove_expired(directory: Path, newest: int, keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Remove the checkpoints that the retention rule gives up, and return their iterations.
+
+    A checkpoint of the same iteration that ``newest`` took the place of goes too.
+
+    Each is hidden by a rename first, so that no half-removed checkpoint can be loaded. Folders in another format
+    than the native one are left alone.
+    """
+    native = [
+        iteration
+        for iteration in saved_iterations(directory)
+        if (iteration_folder(directory, iteration) / INDEX_FILE).exists()
+    ]
+    expired = expired_iterations(native, newest, keep_last, keep_every)
+    hidden = [directory / f".{iteration_folder(directory, newest).name}.replaced"]
+    for iteration in expired:
+        folder = iteration_folder(directory, iteration)
+        hidden.append(directory / f".{folder.name}.removing")
+        os.rename(folder, hidden[-1])
+    for folder in hidden:
+        if folder.exists():
+            shutil.rmtree(folder)
+    return expired

@@ -1,0 +1,389 @@
+"""Save and load a run: what goes into a checkpoint, when one may be loaded, and which one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from megatron.core.collectives import broadcast_object
+from megatron.core.dist_checkpointing.index import CheckpointIndex, encode_common
+from megatron.core.dist_checkpointing.mapping import whole_tensor
+from megatron.core.dist_checkpointing.serialization import (
+    load_index,
+    load_tensors,
+    raise_on_all_ranks,
+    save_tensors,
+)
+from megatron.core.dist_checkpointing.state_dict import (
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    RunTensors,
+    describe_layout,
+    empty_rng,
+    model_tensors,
+    optimizer_tensors,
+    rng_prefix,
+    rng_tensors,
+)
+from megatron.core.dist_checkpointing.storage import sync_folder
+from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
+from megatron.core.errors import CheckpointError, MegatronError
+from megatron.core.parallel_state import ParallelState, describe_parallel_state
+from megatron.training.checkpoint_directory import (
+    TRACKER_FILE,
+    candidate_folders,
+    create_saving_folder,
+    publish,
+    recover,
+    remove_expired,
+    saved_iterations,
+    saving_folder,
+)
+from megatron.training.config.checkpoint_config import CheckpointConfig
+from megatron.training.config_changes import compare_configs
+
+TOKENIZER_FOLDER = "tokenizer"
+
+Log = Callable[[str], None]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainProgress:
+    """Hold how far a run has come: the data position is ``consumed_train_samples``."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+    floating_point_operations_so_far: float = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedCheckpoint:
+    """Hold what a load gives beside the tensors that it filled in place.
+
+    ``scheduler`` is None where the optimizer's state was not loaded, ``rng`` where the streams stay as they were
+    seeded. ``config`` is the configuration that the checkpoint was saved with.
+    """
+
+    folder: Path
+    progress: TrainProgress
+    config: Mapping[str, Any]
+    optimizer_loaded: bool
+    scheduler: Mapping[str, Any] | None
+    rng: Mapping[str, torch.Tensor] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonState:
+    """Hold the plain values that a run saves beside its tensors.
+
+    ``config`` is the configuration as JSON values, ``scheduler`` the scheduler's state. ``write_tokenizer`` is given
+    a folder to leave the tokenizer's files in; rank 0 calls it.
+    """
+
+    progress: TrainProgress
+    config: Mapping[str, Any]
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    write_tokenizer: Callable[[Path], None] | None = None
+
+
+def prepare_save_directory(directory: str | Path, state: ParallelState, log: Log) -> None:
+    """Create the directory of a run and bring it in order after an interrupted save; call it before anything loads.
+
+    Raises:
+        CheckpointError: it cannot be created or written to.
+    """
+    directory = Path(directory)
+    error = None
+    if state.world.is_first:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            recover(directory, log)
+        except OSError as failure:
+            error = CheckpointError(f"cannot prepare {directory}: {failure.strerror}; change --save")
+    raise_on_all_ranks(error, state.world)
+
+
+def save_checkpoint(
+    directory: str | Path,
+    tensors: RunTensors,
+    common: CommonState,
+    state: ParallelState,
+    options: CheckpointConfig,
+    log: Log,
+) -> None:
+    """Save a checkpoint, collectively: it appears under its name only when all of all ranks is on disk.
+
+    Raises:
+        CheckpointError: it could not be written, on every rank alike; what was saved before is still in place.
+    """
+    directory = Path(directory)
+    iteration = common.progress.iteration
+    optimizer = None if options.no_save_optim else tensors.optimizer
+    rng = {} if options.no_save_rng else tensors.rng
+    content = {
+        "progress": dataclasses.asdict(common.progress),
+        "config": common.config,
+        "layout": describe_layout(state),
+        "optimizer": None if optimizer is None else optimizer.scalar_state(),
+        "scheduler": None if optimizer is None else common.scheduler,
+        "tokenizer": None if common.write_tokenizer is None else TOKENIZER_FOLDER,
+    }
+    encode_common(content)  # a value that is not plain data must fail before anything is written
+    described = model_tensors(tensors.models) + rng_tensors(rng, state)
+    if optimizer is not None:
+        described += optimizer_tensors(optimizer)
+
+    log(f"saving checkpoint at iteration {iteration:7d} to {directory}")
+    try:
+        _on_first_rank(state, f"cannot create a folder in {directory}", lambda: _begin(directory, common))
+        save_tensors(saving_folder(directory, iteration), described, content, state.world)
+        _on_first_rank(state, f"cannot publish in {directory}", lambda: publish(directory, iteration))
+    except CheckpointError:
+        if state.world.is_first:
+            shutil.rmtree(saving_folder(directory, iteration), ignore_errors=True)
+        raise
+    log(f"  successfully saved checkpoint at iteration {iteration:7d} to {directory}")
+    if state.world.is_first:
+        _apply_retention(directory, iteration, options, log)
+
+
+def load_checkpoint(
+    directory: str | Path,
+    tensors: RunTensors,
+    state: ParallelState,
+    options: CheckpointConfig,
+    config: Mapping[str, Any],
+    log: Log,
+    verify: bool = True,
+) -> LoadedCheckpoint | None:
+    """Fill a run's tensors in place from the newest complete checkpoint that the tracker file points at.
+
+    A damaged checkpoint is passed over for the next older one, unless ``options.ckpt_step`` names it. Returns None,
+    after a warning, where the directory holds no tracker file. ``config`` is the run's own configuration; differences
+    are logged. Without ``verify`` checksums are not compared.
+
+    Raises:
+        CheckpointError: there is none and ``options.exit_on_missing_checkpoint``; it is of another model; all are
+            damaged. On every rank alike.
+    """
+    directory = Path(directory)
+    folders = _candidates(directory, options.ckpt_step, state)
+    if not folders:
+        _report_missing(directory, options, log)
+        return None
+
+    def load(folder: Path) -> LoadedCheckpoint:
+        return _load_folder(folder, tensors, state, options, config, log, verify)
+
+    loaded = _first_undamaged(folders, load, log)
+    log(f"  successfully loaded checkpoint from {directory} at iteration {loaded.progress.iteration}")
+    return loaded
+
+
+def load_model_weights(
+    directory: str | Path,
+    models: Sequence[torch.nn.Module],
+    state: ParallelState,
+    log: Log,
+    ckpt_step: int | None = None,
+    verify: bool = True,
+    allow_cast: bool = False,
+) -> Path:
+    """Fill the models' weights in place and return the folder that they came from.
+
+    With ``allow_cast`` weights stored in another dtype are converted.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is of another model, or all are damaged.
+    """
+
+    def load(folder: Path) -> Path:
+        index = load_index(folder, state.world, verify)
+        wanted = model_tensors(models)
+        load_tensors(folder, index, wanted, (MODEL_PREFIX,), state.world, verify, allow_cast)
+        return folder
+
+    return _first_undamaged(_required_candidates(Path(directory), ckpt_step, state), load, log)
+
+
+def read_common(directory: str | Path, ckpt_step: int | None = None, log: Log = print) -> dict[str, Any]:
+    """Return the plain values of a checkpoint: progress, config, layout, optimizer, scheduler, tokenizer.
+
+    ``folder`` (a Path) is added, and ``tokenizer`` is the Path of the tokenizer's files or None. Only this process
+    reads; nothing communicates.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or all are damaged.
+    """
+    alone = describe_parallel_state(0, 1)
+
+    def load(folder: Path) -> dict[str, Any]:
+        common = dict(load_index(folder, alone.world).common)
+        tokenizer = common["tokenizer"]
+        return common | {"folder": folder, "tokenizer": None if tokenizer is None else folder / tokenizer}
+
+    return _first_undamaged(_required_candidates(Path(directory), ckpt_step, alone), load, log)
+
+
+def _begin(directory: Path, common: CommonState) -> None:
+    folder = create_saving_folder(directory, common.progress.iteration)
+    if common.write_tokenizer is None:
+        return
+    tokenizer = folder / TOKENIZER_FOLDER
+    tokenizer.mkdir()
+    common.write_tokenizer(tokenizer)
+    for path in tokenizer.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(tokenizer)
+
+
+def _on_first_rank(state: ParallelState, complaint: str, action: Callable[[], None]) -> None:
+    """Run an action on rank 0 and let every rank learn whether the file system refused it."""
+    error: MegatronError | None = None
+    if state.world.is_first:
+        try:
+            action()
+        except OSError as failure:
+            error = CheckpointError(f"{complaint}: {failure.strerror or failure}")
+        except MegatronError as failure:
+            error = failure
+    raise_on_all_ranks(error, state.world)
+
+
+def _apply_retention(directory: Path, iteration: int, options: CheckpointConfig, log: Log) -> None:
+    try:
+        remove_expired(directory, iteration, options.keep_last, options.keep_every)
+    except OSError as error:
+        log(f"WARNING: could not remove an old checkpoint in {directory}: {error.strerror}")
+
+
+def _candidates(directory: Path, ckpt_step: int | None, state: ParallelState) -> list[Path]:
+    """Return the folders to try as rank 0 sees them."""
+    folders: list[Path] = []
+    error = None
+    if state.world.is_first:
+        try:
+            folders = candidate_folders(directory, ckpt_step)
+        except CheckpointError as failure:
+            error = failure
+    raise_on_all_ranks(error, state.world)
+    found: list[Path] = broadcast_object(folders, state.world)
+    return found
+
+
+def _required_candidates(directory: Path, ckpt_step: int | None, state: ParallelState) -> list[Path]:
+    folders = _candidates(directory, ckpt_step, state)
+    if not folders:
+        raise CheckpointError(f"{directory} holds no checkpoint: there is no file {TRACKER_FILE} in it")
+    return folders
+
+
+def _report_missing(directory: Path, options: CheckpointConfig, log: Log) -> None:
+    if options.exit_on_missing_checkpoint:
+        raise CheckpointError(
+            f"{directory} holds no checkpoint (there is no file {TRACKER_FILE} in it) and "
+            "--exit-on-missing-checkpoint is given; change --load"
+        )
+    log(f"WARNING: could not find the metadata file {directory / TRACKER_FILE}")
+    log("    will not load any checkpoints and will start from random")
+    iterations = saved_iterations(directory)
+    if iterations:
+        log(f"    (there are checkpoints in it: write {iterations[-1]} to that file to go on from the newest)")
+
+
+def _first_undamaged(folders: Sequence[Path], load: Callable[[Path], Result], log: Log) -> Result:
+    """Return what ``load`` makes of the first folder that is not damaged; every rank takes the same one."""
+    for folder, older in zip(folders, [*folders[1:], None]):
+        try:
+            return load(folder)
+        except DamagedCheckpointError as error:
+            if len(folders) == 1:
+                raise
+            if older is None:
+                raise CheckpointError(f"all {len(folders)} checkpoints are damaged; the oldest: {error}") from error
+            log(f"WARNING: checkpoint {folder} is damaged ({_one_line(error)}); falling back to {older}")
+    raise AssertionError("there is at least one candidate")
+
+
+def _load_folder(
+    folder: Path,
+    tensors: RunTensors,
+    state: ParallelState,
+    options: CheckpointConfig,
+    config: Mapping[str, Any],
+    log: Log,
+    verify: bool,
+) -> LoadedCheckpoint:
+    index = load_index(folder, state.world, verify)
+    common = index.common
+    _compare_configuration(folder, common["config"], config, log)
+    optimizer = None if options.finetune or options.no_load_optim else tensors.optimizer
+    if optimizer is not None and common["optimizer"] is None:
+        raise CheckpointError(
+            f"checkpoint {folder} holds no optimizer state; add --no-load-optim to begin with a new one, or --finetune"
+        )
+    described, namespaces = model_tensors(tensors.models), [MODEL_PREFIX]
+    if optimizer is not None:
+        described += optimizer_tensors(optimizer)
+        namespaces.append(OPTIMIZER_PREFIX)
+    rng = None if options.finetune or options.no_load_rng else _matching_rng(index, tensors, state, log)
+    if rng is not None:
+        described += [whole_tensor(rng_prefix(state) + name, tensor) for name, tensor in rng.items()]
+    load_tensors(folder, index, described, namespaces, state.world, verify)
+    if optimizer is not None:
+        optimizer.load_scalar_state(dict(common["optimizer"]))
+    return LoadedCheckpoint(
+        folder=folder,
+        progress=TrainProgress() if options.finetune else TrainProgress(**common["progress"]),
+        config=common["config"],
+        optimizer_loaded=optimizer is not None,
+        scheduler=None if optimizer is None else common["scheduler"],
+        rng=rng,
+    )
+
+
+def _compare_configuration(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any], log: Log) -> None:
+    changes = compare_configs(old, new)
+    if changes.shape:
+        fields = "".join(f"\n  {change}" for change in changes.shape)
+        raise CheckpointError(f"checkpoint {folder} is of another model (checkpoint -> this run):{fields}")
+    for change in changes.other:
+        log(f"configuration changed since the checkpoint: {change}")
+
+
+def _matching_rng(
+    index: CheckpointIndex, tensors: RunTensors, state: ParallelState, log: Log
+) -> dict[str, torch.Tensor] | None:
+    """Return room for the stored streams where they fit this run, else None, having said why."""
+    layout = describe_layout(state)
+    stored = empty_rng(index, state)
+    shapes = {name: tensor.shape for name, tensor in tensors.rng.items()}
+    if index.common["layout"] != layout:
+        reason = f"the layout was {_sizes(index.common['layout'])} and is {_sizes(layout)}"
+    elif not stored:
+        reason = "the checkpoint holds no state of them"
+    elif {name: tensor.shape for name, tensor in stored.items()} != shapes:
+        reason = f"the checkpoint's are {sorted(stored)}, of another device or program than this run's {sorted(shapes)}"
+    else:
+        return stored
+    log(f"random number streams start from the seed again: {reason}")
+    return None
+
+
+def _sizes(layout: Mapping[str, int]) -> str:
+    return ", ".join(f"{name.removesuffix('_parallel_size')} {size}" for name, size in layout.items())
+
+
+def _one_line(error: Exception) -> str:
+    return "; ".join(line.strip() for line in str(error).splitlines())

@@ -1,0 +1,176 @@
+"""Several ranks save into one folder and load from it, at the same layout and at others, and fail together."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import storage
+from megatron.core.errors import CheckpointError
+from megatron.core.parallel_state import ParallelState, create_parallel_state
+from megatron.training.checkpointing import (
+    CommonState,
+    TrainProgress,
+    load_checkpoint,
+    load_model_weights,
+    prepare_save_directory,
+    read_common,
+    save_checkpoint,
+)
+from megatron.training.config.checkpoint_config import CheckpointConfig
+from tests.harness.distributed import RankFailure, run_distributed
+from tests.unit.core.dist_checkpointing.toy import ToyModel, assert_equal_runs, empty_run, filled_run
+
+CONFIG = {"model": {"num_layers": 4}}
+
+
+def logger(state: ParallelState, lines: list[str]):
+    return lines.append if state.rank == 0 else lambda line: None
+
+
+def save(directory: str, iteration: int, state: ParallelState) -> None:
+    common = CommonState(progress=TrainProgress(iteration=iteration), config=CONFIG)
+    save_checkpoint(directory, filled_run(state), common, state, CheckpointConfig(), logger(state, []))
+
+
+def save_at(directory: str, tp: int, iterations: tuple[int, ...] = (10,)) -> None:
+    state = create_parallel_state(tensor_model_parallel_size=tp)
+    for iteration in iterations:
+        save(directory, iteration, state)
+
+
+def load_at(directory: str, tp: int, same_layout: bool, iteration: int = 10) -> list[str]:
+    state = create_parallel_state(tensor_model_parallel_size=tp)
+    lines: list[str] = []
+    prepare_save_directory(directory, state, logger(state, lines))
+    run, expected = empty_run(state), filled_run(state)
+    loaded = load_checkpoint(directory, run, state, CheckpointConfig(), CONFIG, logger(state, lines))
+    assert loaded is not None
+    assert loaded.progress.iteration == iteration
+    assert_equal_runs(run, expected)
+    if same_layout:
+        assert loaded.rng is not None
+        for name, tensor in expected.rng.items():
+            assert torch.equal(loaded.rng[name], tensor)
+    else:
+        assert loaded.rng is None
+    return lines
+
+
+def fail_on_rank_1(directory: str, tp: int) -> str:
+    """Save once, then again with no room for the file of rank 1; return what this rank is told."""
+    state = create_parallel_state(tensor_model_parallel_size=tp)
+    save(directory, 10, state)
+    if state.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    try:
+        save(directory, 20, state)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def die_while_writing(directory: str, tp: int) -> None:
+    """Save once; in the second save rank 1 is killed when its file is on disk and not yet published."""
+    state = create_parallel_state(tensor_model_parallel_size=tp)
+    save(directory, 10, state)
+    real_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        real_fsync(descriptor)
+        if state.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    storage.os.fsync = fsync
+    save(directory, 20, state)
+
+
+def load_damaged(directory: str, tp: int) -> str:
+    state = create_parallel_state(tensor_model_parallel_size=tp)
+    try:
+        load_checkpoint(directory, empty_run(state), state, CheckpointConfig(), CONFIG, lambda line: None)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def load_weights(directory: str, tp: int) -> bool:
+    state = create_parallel_state(tensor_model_parallel_size=tp)
+    assert read_common(directory)["config"] == CONFIG
+    model, expected = ToyModel(state), filled_run(state).models[0]
+    load_model_weights(directory, [model], state, lambda line: None)
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def flip_byte(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
+
+
+@pytest.mark.parametrize("source", LAYOUTS, ids=str)
+def test_saved_at_one_layout_and_loaded_at_all(tmp_path: Path, source: tuple[int, int]) -> None:
+    run_distributed(source[0], save_at, str(tmp_path), source[1])
+    for target in LAYOUTS:
+        same = source == target
+        lines, *others = run_distributed(target[0], load_at, str(tmp_path), target[1], same)
+        assert all(not other for other in others)
+        reseeded = [line for line in lines if line.startswith("random number streams start from the seed")]
+        assert len(reseeded) == (0 if same else 1)
+
+
+def test_replicas_share_the_writing(tmp_path: Path) -> None:
+    run_distributed(4, save_at, str(tmp_path), 1)
+    files = sorted((tmp_path / "iter_0000010").glob("shard_*.safetensors"))
+    assert [path.name for path in files] == [f"shard_{rank:05d}.safetensors" for rank in range(4)]
+
+
+def test_a_rank_that_cannot_write_is_everyones_error_and_nothing_is_left(tmp_path: Path) -> None:
+    first, second = run_distributed(2, fail_on_rank_1, str(tmp_path), 2)
+    assert first == second
+    assert first.startswith(f"cannot write {tmp_path / '.iter_0000020.saving' / 'shard_00001.safetensors'}")
+    assert os.strerror(errno.EFBIG) in first
+    assert "bytes are needed for it" in first
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000010",
+        "latest_checkpointed_iteration.txt",
+    ]
+    run_distributed(2, load_at, str(tmp_path), 2, True)
+
+
+def test_killed_while_saving_the_previous_checkpoint_loads(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="died with exit code -9"):
+        run_distributed(2, die_while_writing, str(tmp_path), 2)
+    leftover = tmp_path / ".iter_0000020.saving"
+    assert leftover.is_dir()
+    lines, _ = run_distributed(2, load_at, str(tmp_path), 2, True)
+    assert lines[0] == f"removed {leftover}, left by an interrupted save"
+    assert not leftover.exists()
+
+
+def test_damage_that_one_rank_sees_makes_all_fall_back_or_fail(tmp_path: Path) -> None:
+    run_distributed(2, save_at, str(tmp_path), 2, (10, 20))
+    # The last entry of this file is a random number stream of rank 1: no other rank reads it.
+    flip_byte(tmp_path / "iter_0000020" / "shard_00001.safetensors", -1)
+    lines, _ = run_distributed(2, load_at, str(tmp_path), 2, True)
+    assert "is damaged" in lines[0]
+    assert lines[0].endswith(f"falling back to {tmp_path / 'iter_0000010'}")
+    flip_byte(tmp_path / "iter_0000010" / "shard_00001.safetensors", -1)
+    first, second = run_distributed(2, load_damaged, str(tmp_path), 2)
+    assert first == second
+    assert first.startswith("all 2 checkpoints are damaged")
+
+
+def test_weights_load_for_inference_at_other_sizes(tmp_path: Path) -> None:
+    run_distributed(4, save_at, str(tmp_path), 2)
+    assert run_distributed(2, load_weights, str(tmp_path), 2) == [True, True]
+    assert run_distributed(1, load_weights, str(tmp_path), 1) == [True]

@@ -1,0 +1,151 @@
+"""Plans of writing and reading, compared with plain counting of elements."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from megatron.core.dist_checkpointing.mapping import StoredPiece, StoredTensor, TensorDescription
+from megatron.core.dist_checkpointing.planner import (
+    plan_reads,
+    plan_writes,
+    split_box,
+    subtract,
+    uncovered,
+)
+from megatron.core.errors import CheckpointError
+from megatron.core.sharding import Box, Piece, full_pieces
+
+
+def random_box(generator: random.Random, shape: tuple[int, ...]) -> Box:
+    offset, lengths = [], []
+    for size in shape:
+        start = generator.randrange(size)
+        offset.append(start)
+        lengths.append(generator.randint(1, size - start))
+    return Box(tuple(offset), tuple(lengths))
+
+
+def describe(name: str, shape: tuple[int, ...], *boxes: Box, owner: bool = True) -> TensorDescription:
+    return TensorDescription(name, shape, "float32", boxes, owner)
+
+
+def stored(name: str, shape: tuple[int, ...], *boxes: Box) -> StoredTensor:
+    pieces, start = [], 100
+    for number, box in enumerate(boxes):
+        pieces.append(StoredPiece(box, f"file{number % 2}", f"{name}{number}", start, box.num_elements * 4, ""))
+        start += box.num_elements * 4
+    return StoredTensor(name, shape, "float32", tuple(pieces))
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 6), (3, 4, 5), ()])
+def test_subtract_leaves_each_remaining_element_once(shape: tuple[int, ...]) -> None:
+    generator = random.Random(17)
+    for _ in range(60):
+        box, other = random_box(generator, shape), random_box(generator, shape)
+        count = np.zeros(shape, dtype=int)
+        for part in subtract(box, other):
+            count[part.slices] += 1
+        expected = np.zeros(shape, dtype=int)
+        expected[box.slices] = 1
+        expected[other.slices] = 0
+        np.testing.assert_array_equal(count, expected)
+        assert len(subtract(box, other)) <= max(1, 2 * len(shape))
+
+
+def test_uncovered_is_empty_only_when_everything_is_held() -> None:
+    whole = Box((0, 0), (4, 6))
+    left, right = Box((0, 0), (4, 2)), Box((0, 2), (4, 4))
+    assert uncovered(whole, [left, right]) == []
+    assert uncovered(whole, [left]) == [right]
+    assert uncovered(Box((0, 0), (0, 6)), []) == []
+
+
+@pytest.mark.parametrize(("max_bytes", "rows"), [(4 * 5 * 7, [7]), (4 * 5 * 3, [3, 3, 1]), (1, [1] * 7)])
+def test_boxes_are_split_along_the_first_dim(max_bytes: int, rows: list[int]) -> None:
+    parts = split_box(Box((2, 3), (7, 5)), 4, max_bytes)
+    assert [part.shape for part in parts] == [(count, 5) for count in rows]
+    starts = [2, *(2 + total for total in itertools.accumulate(rows))]
+    assert [part.offset for part in parts] == [(start, 3) for start in starts[:-1]]
+
+
+def test_replicas_share_the_writing_evenly() -> None:
+    ranks = [
+        [describe(f"t{i}", (size, 3), *(p.global_box for p in full_pieces((size, 3)))) for i, size in sizes]
+        for sizes in [list(enumerate((8, 5, 4, 3, 2, 2)))] * 3
+    ]
+    written = [0, 0, 0]
+    for tensor in plan_writes(ranks):
+        ((box, rank),) = tensor.writes
+        written[rank] += box.num_elements
+    assert sum(written) == 24 * 3
+    assert max(written) - min(written) <= 2 * 3
+
+
+def test_copies_that_are_not_owners_write_nothing() -> None:
+    whole = Box((0,), (9,))
+    (tensor,) = plan_writes([[describe("a", (9,), whole, owner=False)], [describe("a", (9,), whole)]])
+    assert tensor.writes == ((whole, 1),)
+
+
+def test_saving_with_a_gap_is_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match=r"no rank holds a\[3:4,0:2\]"):
+        plan_writes([[describe("a", (4, 2), Box((0, 0), (3, 2)))]])
+
+
+def test_ranks_that_disagree_are_named() -> None:
+    with pytest.raises(CheckpointError, match=r"disagree on a: float32 \[4\] and, on rank 1, float32 \[5\]"):
+        plan_writes([[describe("a", (4,), Box((0,), (4,)))], [describe("a", (5,), Box((0,), (5,)))]])
+
+
+def test_a_tensor_without_elements_is_planned() -> None:
+    (tensor,) = plan_writes([[describe("a", (0, 3), Box((0, 0), (0, 3)))]])
+    assert tensor.writes == ()
+
+
+def test_reads_bring_every_wanted_element_once() -> None:
+    generator = random.Random(5)
+    shape = (6, 7)
+    values = np.arange(42).reshape(shape)
+    rows, columns = [0, 2, 5, 6], [0, 3, 7]
+    boxes = [
+        Box((r0, c0), (r1 - r0, c1 - c0))
+        for r0, r1 in itertools.pairwise(rows)
+        for c0, c1 in itertools.pairwise(columns)
+    ]
+    tensor = stored("a", shape, *boxes)
+    for _ in range(30):
+        box = random_box(generator, shape)
+        local = np.full((9, 9), -1)
+        reads = plan_reads([("a", [Piece(box, (1, 2))])], {"a": tensor})
+        for read in reads:
+            part = values[read.piece.box.slices]
+            for copy in read.copies:
+                assert (local[copy.destination.slices] == -1).all()
+                local[copy.destination.slices] = part[copy.source.slices]
+        np.testing.assert_array_equal(local[Box((1, 2), box.shape).slices], values[box.slices])
+        assert (local != -1).sum() == box.num_elements
+        assert all(read.piece.box.intersect(box) for read in reads)
+
+
+def test_a_stored_piece_that_is_wanted_twice_is_read_once_and_in_file_order() -> None:
+    tensor = stored("a", (8,), Box((0,), (4,)), Box((4,), (2,)), Box((6,), (2,)))
+    wanted = [("a", [Piece(Box((2,), (6,)), (0,))]), ("a", [Piece(Box((0,), (5,)), (0,))])]
+    reads = plan_reads(wanted, {"a": tensor})
+    assert [(read.piece.file, read.piece.start) for read in reads] == [
+        ("file0", 100),
+        ("file0", 124),
+        ("file1", 116),
+    ]
+    assert [copy.target for copy in reads[0].copies] == [0, 1]
+
+
+def test_a_missing_box_is_named_with_its_tensor() -> None:
+    tensor = stored("a", (8, 3), Box((0, 0), (4, 3)), Box((6, 0), (2, 3)))
+    with pytest.raises(CheckpointError, match=r"lacks a\[4:6,0:3\]"):
+        plan_reads([("a", full_pieces((8, 3)))], {"a": tensor})
+    with pytest.raises(CheckpointError, match="no tensor b"):
+        plan_reads([("b", full_pieces((8, 3)))], {"a": tensor})

@@ -1,0 +1,362 @@
+"""Saving and loading a run on one rank: exactness, choices, fallbacks, messages."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
+from megatron.core.errors import CheckpointError
+from megatron.core.parallel_state import describe_parallel_state
+from megatron.training.checkpointing import (
+    CommonState,
+    LoadedCheckpoint,
+    TrainProgress,
+    load_checkpoint,
+    load_model_weights,
+    prepare_save_directory,
+    read_common,
+    save_checkpoint,
+)
+from megatron.training.config.checkpoint_config import CheckpointConfig
+from tests.unit.core.dist_checkpointing.toy import (
+    ToyModel,
+    ToyOptimizer,
+    assert_equal_runs,
+    empty_run,
+    filled_run,
+)
+
+STATE = describe_parallel_state(0, 1)
+CONFIG = {"model": {"num_layers": 4, "hidden_size": 5}, "optimizer": {"lr": 1e-4}}
+SCHEDULER = {"num_steps": 160, "max_lr": 0.1}
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    return []
+
+
+def common(iteration: int, **changes: Any) -> CommonState:
+    progress = TrainProgress(
+        iteration=iteration,
+        consumed_train_samples=16 * iteration,
+        consumed_valid_samples=7,
+        skipped_iterations=2,
+        floating_point_operations_so_far=1.5e21,
+    )
+    return CommonState(**{"progress": progress, "config": CONFIG, "scheduler": SCHEDULER} | changes)
+
+
+def save(
+    directory: Path, iteration: int, lines: list[str], run: RunTensors | None = None, **options: Any
+) -> RunTensors:
+    run = filled_run(STATE) if run is None else run
+    save_checkpoint(directory, run, common(iteration), STATE, CheckpointConfig(**options), lines.append)
+    return run
+
+
+def load(
+    directory: Path, lines: list[str], config: dict[str, Any] = CONFIG, verify: bool = True, **options: Any
+) -> tuple[RunTensors, LoadedCheckpoint | None]:
+    run = empty_run(STATE)
+    loaded = load_checkpoint(directory, run, STATE, CheckpointConfig(**options), config, lines.append, verify)
+    return run, loaded
+
+
+def flip_byte(folder: Path, position: int = -1) -> None:
+    path = folder / "shard_00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[position] ^= 4
+    path.write_bytes(data)
+
+
+def test_everything_comes_back_bitwise(tmp_path: Path, lines: list[str]) -> None:
+    saved = save(tmp_path, 50, lines)
+    run, loaded = load(tmp_path, lines)
+    assert_equal_runs(run, saved)
+    assert loaded is not None
+    assert loaded.progress == common(50).progress
+    assert loaded.scheduler == SCHEDULER
+    assert loaded.config == CONFIG
+    assert loaded.optimizer_loaded
+    assert loaded.rng is not None
+    assert loaded.rng.keys() == saved.rng.keys()
+    for name, tensor in saved.rng.items():
+        assert torch.equal(loaded.rng[name], tensor)
+
+
+def test_log_lines_and_files(tmp_path: Path, lines: list[str]) -> None:
+    save(tmp_path / "run", 50, lines)
+    assert lines == [
+        f"saving checkpoint at iteration      50 to {tmp_path / 'run'}",
+        f"  successfully saved checkpoint at iteration      50 to {tmp_path / 'run'}",
+    ]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["iter_0000050", TRACKER]
+    folder = tmp_path / "run" / "iter_0000050"
+    assert sorted(path.name for path in folder.iterdir()) == ["index.json", "shard_00000.safetensors"]
+    names = set(json.loads((folder / "index.json").read_text())["tensors"])
+    assert "model.norm.weight" in names
+    assert "optimizer.exp_avg.norm.weight" in names
+    assert "rng.pp0.dp0.cp0.tp0.default" in names
+
+
+def test_without_a_tracker_file_the_run_starts_from_random(tmp_path: Path, lines: list[str]) -> None:
+    _, loaded = load(tmp_path, lines)
+    assert loaded is None
+    assert lines == [
+        f"WARNING: could not find the metadata file {tmp_path / TRACKER}",
+        "    will not load any checkpoints and will start from random",
+    ]
+    with pytest.raises(CheckpointError, match="exit-on-missing-checkpoint"):
+        load(tmp_path, lines, exit_on_missing_checkpoint=True)
+
+
+def test_checkpoints_without_a_tracker_file_are_pointed_at(tmp_path: Path, lines: list[str]) -> None:
+    save(tmp_path, 50, lines)
+    (tmp_path / TRACKER).unlink()
+    assert load(tmp_path, lines)[1] is None
+    assert "write 50 to that file" in lines[-1]
+
+
+def test_finetune_takes_the_weights_alone(tmp_path: Path, lines: list[str]) -> None:
+    save(tmp_path, 50, lines)
+    run, loaded = load(tmp_path, lines, finetune=True)
+    assert loaded is not None
+    assert loaded.progress == TrainProgress()
+    assert (loaded.optimizer_loaded, loaded.scheduler, loaded.rng) == (False, None, None)
+    assert isinstance(run.optimizer, ToyOptimizer)
+    assert all((tensor == -7).all() for _, tensor in run.optimizer.sharded_state().values())
+    assert not all((parameter == -7).all() for parameter in run.models[0].parameters())
+
+
+def test_parts_are_left_out_when_asked(tmp_path: Path, lines: list[str]) -> None:
+    save(tmp_path, 50, lines)
+    _, loaded = load(tmp_path, lines, no_load_optim=True, no_load_rng=True)
+    assert loaded is not None
+    assert loaded.progress.iteration == 50
+    assert (loaded.optimizer_loaded, loaded.rng) == (False, None)
+
+
+def test_parts_that_were_not_saved(tmp_path: Path, lines: list[str]) -> None:
+    save(tmp_path, 50, lines, no_save_optim=True, no_save_rng=True)
+    with pytest.raises(CheckpointError, match="holds no optimizer state; add --no-load-optim"):
+        load(tmp_path, lines)
+    _, loaded = load(tmp_path, lines, no_load_optim=True)
+    assert loaded is not None
+    assert loaded.rng is None
+    assert "random number streams start from the seed again: the checkpoint holds no state of them" in lines
+
+
+def test_step_is_chosen(tmp_path: Path, lines: list[str]) -> None:
+    for iteration in (10, 20, 30):
+        save(tmp_path, iteration, lines)
+    _, loaded = load(tmp_path, lines, ckpt_step=20)
+    assert loaded is not None
+    assert loaded.progress.iteration == 20
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "no index", "bad index", "no shard", "no folder"])
+def test_a_damaged_checkpoint_is_passed_over_and_said_in_one_line(
+    tmp_path: Path, lines: list[str], damage: str
+) -> None:
+    saved = save(tmp_path, 10, lines)
+    save(tmp_path, 20, lines)
+    folder = tmp_path / "iter_0000020"
+    shard = folder / "shard_00000.safetensors"
+    if damage == "flip":
+        flip_byte(folder)
+    elif damage == "truncate":
+        shard.write_bytes(shard.read_bytes()[:200])
+    elif damage == "no index":
+        (folder / "index.json").unlink()
+    elif damage == "bad index":
+        (folder / "index.json").write_text((folder / "index.json").read_text().replace('"dtype"', '"type"', 1))
+    elif damage == "no shard":
+        shard.unlink()
+    else:
+        folder.rename(tmp_path / "elsewhere")
+    lines.clear()
+    run, loaded = load(tmp_path, lines)
+    assert loaded is not None
+    assert loaded.progress.iteration == 10
+    assert_equal_runs(run, saved)
+    warning, *_ = lines
+    assert warning.startswith(f"WARNING: checkpoint {folder} is damaged (")
+    assert warning.endswith(f"); falling back to {tmp_path / 'iter_0000010'}")
+    assert "\n" not in warning
+    with pytest.raises(CheckpointError):
+        load(tmp_path, lines, ckpt_step=20)
+
+
+def test_when_all_are_damaged_nothing_is_loaded(tmp_path: Path, lines: list[str]) -> None:
+    for iteration in (10, 20):
+        save(tmp_path, iteration, lines)
+        flip_byte(tmp_path / f"iter_{iteration:07d}")
+    with pytest.raises(CheckpointError, match="all 2 checkpoints are damaged"):
+        load(tmp_path, lines)
+    _, loaded = load(tmp_path, lines, verify=False)
+    assert loaded is not None
+    assert loaded.progress.iteration == 20
+
+
+def test_the_only_checkpoint_damaged_names_file_and_tensor(tmp_path: Path, lines: list[str]) -> None:
+    save(tmp_path, 10, lines)
+    flip_byte(tmp_path / "iter_0000010")
+    with pytest.raises(DamagedCheckpointError, match=r"shard_00000\.safetensors: the bytes of rng\.pp0"):
+        load(tmp_path, lines)
+
+
+def test_another_model_is_refused_and_not_taken_for_damage(tmp_path: Path, lines: list[str]) -> None:
+    save(tmp_path, 10, lines)
+    save(tmp_path, 20, lines)
+    other = {"model": {"num_layers": 6, "hidden_size": 7}, "optimizer": {"lr": 1e-4}}
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, lines, config=other)
+    assert "model.num_layers: 4 -> 6" in str(caught.value)
+    assert "model.hidden_size: 5 -> 7" in str(caught.value)
+    assert not any("falling back" in line for line in lines)
+
+
+def test_a_changed_configuration_is_shown(tmp_path: Path, lines: list[str]) -> None:
+    save(tmp_path, 10, lines)
+    load(tmp_path, lines, config=CONFIG | {"optimizer": {"lr": 3e-4}})
+    assert "configuration changed since the checkpoint: optimizer.lr: 0.0001 -> 0.0003" in lines
+
+
+def test_streams_of_another_device_or_layout_start_again(tmp_path: Path, lines: list[str]) -> None:
+    save(tmp_path, 10, lines)
+    run = empty_run(STATE)
+    other = RunTensors(models=run.models, optimizer=run.optimizer, rng={"default": torch.zeros(3, dtype=torch.uint8)})
+    loaded = load_checkpoint(tmp_path, other, STATE, CheckpointConfig(), CONFIG, lines.append)
+    assert loaded is not None
+    assert loaded.rng is None
+    assert any("of another device or program" in line for line in lines)
+
+
+def test_retention_options(tmp_path: Path, lines: list[str]) -> None:
+    for iteration in range(10, 80, 10):
+        save(tmp_path, iteration, lines, keep_last=2, keep_every=30)
+    folders = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert folders == ["iter_0000030", "iter_0000060", "iter_0000070"]
+
+
+def test_leftovers_of_an_interrupted_save_are_removed_at_the_start(tmp_path: Path, lines: list[str]) -> None:
+    saved = save(tmp_path, 10, lines)
+    half = tmp_path / ".iter_0000020.saving"
+    half.mkdir()
+    (half / "shard_00000.safetensors").write_bytes(b"half")
+    lines.clear()
+    prepare_save_directory(tmp_path, STATE, lines.append)
+    assert lines == [f"removed {half}, left by an interrupted save"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", TRACKER]
+    run, _ = load(tmp_path, lines)
+    assert_equal_runs(run, saved)
+
+
+def test_a_save_directory_that_cannot_be_made_is_refused(tmp_path: Path, lines: list[str]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="change --save"):
+        prepare_save_directory(tmp_path / "file" / "run", STATE, lines.append)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """Let no file of this process grow beyond 600 bytes: a real refusal by the operating system."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, lines: list[str], small_disk: None) -> None:
+    saved = save(tmp_path, 10, lines)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, hard))
+    with pytest.raises(CheckpointError) as caught:
+        save(tmp_path, 20, lines)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    needed = (tmp_path / "iter_0000010" / "shard_00000.safetensors").stat().st_size
+    assert str(tmp_path / ".iter_0000020.saving" / "shard_00000.safetensors") in str(caught.value)
+    assert f"{needed} bytes are needed" in str(caught.value)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    run, _ = load(tmp_path, lines)
+    assert_equal_runs(run, saved)
+
+
+def test_the_tokenizer_travels_with_the_checkpoint(tmp_path: Path, lines: list[str]) -> None:
+    def write(folder: Path) -> None:
+        (folder / "vocab.json").write_text("{}")
+
+    save_checkpoint(
+        tmp_path,
+        filled_run(STATE),
+        common(10, write_tokenizer=write),
+        STATE,
+        CheckpointConfig(),
+        lines.append,
+    )
+    found = read_common(tmp_path)
+    assert found["tokenizer"] == tmp_path / "iter_0000010" / "tokenizer"
+    assert (found["tokenizer"] / "vocab.json").read_text() == "{}"
+    assert found["config"] == CONFIG
+    assert found["progress"]["iteration"] == 10
+    assert found["folder"] == tmp_path / "iter_0000010"
+
+
+def test_a_tokenizer_that_cannot_be_written_leaves_nothing(tmp_path: Path, lines: list[str]) -> None:
+    def write(folder: Path) -> None:
+        raise OSError(2, "No such file or directory", "vocab.json")
+
+    with pytest.raises(CheckpointError, match="No such file"):
+        save_checkpoint(
+            tmp_path,
+            filled_run(STATE),
+            common(10, write_tokenizer=write),
+            STATE,
+            CheckpointConfig(),
+            lines.append,
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_alone_for_inference(tmp_path: Path, lines: list[str]) -> None:
+    saved = save(tmp_path, 10, lines)
+    model = ToyModel(STATE)
+    assert load_model_weights(tmp_path, [model], STATE, lines.append) == tmp_path / "iter_0000010"
+    for ours, theirs in zip(model.parameters(), saved.models[0].parameters()):
+        assert torch.equal(ours, theirs)
+    wide = ToyModel(STATE, torch.float32)
+    with pytest.raises(CheckpointError, match="dtype bfloat16 in the checkpoint, float32"):
+        load_model_weights(tmp_path, [wide], STATE, lines.append)
+    load_model_weights(tmp_path, [wide], STATE, lines.append, allow_cast=True)
+    for ours, theirs in zip(wide.parameters(), saved.models[0].parameters()):
+        assert torch.equal(ours, theirs.float())
+
+
+def test_inference_without_a_checkpoint_is_refused(tmp_path: Path, lines: list[str]) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        read_common(tmp_path)
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        load_model_weights(tmp_path, [ToyModel(STATE)], STATE, lines.append)
+
+
+def test_state_that_is_not_plain_data_fails_before_anything_is_written(tmp_path: Path, lines: list[str]) -> None:
+    with pytest.raises(TypeError):
+        save_checkpoint(
+            tmp_path,
+            filled_run(STATE),
+            common(10, scheduler={"optimizer": object()}),
+            STATE,
+            CheckpointConfig(),
+            lines.append,
+        )
+    assert list(tmp_path.iterdir()) == []
