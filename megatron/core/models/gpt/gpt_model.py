@@ -27,8 +27,8 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 class GPTModel(nn.Module):
     """Hold the embedding (``pre_process``), the layers ``layer_numbers``, and the output layer (``post_process``).
 
-    By default the whole model. Parameters carry their sharding; on a real device they are initialised from ``seed``,
-    on ``meta`` they only have shapes.
+    By default the whole model. Parameters carry their sharding; on a real device they are initialised from ``seed``
+    (``None`` leaves zeros, for a checkpoint to fill), on ``meta`` they only have shapes.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class GPTModel(nn.Module):
         tp: Group,
         rng: RngStreams,
         *,
-        seed: int,
+        seed: int | None,
         device: torch.device | str = "cpu",
         layer_numbers: Sequence[int] | None = None,
         pre_process: bool = True,
@@ -68,7 +68,9 @@ class GPTModel(nn.Module):
             set_gradient_uses(self.embedding.word_embeddings.weight, 2)
         self.rotary = _make_rotary(config)
         _name_parameters(self)
-        if torch.device(device).type != "meta":
+        if seed is None:
+            _zero_parameters(self)
+        elif torch.device(device).type != "meta":
             initialize_module(self, seed)
 
     @property
@@ -88,11 +90,13 @@ class GPTModel(nn.Module):
         document_ids: torch.Tensor | None = None,
         hidden: torch.Tensor | None = None,
         cache: KeyValueCache | None = None,
+        last_position_only: bool = False,
     ) -> torch.Tensor:
         """Return the loss of every token, the logits where no labels are given, or a stage's hidden states.
 
         ``document_ids`` number the documents that are packed into a sequence: attention then stays inside each.
-        ``hidden`` is the previous stage's output.
+        ``hidden`` is the previous stage's output. ``last_position_only`` computes the logits of the last position
+        alone (``s`` is then 1 in their shape): generation needs no others.
 
         Shapes: ``tokens, position_ids, labels, document_ids: [b, s]``; loss ``-> [b, s]`` float32; logits
         ``-> [s, b, v/tp]``; hidden states ``-> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
@@ -104,6 +108,9 @@ class GPTModel(nn.Module):
         hidden = self.decoder(hidden, mask, self._angles(position_ids, hidden.dtype), cache)
         if not self.post_process:
             return hidden
+        if last_position_only:
+            assert not self.config.sequence_parallel, "the last position is on one rank only"
+            hidden = hidden[-1:]
         logits = self._logits(hidden)
         if labels is None:
             return logits
@@ -130,6 +137,12 @@ def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
         high_frequency_factor=config.rope_scaling_high_freq_factor,
         original_length=config.rope_scaling_original_max_position_embeddings,
     )
+
+
+def _zero_parameters(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
 
 
 def _name_parameters(model: nn.Module) -> None:

@@ -1,0 +1,77 @@
+"""From logits to the next token: pure functions of the logits and a generator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.precision import arithmetic_dtype
+
+
+def choose_tokens(
+    logits: torch.Tensor, sampling: SamplingConfig, generators: Sequence[torch.Generator]
+) -> torch.Tensor:
+    """Return one token a row; row ``i`` draws from ``generators[i]`` alone, whatever the other rows are.
+
+    ``logits`` cover the real vocabulary, without padding. A greedy choice draws nothing.
+
+    Shapes: ``logits: [b, v] -> [b]`` int64.
+    """
+    if sampling.greedy:
+        return logits.argmax(dim=-1)
+    assert len(generators) == logits.shape[0], "one generator a row"
+    probabilities = token_probabilities(logits, sampling)
+    drawn = [
+        torch.multinomial(row, num_samples=1, generator=generator)
+        for row, generator in zip(probabilities, generators, strict=True)
+    ]
+    return torch.cat(drawn)
+
+
+def token_probabilities(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
+    """Return the distribution that tokens are drawn from, in at least float32.
+
+    Shapes: ``[b, v] -> [b, v]``.
+    """
+    logits = apply_temperature(logits.to(arithmetic_dtype(logits.dtype)), sampling.temperature)
+    if sampling.top_k > 0:
+        logits = keep_top_k(logits, sampling.top_k)
+    if 0.0 < sampling.top_p < 1.0:
+        logits = keep_top_p(logits, sampling.top_p)
+    return torch.softmax(logits, dim=-1)
+
+
+def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the logits, shifted so that the largest is 0, over the temperature.
+
+    Shifted first: a tiny temperature then sends the others to minus infinity and leaves the largest finite.
+    """
+    return (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+
+
+def keep_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the logits with all but the ``k`` largest of each row at minus infinity; of equal ones the first stay.
+
+    Shapes: ``[b, v] -> [b, v]``.
+    """
+    if k >= logits.shape[-1]:
+        return logits
+    order = logits.argsort(dim=-1, descending=True, stable=True)
+    return logits.scatter(-1, order[..., k:], -torch.inf)
+
+
+def keep_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """Return the logits with all at minus infinity but the fewest most probable whose probabilities reach ``p``.
+
+    The most probable token always stays. Holtzman et al. 2020, https://arxiv.org/abs/1904.09751.
+
+    Shapes: ``[b, v] -> [b, v]``.
+    """
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    probabilities = torch.softmax(ordered, dim=-1)
+    probability_before = probabilities.cumsum(dim=-1) - probabilities
+    dropped = probability_before >= p
+    dropped[..., 0] = False
+    return logits.scatter(-1, order, ordered.masked_fill(dropped, -torch.inf))

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.inference.engine import gather_logits, generate
+from megatron.core.inference.kv_cache import PreallocatedKeyValueCache
+from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.process_group import single_rank_group
+from tests.unit.core.inference.small_models import build, golden_model, odd_config, whole_logits
+
+STATE = describe_parallel_state(0, 1)
+GREEDY = SamplingConfig(greedy=True)
+DRAWN = SamplingConfig(temperature=1.3, top_k=60, top_p=0.97, seed=5)
+UNEQUAL_PROMPTS = [[3, 1, 4], [15, 92, 6, 53, 58], [9], [79, 32, 38], [46, 26, 43, 38, 32, 79, 50, 2]]
+
+
+def make_model(name: str) -> GPTModel:
+    if name == "odd":
+        return build(odd_config(), single_rank_group())
+    return golden_model(name, single_rank_group())
+
+
+def greedy_without_cache(model: GPTModel, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        logits = whole_logits(model, torch.tensor([tokens]))[-1, 0, : model.config.vocab_size]
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("chunks", [(1,) * 13, (6, 1, 1, 1, 1, 1, 1, 1), (4, 5, 1, 3)])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen", "odd"])
+def test_cached_logits_are_those_of_a_whole_forward_pass(name: str, chunks: tuple[int, ...]) -> None:
+    model = make_model(name)
+    tokens = torch.randint(0, 101, (3, sum(chunks)), generator=torch.Generator().manual_seed(1))
+    expected = whole_logits(model, tokens)
+    cache = PreallocatedKeyValueCache(tokens.shape[1])
+    start = 0
+    for length in chunks:
+        positions = torch.arange(start, start + length).expand(3, -1)
+        with torch.no_grad():
+            logits = model(tokens[:, start : start + length], positions, cache=cache)
+        torch.testing.assert_close(logits, expected[start : start + length], rtol=1e-11, atol=1e-11)
+        start += length
+
+
+def test_the_plain_attention_agrees_with_a_cache() -> None:
+    config = odd_config(attention_backend="unfused")
+    plain = generate(build(config, single_rank_group()), UNEQUAL_PROMPTS, 9, GREEDY, None, STATE)
+    fused = generate(build(odd_config(), single_rank_group()), UNEQUAL_PROMPTS, 9, GREEDY, None, STATE)
+    assert plain == fused
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen", "odd"])
+def test_greedy_generation_equals_repeated_whole_forward_passes(name: str) -> None:
+    model = make_model(name)
+    results = generate(model, UNEQUAL_PROMPTS, 12, GREEDY, None, STATE)
+    assert results == [greedy_without_cache(model, prompt, 12) for prompt in UNEQUAL_PROMPTS]
+    assert len({tuple(result) for result in results}) > 1
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_generation_is_deterministic(sampling: SamplingConfig) -> None:
+    model = make_model("odd")
+    assert generate(model, UNEQUAL_PROMPTS, 10, sampling, None, STATE) == generate(
+        model, UNEQUAL_PROMPTS, 10, sampling, None, STATE
+    )
+
+
+def test_another_seed_draws_another_text() -> None:
+    model = make_model("odd")
+    other = dataclasses.replace(DRAWN, seed=6)
+    assert generate(model, UNEQUAL_PROMPTS, 10, DRAWN, None, STATE) != generate(
+        model, UNEQUAL_PROMPTS, 10, other, None, STATE
+    )
+
+
+def test_prompts_of_unequal_length_give_what_each_gives_alone() -> None:
+    model = make_model("odd")
+    together = generate(model, UNEQUAL_PROMPTS, 11, GREEDY, None, STATE)
+    assert together == [generate(model, [prompt], 11, GREEDY, None, STATE)[0] for prompt in UNEQUAL_PROMPTS]
+
+
+def test_draws_do_not_depend_on_the_prompts_beside() -> None:
+    """The third prompt stays the third; the others get other lengths, so that it runs in another batch."""
+    model = make_model("odd")
+    neighbours = [[7, 7], [8], [9], [11], [12]]
+    results = [generate(model, prompts, 11, DRAWN, None, STATE) for prompts in (UNEQUAL_PROMPTS, neighbours)]
+    assert results[0][2] == results[1][2]
+
+
+def test_equal_prompts_draw_different_texts() -> None:
+    results = generate(make_model("odd"), [[5, 6]] * 3, 12, DRAWN, None, STATE)
+    assert len({tuple(result) for result in results}) == 3
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 2, 3])
+def test_the_batch_size_changes_nothing(max_batch_size: int) -> None:
+    model = make_model("odd")
+    prompts = [[3, 1], [4, 1], [5, 9], [2, 6], [5]]
+    whole = generate(model, prompts, 6, DRAWN, None, STATE)
+    assert generate(model, prompts, 6, DRAWN, None, STATE, max_batch_size=max_batch_size) == whole
+
+
+def test_generation_stops_at_the_end_of_document() -> None:
+    model = make_model("odd")
+    free = generate(model, UNEQUAL_PROMPTS, 12, GREEDY, None, STATE)
+    eod_id = free[0][4]
+    stopped = generate(model, UNEQUAL_PROMPTS, 12, GREEDY, eod_id, STATE)
+    expected = [result[: result.index(eod_id)] if eod_id in result else result for result in free]
+    assert stopped == expected
+    assert len(stopped[0]) <= 4
+    assert any(len(result) == 12 for result in stopped), "the test needs a prompt that goes on"
+
+
+def test_tokens_are_given_out_as_they_are_known() -> None:
+    model = make_model("odd")
+    seen: list[tuple[int, int]] = []
+    prompts = [[3, 1], [4, 1], [5]]
+    results = generate(model, prompts, 5, GREEDY, None, STATE, on_token=lambda *pair: seen.append(pair))
+    assert [[token for number, token in seen if number == prompt] for prompt in range(3)] == results
+    assert [number for number, _ in seen] == [0, 1] * 5 + [2] * 5
+
+
+def test_padded_columns_are_never_chosen() -> None:
+    """Padding has the logit 0 where every real token has less."""
+    logits = torch.full((2, 104), -1.0)
+    logits[:, 101:] = 0.0
+    assert gather_logits(logits, 101, single_rank_group()).shape == (2, 101)
+    model = make_model("odd")
+    assert model.output_weight.shape[0] == 104
+    with torch.no_grad():
+        model.output_weight[101:] = 100.0 * model.output_weight[:3]
+    results = generate(model, UNEQUAL_PROMPTS, 9, dataclasses.replace(DRAWN, temperature=50.0, top_k=0), None, STATE)
+    assert max(token for result in results for token in result) < 101
+
+
+def test_learned_positions_can_be_used_to_the_last() -> None:
+    model = make_model("odd")
+    prompt = [1] * 30
+    assert generate(model, [prompt], 7, GREEDY, None, STATE) == [greedy_without_cache(model, prompt, 7)]
+
+
+def test_more_tokens_than_learned_positions_are_refused() -> None:
+    with pytest.raises(InputError) as caught:
+        generate(make_model("odd"), [[2], [1] * 30], 8, GREEDY, None, STATE)
+    message = str(caught.value)
+    assert message.startswith("prompt 2 of 2 has 30 tokens: with 8 to generate that is 38, and the model has 37")
+
+
+def test_rotary_positions_go_on() -> None:
+    model = golden_model("llama", single_rank_group())
+    (result,) = generate(model, [[1] * 30], 12, GREEDY, None, STATE)
+    assert result == greedy_without_cache(model, [1] * 30, 12)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count", "message"),
+    [
+        ([[1], []], 3, "prompt 2 of 2 has no tokens"),
+        ([[1, 101]], 3, "prompt 1 of 1 has token 101, the model knows 0..100"),
+        ([[-1]], 3, "prompt 1 of 1 has token -1"),
+        ([[1]], 0, "0 tokens to generate is not positive"),
+    ],
+)
+def test_requests_that_cannot_be_are_refused(prompts: list[list[int]], count: int, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        generate(make_model("odd"), prompts, count, GREEDY, None, STATE)
+    assert str(caught.value).startswith(message)
+
+
+def test_sampling_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--top-k -1"):
+        generate(make_model("odd"), [[1]], 3, SamplingConfig(top_k=-1), None, STATE)
+
+
+def test_a_model_with_sequence_parallelism_is_refused() -> None:
+    model = build(odd_config(sequence_parallel=True), single_rank_group())
+    with pytest.raises(ConfigurationError, match="sequence_parallel=False"):
+        generate(model, [[1]], 3, GREEDY, None, STATE)
+
+
+def test_pipeline_ranks_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"pipeline\(2\)"):
+        generate(make_model("odd"), [[1]], 3, GREEDY, None, describe_parallel_state(0, 2, 1, 2))
+
+
+def test_weights_that_are_not_finite_are_reported() -> None:
+    model = make_model("odd")
+    with torch.no_grad():
+        model.output_weight[17] = torch.nan
+    with pytest.raises(InputError, match="not finite at position 1"):
+        generate(model, [[1, 2]], 3, GREEDY, None, STATE)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_as_it_was(training: bool) -> None:
+    model = build(odd_config(), single_rank_group()).train(training)
+    before = [parameter.clone() for parameter in model.parameters()]
+    generate(model, [[1, 2]], 3, DRAWN, None, STATE)
+    assert model.training is training
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters()))
+    assert all(parameter.requires_grad and not parameter.is_inference() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_low_precision_models_generate(dtype: str) -> None:
+    model = build(odd_config(params_dtype=dtype), single_rank_group())
+    results = generate(model, UNEQUAL_PROMPTS, 6, DRAWN, None, STATE)
+    assert [len(result) for result in results] == [6] * 5
+
+
+def test_no_prompts_give_no_texts() -> None:
+    assert generate(make_model("odd"), [], 3, GREEDY, None, STATE) == []

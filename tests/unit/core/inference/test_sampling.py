@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.inference.sampling import (
+    apply_temperature,
+    choose_tokens,
+    keep_top_k,
+    keep_top_p,
+    token_probabilities,
+)
+from megatron.core.inference.sampling_config import SamplingConfig
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    return torch.randn(5, 83, generator=torch.Generator().manual_seed(3)) * 3
+
+
+def generators(count: int, seed: int = 7) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed + row) for row in range(count)]
+
+
+def test_greedy_takes_the_largest_and_draws_nothing(logits: torch.Tensor) -> None:
+    (generator,) = generators(1)
+    before = generator.get_state()
+    chosen = choose_tokens(logits, SamplingConfig(greedy=True), [generator] * 5)
+    assert torch.equal(chosen, logits.max(dim=-1).indices)
+    assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("k", [1, 2, 17, 82])
+def test_top_k_keeps_the_k_largest_unchanged(logits: torch.Tensor, k: int) -> None:
+    kept = keep_top_k(logits, k)
+    for row, kept_row in zip(logits, kept):
+        largest = set(row.topk(k).indices.tolist())
+        assert set(kept_row.isfinite().nonzero().flatten().tolist()) == largest
+        assert torch.equal(kept_row[sorted(largest)], row[sorted(largest)])
+
+
+def test_top_k_keeps_exactly_k_of_equal_logits() -> None:
+    kept = keep_top_k(torch.zeros(2, 9), 4)
+    assert kept.isfinite().tolist() == [[True] * 4 + [False] * 5] * 2
+
+
+@pytest.mark.parametrize("k", [83, 84, 10_000])
+def test_top_k_of_the_whole_vocabulary_changes_nothing(logits: torch.Tensor, k: int) -> None:
+    assert torch.equal(keep_top_k(logits, k), logits)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9, 0.999])
+def test_top_p_keeps_the_smallest_set_that_reaches_p(logits: torch.Tensor, p: float) -> None:
+    logits = logits.double()
+    probabilities = torch.softmax(logits, dim=-1)
+    for row, kept_row, probability in zip(logits, keep_top_p(logits, p), probabilities):
+        kept = kept_row.isfinite()
+        assert torch.equal(kept_row[kept], row[kept])
+        assert probability[kept].sum() >= p
+        assert probability[kept].sum() - probability[kept].min() < p
+        assert probability[kept].min() >= probability[~kept].max()
+
+
+def test_top_p_of_a_known_distribution() -> None:
+    logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
+    assert keep_top_p(logits, 0.39).isfinite().tolist() == [[False, True, False, False]]
+    assert keep_top_p(logits, 0.6).isfinite().tolist() == [[False, True, False, True]]
+    assert keep_top_p(logits, 0.75).isfinite().tolist() == [[False, True, True, True]]
+    assert keep_top_p(logits, 1e-9).isfinite().tolist() == [[False, True, False, False]]
+
+
+def test_top_p_counts_what_top_k_left() -> None:
+    """0.4, 0.3 and 0.2 are 0.44, 0.33 and 0.22 once the fourth is gone: 0.75 is then reached by two."""
+    logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
+    probabilities = token_probabilities(logits, SamplingConfig(top_k=3, top_p=0.75))
+    torch.testing.assert_close(probabilities, torch.tensor([[0.0, 4 / 7, 0.0, 3 / 7]]))
+
+
+def test_temperature_raises_probabilities_to_a_power(logits: torch.Tensor) -> None:
+    plain = torch.softmax(logits.double(), dim=-1)
+    tempered = token_probabilities(logits.double(), SamplingConfig(temperature=0.5))
+    torch.testing.assert_close(tempered, plain**2 / (plain**2).sum(dim=-1, keepdim=True))
+
+
+def test_a_tiny_temperature_is_greedy_and_finite() -> None:
+    logits = torch.tensor([[3e4, 2e4, -1.0]])
+    assert apply_temperature(logits, 1e-38).tolist() == [[0.0, -torch.inf, -torch.inf]]
+    assert choose_tokens(logits, SamplingConfig(temperature=1e-38), generators(1)).tolist() == [0]
+
+
+def test_low_precision_logits_are_sampled_in_float32(logits: torch.Tensor) -> None:
+    assert token_probabilities(logits.bfloat16(), SamplingConfig()).dtype == torch.float32
+    assert token_probabilities(logits.double(), SamplingConfig()).dtype == torch.float64
+
+
+def test_equal_generators_draw_equal_tokens(logits: torch.Tensor) -> None:
+    sampling = SamplingConfig(temperature=1.5)
+    first, again = (choose_tokens(logits, sampling, generators(5)) for _ in range(2))
+    other = choose_tokens(logits, sampling, generators(5, seed=1000))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_a_row_draws_the_same_whatever_rows_are_beside_it(logits: torch.Tensor) -> None:
+    sampling = SamplingConfig(temperature=2.0, top_k=50, top_p=0.95)
+    together = choose_tokens(logits, sampling, generators(5))
+    alone = [choose_tokens(logits[row : row + 1], sampling, [generators(5)[row]]) for row in range(5)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    (generator,) = generators(1)
+    sampling = SamplingConfig(top_k=3)
+    counts = torch.zeros(4)
+    for _ in range(3000):
+        counts[choose_tokens(logits, sampling, [generator])] += 1
+    expected = torch.tensor([0.5, 0.3, 0.15, 0.0]) / 0.95
+    assert counts[3] == 0
+    torch.testing.assert_close(counts / 3000, expected, atol=0.03, rtol=0)
