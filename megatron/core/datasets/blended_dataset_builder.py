@@ -15,7 +15,6 @@ from megatron.core.datasets.blended_dataset import (
 from megatron.core.datasets.gpt_dataset import (
     DataUsage,
     GPTDataset,
-    MockGPTDataset,
     SampleDataset,
     count_tokens,
     token_range_error,
@@ -36,6 +35,7 @@ from megatron.core.datasets.index_builder import (
 )
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.mock_gpt_dataset import MockGPTDataset
 from megatron.core.errors import DataError
 
 _PATH_FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
@@ -80,6 +80,7 @@ class BlendedDatasetBuilder:
         self.num_samples = num_samples
         self._report = report
         self._index_builder = index_builder
+        self._opened: dict[str, IndexedDataset] = {}
 
     def check(self) -> None:
         """Find what is wrong with the data without building an index: files, splits, amounts, token ids.
@@ -93,6 +94,8 @@ class BlendedDatasetBuilder:
 
     def build(self) -> DatasetSplits:
         """Build the samples of each split, from the index cache where it has them.
+
+        A test split without enough data is off, which is reported; training and validation must have some.
 
         Raises:
             DataError: a file that cannot be used, a split without data that is asked for samples, or less text than a
@@ -186,22 +189,37 @@ class BlendedDatasetBuilder:
         weights: Sequence[float | None] = blend.weights or [None] * len(blend.prefixes)
         sources = []
         for prefix, weight in zip(blend.prefixes, weights, strict=True):
-            dataset = IndexedDataset(prefix, self.config.mmap_bin_files)
+            dataset = self._open(prefix)
             sequences = self._sequences_of(dataset, split)
             if sequences is None:
                 self._refuse_or_report_no_share(split, report)
                 return None
             if len(sequences) == 0 and wanted is not None:
-                raise self._empty_split_error(dataset, split)
+                problem = self._describe_empty_split(dataset, split)
+                if not self._may_be_off(split):
+                    raise DataError(problem)
+                report(f" > {problem}")
+                continue
             sources.append(_Source(dataset, sequences, count_tokens(dataset, sequences), weight))
-        self._check_amount(sources, split)
         if not any(len(source.sequences) for source in sources):
             report(f" > no {name} data: {', '.join(blend.prefixes)} has no sequences for it")
+            return None
+        shortage = self._find_shortage(sources, split)
+        if shortage is not None:
+            if not self._may_be_off(split):
+                raise DataError(shortage)
+            report(f" > no {name} data: {shortage}")
             return None
         if blend.weights is None and len(sources) > 1:
             # A data set of no samples has no weight; a blend must never choose it.
             sources = [source for source in sources if source.tokens > self.config.sequence_length] or sources
         return sources
+
+    def _open(self, prefix: str) -> IndexedDataset:
+        """Open each data set once, however many splits read it."""
+        if prefix not in self._opened:
+            self._opened[prefix] = IndexedDataset(prefix, self.config.mmap_bin_files)
+        return self._opened[prefix]
 
     def _sequences_of(self, dataset: IndexedDataset, split: int) -> range | None:
         if self.config.blend_per_split is not None:
@@ -217,34 +235,39 @@ class BlendedDatasetBuilder:
             )
         report(f" > no {name} data: --split {self.config.split} gives it no share")
 
-    def _empty_split_error(self, dataset: IndexedDataset, split: int) -> DataError:
+    def _may_be_off(self, split: int) -> bool:
+        """Everyday splits leave small data without test samples; a path given for the test split must be good."""
+        return SPLIT_NAMES[split] == "test" and self.config.blend_per_split is None
+
+    def _describe_empty_split(self, dataset: IndexedDataset, split: int) -> str:
+        """Say that a data set has no sequences for a split, and which ``--split`` would give it some."""
         name, wanted = SPLIT_NAMES[split], self.num_samples[split]
         fact = f"{wanted} {name} samples are asked for, but {dataset.prefix}"
         if self.config.blend_per_split is not None:
-            return DataError(f"{fact} has no sequences; leave it out or write it again")
+            return f"{fact} has no sequences; leave it out or write it again"
         shares = parse_split(self.config.split)
         # A split that is asked for nothing may stay empty.
         shares_wanted = [0.0 if self.num_samples[i] == 0 else share for i, share in enumerate(shares)]
         better = suggest_split(shares_wanted, len(dataset))
         fact += f" has {len(dataset)} sequences, of which --split {self.config.split} leaves none for {name}"
         if better is None:
-            return DataError(f"{fact}; that is too few to divide: give each split its own data ({_PATH_FLAGS[split]})")
-        return DataError(f"{fact}; use --split {better}")
+            return f"{fact}; that is too few to divide: give each split its own data ({_PATH_FLAGS[split]})"
+        return f"{fact}; use --split {better}"
 
-    def _check_amount(self, sources: Sequence[_Source], split: int) -> None:
-        """Refuse text that does not fill one sample even once; more than one epoch is reported, not refused."""
+    def _find_shortage(self, sources: Sequence[_Source], split: int) -> str | None:
+        """Say what is wrong with text that does not fill one sample even once; reading it twice is no shortage."""
         wanted, length = self.num_samples[split], self.config.sequence_length
         if wanted is None:
-            return
+            return None
         largest = max(source.tokens for source in sources)
         empty = [source for source in sources if source.tokens == 0 and source.weight is not None]
         if largest > length and not empty:
-            return
+            return None
         remedy = "use more text, a larger share of --split or a smaller --seq-length"
         if SPLIT_NAMES[split] != "train":
             remedy += ", or --eval-iters 0"
         prefixes = ", ".join(source.dataset.prefix for source in empty or sources)
-        raise DataError(
+        return (
             f"too little {SPLIT_NAMES[split]} data: need {wanted} samples of {length} + 1 tokens, have "
             f"{0 if empty else largest} tokens in {prefixes}; {remedy}"
         )

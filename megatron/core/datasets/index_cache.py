@@ -54,7 +54,7 @@ class IndexCache:
     Any number of processes, on any number of machines, may share a folder without locks: each writes under names of
     its own and renames, so a file under its final name is always whole; whoever renames last replaces equal content.
 
-    ``folder`` None keeps nothing on disk. ``report`` is called with one line for a damaged or unwritable cache.
+    ``folder`` None keeps nothing on disk. ``report`` is called with one line for a cache that cannot be used.
     """
 
     def __init__(self, folder: str | Path | None, report: Callable[[str], None]) -> None:
@@ -96,13 +96,13 @@ class IndexCache:
                 raise ValueError("its description is not the one that its name stands for")
             arrays = {name: _load(path) for name, path in files.items()}
             damage = find_damage(arrays)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, EOFError) as error:
             damage = str(error).splitlines()[0] if str(error) else type(error).__name__
         if damage is None:
             return IndexArrays(arrays, files)
-        self._report(f"WARNING: index cache {described} is damaged ({damage}); building it again")
+        self._report(f"WARNING: index cache {described} cannot be used ({damage}); building it again")
         return None
 
     def _publish(self, described: Path, files: Mapping[str, Path], text: str, arrays: Arrays) -> IndexArrays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import mmap
 import os
@@ -192,6 +193,7 @@ class IndexedDataset:
         raw = os.pread(self._file.fileno(), count * self.dtype.itemsize, begin * self.dtype.itemsize)
         return np.frombuffer(raw, self.dtype)
 
+    @functools.cached_property
     def lengths_fingerprint(self) -> str:
         """Hash the sequence lengths: all of this data set that any sample index depends on."""
         return hashlib.blake2b(self.sequence_lengths.data, digest_size=16).hexdigest()

@@ -1,0 +1,234 @@
+"""The index cache: found by content, whole or not there, rebuilt where damaged, shared without locks."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig
+from megatron.core.datasets.index_builder import NumpyIndexBuilder
+from megatron.core.datasets.index_cache import IndexCache
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.errors import DataError
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "data"
+NAMES = ("document_index", "sample_index", "shuffle_index")
+
+
+def open_dataset(
+    folder: Path | None,
+    lines: list[str],
+    prefix: Path = GOLDEN / "c_multi",
+    num_samples: int = 60,
+    sequences: range = range(97),
+    split_name: str = "train",
+    **options: object,
+) -> GPTDataset:
+    values = {"sequence_length": 64, "mock": True, "eod_token_id": 0} | options
+    config = GPTDatasetConfig(**values)  # type: ignore[arg-type]
+    cache = IndexCache(folder, lines.append)
+    return GPTDataset(IndexedDataset(prefix), sequences, num_samples, split_name, config, NumpyIndexBuilder(), cache)
+
+
+def content(dataset: GPTDataset) -> list[bytes]:
+    return [getattr(dataset, name).tobytes() for name in NAMES]
+
+
+def stems(folder: Path) -> set[str]:
+    return {path.name.split("-")[0] for path in folder.iterdir()}
+
+
+def test_files_have_megatrons_names_and_are_read_again(tmp_path: Path) -> None:
+    lines: list[str] = []
+    built = open_dataset(tmp_path, lines)
+    (stem,) = stems(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [f"{stem}-GPTDataset-train-description.txt", *(f"{stem}-GPTDataset-train-{name}.npy" for name in NAMES)]
+    )
+    text = (tmp_path / f"{stem}-GPTDataset-train-description.txt").read_text()
+    assert stem == hashlib.md5(text.encode()).hexdigest()
+    before = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    assert content(open_dataset(tmp_path, lines)) == content(built) == content(open_dataset(None, lines))
+    assert {path.name: path.stat().st_ino for path in tmp_path.iterdir()} == before
+    assert lines == []
+
+
+def test_everything_that_changes_the_index_changes_the_key(tmp_path: Path) -> None:
+    other = tmp_path / "data" / "c_multi"
+    other.parent.mkdir()
+    with IndexedDatasetBuilder(other, np.int32) as builder:
+        builder.add_dataset(GOLDEN / "c_multi")
+        builder.add_document([1, 2, 3], [3])
+        builder.finalize()
+    cache, lines = tmp_path / "cache", list[str]()
+    changes: list[dict[str, object]] = [
+        {},
+        {"random_seed": 1235},
+        {"sequence_length": 32},
+        {"num_samples": 150},
+        {"sequences": range(96)},
+        {"sequences": range(1, 97)},
+        {"prefix": other},
+        {"split_name": "valid"},
+        {"split_name": "valid", "drop_last_partial_validation_sequence": False},
+    ]
+    for number, change in enumerate(changes, start=1):
+        open_dataset(cache, lines, **change)  # type: ignore[arg-type]
+        assert len(stems(cache)) == number, change
+    assert lines == []
+
+
+def test_what_does_not_change_the_index_keeps_the_key(tmp_path: Path) -> None:
+    lines: list[str] = []
+    moved = tmp_path / "moved" / "c_multi"
+    moved.parent.mkdir()
+    for suffix in (".bin", ".idx"):
+        Path(f"{moved}{suffix}").write_bytes(Path(f"{GOLDEN / 'c_multi'}{suffix}").read_bytes())
+    cache = tmp_path / "cache"
+    same: list[dict[str, object]] = [
+        {},
+        {"prefix": moved},
+        {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True},
+        {"vocab_size": 77, "mmap_bin_files": False},
+        {"num_samples": 59},  # the same epochs
+    ]
+    for change in same:
+        open_dataset(cache, lines, **change)  # type: ignore[arg-type]
+    assert len(stems(cache)) == 1
+    assert lines == []
+
+
+def damage_truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def damage_empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def damage_header(path: Path) -> None:
+    path.write_bytes(b"XX" + path.read_bytes()[2:])
+
+
+@pytest.mark.parametrize("name", [*NAMES, "description"])
+@pytest.mark.parametrize("damage", [damage_truncate, damage_empty, damage_header])
+def test_damaged_files_are_built_again(damage: Callable[[Path], None], name: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+    whole = content(open_dataset(tmp_path, lines))
+    (path,) = tmp_path.glob(f"*-{name}.*")
+    original = path.read_bytes()
+    damage(path)
+    assert content(open_dataset(tmp_path, lines)) == whole
+    assert len(lines) == 1
+    assert "cannot be used" in lines[0]
+    assert "\n" not in lines[0]
+    assert path.read_bytes() == original
+
+
+def test_wrong_shapes_are_damage(tmp_path: Path) -> None:
+    lines: list[str] = []
+    whole = content(open_dataset(tmp_path, lines))
+    (path,) = tmp_path.glob("*-shuffle_index.npy")
+    np.save(path, np.arange(7, dtype=np.uint32))
+    assert content(open_dataset(tmp_path, lines)) == whole
+    assert "shuffle_index has shape (7,)" in lines[0]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "description"])
+def test_missing_files_are_built_in_silence(name: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+    whole = content(open_dataset(tmp_path, lines))
+    (path,) = tmp_path.glob(f"*-{name}.*")
+    path.unlink()
+    assert content(open_dataset(tmp_path, lines)) == whole
+    assert path.exists()
+    assert lines == []
+
+
+def test_flipped_array_bytes_give_an_error_or_tokens_of_the_data(tmp_path: Path) -> None:
+    lines: list[str] = []
+    open_dataset(tmp_path, lines)
+    random = np.random.RandomState(3)
+    refused = 0
+    for name in NAMES:
+        (path,) = tmp_path.glob(f"*-{name}.npy")
+        original = path.read_bytes()
+        for offset in random.randint(128, len(original), size=40):
+            flipped = bytearray(original)
+            flipped[offset] ^= 0x80
+            path.write_bytes(flipped)
+            dataset = open_dataset(tmp_path, lines)
+            for i in range(len(dataset)):
+                try:
+                    assert 0 <= int(dataset[i]["tokens"].max()) < 1000
+                except DataError:
+                    refused += 1
+        path.write_bytes(original)
+    assert refused > 60
+
+
+def test_an_unwritable_folder_means_memory_and_one_warning(tmp_path: Path) -> None:
+    lines: list[str] = []
+    (tmp_path / "file").write_text("")  # a folder cannot be made below a file, not even by root
+    dataset = open_dataset(tmp_path / "file" / "cache", lines)
+    assert content(dataset) == content(open_dataset(None, []))
+    assert len(lines) == 1
+    assert "cannot be written" in lines[0]
+    assert "--data-cache-path" in lines[0]
+
+
+def test_the_default_folder_lies_beside_the_data(tmp_path: Path) -> None:
+    prefix = tmp_path / "corpus"
+    with IndexedDatasetBuilder(prefix, "u2") as builder:
+        builder.add_document(range(100), [100])
+        builder.finalize()
+    config = GPTDatasetConfig(sequence_length=9, blend=Blend((str(prefix),)), split="1,0,0")
+    BlendedDatasetBuilder(config, (5, 0, 0), print).build()
+    assert len(list((tmp_path / "cache" / "GPTDataset_indices").iterdir())) == 4
+
+
+def test_pickled_data_sets_carry_file_names(tmp_path: Path) -> None:
+    dataset = open_dataset(tmp_path, [], num_samples=2000)
+    payload = pickle.dumps(dataset)
+    assert len(payload) < 5000 < sum(map(len, content(dataset)))
+    copy = pickle.loads(payload)
+    assert content(copy) == content(dataset)
+    assert copy[3]["tokens"].tolist() == dataset[3]["tokens"].tolist()
+    in_memory = open_dataset(None, [], num_samples=2000)
+    assert content(pickle.loads(pickle.dumps(in_memory))) == content(dataset)
+
+
+def build_at_once(folder: Path, barrier: multiprocessing.synchronize.Barrier, results: multiprocessing.Queue) -> None:
+    lines: list[str] = []
+    barrier.wait()
+    dataset = open_dataset(folder, lines, prefix=GOLDEN / "a_u16", num_samples=2000, sequences=range(1139))
+    tokens = np.concatenate([dataset[i]["tokens"] for i in range(50)])
+    results.put((hashlib.md5(b"".join(content(dataset)) + tokens.tobytes()).hexdigest(), lines))
+
+
+def test_processes_share_one_empty_cache(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        barrier, results = context.Barrier(6), context.Queue()
+        workers = [context.Process(target=build_at_once, args=(folder, barrier, results)) for _ in range(6)]
+        for worker in workers:
+            worker.start()
+        found = [results.get(timeout=60) for _ in workers]
+        for worker in workers:
+            worker.join(timeout=60)
+            assert worker.exitcode == 0
+        assert len({digest for digest, _ in found}) == 1
+        assert [lines for _, lines in found] == [[]] * 6
+        assert len(list(folder.iterdir())) == 4
+        assert not [name for name in os.listdir(folder) if name.endswith(".tmp")]
