@@ -38,7 +38,9 @@ step "3/6 tokens: tools/preprocess_data.py"
 "$python" tools/preprocess_data.py --input "$run/quickstart.jsonl" --output-prefix "$run/quickstart" \
     "${tokenizer[@]}" --append-eod --workers 2
 
+# Runs the training command, its whole output in training.log and what matters most of it here.
 train() {
+    local shown='^ \[.*iteration|validation loss|test set|number of parameters|checkpoint'
     torchrun pretrain_gpt.py \
         --tensor-model-parallel-size "$tensor" --distributed-backend "$backend" \
         --num-layers 4 --hidden-size 128 --num-attention-heads 4 \
@@ -49,7 +51,11 @@ train() {
         --weight-decay 0.1 --clip-grad 1.0 --hidden-dropout 0 --attention-dropout 0 \
         --log-interval 20 --eval-interval 100 --eval-iters 5 \
         --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 100 \
-        "$@"
+        "$@" 2>&1 | tee -a "$run/training.log" | grep --line-buffered -E "$shown" || {
+        echo "training failed; the end of $run/training.log:" >&2
+        tail -n 40 "$run/training.log" >&2
+        exit 1
+    }
 }
 
 half=$((iterations / 2))
@@ -60,7 +66,8 @@ step "5/6 the same command again: resumes at iteration $half and goes on to $ite
 train
 
 step "6/6 generation from the checkpoint"
-torchrun tools/text_generation_cli.py --load "$run/checkpoint" --prompt "$prompt" --tokens-to-generate 40
+torchrun tools/text_generation_cli.py --load "$run/checkpoint" --prompt "$prompt" \
+    --tokens-to-generate 40 --temperature 0.8 --top-k 40
 
 step "done"
 "$python" - "$run/checkpoint/metrics.jsonl" <<'PYTHON'
@@ -79,4 +86,4 @@ print(f"validation loss: {validation[0]['lm_loss']:.3f} at iteration {validation
 if not last["lm_loss"] < first["lm_loss"] - 1.0:
     sys.exit("the loss did not fall: something is wrong with this run")
 PYTHON
-echo "text, data, checkpoints and metrics: $run/"
+echo "text, data, checkpoints, metrics and the whole log: $run/"
