@@ -1,0 +1,156 @@
+"""Build the data sets of a run and the iterators that training and evaluation read from."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.collectives import barrier
+from megatron.core.datasets.batch import Batch, MicroBatchReader
+from megatron.core.datasets.data_samplers import DataloaderType, MicroBatchSampler, SampleOrder
+from megatron.core.datasets.gpt_dataset import SampleDataset
+from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig, parse_blend
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.training.config.run_config import RunConfig
+from megatron.training.initialize import Runtime
+
+_PREFETCHED_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """Hold the data sets of the three splits; None where a split has no data or nothing is asked of it."""
+
+    train: SampleDataset | None
+    valid: SampleDataset | None
+    test: SampleDataset | None
+
+
+DatasetsProvider = Callable[[RunConfig, Tokenizer, "SampleTargets", Callable[[str], None]], Datasets]
+"""Return the data sets, given how many samples each must have and where to report lines."""
+
+
+@dataclass(frozen=True)
+class SampleTargets:
+    """Hold how many samples a run will read of each split."""
+
+    train: int
+    valid: int
+    test: int
+
+
+def sample_targets(config: RunConfig) -> SampleTargets:
+    """Return how many samples training, all evaluations together, and the final test read."""
+    validation, batch = config.validation, config.training.global_batch_size
+    per_evaluation = validation.eval_iters * batch
+    interval = validation.eval_interval
+    num_evaluations = config.train_iters // interval + 1 if interval else 1
+    return SampleTargets(
+        train=0 if config.training.skip_train else config.train_samples,
+        valid=num_evaluations * per_evaluation,
+        test=per_evaluation,
+    )
+
+
+def build_datasets(
+    config: RunConfig, runtime: Runtime, tokenizer: Tokenizer, datasets_provider: DatasetsProvider
+) -> Datasets:
+    """Build the data sets, rank 0 first so that the others find its index cache."""
+    targets = sample_targets(config)
+    is_reporter = runtime.is_reporter
+    if is_reporter:
+        print(" > datasets target sizes (minimum size):", flush=True)
+        print(f"    train:      {targets.train}", flush=True)
+        print(f"    validation: {targets.valid}", flush=True)
+        print(f"    test:       {targets.test}", flush=True)
+        datasets = datasets_provider(config, tokenizer, targets, lambda line: print(line, flush=True))
+    barrier(runtime.state.world)
+    if not is_reporter:
+        datasets = datasets_provider(config, tokenizer, targets, lambda line: None)
+    return datasets
+
+
+class BatchSource:
+    """Give the micro-batches of one split in order, read ahead by a thread.
+
+    ``next_sample_ids`` names the samples of a whole step over all ranks, before it is read.
+    """
+
+    def __init__(
+        self, dataset: SampleDataset, config: RunConfig, runtime: Runtime, vocab_size: int, consumed_samples: int
+    ) -> None:
+        self.device = runtime.device.torch_device
+        dataloader_type: DataloaderType = "cyclic" if config.data.dataloader_type == "cyclic" else "single"
+        self.order = SampleOrder(dataloader_type, len(dataset), config.initialization.seed)
+        sampler = MicroBatchSampler(
+            self.order,
+            consumed_samples,
+            config.training.micro_batch_size,
+            runtime.state.dp.rank,
+            runtime.state.dp.size,
+        )
+        reader = MicroBatchReader(dataset, vocab_size)
+        batches = (reader[sample_ids] for sample_ids in sampler)
+        self._batches = prefetch(batches, _PREFETCHED_BATCHES) if config.data.num_workers > 0 else batches
+
+    def sample_ids(self, consumed_samples: int, count: int) -> NDArray[np.int64]:
+        """Return the ids of the ``count`` samples after ``consumed_samples``, over all data-parallel ranks."""
+        return self.order.sample_ids(consumed_samples, count)
+
+    def next(self) -> Batch:
+        """Return the next micro-batch on this process's device."""
+        return next(self._batches).to(self.device, non_blocking=True)
+
+
+def prefetch(batches: Iterator[Batch], depth: int) -> Iterator[Batch]:
+    """Read up to ``depth`` micro-batches ahead in a thread; an error of the reader is raised where its batch is due."""
+    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(depth)
+
+    def read() -> None:
+        try:
+            for batch in batches:
+                ready.put(batch)
+            ready.put(None)
+        except Exception as error:  # noqa: BLE001 handed to the consumer, which raises it
+            ready.put(error)
+
+    threading.Thread(target=read, name="batch reader", daemon=True).start()
+    while (item := ready.get()) is not None:
+        if isinstance(item, BaseException):
+            raise item
+        yield item
+
+
+def dataset_config(config: RunConfig, tokenizer: Tokenizer) -> GPTDatasetConfig:
+    """Return what the data sets are built from.
+
+    Raises:
+        ConfigurationError: the flags contradict each other.
+    """
+    data = config.data
+    per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    return GPTDatasetConfig(
+        sequence_length=data.seq_length,
+        random_seed=config.initialization.seed,
+        blend=parse_blend(data.data_path) if data.data_path else None,
+        blend_per_split=_blends(per_split) if any(per_split) else None,
+        split=data.split or "969,30,1",
+        mock=data.mock_data,
+        path_to_cache=data.data_cache_path,
+        mmap_bin_files=data.mmap_bin_files,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        eod_token_id=tokenizer.eod_id,
+        vocab_size=tokenizer.vocab_size,
+    )
+
+
+def _blends(paths: tuple[tuple[str, ...], ...]) -> tuple[Blend | None, Blend | None, Blend | None]:
+    train, valid, test = (parse_blend(items) if items else None for items in paths)
+    return train, valid, test

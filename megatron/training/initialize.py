@@ -1,0 +1,125 @@
+"""Start a process's part of a run: what the launcher said, the device, the backend, the groups, the seeds.
+
+Importing this module imports no torch, so that a wrong command line is refused quickly.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from megatron.training.config.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from megatron.core.device import Device
+    from megatron.core.parallel_state import ParallelState
+    from megatron.core.tensor_parallel.random import RngStreams
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """Hold what torchrun tells each process; one process on its own where there is no launcher."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Runtime:
+    """Hold what the rest of the run is given of this process: its device, its groups and its random streams."""
+
+    device: Device
+    state: ParallelState
+    rng: RngStreams
+
+    @property
+    def is_reporter(self) -> bool:
+        """Return whether this process prints and writes for all."""
+        return self.state.rank == 0
+
+
+def read_launch_environment() -> LaunchEnvironment:
+    """Return this process's rank, the world size and its rank on this machine."""
+    return LaunchEnvironment(
+        rank=int(os.environ.get("RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+    )
+
+
+def initialize_device(launch: LaunchEnvironment) -> Device:
+    """Choose and occupy this process's device."""
+    from megatron.core.device import select_device
+
+    device = select_device(launch.local_rank)
+    device.make_current()
+    return device
+
+
+def initialize_distributed(launch: LaunchEnvironment, device: Device, backend: str, timeout_minutes: int) -> str | None:
+    """Join the process group unless this process is alone; return a warning where the backend had to be changed."""
+    import torch.distributed as dist
+
+    warning = None
+    if backend == "nccl" and not device.is_cuda:
+        backend = "gloo"
+        warning = "WARNING: --distributed-backend nccl needs CUDA, which this machine does not have: using gloo"
+    if launch.world_size > 1:
+        dist.init_process_group(
+            backend=backend,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(minutes=timeout_minutes),
+            device_id=device.torch_device if backend == "nccl" else None,
+        )
+    return warning
+
+
+def initialize_runtime(config: RunConfig, launch: LaunchEnvironment) -> Runtime:
+    """Set up device, process groups and random streams, and say so as Megatron does."""
+    import torch
+
+    from megatron.core.parallel_state import create_parallel_state
+    from megatron.core.tensor_parallel.random import RngStreams
+
+    device = initialize_device(launch)
+    warning = initialize_distributed(
+        launch,
+        device,
+        config.initialization.distributed_backend,
+        config.initialization.distributed_timeout_minutes,
+    )
+    if config.initialization.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+    state = create_parallel_state(
+        config.model.tensor_model_parallel_size,
+        config.model.pipeline_model_parallel_size,
+        config.model.context_parallel_size,
+        timeout=timedelta(minutes=config.initialization.distributed_timeout_minutes),
+    )
+    if state.rank == 0:
+        if warning is not None:
+            print(warning, flush=True)
+        print(f"> initialized tensor model parallel with size {state.tp.size}", flush=True)
+        print(f"> initialized pipeline model parallel with size {state.pp.size}", flush=True)
+        print(f"> setting random seeds to {config.initialization.seed} ...", flush=True)
+    rng = RngStreams(
+        device,
+        config.initialization.seed,
+        tp_rank=state.tp.rank,
+        dp_rank=state.dp.rank,
+        cp_rank=state.cp.rank,
+        pp_rank=state.pp.rank,
+    )
+    return Runtime(device, state, rng)
+
+
+def shut_down() -> None:
+    """Leave the process group."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,115 @@
+"""The lines that users read and grep while a run goes on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from megatron.core.device import Device
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Hold the figures of one iteration, equal on all ranks.
+
+    ``lm_loss`` is the mean over the tokens of the global batch; None for an iteration whose update was skipped.
+    ``learning_rate`` is the one that the iteration trained at, ``next_learning_rate`` the one just set.
+    """
+
+    iteration: int
+    consumed_samples: int
+    global_batch_size: int
+    num_tokens: float
+    lm_loss: float
+    learning_rate: float
+    next_learning_rate: float
+    loss_scale: float
+    grad_norm: float | None
+    num_zeros: int | None
+    params_norm: float | None
+    is_skipped: bool
+    step_time_s: float
+    tokens_per_second: float
+    tflops_per_device: float
+    mfu: float | None
+    sample_ids_hash: str
+
+    @property
+    def is_nan(self) -> bool:
+        """Return whether the loss is not a number."""
+        return math.isnan(self.lm_loss)
+
+
+@dataclass
+class LossAverage:
+    """Average the loss over the iterations between two log lines; skipped iterations contribute none."""
+
+    total: float = 0.0
+    count: int = 0
+    num_skipped: int = 0
+    num_nan: int = 0
+    elapsed_s: float = 0.0
+    num_iterations: int = 0
+    tflops: float = field(default=0.0)
+
+    def add(self, step: StepReport) -> None:
+        """Take one iteration in."""
+        self.num_iterations += 1
+        self.elapsed_s += step.step_time_s
+        self.tflops += step.tflops_per_device * step.step_time_s
+        self.num_nan += step.is_nan
+        if step.is_skipped:
+            self.num_skipped += 1
+        else:
+            self.total += step.lm_loss
+            self.count += 1
+
+
+def format_step(step: StepReport, average: LossAverage, train_iters: int, log_throughput: bool) -> str:
+    """Return Megatron's line for the iterations since the last one."""
+    parts = [
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {step.iteration:8d}/{train_iters:8d} |",
+        f" consumed samples: {step.consumed_samples:12d} |",
+        f" elapsed time per iteration (ms): {average.elapsed_s * 1000.0 / average.num_iterations:.1f} |",
+    ]
+    if log_throughput:
+        parts.append(f" throughput per GPU (TFLOP/s/GPU): {average.tflops / average.elapsed_s:.1f} |")
+        if step.mfu is not None:
+            parts.append(f" MFU: {100.0 * step.mfu:.1f}% |")
+    parts.append(f" learning rate: {step.next_learning_rate:.6E} |")
+    parts.append(f" global batch size: {step.global_batch_size:5d} |")
+    if average.count:
+        parts.append(f" lm loss: {average.total / average.count:.6E} |")
+    parts.append(f" loss scale: {step.loss_scale:.1f} |")
+    if step.grad_norm is not None:
+        parts.append(f" grad norm: {step.grad_norm:.3f} |")
+    if step.num_zeros is not None:
+        parts.append(f" num zeros: {step.num_zeros} |")
+    if step.params_norm is not None:
+        parts.append(f" params norm: {step.params_norm:.3f} |")
+    parts.append(f" number of skipped iterations: {average.num_skipped:3d} |")
+    parts.append(f" number of nan iterations: {average.num_nan:3d} |")
+    return "".join(parts)
+
+
+def format_memory(rank: int, iteration: int, device: Device) -> str:
+    """Return the memory figures of one rank in MiB."""
+    use = device.memory_use()
+    return (
+        f"[Rank {rank}] (after {iteration} iterations) memory (MB) | allocated: {use.allocated:.2f} | "
+        f"max allocated: {use.max_allocated:.2f} | reserved: {use.reserved:.1f} | max reserved: {use.max_reserved:.1f}"
+    )
+
+
+def format_evaluation(heading: str, lm_loss: float) -> str:
+    """Return the framed line of an evaluation; ``heading`` says when and on what."""
+    perplexity = math.exp(min(20.0, lm_loss))
+    line = f" validation loss at {heading} | lm loss value: {lm_loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+    rule = "-" * (len(line) + 1)
+    return f"{rule}\n{line}\n{rule}"
+
+
+def format_datetime(heading: str) -> str:
+    """Return a line that marks a moment of the run."""
+    return f"[{heading}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}"

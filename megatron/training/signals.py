@@ -1,0 +1,42 @@
+"""Reasons to end a run early: a signal from the scheduler, a time limit, an iteration."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType
+
+from megatron.training.config.training_config import TrainingConfig
+
+
+class ExitRequest:
+    """Watch for an exit signal and the time limit of this process.
+
+    SIGTERM is always watched, ``--exit-signal`` with ``--exit-signal-handler``. The handler only notes the signal: the
+    step that runs is finished, and all ranks agree on the exit after it. A second signal of the same kind does what it
+    would have done without this watch.
+    """
+
+    def __init__(self, config: TrainingConfig, start_time: float) -> None:
+        self.config = config
+        self.start_time = start_time
+        self.signal_received = False
+        watched = {signal.SIGTERM}
+        if config.exit_signal_handler:
+            watched.add(signal.Signals[config.exit_signal])
+        self._previous = {number: signal.signal(number, self._note) for number in watched}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal_received = True
+        signal.signal(number, self._previous[signal.Signals(number)])
+
+    @property
+    def time_is_up(self) -> bool:
+        """Return whether the run has lasted as long as it may."""
+        limit = self.config.exit_duration_in_mins
+        return limit is not None and (time.time() - self.start_time) / 60.0 > limit
+
+    def close(self) -> None:
+        """Put the previous signal handlers back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)

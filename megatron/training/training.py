@@ -1,0 +1,142 @@
+"""The training loop: step, log, evaluate, save, and the reasons to stop."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
+from megatron.core.timers import Timers
+from megatron.training.config.run_config import RunConfig
+from megatron.training.data_setup import BatchSource
+from megatron.training.evaluation import evaluate
+from megatron.training.initialize import Runtime
+from megatron.training.metrics import MetricsWriter
+from megatron.training.model_setup import TrainingParts
+from megatron.training.reporting import LossAverage, StepReport, format_evaluation, format_memory, format_step
+from megatron.training.signals import ExitRequest
+from megatron.training.train_state import TrainState
+from megatron.training.training_step import Agreement, ForwardStep, TrainingStep
+
+Save = Callable[[], None]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingRun:
+    """Hold everything that the loop works on; the loop itself keeps nothing between iterations but the averages."""
+
+    config: RunConfig
+    runtime: Runtime
+    parts: TrainingParts
+    forward_step: ForwardStep
+    train_state: TrainState
+    valid_source: BatchSource | None
+    metrics: MetricsWriter | None
+    timers: Timers
+    save: Save
+
+    def log(self, text: str) -> None:
+        """Print on the reporting rank."""
+        if self.runtime.is_reporter:
+            print(text, flush=True)
+
+
+def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest) -> str | None:
+    """Train until the last iteration; return why the run was stopped before it, or None.
+
+    The newest checkpoint is of the last iteration when this returns, where ``--save`` is given.
+    """
+    config, state = run.config, run.train_state
+    step = TrainingStep(config, run.runtime, run.parts, run.forward_step, run.timers)
+    batches = NumMicrobatchesCalculator(
+        global_batch_size=config.training.global_batch_size,
+        micro_batch_size=config.training.micro_batch_size,
+        data_parallel_size=config.data_parallel_size,
+        rampup_batch_size=config.training.rampup_batch_size,
+    )
+    average = LossAverage()
+    saved_iteration = state.iteration
+    first_log = True
+    reason = None
+    _begin_garbage_collection(config)
+    while state.iteration < config.train_iters and reason is None:
+        batch_size = batches.global_batch_size_at(state.consumed_train_samples)
+        report, agreement = step.run(state, train_source, batch_size, exit_request)
+        average.add(report)
+        _write_metrics(run, report)
+        if state.iteration % config.logging.log_interval == 0:
+            _log_iterations(run, report, average, with_memory=first_log)
+            average, first_log = LossAverage(), False
+        if _is_due(config.validation.eval_interval, state.iteration):
+            evaluate_and_report(run, run.valid_source, "validation", f"iteration {state.iteration}")
+        reason = _exit_reason(config, state.iteration, agreement)
+        if _is_due(config.checkpoint.save_interval, state.iteration) or reason is not None:
+            run.save()
+            saved_iteration = state.iteration
+        _collect_garbage(config, state.iteration)
+        if config.training.empty_unused_memory_level >= 1:
+            run.runtime.device.empty_cache()
+    if saved_iteration != state.iteration:
+        run.save()
+    return reason
+
+
+def evaluate_and_report(run: TrainingRun, source: BatchSource | None, split: str, moment: str) -> None:
+    """Evaluate one split, print the framed line and write the figure down; nothing where the split is empty."""
+    config = run.config
+    if source is None:
+        return
+    with run.timers("evaluate", log_level=0):
+        lm_loss = evaluate(config, run.runtime, run.parts, run.forward_step, source)
+    if split == "validation":
+        run.train_state.consumed_valid_samples += config.validation.eval_iters * config.training.global_batch_size
+    run.log(format_evaluation(f"{moment} on {split} set", lm_loss))
+    if run.metrics is not None:
+        iteration = run.train_state.iteration
+        run.metrics.write({"iteration": iteration, "split": split, "lm_loss": lm_loss})
+        run.metrics.evaluation_scalars(split, lm_loss, iteration)
+
+
+def _log_iterations(run: TrainingRun, report: StepReport, average: LossAverage, with_memory: bool) -> None:
+    logging = run.config.logging
+    run.log(format_step(report, average, run.config.train_iters, logging.log_throughput))
+    if with_memory and run.runtime.state.dp_cp.is_first:
+        print(format_memory(run.runtime.state.rank, report.iteration, run.runtime.device), flush=True)
+    times = run.timers.report(run.runtime.state.world, normalizer=average.num_iterations)
+    if times:
+        run.log(times)
+
+
+def _write_metrics(run: TrainingRun, report: StepReport) -> None:
+    if run.metrics is None:
+        return
+    run.metrics.write_step(report)
+    if report.iteration % run.config.logging.tensorboard_log_interval == 0:
+        run.metrics.step_scalars(report)
+
+
+def _is_due(interval: int | None, iteration: int) -> bool:
+    return bool(interval) and iteration % (interval or 1) == 0
+
+
+def _exit_reason(config: RunConfig, iteration: int, agreement: Agreement) -> str | None:
+    if agreement.signal_received:
+        return f"exiting program at iteration {iteration} after a signal"
+    if agreement.time_is_up:
+        return f"exiting program after {config.training.exit_duration_in_mins} minutes at iteration {iteration}"
+    if _is_due(config.training.exit_interval, iteration):
+        return f"exiting program at iteration {iteration}"
+    return None
+
+
+def _begin_garbage_collection(config: RunConfig) -> None:
+    if config.training.manual_gc:
+        gc.disable()
+        gc.collect()
+
+
+def _collect_garbage(config: RunConfig, iteration: int) -> None:
+    interval = config.training.manual_gc_interval
+    if config.training.manual_gc and interval and iteration % interval == 0:
+        gc.collect()
