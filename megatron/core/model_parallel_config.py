@@ -38,9 +38,6 @@ class ModelParallelConfig:
     cp_comm_type: tuple[str, ...] = flag(("p2p",), nargs="+")
     """How context-parallel ranks exchange keys and values: p2p, all_gather, a2a or a2a+p2p; one or one
     a layer."""
-    async_tensor_model_parallel_allreduce: bool = flag(True, negative="--no-async-tensor-model-parallel-allreduce")
-    """Do not overlap the all-reduce of a column-parallel layer's input gradient with its weight
-    gradient."""
     fp16: bool = False
     """Train in float16 with float32 main parameters and dynamic loss scaling."""
     bf16: bool = False

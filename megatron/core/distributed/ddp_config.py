@@ -11,8 +11,7 @@ from megatron.core.config_base import flag
 class DistributedDataParallelConfig:
     """Hold what data parallelism is built from.
 
-    ``accumulate_allreduce_grads_in_fp32`` is True in a resolved run of any half precision, unless
-    ``grad_reduce_in_bf16`` is given: gradients are accumulated in float32 by default.
+    Gradients of half-precision parameters are accumulated in float32 unless ``grad_reduce_in_bf16`` is given.
     """
 
     use_distributed_optimizer: bool = False
@@ -30,9 +29,6 @@ class DistributedDataParallelConfig:
     size)."""
     ddp_average_in_collective: bool = False
     """Average gradients in the collective in place of scaling them before it."""
-    accumulate_allreduce_grads_in_fp32: bool = False
-    """Accumulate and reduce gradients in float32 (always so in half precision, unless --grad-reduce-in-
-    bf16)."""
     grad_reduce_in_bf16: bool = False
     """Accumulate and reduce the gradients of a bfloat16 model in bfloat16."""
     check_for_nan_in_loss_and_grad: bool = flag(True, negative="--no-check-for-nan-in-loss-and-grad")

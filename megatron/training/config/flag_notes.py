@@ -79,6 +79,10 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--te-rng-tracker": NoEffect(0, "random number streams do not depend on transformer-engine"),
     "--inference-rng-tracker": NoEffect(0, "random number streams do not depend on inference"),
     # parallelism
+    "--no-async-tensor-model-parallel-allreduce": NoEffect(0, _TP_OVERLAP),
+    "--accumulate-allreduce-grads-in-fp32": NoEffect(
+        0, "gradients of half-precision parameters are accumulated in float32 unless --grad-reduce-in-bf16 is given"
+    ),
     "--tp-comm-overlap": NoEffect(0, _TP_OVERLAP),
     "--tp-comm-overlap-cfg": NoEffect(1, _TP_OVERLAP),
     "--tp-comm-bootstrap-backend": NoEffect(1, _TP_OVERLAP),
@@ -117,6 +121,7 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--dist-ckpt-optim-fully-reshardable": NoEffect(0, "the optimizer's state can always be resharded"),
     "--no-use-tokenizer-model-from-checkpoint-args": NoEffect(0, "training takes its tokenizer from the command line"),
     # running and reporting
+    "--no-manual-gc-eval": NoEffect(0, "no collection is made around an evaluation"),
     "--log-timers-to-console": NoEffect(0, "timers go to the console as --timing-log-level says"),
     "--no-barrier-with-level-1-timing": NoEffect(0, "timers use no barriers"),
     "--no-barrier-with-L1-time": NoEffect(0, "timers use no barriers"),

@@ -77,11 +77,7 @@ def _resolve_precision(config: RunConfig) -> RunConfig:
         params_dtype=config.model.params_dtype,
         use_distributed_optimizer=config.ddp.use_distributed_optimizer,
     )
-    is_half = config.model.params_dtype in ("float16", "bfloat16")
-    ddp = config.ddp
-    if is_half and not ddp.grad_reduce_in_bf16:
-        ddp = dataclasses.replace(ddp, accumulate_allreduce_grads_in_fp32=True)
-    return dataclasses.replace(config, optimizer=optimizer, ddp=ddp)
+    return dataclasses.replace(config, optimizer=optimizer)
 
 
 def _resolve_data_parallelism(config: RunConfig, notes: list[str]) -> RunConfig:

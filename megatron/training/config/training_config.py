@@ -41,5 +41,3 @@ class TrainingConfig:
     """Run Python's garbage collector only at fixed iterations, so that all ranks stop together."""
     manual_gc_interval: int = 0
     """With --manual-gc: iterations from one collection to the next; 0 for never."""
-    manual_gc_eval: bool = flag(True, negative="--no-manual-gc-eval")
-    """With --manual-gc: do not collect garbage before and after an evaluation."""

@@ -95,8 +95,6 @@ def _check_precision(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.fp16 and model.bf16:
         yield "--fp16 and --bf16 exclude each other; keep one"
-    if config.ddp.grad_reduce_in_bf16 and config.ddp.accumulate_allreduce_grads_in_fp32:
-        yield "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; keep one"
     if config.ddp.grad_reduce_in_bf16 and not model.bf16:
         yield "--grad-reduce-in-bf16 has no effect without --bf16; add it or leave this out"
 

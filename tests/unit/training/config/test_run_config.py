@@ -28,12 +28,10 @@ def test_batch_and_positions_have_defaults_from_elsewhere() -> None:
     assert config.data.split == "969, 30, 1"
 
 
-def test_precision_reaches_optimizer_and_gradients() -> None:
+def test_precision_and_sharding_reach_the_optimizer() -> None:
     config = config_of("--bf16")
     assert config.optimizer.params_dtype == "bfloat16"
-    assert config.ddp.accumulate_allreduce_grads_in_fp32
-    assert not config_of("--bf16 --grad-reduce-in-bf16").ddp.accumulate_allreduce_grads_in_fp32
-    assert not config_of("").ddp.accumulate_allreduce_grads_in_fp32
+    assert not config.optimizer.use_distributed_optimizer
 
 
 def test_weight_decay_is_constant_unless_said_otherwise() -> None:
