@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.main_grad import main_grad_of
+from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
 from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
@@ -129,13 +129,15 @@ class _EmbeddingLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(indices, weight)
+        # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
+        ctx.main_grad = main_grad_of(weight)
         return F.embedding(indices, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
         indices, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
-        main_grad = main_grad_of(weight)
+        main_grad: MainGrad | None = ctx.main_grad
         if main_grad is not None:
             main_grad.add_rows(indices.reshape(-1), rows)
             return None, None

@@ -18,7 +18,7 @@ from megatron.core.collectives import (
     all_reduce,
     reduce_scatter_into,
 )
-from megatron.core.main_grad import main_grad_of
+from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
 
 
@@ -45,6 +45,8 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.region, ctx.tp, ctx.has_bias = region, tp, bias is not None
+        # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
+        ctx.main_grad = main_grad_of(weight)
         full_x = all_gather_first_dim(x, tp) if region is InputRegion.SEQUENCE else x
         return F.linear(full_x, weight, bias)
 
@@ -76,15 +78,14 @@ class _Linear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         weight_grad = None
         if needs_weight_grad:
-            weight_grad = _accumulate_weight_grad(weight, rows, full_x.reshape(-1, full_x.shape[-1]))
+            weight_grad = _accumulate_weight_grad(ctx.main_grad, rows, full_x.reshape(-1, full_x.shape[-1]))
         bias_grad = rows.sum(dim=0) if ctx.has_bias else None
         if reducing is not None:
             reducing.wait()
         return x_grad, weight_grad, bias_grad, None, None
 
 
-def _accumulate_weight_grad(weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-    main_grad = main_grad_of(weight)
+def _accumulate_weight_grad(main_grad: MainGrad | None, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
     if main_grad is None:
         return grad.t().matmul(x)
     main_grad.add_matmul(grad.t(), x)
