@@ -27,11 +27,11 @@ def make_rng(tp: Group, seed: int = SEED) -> RngStreams:
     return RngStreams(Device("cpu"), seed, tp_rank=tp.rank, dp_rank=0, cp_rank=0, pp_rank=0)
 
 
-def tensor_parallel_group() -> Group:
-    """Return the group over all ranks of the running job, or a single rank outside one."""
+def tensor_parallel_group(size: int | None = None) -> Group:
+    """Return this rank's group of ``size`` ranks (by default all of the running job), or one rank outside a job."""
     if not dist.is_initialized():
         return single_rank_group()
-    return create_parallel_state(tensor_model_parallel_size=dist.get_world_size()).tp
+    return create_parallel_state(tensor_model_parallel_size=size or dist.get_world_size()).tp
 
 
 def make_model(tp: Group, device: str = "cpu", **config: Any) -> GPTModel:

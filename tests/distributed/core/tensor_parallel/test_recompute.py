@@ -1,0 +1,124 @@
+"""Recomputed activations change no bit of the loss or of any gradient, dropout included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.process_group import Group
+from megatron.core.sharding import spec_of
+from tests.harness.distributed import run_distributed
+from tests.harness.toy_model import load_global_weights, make_batch, make_model, tensor_parallel_group
+
+MODES: dict[str, dict[str, Any]] = {
+    "selective": {"recompute_granularity": "selective"},
+    "uniform-1": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "uniform-2": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    "block-2": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    "block-9": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 9},
+}
+
+
+def run_two_steps(tp: Group, **config: Any) -> dict[str, np.ndarray]:
+    """Return the losses of two micro-batches, the sum of their gradients, and the random state after them."""
+    model = make_model(
+        tp,
+        num_layers=3,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        num_query_groups=2,
+        position_embedding_type="rope",
+        **config,
+    )
+    load_global_weights(model)
+    kept: dict[str, np.ndarray] = {}
+    for step in range(2):
+        tokens, labels, positions, _ = make_batch(12, 3, 53, seed=step)
+        loss = model(tokens, positions, labels=labels).mean()
+        loss.backward()
+        kept[f"loss {step}"] = loss.detach().numpy().copy()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        kept[f"{spec_of(parameter).name} {name}"] = parameter.grad.numpy().copy()
+    states = model.decoder.rng.state_dict()
+    return kept | {f"state {stream}": state.numpy().copy() for stream, state in states.items()}
+
+
+def differences(sequence_parallel: bool) -> dict[str, list[str]]:
+    """Return for every way of recomputing the names of what is not bitwise equal to no recompute."""
+    tp = tensor_parallel_group()
+    expected = run_two_steps(tp, sequence_parallel=sequence_parallel)
+    found = {}
+    for mode, config in MODES.items():
+        actual = run_two_steps(tp, sequence_parallel=sequence_parallel, **config)
+        assert set(actual) == set(expected)
+        found[mode] = [name for name in expected if not np.array_equal(actual[name], expected[name])]
+    return found
+
+
+NO_DIFFERENCES: dict[str, list[str]] = {mode: [] for mode in MODES}
+
+
+def test_recompute_is_exact_on_one_rank() -> None:
+    assert differences(sequence_parallel=False) == NO_DIFFERENCES
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_recompute_is_exact_under_tensor_parallelism(sequence_parallel: bool) -> None:
+    assert run_distributed(2, differences, sequence_parallel) == [NO_DIFFERENCES] * 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "passes"), [("uniform-2", (2, 2, 2)), ("block-2", (2, 2, 1)), ("uniform-1", (2, 2, 2))]
+)
+def test_full_recompute_runs_the_layers_again_that_it_should(mode: str, passes: tuple[int, ...]) -> None:
+    tp = tensor_parallel_group()
+    model = make_model(tp, num_layers=3, **MODES[mode])
+    counts = dict.fromkeys(model.decoder.layers, 0)
+    for number, layer in model.decoder.layers.items():
+
+        def count(*_: Any, number: str = number) -> None:
+            counts[number] += 1
+
+        layer.self_attention.linear_proj.register_forward_hook(count)
+    tokens, labels, positions, _ = make_batch(12, 3, 53)
+    model(tokens, positions, labels=labels).mean().backward()
+    assert tuple(counts.values()) == passes
+    model.eval()
+    with torch.no_grad():
+        model(tokens, positions)
+    assert tuple(counts.values()) == tuple(number + 1 for number in passes)
+
+
+def test_selective_recompute_keeps_no_attention_weights() -> None:
+    """With plain attention the weights [b, n, s, s] are the largest activations; none may be kept."""
+
+    def largest_kept(**config: Any) -> int:
+        model = make_model(tensor_parallel_group(), attention_backend="unfused", **config)
+        tokens, labels, positions, _ = make_batch(14, 3, 53)
+        kept: list[torch.Size] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            kept.append(tensor.shape)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(tokens, positions, labels=labels)
+        return sum(shape[-2:] == (14, 14) for shape in kept)
+
+    assert largest_kept() > 0
+    assert largest_kept(recompute_granularity="selective") == 0
+
+
+def test_recomputed_dropout_leaves_the_default_generator_alone() -> None:
+    tp = tensor_parallel_group()
+    model = make_model(tp, hidden_dropout=0.1, **MODES["uniform-1"])
+    tokens, labels, positions, _ = make_batch(12, 3, 53)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    model(tokens, positions, labels=labels).mean().backward()
+    assert torch.equal(torch.rand(3), expected)

@@ -1,0 +1,184 @@
+"""Gradients that layers write straight into their accumulators equal autograd's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.main_grad import (
+    MainGrad,
+    attach_main_grad,
+    gradient_uses_of,
+    main_grad_of,
+    set_gradient_uses,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_group import single_rank_group
+from tests.harness.closeness import assert_gradients_close
+from tests.harness.toy_model import load_global_weights, make_batch, make_model
+
+
+def toy(**config: Any) -> GPTModel:
+    model = make_model(single_rank_group(), **config)
+    load_global_weights(model)
+    return model
+
+
+def run_micro_batches(model: GPTModel, count: int = 3) -> None:
+    for seed in range(count):
+        tokens, labels, positions, _ = make_batch(11, 3, 53, seed)
+        model(tokens, positions, labels=labels).mean().backward()
+
+
+def attach_everywhere(model: GPTModel, dtype: torch.dtype) -> dict[str, int]:
+    """Give every parameter a dirty accumulator and return how often each reported that it was complete."""
+    completed: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+
+        def on_complete(name: str = name) -> None:
+            completed[name] = completed.get(name, 0) + 1
+
+        buffer = torch.full(parameter.shape, float("nan"), dtype=dtype)
+        attach_main_grad(parameter, MainGrad(buffer, gradient_uses_of(parameter), on_complete))
+    return completed
+
+
+def accumulated(model: GPTModel) -> dict[str, np.ndarray]:
+    """Return every gradient, from the accumulator where a layer wrote there and from autograd elsewhere."""
+    result = {}
+    for name, parameter in model.named_parameters():
+        main_grad = main_grad_of(parameter)
+        if main_grad is not None and not main_grad.is_empty:
+            assert parameter.grad is None, f"{name} has two gradients"
+            result[name] = main_grad.tensor.numpy()
+        else:
+            assert parameter.grad is not None, name
+            result[name] = parameter.grad.numpy()
+    return result
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "untied": {"untie_embeddings_and_output_weights": True, "swiglu": True, "num_query_groups": 2},
+    "recomputed": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_main_gradients_equal_autograd(case: str) -> None:
+    plain, direct = toy(params_dtype="float64", **CASES[case]), toy(params_dtype="float64", **CASES[case])
+    completed = attach_everywhere(direct, torch.float64)
+    run_micro_batches(plain)
+    run_micro_batches(direct)
+    expected = {name: parameter.grad.numpy() for name, parameter in plain.named_parameters()}  # type: ignore[union-attr]
+    assert_gradients_close(accumulated(direct), expected, 1e-12)
+    written = {
+        name for name, parameter in direct.named_parameters() if parameter.dim() == 2 and "layernorm" not in name
+    }
+    assert completed == dict.fromkeys(written, 3), "each weight reports once a backward pass"
+
+
+def test_low_precision_weights_accumulate_in_float32() -> None:
+    plain, direct = toy(params_dtype="bfloat16"), toy(params_dtype="bfloat16")
+    attach_everywhere(direct, torch.float32)
+    total: dict[str, torch.Tensor] = {}
+    for seed in range(4):
+        tokens, labels, positions, _ = make_batch(11, 3, 53, seed)
+        for model in (plain, direct):
+            model(tokens, positions, labels=labels).mean().backward()
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            total[name] = total.get(name, torch.zeros(())) + parameter.grad.float()
+            parameter.grad = None
+    for name in ("decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.1.self_attention.linear_proj.weight"):
+        main_grad = main_grad_of(direct.get_parameter(name))
+        assert main_grad is not None
+        assert main_grad.tensor.dtype == torch.float32
+        assert torch.equal(main_grad.tensor, total[name]), name
+
+
+def test_tied_weight_gets_two_contributions_and_reports_once() -> None:
+    model = toy()
+    weight = model.output_weight
+    assert gradient_uses_of(weight) == 2
+    calls: list[str] = []
+
+    class Recorder(MainGrad):
+        def add_matmul(self, left: torch.Tensor, right: torch.Tensor) -> None:
+            calls.append("output layer")
+            super().add_matmul(left, right)
+
+        def add_rows(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
+            calls.append("embedding")
+            super().add_rows(indices, rows)
+
+    recorder = Recorder(torch.empty_like(weight), gradient_uses_of(weight), lambda: calls.append("complete"))
+    attach_main_grad(weight, recorder)
+    run_micro_batches(model, 2)
+    assert calls == ["output layer", "embedding", "complete"] * 2
+
+
+def test_reset_makes_the_next_contribution_overwrite() -> None:
+    main_grad = MainGrad(torch.full((2, 3), float("nan")))
+    ones = torch.ones(2, 3)
+    main_grad.add(ones)
+    main_grad.add(ones)
+    assert torch.equal(main_grad.tensor, 2 * ones)
+    main_grad.reset()
+    assert main_grad.is_empty
+    main_grad.add(3 * ones)
+    assert torch.equal(main_grad.tensor, 3 * ones)
+
+
+def test_reset_forgets_half_of_a_backward_pass() -> None:
+    completed: list[bool] = []
+    main_grad = MainGrad(torch.zeros(2, 3), num_uses=2, on_complete=lambda: completed.append(True))
+    main_grad.add(torch.ones(2, 3))
+    main_grad.reset()
+    main_grad.add(torch.ones(2, 3))
+    assert completed == []
+    main_grad.add(torch.ones(2, 3))
+    assert completed == [True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_way_of_adding_adds(dtype: torch.dtype) -> None:
+    """Matrix products and scattered rows, first and later contributions, equal and wider accumulators."""
+    left, right = torch.randn(4, 5), torch.randn(5, 3)
+    indices, rows = torch.tensor([2, 0, 2]), torch.randn(3, 3)
+    scattered = torch.zeros(4, 3)
+    for index, row in zip(indices.tolist(), rows):
+        scattered[index] += row
+    for order in (("matmul", "rows"), ("rows", "matmul")):
+        main_grad = MainGrad(torch.full((4, 3), float("nan"), dtype=dtype))
+        for kind in order:
+            if kind == "matmul":
+                main_grad.add_matmul(left, right)
+            else:
+                main_grad.add_rows(indices, rows)
+        torch.testing.assert_close(main_grad.tensor, (left @ right + scattered).to(dtype))
+
+
+def test_a_gradient_that_never_came_is_zero() -> None:
+    main_grad = MainGrad(torch.full((2, 3), float("nan")))
+    main_grad.fill_if_empty()
+    assert not main_grad.tensor.any()
+    main_grad.add(torch.ones(2, 3))
+    main_grad.fill_if_empty()
+    assert torch.equal(main_grad.tensor, torch.ones(2, 3))
+
+
+def test_parameters_start_without_an_accumulator() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, 3))
+    assert main_grad_of(parameter) is None
+    assert main_grad_of(torch.cat((parameter, parameter))) is None
+    assert gradient_uses_of(parameter) == 1
+    set_gradient_uses(parameter, 2)
+    assert gradient_uses_of(parameter) == 2

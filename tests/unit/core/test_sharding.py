@@ -1,0 +1,142 @@
+"""Boxes and pieces cover a tensor exactly once, whatever the cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.core.sharding import (
+    Box,
+    ParamSpec,
+    Piece,
+    attach_spec,
+    even_pieces,
+    full_pieces,
+    spec_of,
+    stacked_pieces,
+)
+
+lengths = st.integers(1, 6)
+
+
+@st.composite
+def two_boxes(draw: st.DrawFn) -> tuple[Box, Box]:
+    num_dims = draw(st.integers(1, 3))
+
+    def box() -> Box:
+        offset = tuple(draw(st.integers(0, 7)) for _ in range(num_dims))
+        return Box(offset, tuple(draw(lengths) for _ in range(num_dims)))
+
+    return box(), box()
+
+
+@given(two_boxes())
+def test_intersection_is_where_both_boxes_are(boxes: tuple[Box, Box]) -> None:
+    first, second = boxes
+    counts = np.zeros((14,) * len(first.offset), dtype=int)
+    for box in boxes:
+        counts[box.slices] += 1
+    common = first.intersect(second)
+    assert common == second.intersect(first)
+    if common is None:
+        assert counts.max() == 1
+        return
+    assert (counts[common.slices] == 2).all()
+    assert (counts == 2).sum() == common.num_elements
+
+
+@given(two_boxes())
+def test_relative_box_names_the_same_elements(boxes: tuple[Box, Box]) -> None:
+    first, second = boxes
+    common = first.intersect(second)
+    if common is None:
+        return
+    whole = np.arange(14 ** len(first.offset)).reshape((14,) * len(first.offset))
+    inner = whole[first.slices][common.relative_to(first.offset).slices]
+    assert np.array_equal(inner, whole[common.slices])
+
+
+def cut_and_join(whole: np.ndarray, shards: list[tuple[Piece, ...]], local_shape: tuple[int, ...]) -> np.ndarray:
+    """Fill every shard from the whole, then a new whole from the shards, each element exactly once."""
+    joined = np.full_like(whole, -1)
+    for pieces in shards:
+        local = np.full(local_shape, -2)
+        for piece in pieces:
+            assert (local[piece.local_box.slices] == -2).all(), "pieces overlap in the local tensor"
+            local[piece.local_box.slices] = whole[piece.global_box.slices]
+        for piece in pieces:
+            assert (joined[piece.global_box.slices] == -1).all(), "shards overlap"
+            joined[piece.global_box.slices] = local[piece.local_box.slices]
+    return joined
+
+
+@given(st.integers(1, 4), lengths, lengths, st.integers(0, 1))
+def test_even_shards_partition_a_tensor(count: int, per_shard: int, other: int, dim: int) -> None:
+    shape, local_shape = [other, other], [other, other]
+    shape[dim], local_shape[dim] = count * per_shard, per_shard
+    whole = np.arange(np.prod(shape)).reshape(shape)
+    shards = [even_pieces(shape, dim, index, count) for index in range(count)]
+    assert np.array_equal(cut_and_join(whole, shards, tuple(local_shape)), whole)
+    for index, pieces in enumerate(shards):
+        parts = np.split(whole, count, axis=dim)
+        assert np.array_equal(whole[pieces[0].global_box.slices], parts[index])
+
+
+@given(st.integers(1, 4), st.integers(1, 30), st.integers(1, 9))
+def test_padded_shards_hold_every_real_row_once(count: int, rows: int, multiple: int) -> None:
+    padded = -(-rows // (multiple * count)) * multiple * count
+    shards = [even_pieces((rows, 3), 0, index, count, padded) for index in range(count)]
+    whole = np.arange(rows * 3).reshape(rows, 3)
+    assert np.array_equal(cut_and_join(whole, shards, (padded // count, 3)), whole)
+    for index, pieces in enumerate(shards):
+        real_rows = sum(piece.global_box.shape[0] for piece in pieces)
+        assert real_rows == min(max(rows - index * (padded // count), 0), padded // count)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), lengths, st.integers(0, 1))
+def test_stacked_shards_cut_every_part(count: int, parts: int, per_shard: int, dim: int) -> None:
+    shape, local_shape = [5, 5], [5, 5]
+    shape[dim], local_shape[dim] = count * parts * per_shard, parts * per_shard
+    whole = np.arange(np.prod(shape)).reshape(shape)
+    shards = [stacked_pieces(shape, dim, index, count, parts) for index in range(count)]
+    assert np.array_equal(cut_and_join(whole, shards, tuple(local_shape)), whole)
+    for index, pieces in enumerate(shards):
+        of_parts = [np.split(part, count, axis=dim)[index] for part in np.split(whole, parts, axis=dim)]
+        held = [whole[piece.global_box.slices] for piece in pieces]
+        assert all(np.array_equal(a, b) for a, b in zip(held, of_parts, strict=True))
+
+
+def test_gated_weight_of_two_ranks() -> None:
+    """``[gate; up]`` of 2 x 6 rows: rank 1 holds rows 3-5 of the gate over rows 3-5 of the up projection."""
+    pieces = stacked_pieces((12, 7), 0, 1, 2, 2)
+    assert [piece.global_box for piece in pieces] == [Box((3, 0), (3, 7)), Box((9, 0), (3, 7))]
+    assert [piece.local_offset for piece in pieces] == [(0, 0), (3, 0)]
+
+
+def test_vocabulary_rank_without_a_real_row_holds_nothing() -> None:
+    assert even_pieces((33, 5), 0, 3, 4, 64) == ()
+    (last,) = even_pieces((33, 5), 0, 2, 4, 64)
+    assert last.global_box == Box((32, 0), (1, 5))
+    assert ParamSpec("w", (33, 5), ()).num_local_elements == 0
+
+
+def test_spec_travels_with_the_parameter() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4, 3))
+    spec = ParamSpec("weight", (4, 3), full_pieces((4, 3)))
+    attach_spec(parameter, spec.with_prefix("decoder.layers.7."))
+    assert spec_of(parameter).name == "decoder.layers.7.weight"
+    assert spec_of(parameter).num_local_elements == 12
+    assert spec.name == "weight"
+
+
+def test_parameter_without_a_spec_is_an_error() -> None:
+    with pytest.raises(AttributeError):
+        spec_of(torch.nn.Parameter(torch.zeros(2)))
+
+
+def test_only_the_first_replica_is_the_owner() -> None:
+    owners = [ParamSpec("w", (4,), full_pieces((4,)), replica_index=i, num_replicas=3).is_owner for i in range(3)]
+    assert owners == [True, False, False]
