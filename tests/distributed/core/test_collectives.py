@@ -1,0 +1,92 @@
+"""Collectives against what the same sums and joins give in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core import collectives
+from megatron.core.parallel_state import create_parallel_state
+from megatron.core.process_group import Group
+from tests.harness.distributed import run_distributed
+
+
+def tensor_of(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(36, dtype=dtype).reshape(6, 2, 3) * (rank + 1) - rank**2
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values in memory that is not contiguous."""
+    return tensor.transpose(0, 2).contiguous().transpose(0, 2)
+
+
+def every_collective() -> dict[str, Any]:
+    world: Group = create_parallel_state(tensor_model_parallel_size=3).tp
+    mine = tensor_of(world.rank)
+    summed = mine.clone()
+    assert collectives.all_reduce(summed, world) is None
+    largest = mine.clone()
+    work = collectives.all_reduce(largest, world, op="max", async_op=True)
+    assert work is not None
+    work.wait()
+    flat = torch.empty(3 * 36)
+    work = collectives.all_gather_into(flat, mine.view(-1), world, async_op=True)
+    assert work is not None
+    work.wait()
+    average = torch.empty(12)
+    collectives.reduce_scatter_into(average, mine.view(-1), world, op="avg")
+    copied = mine.clone()
+    collectives.broadcast(copied, world, source=2)
+    collectives.barrier(world)
+    return {
+        "summed": summed,
+        "largest": largest,
+        "flat": flat,
+        "average": average,
+        "copied": copied,
+        "gathered_first": collectives.all_gather_first_dim(transposed(mine), world),
+        "scattered": collectives.reduce_scatter_first_dim(transposed(mine), world),
+        "gathered_last": collectives.all_gather_last_dim(transposed(mine), world),
+        "object": collectives.broadcast_object({"from": world.rank}, world, source=1),
+        "objects": collectives.all_gather_objects(world.rank * 11, world),
+        "gathered_vector": collectives.all_gather_last_dim(mine[0, 0], world),
+    }
+
+
+def test_collectives_over_three_ranks() -> None:
+    tensors = [tensor_of(rank) for rank in range(3)]
+    total = torch.stack(tensors).sum(dim=0)
+    for rank, result in enumerate(run_distributed(3, every_collective)):
+        expected = {
+            "summed": total,
+            "largest": torch.stack(tensors).amax(dim=0),
+            "flat": torch.cat([tensor.view(-1) for tensor in tensors]),
+            "average": total.view(-1)[rank * 12 : (rank + 1) * 12] / 3,
+            "copied": tensors[2],
+            "gathered_first": torch.cat(tensors),
+            "scattered": total[2 * rank : 2 * rank + 2],
+            "gathered_last": torch.cat(tensors, dim=-1),
+            "gathered_vector": torch.cat([tensor[0, 0] for tensor in tensors]),
+        }
+        for name, tensor in expected.items():
+            torch.testing.assert_close(result[name], tensor, msg=name)
+        assert result["object"] == {"from": 1}
+        assert result["objects"] == [0, 11, 22]
+
+
+def summed_in(dtype: torch.dtype) -> torch.Tensor:
+    world = create_parallel_state(tensor_model_parallel_size=2).tp
+    tensor = tensor_of(world.rank, dtype)
+    collectives.all_reduce(tensor, world)
+    part = collectives.reduce_scatter_first_dim(tensor_of(world.rank, dtype), world)
+    assert torch.equal(part, tensor[3 * world.rank : 3 * world.rank + 3])
+    return tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64])
+def test_every_number_format_is_summed(dtype: torch.dtype) -> None:
+    for result in run_distributed(2, summed_in, dtype):
+        assert result.dtype == dtype
+        assert torch.equal(result, tensor_of(0, dtype) + tensor_of(1, dtype))

@@ -1,0 +1,57 @@
+"""Collectives over one rank return at once, and never pretend over ranks that nobody can reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron.core import collectives
+from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.process_group import Group, single_rank_group
+
+ALONE = single_rank_group()
+DESCRIBED = describe_parallel_state(1, 6, tensor_model_parallel_size=3).tp
+
+
+def test_one_rank_keeps_its_values() -> None:
+    tensor = torch.randn(4, 3, 2)
+    expected = tensor.clone()
+    assert collectives.all_reduce(tensor, ALONE) is None
+    assert collectives.all_reduce(tensor, ALONE, op="max", async_op=True) is None
+    assert collectives.broadcast(tensor, ALONE) is None
+    assert torch.equal(tensor, expected)
+    for function in (
+        collectives.all_gather_first_dim,
+        collectives.reduce_scatter_first_dim,
+        collectives.all_gather_last_dim,
+    ):
+        assert function(tensor, ALONE) is tensor
+    for function in (collectives.all_gather_into, collectives.reduce_scatter_into):
+        output = torch.empty(24)
+        assert function(output, tensor.view(-1), ALONE) is None
+        assert torch.equal(output, expected.view(-1))
+    assert collectives.broadcast_object({"a": 1}, ALONE) == {"a": 1}
+    assert collectives.all_gather_objects("x", ALONE) == ["x"]
+    collectives.barrier(ALONE)
+
+
+CALLS: dict[str, Callable[[torch.Tensor, Group], object]] = {
+    "all_reduce": collectives.all_reduce,
+    "all_gather_into": lambda tensor, group: collectives.all_gather_into(tensor.repeat(3), tensor, group),
+    "reduce_scatter_into": lambda tensor, group: collectives.reduce_scatter_into(tensor, tensor.repeat(3), group),
+    "all_gather_first_dim": collectives.all_gather_first_dim,
+    "reduce_scatter_first_dim": collectives.reduce_scatter_first_dim,
+    "all_gather_last_dim": collectives.all_gather_last_dim,
+    "broadcast": collectives.broadcast,
+    "broadcast_object": collectives.broadcast_object,
+    "all_gather_objects": collectives.all_gather_objects,
+    "barrier": lambda tensor, group: collectives.barrier(group),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_group_without_a_communicator_is_not_taken_for_one_rank(name: str) -> None:
+    with pytest.raises(AssertionError, match="group tp is only described"):
+        CALLS[name](torch.ones(6), DESCRIBED)
