@@ -103,8 +103,9 @@ class ParamSpec:
         return sum(piece.global_box.num_elements for piece in self.pieces)
 
     def with_prefix(self, prefix: str) -> ParamSpec:
-        """Return the same description with ``prefix`` before the name."""
-        return replace(self, name=prefix + self.name)
+        """Return the same description with ``prefix`` before the name, and before the name that it is tied to."""
+        tied_to = None if self.tied_to is None else prefix + self.tied_to
+        return replace(self, name=prefix + self.name, tied_to=tied_to)
 
 
 def attach_spec(parameter: torch.nn.Parameter, spec: ParamSpec) -> None:

@@ -8,11 +8,10 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from megatron.core.collectives import broadcast_object
 from megatron.core.dist_checkpointing.index import CheckpointIndex, encode_common
 from megatron.core.dist_checkpointing.mapping import whole_tensor
 from megatron.core.dist_checkpointing.serialization import (
@@ -33,26 +32,26 @@ from megatron.core.dist_checkpointing.state_dict import (
     rng_tensors,
 )
 from megatron.core.dist_checkpointing.storage import sync_folder
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 from megatron.core.errors import CheckpointError, MegatronError
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
+from megatron.training.checkpoint_choice import (
+    Log,
+    agree_on_candidates,
+    agree_on_required_candidates,
+    first_undamaged,
+    report_missing,
+)
 from megatron.training.checkpoint_directory import (
-    TRACKER_FILE,
-    candidate_folders,
     create_saving_folder,
     publish,
     recover,
     remove_expired,
-    saved_iterations,
     saving_folder,
 )
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config_changes import compare_configs
 
 TOKENIZER_FOLDER = "tokenizer"
-
-Log = Callable[[str], None]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,15 +176,15 @@ def load_checkpoint(
             damaged. On every rank alike.
     """
     directory = Path(directory)
-    folders = _candidates(directory, options.ckpt_step, state)
+    folders = agree_on_candidates(directory, options.ckpt_step, state)
     if not folders:
-        _report_missing(directory, options, log)
+        report_missing(directory, options.exit_on_missing_checkpoint, log)
         return None
 
     def load(folder: Path) -> LoadedCheckpoint:
         return _load_folder(folder, tensors, state, options, config, log, verify)
 
-    loaded = _first_undamaged(folders, load, log)
+    loaded = first_undamaged(folders, load, log)
     log(f"  successfully loaded checkpoint from {directory} at iteration {loaded.progress.iteration}")
     return loaded
 
@@ -213,7 +212,7 @@ def load_model_weights(
         load_tensors(folder, index, wanted, (MODEL_PREFIX,), state.world, verify, allow_cast)
         return folder
 
-    return _first_undamaged(_required_candidates(Path(directory), ckpt_step, state), load, log)
+    return first_undamaged(agree_on_required_candidates(Path(directory), ckpt_step, state), load, log)
 
 
 def read_common(directory: str | Path, ckpt_step: int | None = None, log: Log = print) -> dict[str, Any]:
@@ -232,7 +231,7 @@ def read_common(directory: str | Path, ckpt_step: int | None = None, log: Log = 
         tokenizer = common["tokenizer"]
         return common | {"folder": folder, "tokenizer": None if tokenizer is None else folder / tokenizer}
 
-    return _first_undamaged(_required_candidates(Path(directory), ckpt_step, alone), load, log)
+    return first_undamaged(agree_on_required_candidates(Path(directory), ckpt_step, alone), load, log)
 
 
 def _begin(directory: Path, common: CommonState) -> None:
@@ -266,54 +265,6 @@ def _apply_retention(directory: Path, iteration: int, options: CheckpointConfig,
         remove_expired(directory, iteration, options.keep_last, options.keep_every)
     except OSError as error:
         log(f"WARNING: could not remove an old checkpoint in {directory}: {error.strerror}")
-
-
-def _candidates(directory: Path, ckpt_step: int | None, state: ParallelState) -> list[Path]:
-    """Return the folders to try as rank 0 sees them."""
-    folders: list[Path] = []
-    error = None
-    if state.world.is_first:
-        try:
-            folders = candidate_folders(directory, ckpt_step)
-        except CheckpointError as failure:
-            error = failure
-    raise_on_all_ranks(error, state.world)
-    found: list[Path] = broadcast_object(folders, state.world)
-    return found
-
-
-def _required_candidates(directory: Path, ckpt_step: int | None, state: ParallelState) -> list[Path]:
-    folders = _candidates(directory, ckpt_step, state)
-    if not folders:
-        raise CheckpointError(f"{directory} holds no checkpoint: there is no file {TRACKER_FILE} in it")
-    return folders
-
-
-def _report_missing(directory: Path, options: CheckpointConfig, log: Log) -> None:
-    if options.exit_on_missing_checkpoint:
-        raise CheckpointError(
-            f"{directory} holds no checkpoint (there is no file {TRACKER_FILE} in it) and "
-            "--exit-on-missing-checkpoint is given; change --load"
-        )
-    log(f"WARNING: could not find the metadata file {directory / TRACKER_FILE}")
-    log("    will not load any checkpoints and will start from random")
-    iterations = saved_iterations(directory)
-    if iterations:
-        log(f"    (there are checkpoints in it: write {iterations[-1]} to that file to go on from the newest)")
-
-
-def _first_undamaged(folders: Sequence[Path], load: Callable[[Path], Result], log: Log) -> Result:
-    """Return what ``load`` makes of the first folder that is not damaged; every rank takes the same one."""
-    for folder, older in zip(folders, [*folders[1:], None]):
-        try:
-            return load(folder)
-        except DamagedCheckpointError as error:
-            if len(folders) == 1:
-                raise
-            if older is None:
-                raise CheckpointError(f"all {len(folders)} checkpoints are damaged; the oldest: {error}") from error
-            log(f"WARNING: checkpoint {folder} is damaged ({_one_line(error)}); falling back to {older}")
-    raise AssertionError("there is at least one candidate")
 
 
 def _load_folder(
@@ -383,7 +334,3 @@ def _matching_rng(
 
 def _sizes(layout: Mapping[str, int]) -> str:
     return ", ".join(f"{name.removesuffix('_parallel_size')} {size}" for name, size in layout.items())
-
-
-def _one_line(error: Exception) -> str:
-    return "; ".join(line.strip() for line in str(error).splitlines())

@@ -107,14 +107,13 @@ class StoredFile:
     header_checksum: str
 
 
-def from_spec(name: str, spec: ParamSpec, data: torch.Tensor) -> ShardedTensor:
-    """Describe a tensor that is laid out as ``spec`` says.
+def from_spec(spec: ParamSpec, data: torch.Tensor) -> ShardedTensor:
+    """Describe a tensor that is laid out, and named, as ``spec`` says.
 
     The copy of a tied weight is stored under the name of the weight that it is tied to, so that a checkpoint holds
     it once whatever stage a copy lives on.
     """
-    if spec.tied_to is not None and name.endswith(spec.name):
-        name = name[: len(name) - len(spec.name)] + spec.tied_to
+    name = spec.name if spec.tied_to is None else spec.tied_to
     for piece in spec.pieces:
         ends = (o + n for o, n in zip(piece.local_offset, piece.global_box.shape, strict=True))
         assert all(end <= size for end, size in zip(ends, data.shape, strict=True)), (

@@ -22,9 +22,10 @@ class CheckpointableOptimizer(Protocol):
     """What a checkpoint asks of an optimizer."""
 
     def sharded_state(self) -> dict[str, tuple[ParamSpec, torch.Tensor]]:
-        """Return every tensor of the state (made first where it does not exist yet) under a layout-independent name.
+        """Return every tensor of the state, made first where it does not exist yet, under keys of any kind.
 
-        The tensors are the optimizer's own: loading fills them in place.
+        The names in the checkpoint are those of the descriptions: layout-independent, and beginning with
+        ``optimizer.``. The tensors are the optimizer's own: loading fills them in place.
         """
 
     def scalar_state(self) -> dict[str, Any]:
@@ -53,15 +54,16 @@ def model_tensors(models: Sequence[torch.nn.Module]) -> list[ShardedTensor]:
         for name, parameter in model.named_parameters():
             assert hasattr(parameter, "spec"), f"parameter {name} carries no spec"
             spec = spec_of(parameter)
-            tensors.append(from_spec(MODEL_PREFIX + spec.name, spec, parameter))
+            tensors.append(from_spec(spec.with_prefix(MODEL_PREFIX), parameter))
     return tensors
 
 
 def optimizer_tensors(optimizer: CheckpointableOptimizer) -> list[ShardedTensor]:
-    """Describe every tensor of the optimizer's state."""
-    return [
-        from_spec(OPTIMIZER_PREFIX + name, spec, tensor) for name, (spec, tensor) in optimizer.sharded_state().items()
-    ]
+    """Describe every tensor of the optimizer's state; several may be parts of one global tensor."""
+    tensors = [from_spec(spec, tensor) for spec, tensor in optimizer.sharded_state().values()]
+    for tensor in tensors:
+        assert tensor.name.startswith(OPTIMIZER_PREFIX), f"{tensor.name} does not begin with {OPTIMIZER_PREFIX}"
+    return tensors
 
 
 def rng_tensors(rng: Mapping[str, torch.Tensor], state: ParallelState) -> list[ShardedTensor]:

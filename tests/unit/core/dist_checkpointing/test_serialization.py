@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.serialization import load_index, load_tens
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 from megatron.core.errors import CheckpointError
 from megatron.core.process_group import single_rank_group
-from megatron.core.sharding import ParamSpec, full_pieces
+from megatron.core.sharding import Box, ParamSpec, Piece, full_pieces
 from tests.unit.core.dist_checkpointing.toy import (
     SHAPES,
     all_ranks,
@@ -78,17 +78,36 @@ def test_tied_copies_are_stored_once_under_the_first_name(tmp_path: Path) -> Non
     weight = torch.randn(4, 3)
     spec = ParamSpec("embedding.weight", (4, 3), full_pieces((4, 3)))
     copy = ParamSpec("output_layer.weight", (4, 3), full_pieces((4, 3)), tied_to="embedding.weight")
+    spec, copy = spec.with_prefix("model."), copy.with_prefix("model.")
     save(
         tmp_path,
         [
-            from_spec("model.embedding.weight", spec, weight),
-            from_spec("model.output_layer.weight", copy, weight.clone()),
+            from_spec(spec, weight),
+            from_spec(copy, weight.clone()),
         ],
     )
     assert list(read_index(tmp_path).tensors) == ["model.embedding.weight"]
     target = torch.zeros(4, 3)
-    load(tmp_path, [from_spec("model.output_layer.weight", copy, target)])
+    load(tmp_path, [from_spec(copy, target)])
     assert torch.equal(target, weight)
+
+
+def test_several_local_tensors_are_parts_of_one(tmp_path: Path) -> None:
+    values = global_values("x", (7, 5), torch.float32)
+    # A flat range of a matrix, elements 3 to 27, as an optimizer's shard holds it: three boxes.
+    boxes = [Box((0, 3), (1, 2)), Box((1, 0), (4, 5)), Box((5, 0), (1, 3))]
+    rest = [Box((0, 0), (1, 3)), Box((5, 3), (1, 2)), Box((6, 0), (1, 5))]
+
+    def part(box: Box, data: torch.Tensor) -> ShardedTensor:
+        return from_spec(ParamSpec("model.x", (7, 5), (Piece(box, (0, 0)),)), data)
+
+    save(tmp_path, [part(box, values[box.slices].clone()) for box in [*boxes, *rest]])
+    targets = [torch.zeros(box.shape) for box in boxes]
+    load(tmp_path, [part(box, target) for box, target in zip(boxes, targets)])
+    assert torch.equal(torch.cat([target.view(-1) for target in targets]), values.view(-1)[3:28])
+    whole = torch.zeros(7, 5)
+    load(tmp_path, [whole_tensor("model.x", whole)])
+    assert torch.equal(whole, values)
 
 
 def test_scalars_and_empty_tensors(tmp_path: Path) -> None:

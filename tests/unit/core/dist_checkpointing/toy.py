@@ -78,7 +78,7 @@ def toy_tensors(
         data = torch.full(shape, -7.0, dtype=dtype)
         if filled:
             fill(data, spec, prefix + spec.name)
-        tensors.append(from_spec(prefix + spec.name, spec, data))
+        tensors.append(from_spec(spec.with_prefix(prefix), data))
     return tensors
 
 
@@ -112,7 +112,7 @@ class ToyOptimizer:
     def __init__(self, state: ParallelState) -> None:
         self.scalars: dict[str, Any] = {"step": 0, "loss_scale": 0.0}
         self._tensors = {
-            f"exp_avg.{spec.name}": (spec, torch.full(shape, -7.0))
+            f"local.{spec.name}": (spec.with_prefix("optimizer.exp_avg."), torch.full(shape, -7.0))
             for spec, shape in toy_specs(state.tp.rank, state.tp.size)
         }
 
@@ -142,8 +142,8 @@ def filled_run(state: ParallelState) -> RunTensors:
         for parameter in run.models[0].parameters():
             fill(parameter, parameter.spec, parameter.spec.name)
     assert isinstance(run.optimizer, ToyOptimizer)
-    for name, (spec, tensor) in run.optimizer.sharded_state().items():
-        fill(tensor, spec, name)
+    for spec, tensor in run.optimizer.sharded_state().values():
+        fill(tensor, spec, spec.name)
     run.optimizer.scalars = {"step": 12, "loss_scale": 0.1}
     for number, tensor in enumerate(run.rng.values()):
         tensor.copy_(torch.arange(tensor.numel()) + 20 * state.rank + number)
