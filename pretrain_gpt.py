@@ -12,10 +12,11 @@ from megatron.training.initialize import Runtime, read_launch_environment
 
 if TYPE_CHECKING:
     from megatron.core.datasets.batch import Batch
+    from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.pipeline_parallel.executor import MicrobatchLoss
     from megatron.core.tokenizers.tokenizer import Tokenizer
-    from megatron.training.data_setup import Datasets, SampleTargets
+    from megatron.training.data_setup import SampleTargets
 
 # Whatever needs torch is imported by the functions that use it: a wrong command line is refused before that.
 
@@ -35,16 +36,13 @@ def provide_model(config: RunConfig, runtime: Runtime) -> GPTModel:
 
 def provide_datasets(
     config: RunConfig, tokenizer: Tokenizer, targets: SampleTargets, report: Callable[[str], None]
-) -> Datasets:
-    """Return the training, validation and test data that the flags name."""
+) -> BlendedDatasetBuilder:
+    """Return what builds the training, validation and test data that the flags name."""
     from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
-    from megatron.training.data_setup import Datasets, dataset_config
+    from megatron.training.data_setup import dataset_config
 
-    builder = BlendedDatasetBuilder(
-        dataset_config(config, tokenizer), (targets.train, targets.valid, targets.test), report
-    )
-    splits = builder.build()
-    return Datasets(splits.train, splits.valid, splits.test)
+    samples = (targets.train, targets.valid, targets.test)
+    return BlendedDatasetBuilder(dataset_config(config, tokenizer), samples, report)
 
 
 def forward_step(batch: Batch, model: GPTModel) -> MicrobatchLoss:

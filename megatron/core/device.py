@@ -90,7 +90,8 @@ class Device:
                 torch.cuda.max_memory_reserved(self.index) / _MIB,
             )
         resident = _resident_bytes() / _MIB
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        # The kernel counts the peak in coarse steps: it can lag behind what is resident now.
+        peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
         return MemoryUse(resident, peak, resident, peak)
 
     def peak_tflops(self, dtype_name: str) -> float | None:

@@ -6,15 +6,18 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.collectives import barrier
+from megatron.core.collectives import broadcast_object
 from megatron.core.datasets.batch import Batch, MicroBatchReader
+from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.data_samplers import DataloaderType, MicroBatchSampler, SampleOrder
 from megatron.core.datasets.gpt_dataset import SampleDataset
 from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig, parse_blend
+from megatron.core.errors import MegatronError
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime
@@ -22,17 +25,19 @@ from megatron.training.initialize import Runtime
 _PREFETCHED_BATCHES = 4
 
 
-@dataclass(frozen=True)
-class Datasets:
-    """Hold the data sets of the three splits; None where a split has no data or nothing is asked of it."""
+class DatasetSplitsBuilder(Protocol):
+    """Check and build the data sets of the three splits."""
 
-    train: SampleDataset | None
-    valid: SampleDataset | None
-    test: SampleDataset | None
+    def check(self) -> None:
+        """Raise `DataError` for data that cannot be used, before anything is built."""
+
+    def build(self) -> DatasetSplits:
+        """Build what was checked."""
+        ...
 
 
-DatasetsProvider = Callable[[RunConfig, Tokenizer, "SampleTargets", Callable[[str], None]], Datasets]
-"""Return the data sets, given how many samples each must have and where to report lines."""
+DatasetsProvider = Callable[[RunConfig, Tokenizer, "SampleTargets", Callable[[str], None]], DatasetSplitsBuilder]
+"""Return what builds the data sets, given how many samples each must have and where to report lines."""
 
 
 @dataclass(frozen=True)
@@ -57,22 +62,26 @@ def sample_targets(config: RunConfig) -> SampleTargets:
     )
 
 
-def build_datasets(
-    config: RunConfig, runtime: Runtime, tokenizer: Tokenizer, datasets_provider: DatasetsProvider
-) -> Datasets:
-    """Build the data sets, rank 0 first so that the others find its index cache."""
-    targets = sample_targets(config)
-    is_reporter = runtime.is_reporter
-    if is_reporter:
+def build_datasets(builder: DatasetSplitsBuilder, targets: SampleTargets, runtime: Runtime) -> DatasetSplits:
+    """Build the data sets, rank 0 first so that the others find its index cache.
+
+    Raises:
+        DataError: on every rank alike, where rank 0 cannot build them.
+    """
+    error: MegatronError | None = None
+    if runtime.is_reporter:
         print(" > datasets target sizes (minimum size):", flush=True)
         print(f"    train:      {targets.train}", flush=True)
         print(f"    validation: {targets.valid}", flush=True)
         print(f"    test:       {targets.test}", flush=True)
-        datasets = datasets_provider(config, tokenizer, targets, lambda line: print(line, flush=True))
-    barrier(runtime.state.world)
-    if not is_reporter:
-        datasets = datasets_provider(config, tokenizer, targets, lambda line: None)
-    return datasets
+        try:
+            datasets = builder.build()
+        except MegatronError as failure:
+            error = failure
+    error = broadcast_object(error, runtime.state.world)
+    if error is not None:
+        raise error
+    return datasets if runtime.is_reporter else builder.build()
 
 
 class BatchSource:

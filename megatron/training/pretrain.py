@@ -7,34 +7,51 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 
 from megatron.core.datasets.gpt_dataset import SampleDataset
-from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import ConfigurationError, InputError, MegatronError
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.core.tokenizers.tokenizer_record import record_tokenizer
-from megatron.training.checkpointing import (
-    CommonState,
-    load_checkpoint,
-    prepare_save_directory,
-    save_checkpoint,
-)
 from megatron.training.config.argument_block import format_arguments
 from megatron.training.config.run_config import RunConfig
-from megatron.training.data_setup import BatchSource, Datasets, DatasetsProvider, build_datasets
+from megatron.training.data_setup import (
+    BatchSource,
+    DatasetSplitsBuilder,
+    DatasetsProvider,
+    SampleTargets,
+    build_datasets,
+    sample_targets,
+)
 from megatron.training.initialize import LaunchEnvironment, Runtime, initialize_runtime, shut_down
 from megatron.training.metrics import MetricsWriter
-from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
+from megatron.training.model_setup import ModelProvider, build_training_parts
 from megatron.training.reporting import format_datetime
+from megatron.training.run_checkpoints import RunCheckpoints
 from megatron.training.signals import ExitRequest
-from megatron.training.train_state import TrainState
 from megatron.training.training import TrainingRun, evaluate_and_report, train
 from megatron.training.training_step import ForwardStep
 
 Log = Callable[[str], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Application:
+    """Hold what a run is made from."""
+
+    config: RunConfig
+    runtime: Runtime
+    tokenizer: Tokenizer
+    model_provider: ModelProvider
+    forward_step: ForwardStep
+    log: Log
+
+    def source(self, dataset: SampleDataset | None, consumed_samples: int) -> BatchSource | None:
+        """Return the micro-batches of a data set from a position on; None where there is no data."""
+        if dataset is None:
+            return None
+        return BatchSource(dataset, self.config, self.runtime, self.tokenizer.vocab_size, consumed_samples)
 
 
 def pretrain(
@@ -55,8 +72,12 @@ def pretrain(
         log(format_arguments(config))
         tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
         config = with_vocabulary(config, tokenizer, log)
+        targets = sample_targets(config)
+        builder = datasets_provider(config, tokenizer, targets, log)
+        builder.check()
         runtime = initialize_runtime(config, launch)
-        _run(config, runtime, tokenizer, model_provider, datasets_provider, forward_step, start_time, log)
+        application = Application(config, runtime, tokenizer, model_provider, forward_step, log)
+        _run(application, builder, targets, start_time)
     except InputError as error:
         _report(error, launch)
         return 2
@@ -74,85 +95,61 @@ def with_vocabulary(config: RunConfig, tokenizer: Tokenizer, log: Log) -> RunCon
     """Return the configuration with the tokenizer's vocabulary size, and say how far it is padded."""
     model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
     padded = model.padded_vocab_size
-    log(
-        f" > padded vocab (size: {model.vocab_size}) with {padded - model.vocab_size} dummy tokens (new size: {padded})"
-    )
+    num_dummies = padded - model.vocab_size
+    log(f" > padded vocab (size: {model.vocab_size}) with {num_dummies} dummy tokens (new size: {padded})")
     return dataclasses.replace(config, model=model)
 
 
-def _run(
-    config: RunConfig,
-    runtime: Runtime,
-    tokenizer: Tokenizer,
-    model_provider: ModelProvider,
-    datasets_provider: DatasetsProvider,
-    forward_step: ForwardStep,
-    start_time: float,
-    log: Log,
-) -> None:
+def _run(application: Application, builder: DatasetSplitsBuilder, targets: SampleTargets, start_time: float) -> None:
+    config, runtime, log = application.config, application.runtime, application.log
     timers = Timers(
-        config.logging.timing_log_level,
-        config.logging.timing_log_option,
-        synchronize=runtime.device.synchronize,
+        config.logging.timing_log_level, config.logging.timing_log_option, synchronize=runtime.device.synchronize
     )
-    if config.checkpoint.save is not None:
-        prepare_save_directory(config.checkpoint.save, runtime.state, log)
-    with timers("model-and-optimizer-setup", log_level=0):
-        parts = build_training_parts(config, runtime, model_provider)
-        train_state = _resume(config, runtime, parts, timers, log)
-    with timers("train/valid/test-data-iterators-setup", log_level=0):
-        datasets = build_datasets(config, runtime, tokenizer, datasets_provider)
-    report = timers.report(runtime.state.world)
-    if report:
-        log(report)
+    with timers("model-and-optimizer-setup"):
+        parts = build_training_parts(config, runtime, application.model_provider)
+    checkpoints = RunCheckpoints(config, runtime, parts, application.tokenizer, log)
+    checkpoints.prepare()
+    with timers("load-checkpoint"):
+        train_state = checkpoints.resume()
+    with timers("train/valid/test-data-iterators-setup"):
+        datasets = build_datasets(builder, targets, runtime)
+    log(timers.report(runtime.state.world))
 
-    def source(dataset: SampleDataset | None, consumed_samples: int) -> BatchSource | None:
-        if dataset is None:
-            return None
-        return BatchSource(dataset, config, runtime, tokenizer.vocab_size, consumed_samples)
-
-    def save() -> None:
-        if config.checkpoint.save is not None:
-            _save(config, runtime, parts, train_state, tokenizer, log)
-
-    metrics = None
-    if runtime.is_reporter:
-        metrics = MetricsWriter(config, runtime.device, train_state.iteration)
+    evaluates = config.validation.eval_iters > 0
+    metrics = MetricsWriter(config, runtime.device, train_state.iteration) if runtime.is_reporter else None
     run = TrainingRun(
         config=config,
         runtime=runtime,
         parts=parts,
-        forward_step=forward_step,
+        forward_step=application.forward_step,
         train_state=train_state,
-        valid_source=source(datasets.valid, train_state.consumed_valid_samples) if _evaluates(config) else None,
+        valid_source=application.source(datasets.valid, train_state.consumed_valid_samples) if evaluates else None,
         metrics=metrics,
         timers=timers,
-        save=save,
+        save=lambda: checkpoints.save(train_state),
     )
     try:
         stop_reason = None
-        if _has_iterations_left(config, train_state):
-            stop_reason = _train(run, datasets, start_time)
+        if not config.training.skip_train and train_state.iteration < config.train_iters:
+            stop_reason = _train(
+                run, application.source(datasets.train, train_state.consumed_train_samples), start_time
+            )
         if stop_reason is not None:
             log(stop_reason)
-            return
-        moment = f"iteration {train_state.iteration}"
-        if config.validation.eval_iters > 0:
+        elif evaluates:
+            moment = f"iteration {train_state.iteration}"
             evaluate_and_report(run, run.valid_source, "validation", moment)
-            evaluate_and_report(run, source(datasets.test, 0), "test", moment)
+            evaluate_and_report(run, application.source(datasets.test, 0), "test", moment)
     finally:
         if metrics is not None:
             metrics.close()
 
 
-def _train(run: TrainingRun, datasets: Datasets, start_time: float) -> str | None:
-    if datasets.train is None:
+def _train(run: TrainingRun, train_source: BatchSource | None, start_time: float) -> str | None:
+    if train_source is None:
         raise ConfigurationError(
             "there is no training data: give the first number of --split a share, or --train-data-path"
         )
-    train_source = BatchSource(
-        datasets.train, run.config, run.runtime, run.config.model.vocab_size, run.train_state.consumed_train_samples
-    )
     exit_request = ExitRequest(run.config.training, start_time)
     run.log(format_datetime("before the start of training step"))
     try:
@@ -161,68 +158,6 @@ def _train(run: TrainingRun, datasets: Datasets, start_time: float) -> str | Non
         exit_request.close()
     run.log(format_datetime("after training is done"))
     return reason
-
-
-def _has_iterations_left(config: RunConfig, train_state: TrainState) -> bool:
-    return not config.training.skip_train and train_state.iteration < config.train_iters
-
-
-def _evaluates(config: RunConfig) -> bool:
-    return config.validation.eval_iters > 0
-
-
-def _resume(config: RunConfig, runtime: Runtime, parts: TrainingParts, timers: Timers, log: Log) -> TrainState:
-    """Fill model, optimizer, schedule and random streams from the newest checkpoint; return where the run stands."""
-    if config.checkpoint.load is None:
-        return TrainState()
-    tensors = RunTensors(models=[parts.module], optimizer=parts.optimizer, rng=runtime.rng.state_dict())
-    with timers("load-checkpoint", log_level=0):
-        loaded = load_checkpoint(
-            config.checkpoint.load, tensors, runtime.state, config.checkpoint, config.to_dict(), log
-        )
-    if loaded is None:
-        return TrainState()
-    if not loaded.optimizer_loaded:
-        parts.optimizer.reload_main_params()
-    if loaded.rng is not None:
-        runtime.rng.load_state_dict(dict(loaded.rng))
-    if loaded.scheduler is not None:
-        changes = parts.scheduler.load_state_dict(
-            loaded.scheduler,
-            override=config.scheduler.override_opt_param_scheduler,
-            use_checkpoint=config.scheduler.use_checkpoint_opt_param_scheduler,
-        )
-        for change in changes:
-            log(f"schedule changed since the checkpoint: {change}")
-    return TrainState.from_progress(loaded.progress)
-
-
-def _save(
-    config: RunConfig,
-    runtime: Runtime,
-    parts: TrainingParts,
-    train_state: TrainState,
-    tokenizer: Tokenizer,
-    log: Log,
-) -> None:
-    assert config.checkpoint.save is not None
-
-    def write_tokenizer(folder: Path) -> None:
-        record_tokenizer(tokenizer, folder.parent)
-
-    save_checkpoint(
-        config.checkpoint.save,
-        RunTensors(models=[parts.module], optimizer=parts.optimizer, rng=runtime.rng.state_dict()),
-        CommonState(
-            progress=train_state.freeze(),
-            config=config.to_dict(),
-            scheduler=parts.scheduler.state_dict(),
-            write_tokenizer=write_tokenizer,
-        ),
-        runtime.state,
-        config.checkpoint,
-        log,
-    )
 
 
 def _describe_world(config: RunConfig) -> str:

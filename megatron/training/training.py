@@ -103,6 +103,10 @@ def _log_iterations(run: TrainingRun, report: StepReport, average: LossAverage, 
     run.log(format_step(report, average, run.config.train_iters, logging.log_throughput))
     if with_memory and run.runtime.state.dp_cp.is_first:
         print(format_memory(run.runtime.state.rank, report.iteration, run.runtime.device), flush=True)
+    if run.metrics is not None and logging.log_timers_to_tensorboard:
+        seconds = run.timers.elapsed_s(reset=False)
+        scalars = {f"{name}-time": elapsed_s / average.num_iterations for name, elapsed_s in seconds.items()}
+        run.metrics.scalars(scalars, report.iteration)
     times = run.timers.report(run.runtime.state.world, normalizer=average.num_iterations)
     if times:
         run.log(times)

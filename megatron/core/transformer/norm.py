@@ -53,6 +53,9 @@ class Norm(nn.Module):
         if self.kind == "LayerNorm":
             # torch's kernel accumulates low precisions in float32.
             return F.layer_norm(x, self.shape, weight, self.bias, self.epsilon)
+        if x.is_cuda:
+            return F.rms_norm(x, self.shape, weight, self.epsilon)
+        # On the CPU torch's own is made of the same operations; here its accumulation in float32 is explicit.
         wide = x.to(arithmetic_dtype(x.dtype))
         scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.epsilon)
         return (wide * scale).to(x.dtype) * weight

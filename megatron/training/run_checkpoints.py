@@ -1,0 +1,94 @@
+"""Tie a run's model, optimizer, schedule and random streams to its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers.tokenizer_record import record_tokenizer
+from megatron.training.checkpointing import (
+    CommonState,
+    load_checkpoint,
+    prepare_save_directory,
+    save_checkpoint,
+)
+from megatron.training.config.run_config import RunConfig
+from megatron.training.initialize import Runtime
+from megatron.training.model_setup import TrainingParts
+from megatron.training.train_state import TrainState
+
+
+@dataclass(frozen=True, eq=False)
+class RunCheckpoints:
+    """Save a run and pick it up again, as ``--save`` and ``--load`` say."""
+
+    config: RunConfig
+    runtime: Runtime
+    parts: TrainingParts
+    tokenizer: Tokenizer
+    log: Callable[[str], None]
+
+    def prepare(self) -> None:
+        """Bring the folder of ``--save`` in order after an interrupted save."""
+        if self.config.checkpoint.save is not None:
+            prepare_save_directory(self.config.checkpoint.save, self.runtime.state, self.log)
+
+    def resume(self) -> TrainState:
+        """Fill everything from the newest checkpoint of ``--load`` and return where the run stands.
+
+        A run without ``--load``, or whose folder holds no checkpoint yet, stands at its beginning.
+        """
+        if self.config.checkpoint.load is None:
+            return TrainState()
+        loaded = load_checkpoint(
+            self.config.checkpoint.load,
+            self._tensors(),
+            self.runtime.state,
+            self.config.checkpoint,
+            self.config.to_dict(),
+            self.log,
+        )
+        if loaded is None:
+            return TrainState()
+        if not loaded.optimizer_loaded:
+            self.parts.optimizer.reload_main_params()
+        if loaded.rng is not None:
+            self.runtime.rng.load_state_dict(dict(loaded.rng))
+        if loaded.scheduler is not None:
+            changes = self.parts.scheduler.load_state_dict(
+                loaded.scheduler,
+                override=self.config.scheduler.override_opt_param_scheduler,
+                use_checkpoint=self.config.scheduler.use_checkpoint_opt_param_scheduler,
+            )
+            for change in changes:
+                self.log(f"schedule changed since the checkpoint: {change}")
+        return TrainState.from_progress(loaded.progress)
+
+    def save(self, train_state: TrainState) -> None:
+        """Save a checkpoint of this moment; nothing where ``--save`` is not given."""
+        if self.config.checkpoint.save is None:
+            return
+        common = CommonState(
+            progress=train_state.freeze(),
+            config=self.config.to_dict(),
+            scheduler=self.parts.scheduler.state_dict(),
+            write_tokenizer=self._write_tokenizer,
+        )
+        save_checkpoint(
+            self.config.checkpoint.save,
+            self._tensors(),
+            common,
+            self.runtime.state,
+            self.config.checkpoint,
+            self.log,
+        )
+
+    def _tensors(self) -> RunTensors:
+        return RunTensors(models=[self.parts.module], optimizer=self.parts.optimizer, rng=self.runtime.rng.state_dict())
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        # The record makes the folder of this name itself.
+        record_tokenizer(self.tokenizer, folder.parent)
