@@ -1,0 +1,289 @@
+"""Text from checkpoints by tools/text_generation_cli.py, as its users run it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.inference.engine import generate
+from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.parallel_state import create_parallel_state, describe_parallel_state
+from megatron.core.process_group import Group, single_rank_group
+from megatron.core.tokenizers.build_tokenizer import build_tokenizer
+from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT, byte_characters
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers.tokenizer_record import record_tokenizer
+from megatron.training.arguments import parse_arguments
+from megatron.training.checkpointing import CommonState, TrainProgress, save_checkpoint
+from megatron.training.config.run_config import RunConfig
+from tests.harness.distributed import run_distributed
+from tests.harness.training_run import CommandResult, launch_prefix, run_command
+from tests.unit.core.inference.small_models import build
+from tools import text_generation_cli
+
+TOOL = Path(text_generation_cli.__file__).resolve()
+GPT2_SHAPE = "--num-layers 2 --hidden-size 24 --num-attention-heads 4 --max-position-embeddings 40 --seq-length 40"
+LLAMA_SHAPE = (
+    "--num-layers 3 --hidden-size 24 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--ffn-hidden-size 44 --swiglu --normalization RMSNorm --disable-bias-linear --seq-length 32 "
+    "--max-position-embeddings 32 --position-embedding-type rope --untie-embeddings-and-output-weights"
+)
+TRAINING = "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data --init-method-std 0.3 --seed 77"
+GREEDY = SamplingConfig(greedy=True)
+NULL_TOKENIZER = "--tokenizer-type NullTokenizer --vocab-size 99"
+
+
+def run_config(flags: str, world_size: int = 1) -> tuple[RunConfig, Tokenizer]:
+    """Return the configuration and the tokenizer that a training run with these flags has."""
+    config = parse_arguments(f"{flags} {TRAINING}".split(), world_size)
+    tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
+    model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
+    return dataclasses.replace(config, model=model), tokenizer
+
+
+def save(folder: Path, flags: str, iteration: int = 10, seed: int = 77, with_tokenizer: bool = True) -> None:
+    """Save an untrained model as a training run saves its own, on one rank or on every rank of a job."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    config, tokenizer = run_config(flags, world_size)
+    state = create_parallel_state(config.model.tensor_model_parallel_size)
+    model = build(config.model, state.tp, seed=seed)
+    common = CommonState(
+        progress=TrainProgress(iteration=iteration),
+        config=config.to_dict(),
+        write_tokenizer=(lambda copies: _record(tokenizer, copies)) if with_tokenizer else None,
+    )
+    save_checkpoint(folder, RunTensors(models=[model]), common, state, config.checkpoint, lambda line: None)
+
+
+def _record(tokenizer: Tokenizer, copies: Path) -> None:
+    record_tokenizer(tokenizer, copies.parent)
+
+
+def expected_text(flags: str, prompt: str, count: int, sampling: SamplingConfig = GREEDY, seed: int = 77) -> str:
+    """Generate in this process, from the model as it was made and not from a checkpoint."""
+    config, tokenizer = run_config(flags)
+    tp: Group = single_rank_group()
+    ids = tokenizer.tokenize(prompt)
+    model = build(dataclasses.replace(config.model, sequence_parallel=False), tp, seed=seed)
+    (new,) = generate(model, [ids], count, sampling, tokenizer.eod_id, describe_parallel_state(0, 1))
+    return tokenizer.detokenize([*ids, *new])
+
+
+def run_tool(*words: str | Path, nproc: int = 1) -> CommandResult:
+    return run_command([*launch_prefix(nproc), TOOL, *words], env={"MEGATRON_DEVICE": "cpu"})
+
+
+def call_tool(monkeypatch, capsys, *words: str | Path) -> tuple[int, str, str]:
+    """Run the tool in this process and return status, output and error output."""
+    monkeypatch.setattr(sys, "argv", ["text_generation_cli.py", *map(str, words)])
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    try:
+        status = text_generation_cli.main()
+    except SystemExit as ending:
+        status = int(ending.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    """A checkpoint that one process saved, and an older one of other weights."""
+    folder = tmp_path_factory.mktemp("llama")
+    save(folder, f"{LLAMA_SHAPE} {NULL_TOKENIZER}", iteration=5, seed=78)
+    save(folder, f"{LLAMA_SHAPE} {NULL_TOKENIZER}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory) -> Path:
+    """A checkpoint of a byte-level tokenizer whose own files are gone, with learned positions."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    save(folder / "checkpoints", f"{GPT2_SHAPE} {byte_level_flags(folder)}")
+    for file in ("vocab.json", "merges.txt"):
+        (folder / file).rename(folder / f"moved-{file}")
+    return folder / "checkpoints"
+
+
+def byte_level_flags(folder: Path) -> str:
+    """Write a vocabulary of bytes, four merges and the end of the text where there is none; return its flags."""
+    merges = ["h e", "l l", "he ll", "hell o"]
+    tokens = [*byte_characters(), *(merge.replace(" ", "") for merge in merges), END_OF_TEXT]
+    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    return f"--tokenizer-type GPT2BPETokenizer --vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt"
+
+
+def test_one_process_prints_the_prompt_and_what_follows(llama: Path) -> None:
+    result = run_tool("--load", llama, "--prompt", "3 14 15", "--tokens-to-generate", "9", "--greedy").check()
+    assert result.stdout == expected_text(f"{LLAMA_SHAPE} {NULL_TOKENIZER}", "3 14 15", 9) + "\n"
+    assert result.stderr == ""
+    assert len(result.stdout.split()) == 12
+
+
+def test_four_processes_print_the_same_once(llama: Path) -> None:
+    """They share two key-value groups, and pad the vocabulary of 100 to 512, so that the last ones hold none of it."""
+    words = ("--load", llama, "--prompt", "3 14 15", "--tokens-to-generate", "9", "--greedy")
+    result = run_tool(*words, nproc=4).check()
+    assert result.stdout == expected_text(f"{LLAMA_SHAPE} {NULL_TOKENIZER}", "3 14 15", 9) + "\n"
+
+
+def test_a_tensor_parallel_checkpoint_generates_on_one_process(tmp_path: Path, monkeypatch, capsys) -> None:
+    flags = f"{LLAMA_SHAPE} {NULL_TOKENIZER}"
+    run_distributed(2, save, tmp_path, f"{flags} --tensor-model-parallel-size 2 --sequence-parallel")
+    words = ("--load", tmp_path, "--prompt", "8 1", "--tokens-to-generate", "7", "--greedy")
+    assert call_tool(monkeypatch, capsys, *words) == (0, expected_text(flags, "8 1", 7) + "\n", "")
+
+
+def test_the_checkpoint_brings_its_tokenizer(gpt2: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    words = ("--load", gpt2, "--prompt", "hello, wörld", "--tokens-to-generate", "12", "--greedy")
+    status, out, _ = call_tool(monkeypatch, capsys, *words)
+    assert status == 0
+    assert out == expected_text(f"{GPT2_SHAPE} {byte_level_flags(tmp_path)}", "hello, wörld", 12) + "\n"
+    assert out.startswith("hello, wörld")
+
+
+def test_the_flags_replace_the_tokenizer(gpt2: Path, monkeypatch, capsys) -> None:
+    """The ids of the text show: 'hello' is one of them."""
+    tokenizer = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "260")
+    words = ("--load", gpt2, "--prompt", "259 44", "--tokens-to-generate", "3", "--greedy")
+    status, out, _ = call_tool(monkeypatch, capsys, *words, *tokenizer)
+    assert status == 0
+    assert out.startswith("259 44 ")
+    assert len(out.split()) <= 5
+
+
+def test_a_checkpoint_without_a_recorded_tokenizer_uses_its_configuration(tmp_path: Path, monkeypatch, capsys) -> None:
+    flags = f"{GPT2_SHAPE} {NULL_TOKENIZER}"
+    save(tmp_path, flags, with_tokenizer=False)
+    words = ("--load", tmp_path, "--prompt", "5", "--tokens-to-generate", "4", "--greedy")
+    assert call_tool(monkeypatch, capsys, *words) == (0, expected_text(flags, "5", 4) + "\n", "")
+
+
+def test_an_older_iteration_can_be_asked_for(llama: Path, monkeypatch, capsys) -> None:
+    flags = f"{LLAMA_SHAPE} {NULL_TOKENIZER}"
+    words = ("--load", llama, "--prompt", "3 14", "--tokens-to-generate", "9", "--greedy")
+    newest = call_tool(monkeypatch, capsys, *words)
+    older = call_tool(monkeypatch, capsys, *words, "--ckpt-step", "5")
+    assert newest == (0, expected_text(flags, "3 14", 9) + "\n", "")
+    assert older == (0, expected_text(flags, "3 14", 9, seed=78) + "\n", "")
+    assert newest != older
+
+
+def test_a_seed_gives_its_text_again(llama: Path, monkeypatch, capsys) -> None:
+    flags = ("--temperature", "0.9", "--top-k", "50", "--top-p", "0.95", "--seed", "3")
+    words = ("--load", llama, "--prompt", "3 14", "--tokens-to-generate", "9", *flags)
+    first, again = (call_tool(monkeypatch, capsys, *words) for _ in range(2))
+    sampling = SamplingConfig(temperature=0.9, top_k=50, top_p=0.95, seed=3)
+    expected = expected_text(f"{LLAMA_SHAPE} {NULL_TOKENIZER}", "3 14", 9, sampling)
+    assert first == again == (0, expected + "\n", "")
+    assert call_tool(monkeypatch, capsys, *words, "--seed", "4") != first
+
+
+def test_a_file_gives_several_prompts(llama: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    prompts = ["3 14 15", "92", "6 5 35"]
+    (tmp_path / "prompts.txt").write_text("3 14 15\n\n92\n  \n6 5 35")
+    words = ("--load", llama, "--prompt-file", tmp_path / "prompts.txt", "--tokens-to-generate", "6", "--greedy")
+    status, out, _ = call_tool(monkeypatch, capsys, *words)
+    assert status == 0
+    texts = out.removesuffix("\n").split(f"\n{text_generation_cli.SEPARATOR}\n")
+    assert texts == [expected_text(f"{LLAMA_SHAPE} {NULL_TOKENIZER}", prompt, 6) for prompt in prompts]
+
+
+@pytest.mark.parametrize("flag", ["--bf16", "--fp16"])
+def test_half_precision_checkpoints_generate(tmp_path: Path, flag: str, monkeypatch, capsys) -> None:
+    flags = f"{GPT2_SHAPE} {NULL_TOKENIZER} {flag}"
+    save(tmp_path, flags)
+    words = ("--load", tmp_path, "--prompt", "5 6", "--tokens-to-generate", "4", "--greedy")
+    assert call_tool(monkeypatch, capsys, *words) == (0, expected_text(flags, "5 6", 4) + "\n", "")
+    assert run_config(flags)[0].model.params_dtype == ("bfloat16" if flag == "--bf16" else "float16")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--load {nowhere} --prompt 5", "--load {nowhere} is not a folder"),
+        ("--load {empty} --prompt 5", "{empty} holds no checkpoint"),
+        ("--load {llama} --prompt 5 --ckpt-step 7", "change --ckpt-step 7 to one of: 5, 10"),
+        ("--load {llama}", "one of the arguments --prompt --prompt-file is required"),
+        ("--prompt 5", "the following arguments are required: --load"),
+        ("--load {llama} --prompt=", "--prompt is empty"),
+        ("--load {llama} --prompt \udcff", "--prompt is not valid UTF-8"),
+        ("--load {llama} --prompt 5 --prompt-file x", "not allowed with argument --prompt"),
+        ("--load {llama} --prompt-file {nowhere}", "cannot read --prompt-file {nowhere}"),
+        ("--load {llama} --prompt-file {blank}", "--prompt-file {blank} holds no text"),
+        ("--load {llama} --prompt 5 --tokens-to-generate 0", "--tokens-to-generate 0 is not positive"),
+        ("--load {llama} --prompt 5 --tokens-to-generate many", "invalid int value: 'many'"),
+        (
+            "--load {llama} --prompt 5 --top-p 1.5 --top-k -1",
+            "draws from all tokens; --top-p 1.5 is",
+        ),
+        ("--load {llama} --prompt 5 --greedy --top-k 3", "--greedy draws nothing"),
+        ("--load {llama} --prompt 5 --gredy", "unrecognized arguments: --gredy"),
+        ("--load {llama} --prompt five", "NullTokenizer reads ids"),
+        ("--load {llama} --prompt 100", "id 100 is not in 0..99"),
+        ("--load {llama} --prompt 5 --vocab-size 200", "NullTokenizer has 201 ids, the model was trained with 100"),
+        ("--load {llama} --prompt 5 --tokenizer-type GPT2BPETokenizer", "--vocab-file"),
+        ("--load {llama} --prompt 5 --tokenizer-type None", "--tokenizer-type None is not supported"),
+        ("--load {gpt2} --prompt hello --tokens-to-generate 40", "the model has 40 learned positions"),
+    ],
+)
+def test_wrong_input_is_one_line_and_status_2(
+    words: str, message: str, llama: Path, gpt2: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "blank").write_text("\n \n")
+    places = {"llama": llama, "gpt2": gpt2, **{name: tmp_path / name for name in ("empty", "blank", "nowhere")}}
+    status, out, err = call_tool(monkeypatch, capsys, *(word.format(**places) for word in words.split()))
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message.format(**places) in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("pattern", ["index.json", "*.safetensors"])
+def test_a_damaged_checkpoint_is_passed_over(pattern: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    flags = f"{GPT2_SHAPE} {NULL_TOKENIZER}"
+    save(tmp_path, flags, iteration=5, seed=78)
+    save(tmp_path, flags)
+    (damaged,) = (tmp_path / "iter_0000010").glob(pattern)
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if pattern != "index.json" else content[:99])
+    words = ("--load", tmp_path, "--prompt", "5", "--tokens-to-generate", "4", "--greedy")
+    status, out, err = call_tool(monkeypatch, capsys, *words)
+    assert (status, out) == (0, expected_text(flags, "5", 4, seed=78) + "\n")
+    assert err.count("\n") == 1
+    assert "falling back to" in err
+
+
+def test_heads_that_do_not_divide_are_said_by_the_first_process(llama: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(text_generation_cli, "WAIT_FOR_REPORT_S", 0.0)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    results = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        results.append(call_tool(monkeypatch, capsys, "--load", llama, "--prompt", "5"))
+    (status, out, err), other = results
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: 3 processes ")
+    assert "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3" in err
+    assert other == (2, "", "")
+
+
+def test_wrong_usage_is_answered_without_torch(tmp_path: Path) -> None:
+    program = (
+        "import runpy, sys\n"
+        "try:\n"
+        "    runpy.run_path(sys.argv[1], run_name='__main__')\n"
+        "except SystemExit as ending:\n"
+        "    print(ending.code, 'torch' in sys.modules)\n"
+    )
+    script = tmp_path / "watch.py"
+    script.write_text(program.replace("sys.argv[1]", repr(str(TOOL))))
+    result = run_command([sys.executable, script, "--load", tmp_path / "nowhere", "--prompt", "5"])
+    assert result.stdout == "2 False\n"
