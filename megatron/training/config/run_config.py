@@ -134,5 +134,5 @@ def _rampup_phases(training: TrainingConfig) -> list[tuple[int, int]]:
         return []
     start, increment, samples = training.rampup_batch_size
     num_increments = (training.global_batch_size - start) // increment
-    per_increment = samples / max(num_increments, 1)
-    return [(start + i * increment, int((i + 1) * per_increment)) for i in range(num_increments)]
+    # Rounded up: a size holds while the consumed samples are below its share's end, a whole number or not.
+    return [(start + i * increment, -(-(i + 1) * samples // num_increments)) for i in range(num_increments)]

@@ -1,0 +1,158 @@
+"""Main gradients of one replica: accumulation, every way in which a gradient comes, and reuse of the buffer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.replica_check import bit_hash
+from megatron.core.main_grad import main_grad_of
+from megatron.core.parallel_state import describe_parallel_state
+from tests.unit.core.distributed.toy_model import ToyModel, autograd_gradients, batch
+
+STATE = describe_parallel_state(0, 1)
+
+
+def wrap(model: nn.Module, **options: object) -> DistributedDataParallel:
+    return DistributedDataParallel(model, DistributedDataParallelConfig(**options), STATE)  # type: ignore[arg-type]
+
+
+def run_iteration(ddp: DistributedDataParallel, batches: list[int], divisor: float = 1.0) -> None:
+    ddp.zero_grad_buffer()
+    with ddp.no_sync():
+        for index in batches[:-1]:
+            (ddp(*batch(index)) / divisor).backward()
+    (ddp(*batch(batches[-1])) / divisor).backward()
+
+
+def gradients(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
+    result = {}
+    for name, parameter in ddp.module.named_parameters():
+        main_grad = main_grad_of(parameter)
+        assert main_grad is not None
+        result[name] = main_grad.tensor
+    return result
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_micro_batches_add_up_to_autograds_gradient_in_every_iteration(overlap: bool) -> None:
+    ddp = wrap(ToyModel(), overlap_grad_reduce=overlap, ddp_bucket_size=70)
+    for batches in ([0, 1, 2], [3], [4, 5]):
+        run_iteration(ddp, batches, divisor=3.0)
+        ddp.finish_grad_sync()
+        expected = autograd_gradients(batches, divisor=3.0)
+        assert expected["unused"].eq(0).all()
+        for name, grad in gradients(ddp).items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-14)
+        assert all(parameter.grad is None for parameter in ddp.parameters())
+
+
+def test_stale_values_of_an_unused_parameter_are_overwritten() -> None:
+    ddp = wrap(ToyModel())
+    gradients(ddp)["unused"].fill_(5.0)
+    run_iteration(ddp, [0])
+    ddp.finish_grad_sync()
+    assert gradients(ddp)["unused"].eq(0).all()
+
+
+def test_gradients_are_views_of_one_flat_buffer_in_reverse_order() -> None:
+    ddp = wrap(ToyModel())
+    (buffer,) = ddp.grad_buffers
+    begin = buffer.grad_data.data_ptr()
+    offsets = {name: (g.data_ptr() - begin) // 8 for name, g in gradients(ddp).items()}
+    assert sorted(offsets, key=offsets.__getitem__) == list(reversed(offsets))
+    assert len(buffer.buckets) == 1
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "in_bf16", "grad_dtype"),
+    [
+        (torch.bfloat16, False, torch.float32),
+        (torch.bfloat16, True, torch.bfloat16),
+        (torch.float16, False, torch.float32),
+        (torch.float32, True, torch.float32),
+        (torch.float64, False, torch.float64),
+    ],
+)
+def test_main_gradients_are_kept_in_the_arithmetic_dtype(
+    param_dtype: torch.dtype, in_bf16: bool, grad_dtype: torch.dtype
+) -> None:
+    ddp = wrap(ToyModel(param_dtype), grad_reduce_in_bf16=in_bf16)
+    run_iteration(ddp, [0, 1])
+    expected = autograd_gradients([0, 1])
+    for name, grad in gradients(ddp).items():
+        assert grad.dtype == grad_dtype
+        scale = expected[name].abs().max()
+        if name != "unused":
+            assert (grad - expected[name]).abs().max() < 0.1 * scale
+
+
+def test_parameters_of_several_dtypes_have_a_buffer_each() -> None:
+    model = ToyModel(torch.bfloat16)
+    model.norm.data = model.norm.data.float()
+    ddp = wrap(model, grad_reduce_in_bf16=True)
+    assert [buffer.grad_data.dtype for buffer in ddp.grad_buffers] == [torch.bfloat16, torch.float32]
+
+
+def test_frozen_parameters_have_no_main_gradient() -> None:
+    model = ToyModel()
+    model.norm.requires_grad_(False)
+    wrap(model)
+    assert main_grad_of(model.norm) is None
+
+
+def test_a_second_last_micro_batch_is_refused_while_overlapping() -> None:
+    ddp = wrap(ToyModel(), overlap_grad_reduce=True)
+    ddp.zero_grad_buffer()
+    ddp(*batch(0)).backward()
+    with pytest.raises(AssertionError, match="no_sync"):
+        ddp(*batch(1)).backward()
+
+
+def test_no_sync_ends_with_an_exception() -> None:
+    ddp = wrap(ToyModel())
+    with pytest.raises(ValueError, match="inside"), ddp.no_sync():
+        assert not ddp.is_last_microbatch
+        raise ValueError("inside")
+    assert ddp.is_last_microbatch
+
+
+def test_per_token_loss_divides_by_the_tokens_of_the_iteration() -> None:
+    ddp = DistributedDataParallel(ToyModel(), DistributedDataParallelConfig(), STATE, calculate_per_token_loss=True)
+    run_iteration(ddp, [0, 1])
+    finalize_model_grads([ddp], STATE, torch.tensor(14))
+    expected = autograd_gradients([0, 1], divisor=14.0)
+    for name, grad in gradients(ddp).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-14)
+
+
+def test_a_batch_without_tokens_leaves_zeros() -> None:
+    ddp = wrap(ToyModel())
+    ddp.zero_grad_buffer()
+    finalize_model_grads([ddp], STATE, torch.tensor(0.0))
+    assert all(grad.eq(0).all() for grad in gradients(ddp).values())
+
+
+def test_bad_gradients_are_named() -> None:
+    ddp = wrap(ToyModel())
+    run_iteration(ddp, [0])
+    ddp.finish_grad_sync()
+    assert ddp.names_of_bad_local_gradients() == []
+    gradients(ddp)["fc1_bias"][3] = float("inf")
+    gradients(ddp)["embedding"][1, 2] = float("nan")
+    assert ddp.names_of_bad_local_gradients() == ["fc1.bias", "embedding.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_bit_hash_sees_a_changed_bit_and_an_exchange_of_values(dtype: torch.dtype) -> None:
+    values = torch.arange(1, 40, dtype=torch.float64).to(dtype).view(3, 13)
+    assert bit_hash(values) == bit_hash(values.clone())
+    negative_zero, exchanged = torch.zeros(5, dtype=dtype), values.clone()
+    negative_zero[2] = -0.0
+    exchanged[0, 0], exchanged[2, 4] = values[2, 4], values[0, 0]
+    assert bit_hash(negative_zero) != bit_hash(torch.zeros(5, dtype=dtype))
+    assert bit_hash(exchanged) != bit_hash(values)

@@ -1,0 +1,57 @@
+"""Places of parameters in flat buffers."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.distributed.param_layout import ParamSlot, default_bucket_size, plan_layout
+
+
+def test_parameters_lie_last_used_first_at_aligned_starts() -> None:
+    layout = plan_layout([10, 20, 5], param_alignment=8)
+    assert layout.slots == (ParamSlot(2, 0, 5), ParamSlot(1, 8, 28), ParamSlot(0, 32, 42))
+    assert len(layout.buckets) == 1
+    assert layout.num_elements == 48
+
+
+def test_a_bucket_is_closed_by_the_parameter_that_fills_it() -> None:
+    layout = plan_layout([7, 9, 16, 3, 4], bucket_size=12, param_alignment=4)
+    assert [[slot.index for slot in bucket.slots] for bucket in layout.buckets] == [[4, 3, 2], [1, 0]]
+    assert [(bucket.start, bucket.end) for bucket in layout.buckets] == [(0, 24), (24, 44)]
+    assert layout.buckets[1].slots == (ParamSlot(1, 24, 33), ParamSlot(0, 36, 43))
+
+
+def test_a_large_parameter_is_a_bucket_of_its_own() -> None:
+    layout = plan_layout([3, 100, 2], bucket_size=50, param_alignment=1)
+    assert [[slot.index for slot in bucket.slots] for bucket in layout.buckets] == [[2, 1], [0]]
+
+
+@pytest.mark.parametrize("num_shards", [1, 3, 8])
+@pytest.mark.parametrize("bucket_size", [None, 1, 40, 10_000])
+def test_slots_are_disjoint_aligned_and_buckets_cut_into_aligned_shards(
+    bucket_size: int | None, num_shards: int
+) -> None:
+    sizes = [1, 17, 64, 300, 2, 129, 5]
+    layout = plan_layout(sizes, bucket_size, param_alignment=16, num_shards=num_shards)
+    assert sorted(slot.index for slot in layout.slots) == list(range(len(sizes)))
+    position = 0
+    for bucket in layout.buckets:
+        assert bucket.start == position
+        assert (bucket.end - bucket.start) % (16 * num_shards) == 0
+        for slot in bucket.slots:
+            assert slot.start >= position
+            assert slot.start % 16 == 0
+            assert slot.end - slot.start == sizes[slot.index]
+            position = slot.end
+        assert position <= bucket.end
+        position = bucket.end
+    assert layout.num_elements == position
+
+
+def test_no_parameters_need_no_buffer() -> None:
+    assert plan_layout([]).num_elements == 0
+
+
+def test_default_bucket_size_grows_with_many_ranks() -> None:
+    assert default_bucket_size(8) == 40_000_000
+    assert default_bucket_size(64) == 64_000_000

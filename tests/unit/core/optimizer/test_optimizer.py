@@ -1,0 +1,281 @@
+"""The optimizer on one replica against torch's own in float64, its precisions, its refusals and its state."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.errors import TrainingError
+from megatron.core.main_grad import main_grad_of
+from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec
+from tests.unit.core.distributed.toy_model import ToyModel, autograd_gradients, batch
+
+STATE = describe_parallel_state(0, 1)
+DTYPE_NAMES = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+
+def build(
+    dtype: torch.dtype = torch.float64, *, check: bool = True, in_bf16: bool = False, **options: object
+) -> tuple[DistributedDataParallel, MegatronOptimizer]:
+    ddp_config = DistributedDataParallelConfig(check_for_nan_in_loss_and_grad=check, grad_reduce_in_bf16=in_bf16)
+    ddp = DistributedDataParallel(ToyModel(dtype), ddp_config, STATE)
+    settings: dict[str, object] = {"lr": 0.01, "params_dtype": DTYPE_NAMES[dtype], **options}
+    return ddp, MegatronOptimizer(OptimizerConfig(**settings), [ddp], STATE)  # type: ignore[arg-type]
+
+
+def train_step(ddp: DistributedDataParallel, optimizer: MegatronOptimizer, index: int) -> StepOutcome:
+    ddp.zero_grad_buffer()
+    (ddp(*batch(index)) * optimizer.loss_scale).backward()
+    ddp.finish_grad_sync()
+    return optimizer.step()
+
+
+def oracle(steps: int, clip: float, make: type[torch.optim.Optimizer], decay: float, **options: object) -> ToyModel:
+    """Train by torch alone: autograd's gradients, ``clip_grad_norm_`` and an unfused optimizer."""
+    model = ToyModel()
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = make(groups, lr=0.01, foreach=False, **options)  # type: ignore[call-arg]
+    for index in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        model(*batch(index)).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model
+
+
+def assert_same_parameters(model: nn.Module, expected: nn.Module, rtol: float = 1e-12, atol: float = 1e-13) -> None:
+    wanted = dict(expected.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), wanted[name].detach(), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.7, 1e6])
+def test_adam_equals_torch_in_float64(clip: float) -> None:
+    options = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-6}
+    ddp, optimizer = build(clip_grad=clip, weight_decay=0.1, **options)
+    for index in range(5):
+        assert train_step(ddp, optimizer, index).success
+    expected = oracle(5, clip, torch.optim.AdamW, 0.1, betas=(0.8, 0.95), eps=1e-6)
+    assert_same_parameters(ddp.module, expected)
+    assert optimizer.num_steps == 5
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_equals_torch_in_float64(momentum: float) -> None:
+    ddp, optimizer = build(optimizer="sgd", sgd_momentum=momentum, clip_grad=2.0, weight_decay=0.1)
+    for index in range(4):
+        train_step(ddp, optimizer, index)
+    assert_same_parameters(ddp.module, oracle(4, 2.0, torch.optim.SGD, 0.1, momentum=momentum))
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_float32_scales_in_the_kernel_to_the_same_result(name: str) -> None:
+    ddp, optimizer = build(torch.float32, optimizer=name, clip_grad=0.7, weight_decay=0.1)
+    for index in range(3):
+        train_step(ddp, optimizer, index)
+    make, options = {
+        "adam": (torch.optim.AdamW, {"betas": (0.9, 0.999)}),
+        "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+    }[name]
+    expected = oracle(3, 0.7, make, 0.1, **options).float()
+    assert_same_parameters(ddp.module, expected, rtol=2e-4, atol=2e-6)
+
+
+def test_outcome_reports_norm_and_zeros_of_the_unclipped_gradient() -> None:
+    ddp, optimizer = build(clip_grad=0.5, log_num_zeros_in_grad=True)
+    outcome = train_step(ddp, optimizer, 0)
+    expected = autograd_gradients([0])
+    norm = math.sqrt(sum(grad.square().sum().item() for grad in expected.values()))
+    assert outcome.success
+    assert outcome.grad_norm == pytest.approx(norm, rel=1e-12)
+    assert outcome.num_zeros == sum(int((grad == 0).sum()) for grad in expected.values())
+    assert norm > 0.5
+
+
+def test_norm_of_the_main_parameters() -> None:
+    _, optimizer = build()
+    expected = math.sqrt(sum(p.detach().square().sum().item() for p in ToyModel().parameters()))
+    assert optimizer.params_norm() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_full_precision_parameters_are_their_own_main_parameters(dtype: torch.dtype) -> None:
+    ddp, optimizer = build(dtype)
+    assert not any(name.startswith("optimizer.main_param") for name in optimizer.sharded_state())
+    train_step(ddp, optimizer, 0)
+    assert all(parameter.grad is None for parameter in ddp.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_parameters_are_rounded_from_float32_ones(dtype: torch.dtype) -> None:
+    ddp, optimizer = build(dtype, lr=1e-5, initial_loss_scale=2.0**6)
+    before = {name: tensor.clone() for name, (_, tensor) in optimizer.sharded_state().items()}
+    for index in range(3):
+        assert train_step(ddp, optimizer, index).success
+    state = optimizer.sharded_state()
+    for parameter in ddp.parameters():
+        name = f"optimizer.main_param.{parameter.spec.name}"
+        main = state[name][1]
+        assert main.dtype is torch.float32
+        assert torch.equal(parameter.detach(), main.to(dtype))
+        # Steps of 1e-5 vanish in the rounding of most weights: only the main parameters keep them.
+        assert not torch.equal(main, before[name])
+
+
+def test_loss_scale_leaves_norm_and_update_unchanged() -> None:
+    updates = []
+    for scale in (None, 1024.0):
+        ddp, optimizer = build(torch.float32, loss_scale=scale, clip_grad=0.3)
+        outcome = train_step(ddp, optimizer, 0)
+        updates.append((outcome.grad_norm, ddp.module.fc1.detach().clone()))
+    assert updates[0][0] == pytest.approx(updates[1][0], rel=1e-6)
+    torch.testing.assert_close(updates[0][1], updates[1][1], rtol=1e-6, atol=1e-8)
+
+
+def test_bf16_gradients_update_float32_main_parameters() -> None:
+    ddp, optimizer = build(torch.bfloat16, in_bf16=True, clip_grad=0.3)
+    assert train_step(ddp, optimizer, 0).success
+    reference, reference_optimizer = build(torch.bfloat16, clip_grad=0.3)
+    train_step(reference, reference_optimizer, 0)
+    for name, (_, tensor) in optimizer.sharded_state().items():
+        torch.testing.assert_close(tensor, reference_optimizer.sharded_state()[name][1], rtol=0.1, atol=0.011)
+
+
+def poison(ddp: DistributedDataParallel, name: str, value: float) -> None:
+    main_grad = main_grad_of(dict(ddp.module.named_parameters())[name])
+    assert main_grad is not None
+    main_grad.tensor.view(-1)[1] = value
+
+
+def snapshot(optimizer: MegatronOptimizer, ddp: DistributedDataParallel) -> list[torch.Tensor]:
+    return [tensor.clone() for _, tensor in optimizer.sharded_state().values()] + [
+        parameter.detach().clone() for parameter in ddp.parameters()
+    ]
+
+
+def poisoned_step(ddp: DistributedDataParallel, optimizer: MegatronOptimizer, value: float) -> StepOutcome:
+    ddp.zero_grad_buffer()
+    (ddp(*batch(1)) * optimizer.loss_scale).backward()
+    ddp.finish_grad_sync()
+    poison(ddp, "fc2", value)
+    return optimizer.step()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_bad_gradient_stops_the_run_and_is_named(dtype: torch.dtype, value: float) -> None:
+    ddp, optimizer = build(dtype)
+    train_step(ddp, optimizer, 0)
+    before = snapshot(optimizer, ddp)
+    with pytest.raises(TrainingError, match=r"rank 0: fc2\.weight;"):
+        poisoned_step(ddp, optimizer, value)
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(optimizer, ddp), strict=True))
+
+
+def test_a_bad_gradient_is_skipped_where_the_check_is_off() -> None:
+    ddp, optimizer = build(torch.float32, check=False)
+    train_step(ddp, optimizer, 0)
+    before = snapshot(optimizer, ddp)
+    assert poisoned_step(ddp, optimizer, float("nan")) == StepOutcome(False, None, None)
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(optimizer, ddp), strict=True))
+    assert train_step(ddp, optimizer, 2).success
+
+
+def test_a_float16_overflow_skips_the_step_and_halves_the_scale() -> None:
+    ddp, optimizer = build(torch.float16, initial_loss_scale=256.0, hysteresis=1)
+    train_step(ddp, optimizer, 0)
+    before = snapshot(optimizer, ddp)
+    assert poisoned_step(ddp, optimizer, float("inf")) == StepOutcome(False, None, None)
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(optimizer, ddp), strict=True))
+    assert optimizer.loss_scale == 128.0
+    assert optimizer.num_steps == 1
+    assert train_step(ddp, optimizer, 2).success
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_resumed_training_is_bitwise_equal(dtype: torch.dtype, name: str) -> None:
+    options = {"optimizer": name, "initial_loss_scale": 2.0**10, "loss_scale_window": 3}
+    first, first_optimizer = build(dtype, **options)
+    for index in range(2):
+        train_step(first, first_optimizer, index)
+    second, second_optimizer = build(dtype, **options)
+    second.module.load_state_dict(first.module.state_dict())
+    stored = first_optimizer.sharded_state()
+    assert stored.keys() == second_optimizer.sharded_state().keys()
+    for key, (_, tensor) in second_optimizer.sharded_state().items():
+        tensor.copy_(stored[key][1])
+    second_optimizer.load_scalar_state(json.loads(json.dumps(first_optimizer.scalar_state())))
+    for index in range(2, 5):
+        outcome = train_step(first, first_optimizer, index)
+        assert train_step(second, second_optimizer, index) == outcome
+    assert first_optimizer.loss_scale == second_optimizer.loss_scale
+    for mine, other in zip(snapshot(first_optimizer, first), snapshot(second_optimizer, second), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_state_exists_before_the_first_step_under_global_names() -> None:
+    _, optimizer = build(torch.bfloat16)
+    state = optimizer.sharded_state()
+    names = {parameter.spec.name for parameter in ToyModel().parameters()}
+    kinds = ("main_param", "exp_avg", "exp_avg_sq")
+    assert set(state) == {f"optimizer.{kind}.{name}" for kind in kinds for name in names}
+    for name, (spec, tensor) in state.items():
+        assert spec.name == name
+        assert tensor.shape == spec.global_shape
+        assert tensor.dtype is torch.float32
+    assert optimizer.scalar_state() == {"num_steps": 0, "grad_scaler": {}}
+
+
+def test_two_parts_of_one_global_tensor_have_a_name_each() -> None:
+    model = nn.Module()
+    for name, start, rows in (("query", 0, 4), ("key_value", 6, 2)):
+        parameter = nn.Parameter(torch.zeros(rows, 3))
+        piece = Piece(Box((start, 0), (rows, 3)), (0, 0))
+        attach_spec(parameter, ParamSpec("qkv.weight", (8, 3), (piece,)))
+        model.register_parameter(name, parameter)
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(), STATE)
+    state = MegatronOptimizer(OptimizerConfig(optimizer="sgd"), [ddp], STATE).sharded_state()
+    assert list(state) == ["optimizer.momentum_buffer.qkv.weight", "optimizer.momentum_buffer.qkv.weight@6,0"]
+    assert {spec.name for spec, _ in state.values()} == {"optimizer.momentum_buffer.qkv.weight"}
+
+
+def test_main_parameters_follow_weights_that_were_loaded_alone() -> None:
+    ddp, optimizer = build(torch.bfloat16)
+    with torch.no_grad():
+        ddp.module.norm.fill_(3.0)
+    optimizer.reload_main_params()
+    assert optimizer.sharded_state()["optimizer.main_param.norm.weight"][1].eq(3.0).all()
+
+
+def test_learning_rate_and_decay_take_effect_at_the_next_step() -> None:
+    ddp, optimizer = build(clip_grad=0.0)
+    optimizer.set_learning_rate(0.0, 0.5)
+    train_step(ddp, optimizer, 0)
+    assert_same_parameters(ddp.module, ToyModel(), rtol=0.0, atol=0.0)
+    optimizer.set_learning_rate(0.1, 0.5)
+    assert optimizer.learning_rate == 0.1
+    ddp.zero_grad_buffer()
+    ddp.finish_grad_sync()
+    before = {name: parameter.detach().clone() for name, parameter in ddp.module.named_parameters()}
+    optimizer.step()
+    # Without a gradient and without moments only the decay moves a weight.
+    torch.testing.assert_close(ddp.module.unused.detach(), before["unused"] * (1 - 0.1 * 0.5))

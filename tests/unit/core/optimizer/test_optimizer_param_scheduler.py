@@ -1,0 +1,178 @@
+"""Learning rates and weight decays by samples."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.optimizer.optimizer_param_scheduler import (
+    OptimizerParamScheduler,
+    ScheduleConfig,
+    learning_rate,
+    reconcile_schedules,
+    weight_decay,
+)
+
+GOLDEN = Path(__file__).parents[3] / "golden"
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.values: list[tuple[float, float]] = []
+
+    def set_learning_rate(self, learning_rate: float, weight_decay: float) -> None:
+        self.values.append((learning_rate, weight_decay))
+
+
+def rates(config: ScheduleConfig, *samples: int) -> list[float]:
+    return [learning_rate(config, count) for count in samples]
+
+
+@pytest.mark.parametrize("name", ["tp1", "dp2", "tp2pp2_from_tp1"])
+def test_reference_run_of_ten_iterations(name: str) -> None:
+    config = ScheduleConfig(max_lr=3e-3, min_lr=3e-4, lr_warmup_steps=24, lr_decay_steps=80, lr_decay_style="cosine")
+    lines = (GOLDEN / "train" / f"{name}.jsonl").read_text().splitlines()
+    expected = [json.loads(line)["lr_used"] for line in lines]
+    scheduler = OptimizerParamScheduler(Recorder(), config)
+    scheduler.num_samples = 8 * (10 - len(expected))
+    for value in expected:
+        assert scheduler.learning_rate == pytest.approx(value, rel=1e-14)
+        scheduler.step(8)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen"])
+def test_reference_models_ten_steps(name: str) -> None:
+    config = ScheduleConfig(max_lr=1e-2, min_lr=1e-3, lr_warmup_steps=3, lr_decay_steps=10, lr_decay_style="cosine")
+    expected = np.load(GOLDEN / "model" / f"{name}.npz")["train/lr"]
+    np.testing.assert_allclose(rates(config, *range(10)), expected, rtol=1e-12)
+
+
+def test_warm_up_starts_from_its_first_rate() -> None:
+    config = ScheduleConfig(max_lr=1.0, init_lr=0.2, lr_warmup_steps=40, lr_decay_steps=100)
+    assert rates(config, 0, 10, 40) == pytest.approx([0.2, 0.4, 1.0])
+
+
+def test_logged_run_with_skipped_iterations() -> None:
+    config = ScheduleConfig(
+        max_lr=1.5e-4, min_lr=1e-5, lr_warmup_steps=3200 * 16, lr_decay_steps=320_000 * 16, lr_decay_style="cosine"
+    )
+    assert f"{learning_rate(config, (20 - 15) * 16):.6E}" == "2.343750E-07"
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [
+        ("constant", [1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [1.0, 0.775, 0.55, 0.1, 0.1]),
+        ("cosine", [1.0, 0.1 + 0.45 * (1 + math.sqrt(0.5)), 0.55, 0.1, 0.1]),
+        ("inverse-square-root", [1.0, math.sqrt(20 / 40), math.sqrt(20 / 60), math.sqrt(0.2), 0.1]),
+    ],
+)
+def test_decay_styles(style: str, expected: list[float]) -> None:
+    config = ScheduleConfig(max_lr=1.0, min_lr=0.1, lr_warmup_steps=20, lr_decay_steps=100, lr_decay_style=style)
+    assert rates(config, 20, 40, 60, 100, 101) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("style", "quarter", "half"),
+    [
+        ("linear", 0.75, 0.5),
+        ("cosine", 0.5 * (1 + math.sqrt(0.5)), 0.5),
+        ("exponential", 2 * 0.5**0.25 - 1, 2 * 0.5**0.5 - 1),
+        ("minus_sqrt", 0.5, 1 - math.sqrt(0.5)),
+    ],
+)
+def test_warm_up_stable_decay(style: str, quarter: float, half: float) -> None:
+    config = ScheduleConfig(
+        max_lr=1.1,
+        min_lr=0.1,
+        lr_warmup_steps=10,
+        lr_decay_steps=100,
+        lr_decay_style="WSD",
+        wsd_decay_steps=40,
+        lr_wsd_decay_style=style,
+    )
+    expected = [0.55, 1.1, 1.1, 1.1, 0.1 + quarter, 0.1 + half, 0.1, 0.1]
+    assert rates(config, 5, 10, 35, 60, 70, 80, 100, 150) == pytest.approx(expected)
+
+
+def test_schedules_of_no_length_have_values() -> None:
+    assert rates(ScheduleConfig(max_lr=1.0, min_lr=0.25), 0, 7) == [0.25, 0.25]
+    config = ScheduleConfig(max_lr=1.0, lr_decay_style="inverse-square-root", lr_decay_steps=9)
+    assert rates(config, 0, 4) == [1.0, 0.5]
+    assert rates(ScheduleConfig(max_lr=1.0, lr_warmup_steps=4, lr_decay_steps=4), 2, 4, 5) == [0.5, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [
+        ("constant", [0.3, 0.3, 0.3, 0.3]),
+        ("linear", [0.1, 0.15, 0.2, 0.3]),
+        ("cosine", [0.1, 0.1 + 0.1 * (1 - math.sqrt(0.5)), 0.2, 0.3]),
+    ],
+)
+def test_weight_decay_styles(style: str, expected: list[float]) -> None:
+    start = 0.3 if style == "constant" else 0.1
+    config = ScheduleConfig(max_lr=1.0, start_wd=start, end_wd=0.3, wd_incr_steps=80, wd_incr_style=style)
+    assert [weight_decay(config, count) for count in (0, 20, 40, 80)] == pytest.approx(expected)
+    assert weight_decay(config, 1000) == 0.3
+
+
+def test_impossible_schedules_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--lr-wsd-decay-iters"):
+        ScheduleConfig(max_lr=1.0, lr_decay_style="WSD")
+    with pytest.raises(ConfigurationError, match=r"0\.1 and --end-weight-decay 0\.3"):
+        ScheduleConfig(max_lr=1.0, start_wd=0.1, end_wd=0.3)
+
+
+def test_optimizer_always_holds_the_next_iterations_values() -> None:
+    recorder = Recorder()
+    config = ScheduleConfig(max_lr=1.0, lr_warmup_steps=4, lr_decay_steps=8, start_wd=0.2, end_wd=0.2)
+    scheduler = OptimizerParamScheduler(recorder, config)
+    scheduler.step(2)
+    scheduler.step(4)
+    assert recorder.values == [(0.0, 0.2), (0.5, 0.2), (0.5, 0.2)]
+
+
+def test_resumed_schedule_continues() -> None:
+    config = ScheduleConfig(max_lr=1.0, lr_warmup_steps=4, lr_decay_steps=8)
+    first = OptimizerParamScheduler(Recorder(), config)
+    first.step(3)
+    second = OptimizerParamScheduler(Recorder(), config)
+    assert second.load_state_dict(json.loads(json.dumps(first.state_dict()))) == ()
+    assert second.num_samples == 3
+    assert second.learning_rate == first.learning_rate == 0.75
+
+
+def test_a_different_schedule_needs_a_choice() -> None:
+    stored = ScheduleConfig(max_lr=1.0, lr_decay_steps=80)
+    given = replace(stored, max_lr=0.5, lr_decay_style="cosine")
+    with pytest.raises(CheckpointError, match=r"max_lr: 1\.0 → 0\.5; lr_decay_style: linear → cosine") as caught:
+        reconcile_schedules(stored, given, override=False, use_checkpoint=False)
+    assert "--override-opt-param-scheduler" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert reconcile_schedules(stored, given, override=True, use_checkpoint=False) == (
+        given,
+        ("max_lr: 1.0 → 0.5", "lr_decay_style: linear → cosine"),
+    )
+    assert reconcile_schedules(stored, given, override=False, use_checkpoint=True) == (
+        stored,
+        ("max_lr: 0.5 → 1.0", "lr_decay_style: cosine → linear"),
+    )
+    with pytest.raises(ConfigurationError, match="exclude each other"):
+        reconcile_schedules(stored, given, override=True, use_checkpoint=True)
+
+
+def test_loading_applies_the_chosen_schedule() -> None:
+    stored = OptimizerParamScheduler(Recorder(), ScheduleConfig(max_lr=1.0, lr_decay_steps=10))
+    stored.step(5)
+    scheduler = OptimizerParamScheduler(Recorder(), ScheduleConfig(max_lr=1.0, lr_decay_steps=20))
+    lines = scheduler.load_state_dict(stored.state_dict(), override=True)
+    assert lines == ("lr_decay_steps: 10 → 20",)
+    assert scheduler.learning_rate == 0.75

@@ -1,0 +1,146 @@
+"""Timers under a clock that the test moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.errors import MegatronError
+from megatron.core.process_group import single_rank_group
+from megatron.core.timers import Timers, format_report
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.events: list[str] = []
+
+    def __call__(self) -> float:
+        self.events.append("clock")
+        return self.now_s
+
+    def synchronize(self) -> None:
+        self.events.append("synchronize")
+
+    def barrier(self) -> None:
+        self.events.append("barrier")
+
+    def timers(self, log_level: int = 2, log_option: str = "minmax") -> Timers:
+        return Timers(log_level, log_option, synchronize=self.synchronize, barrier=self.barrier, clock=self)
+
+
+GROUP = single_rank_group(("world",))
+
+
+def test_stretches_add_up_until_reset() -> None:
+    clock = Clock()
+    timers = clock.timers()
+    for seconds in (1.5, 2.0):
+        with timers("forward"):
+            clock.now_s += seconds
+        clock.now_s += 10.0
+    assert timers.elapsed_s(reset=False) == {"forward": 3.5}
+    assert timers.elapsed_s() == {"forward": 3.5}
+    assert timers.elapsed_s() == {}
+
+
+def test_a_running_timer_is_read_and_goes_on() -> None:
+    clock = Clock()
+    timer = clock.timers()("interval-time")
+    timer.start()
+    clock.now_s += 4.0
+    assert timer.elapsed_s() == 4.0
+    clock.now_s += 3.0
+    assert timer.elapsed_s(reset=False) == 3.0
+    clock.now_s += 1.0
+    timer.stop()
+    assert timer.elapsed_s() == 4.0
+
+
+def test_device_is_waited_for_and_ranks_only_when_asked() -> None:
+    clock = Clock()
+    timer = clock.timers()("save-checkpoint")
+    timer.start()
+    timer.stop(barrier=True)
+    assert clock.events == ["synchronize", "clock", "barrier", "synchronize", "clock"]
+
+
+def test_timers_above_the_level_do_nothing() -> None:
+    clock = Clock()
+    timers = clock.timers(log_level=1)
+    with timers("forward-compute", log_level=2):
+        clock.now_s += 1.0
+    with timers("optimizer", log_level=1):
+        clock.now_s += 1.0
+    assert timers.elapsed_s() == {"optimizer": 1.0}
+    assert "barrier" not in clock.events
+    assert clock.events.count("clock") == 2
+
+
+def test_misuse_is_named() -> None:
+    timer = Clock().timers()("optimizer")
+    with pytest.raises(MegatronError, match="optimizer was stopped"):
+        timer.stop()
+    timer.start()
+    with pytest.raises(MegatronError, match="optimizer was started twice"):
+        timer.start()
+
+
+def test_report_has_megatrons_form() -> None:
+    clock = Clock()
+    timers = clock.timers()
+    with timers("load-checkpoint"):
+        clock.now_s += 0.25
+    assert timers.report(GROUP, normalizer=10) == (
+        "(min, max) time across ranks (ms):\n    load-checkpoint ................................: (25.00, 25.00)"
+    )
+    assert timers.report(GROUP) == ""
+
+
+def test_report_of_chosen_names_leaves_the_others_running() -> None:
+    clock = Clock()
+    timers = clock.timers(log_option="max")
+    for name in ("first", "second"):
+        with timers(name):
+            clock.now_s += 1.0
+    assert "second" not in timers.report(GROUP, names=["first", "absent"])
+    assert timers.elapsed_s() == {"second": 1.0}
+
+
+TIMES = [{"all-grads-sync": 3.0, "only-here": 1.0}, {"all-grads-sync": 2.5}, {"all-grads-sync": 7.25}]
+
+
+@pytest.mark.parametrize(
+    ("option", "lines"),
+    [
+        (
+            "minmax",
+            [
+                "(min, max) time across ranks (ms):",
+                "    all-grads-sync .................................: (2.50, 7.25)",
+                "    only-here ......................................: (1.00, 1.00)",
+            ],
+        ),
+        (
+            "max",
+            [
+                "max time across ranks (ms):",
+                "    all-grads-sync .................................: 7.25",
+                "    only-here ......................................: 1.00",
+            ],
+        ),
+        (
+            "all",
+            [
+                "times across ranks (ms):",
+                "  all-grads-sync:",
+                "     rank  0: 3.00",
+                "     rank  1: 2.50",
+                "     rank  2: 7.25",
+                "  only-here:",
+                "     rank  0: 1.00",
+            ],
+        ),
+    ],
+)
+def test_report_over_ranks(option: str, lines: list[str]) -> None:
+    assert format_report(TIMES, option).splitlines() == lines
