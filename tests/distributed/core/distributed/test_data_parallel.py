@@ -1,0 +1,144 @@
+"""Replicas against one process and against gradients reduced one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.collectives import all_reduce
+from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.replica_check import check_replicas_equal
+from megatron.core.errors import TrainingError
+from megatron.core.main_grad import main_grad_of
+from megatron.core.parallel_state import ParallelState, create_parallel_state
+from tests.harness.distributed import RankFailure, run_distributed
+from tests.unit.core.distributed.toy_model import ToyModel, autograd_gradients, batch
+
+MICROBATCHES_PER_RANK = 3
+
+
+def local_batches(rank: int) -> list[int]:
+    return [rank * MICROBATCHES_PER_RANK + i for i in range(MICROBATCHES_PER_RANK)]
+
+
+def naive_gradients(state: ParallelState, divisor: float, average: bool) -> dict[str, torch.Tensor]:
+    """Return autograd's gradients of this rank, reduced over the replicas one by one."""
+    gradients = autograd_gradients(local_batches(state.rank), divisor)
+    for gradient in gradients.values():
+        all_reduce(gradient, state.dp_cp)
+        if average:
+            gradient /= state.dp_cp.size
+    return gradients
+
+
+def reduced_gradients(
+    iterations: int, per_token: bool, context_parallel_size: int, options: dict[str, object]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+    """Return this rank's final main gradients, the naive twin's, and the number of buckets."""
+    state = create_parallel_state(context_parallel_size=context_parallel_size)
+    ddp = DistributedDataParallel(
+        ToyModel(), DistributedDataParallelConfig(**options), state, calculate_per_token_loss=per_token
+    )
+    divisor = 1.0 if per_token else float(MICROBATCHES_PER_RANK)
+    for _ in range(iterations):
+        ddp.zero_grad_buffer()
+        indices = local_batches(state.rank)
+        with ddp.no_sync():
+            for index in indices[:-1]:
+                (ddp(*batch(index)) / divisor).backward()
+        (ddp(*batch(indices[-1])) / divisor).backward()
+        tokens = torch.tensor(7 * MICROBATCHES_PER_RANK) if per_token else None
+        finalize_model_grads([ddp], state, tokens)
+    mine = {name: main_grad_of(parameter).tensor for name, parameter in ddp.module.named_parameters()}
+    naive = naive_gradients(state, divisor, average=not per_token)
+    if per_token:
+        for gradient in naive.values():
+            gradient /= 7 * MICROBATCHES_PER_RANK * state.dp_cp.size
+    return mine, naive, len(ddp.grad_buffers[0].buckets)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(
+    ("options", "num_buckets"),
+    [
+        ({}, 1),
+        ({"overlap_grad_reduce": True}, 1),
+        ({"overlap_grad_reduce": True, "ddp_bucket_size": 65}, 3),
+        ({"ddp_average_in_collective": True, "check_for_nan_in_loss_and_grad": False}, 1),
+    ],
+)
+@pytest.mark.parametrize(("world_size", "cp"), [(2, 1), (4, 1), (4, 2)])
+def test_replicas_equal_one_process_and_the_naive_twin(
+    world_size: int, cp: int, options: dict[str, object], num_buckets: int, per_token: bool
+) -> None:
+    results = run_distributed(world_size, reduced_gradients, 2, per_token, cp, options)
+    all_batches = [index for rank in range(world_size) for index in local_batches(rank)]
+    divisor = len(all_batches) * (7.0 if per_token else 1.0)
+    expected = autograd_gradients(all_batches, divisor)
+    for mine, naive, buckets in results:
+        assert buckets == num_buckets
+        for name, gradient in mine.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(gradient, naive[name], rtol=1e-13, atol=1e-15)
+            assert torch.equal(gradient, results[0][0][name])
+
+
+class TwoHeads(nn.Module):
+    """Use one of two heads, a different one on each rank, so that buckets fill in different orders."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.toy = ToyModel()
+        self.uses_fc2 = rank % 2 == 0
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.uses_fc2:
+            return self.toy(tokens, labels)
+        return self.toy.norm.square().sum() + self.toy.fc1_bias.sum()
+
+
+def reduce_with_parameters_unused_on_some_ranks() -> dict[str, torch.Tensor]:
+    state = create_parallel_state()
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=1)
+    ddp = DistributedDataParallel(TwoHeads(state.rank), config, state, calculate_per_token_loss=True)
+    ddp.zero_grad_buffer()
+    ddp(*batch(state.rank)).backward()
+    ddp.finish_grad_sync()
+    return {name: main_grad_of(p).tensor for name, p in ddp.module.toy.named_parameters()}
+
+
+def test_parameters_unused_on_some_ranks_do_not_mix_collectives_up() -> None:
+    results = run_distributed(2, reduce_with_parameters_unused_on_some_ranks)
+    expected = autograd_gradients([0])
+    expected["norm"] += 2 * ToyModel().norm.detach()
+    expected["fc1_bias"] += 1.0
+    for gradients in results:
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14)
+
+
+def check_after_change(rank_to_change: int) -> None:
+    state = create_parallel_state()
+    model = ToyModel(torch.bfloat16)
+    check_replicas_equal(model.parameters(), state.dp_cp)
+    if state.rank == rank_to_change:
+        with torch.no_grad():
+            model.fc1[2, 3] *= 1.01
+            model.norm[0] = -model.norm[0]
+    check_replicas_equal(model.parameters(), state.dp_cp)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_replicas_that_drifted_apart_are_named(rank: int) -> None:
+    with pytest.raises(
+        RankFailure, match=r"2 of 6 parameters differ .*\[0, 1, 2\]: norm\.weight, fc1\.weight"
+    ) as caught:
+        run_distributed(3, check_after_change, rank)
+    assert isinstance(caught.value.__cause__, TrainingError)
+
+
+def test_equal_replicas_pass() -> None:
+    run_distributed(3, check_after_change, -1)
