@@ -118,7 +118,7 @@ def run_training(
         AssertionError: the run took longer than ``timeout_s``.
     """
     result = run_command([*launch_prefix(nproc), REPOSITORY / script, *args], env=env, timeout_s=timeout_s, cwd=cwd)
-    metrics = read_metrics(_metrics_path([str(word) for word in args], cwd))
+    metrics = read_metrics(metrics_path([str(word) for word in args], cwd))
     return CommandResult(result.command, result.returncode, result.stdout, result.stderr, metrics)
 
 
@@ -129,7 +129,7 @@ def read_metrics(path: Path | None) -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(line) for line in path.read_text().splitlines())
 
 
-def _metrics_path(args: Sequence[str], cwd: Path) -> Path | None:
+def metrics_path(args: Sequence[str], cwd: Path) -> Path | None:
     """Return where a run with these arguments writes its metrics."""
     values: dict[str, str] = {}
     for position, word in enumerate(args):

@@ -1,0 +1,57 @@
+"""Ten iterations of the whole training against reference numbers made with NVIDIA's own code, at several layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.harness.faults import Faults
+from tests.harness.forked_training import fork_training
+
+FOLDER = Path(__file__).parent / "train"
+TOLERANCE = 1e-5
+FLAGS = """
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 10 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine
+    --lr-warmup-iters 3 --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 --init-method-std 0.06
+    --tokenizer-type NullTokenizer --vocab-size 127 --split 949,50,1 --distributed-backend gloo
+    --no-bias-gelu-fusion --hidden-dropout 0 --attention-dropout 0 --log-interval 1 --eval-iters 1
+    --eval-interval 100 --seed 1234 --make-vocab-size-divisible-by 32
+"""
+LAYOUTS = [
+    pytest.param(1, "", "tp1", id="tp1"),
+    pytest.param(2, "--tensor-model-parallel-size 2", "tp1", id="tp2"),
+    pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel", "tp1", id="tp2-sp"),
+    pytest.param(2, "", "dp2", id="dp2"),
+    pytest.param(4, "--tensor-model-parallel-size 2 --sequence-parallel", "dp2", id="tp2-sp-dp2"),
+    pytest.param(
+        1,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "tp1",
+        id="full-recompute",
+    ),
+    pytest.param(
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective",
+        "tp1",
+        id="selective-recompute-tp2-sp",
+    ),
+    pytest.param(1, "--calculate-per-token-loss", "tp1", id="per-token-loss"),
+    pytest.param(1, "--micro-batch-size 8", "tp1", id="one-micro-batch"),
+]
+
+
+@pytest.mark.parametrize(("num_processes", "layout", "reference"), LAYOUTS)
+def test_training_meets_reference_numbers(num_processes: int, layout: str, reference: str, tmp_path: Path) -> None:
+    files = ["--data-path", FOLDER / "t_u16", "--data-cache-path", tmp_path / "cache"]
+    args = [*FLAGS.split(), *files, "--metrics-jsonl", tmp_path / "metrics.jsonl", *layout.split()]
+    faults = Faults(weights=str(FOLDER / "gpt2_init.npz"))
+    iterations = fork_training(args, num_processes, faults).check().iterations()
+    expected = [json.loads(line) for line in (FOLDER / f"{reference}.jsonl").read_text().splitlines()]
+    assert len(iterations) == len(expected) == 10
+    for ours, theirs in zip(iterations, expected):
+        assert ours["lm_loss"] == pytest.approx(theirs["loss"]["lm loss"], rel=TOLERANCE, abs=0.0)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=TOLERANCE, abs=0.0)
+        assert ours["learning_rate"] == pytest.approx(theirs["lr_used"], rel=TOLERANCE, abs=0.0)

@@ -1,0 +1,164 @@
+"""What a test does to a training run from inside: given weights, a NaN, a signal, an exception, a sudden death.
+
+Also a script with the command line of ``pretrain_gpt.py``, for torchrun; the faults are then in the environment
+variable ``TEST_FAULTS`` as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import pretrain_gpt
+from megatron.core.datasets.batch import Batch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.executor import MicrobatchLoss
+from megatron.core.sharding import spec_of
+from megatron.training.arguments import parse_arguments_or_exit
+from megatron.training.config.run_config import RunConfig
+from megatron.training.initialize import Runtime, read_launch_environment
+from megatron.training.pretrain import pretrain
+
+VARIABLE = "TEST_FAULTS"
+POLL_INTERVAL_S = 0.002
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Name what goes wrong and where; micro-batches are those of training on one rank, counted from 1.
+
+    ``weights`` is an npz file of global tensors that the model begins with. ``rank`` is where ``nan_loss_at``,
+    ``nan_gradient_at`` (a micro-batch in which ``nan_parameter``'s gradient is spoilt), ``raise_at`` and
+    ``sigterm_at`` happen; ``kill_after_s`` and ``kill_at_checkpoint`` (an iteration in the tracker file
+    ``tracker``) kill every rank without a warning. ``drop_share`` masks out a share of the tokens that differs from
+    sample to sample.
+    """
+
+    weights: str | None = None
+    rank: int = 0
+    nan_loss_at: tuple[int, ...] = ()
+    nan_gradient_at: int | None = None
+    nan_parameter: str = "decoder.final_layernorm.weight"
+    raise_at: int | None = None
+    sigterm_at: int | None = None
+    kill_after_s: float | None = None
+    kill_at_checkpoint: int | None = None
+    tracker: str = ""
+    drop_share: float = 0.0
+
+    def environment(self) -> dict[str, str]:
+        """Return what hands these faults to the script."""
+        return {VARIABLE: json.dumps(dataclasses.asdict(self))}
+
+
+def run_with_faults(argv: Sequence[str], faults: Faults) -> int:
+    """Do what ``pretrain_gpt.py`` does, with faults; return the exit status."""
+    launch = read_launch_environment()
+    _prepare_death(faults)
+    config = parse_arguments_or_exit(argv, launch.world_size, launch.rank)
+
+    def provide_model(config: RunConfig, runtime: Runtime) -> GPTModel:
+        model = pretrain_gpt.provide_model(config, runtime)
+        if faults.weights is not None:
+            _fill(model, faults.weights)
+        return model
+
+    forward_step = _FaultyForwardStep(faults, launch.rank)
+    return pretrain(config, launch, provide_model, pretrain_gpt.provide_datasets, forward_step)
+
+
+class _FaultyForwardStep:
+    """Run the forward step of ``pretrain_gpt.py`` and let happen what is due."""
+
+    def __init__(self, faults: Faults, rank: int) -> None:
+        self.faults = faults
+        self.is_here = rank == faults.rank
+        self.microbatch = 0
+
+    def __call__(self, batch: Batch, model: GPTModel) -> MicrobatchLoss:
+        faults = self.faults
+        if faults.drop_share:
+            batch = dataclasses.replace(batch, loss_mask=_uneven_mask(batch, faults.drop_share))
+        if not model.training:
+            return pretrain_gpt.forward_step(batch, model)
+        self.microbatch += 1
+        if not self.is_here:
+            return pretrain_gpt.forward_step(batch, model)
+        if self.microbatch == faults.raise_at:
+            raise ValueError(f"a fault of micro-batch {self.microbatch} on rank {faults.rank}")
+        if self.microbatch == faults.sigterm_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        handle = None
+        if self.microbatch == faults.nan_gradient_at:
+            handle = _spoil_gradient(model, faults.nan_parameter)
+        loss = pretrain_gpt.forward_step(batch, model)
+        if handle is not None:
+            # The hook is of this backward pass only, which is over when the next micro-batch comes.
+            self._handle = handle
+        if self.microbatch in faults.nan_loss_at:
+            loss = dataclasses.replace(loss, loss_sum=loss.loss_sum * float("nan"))
+        return loss
+
+
+def _spoil_gradient(model: GPTModel, name: str) -> object:
+    (parameter,) = (p for p in model.parameters() if spec_of(p).name == name)
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(gradient, float("nan"))
+
+    return parameter.register_hook(spoil)
+
+
+def _uneven_mask(batch: Batch, share: float) -> torch.Tensor:
+    """Drop tokens by their content, so that every layout drops the same ones; few in some samples, many in others."""
+    first = batch.tokens[:, :1]
+    return ((batch.tokens * 7 + first) % 97 >= 97 * share * (first % 5) / 4).to(batch.loss_mask.dtype)
+
+
+def _fill(model: GPTModel, path: str) -> None:
+    whole = np.load(path)
+    names = {spec_of(parameter).name for parameter in model.parameters()}
+    assert names == set(whole.files), sorted(names ^ set(whole.files))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spec = spec_of(parameter)
+            tensor = torch.from_numpy(whole[spec.name])
+            for piece in spec.pieces:
+                parameter[piece.local_box.slices] = tensor[piece.global_box.slices].to(parameter.dtype)
+
+
+def _prepare_death(faults: Faults) -> None:
+    if faults.kill_after_s is not None:
+        threading.Thread(target=_die_after, args=(faults.kill_after_s,), daemon=True).start()
+    if faults.kill_at_checkpoint is not None:
+        threading.Thread(
+            target=_die_at, args=(Path(faults.tracker), str(faults.kill_at_checkpoint)), daemon=True
+        ).start()
+
+
+def _die_after(delay_s: float) -> None:
+    time.sleep(delay_s)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_at(tracker: Path, text: str) -> None:
+    while not tracker.exists() or tracker.read_text() != text:
+        time.sleep(POLL_INTERVAL_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    values = json.loads(os.environ.get(VARIABLE, "{}"))
+    values["nan_loss_at"] = tuple(values.get("nan_loss_at", ()))
+    sys.exit(run_with_faults(sys.argv[1:], Faults(**values)))

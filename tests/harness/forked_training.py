@@ -1,0 +1,125 @@
+"""Run whole trainings in ranks forked from a warm process: what a command does, without its start-up.
+
+The command line, the process group over TCP, the files and the printed lines are those of ``pretrain_gpt.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.harness.distributed import RankFailure, run_distributed
+from tests.harness.faults import Faults, run_with_faults
+from tests.harness.training_run import metrics_path, read_metrics
+
+TIMEOUT_S = 90.0
+
+
+@dataclass(frozen=True)
+class ForkedRun:
+    """Hold what a training left: every rank's exit status and output, and the metrics file's lines."""
+
+    statuses: tuple[int, ...]
+    outputs: tuple[str, ...]
+    errors: tuple[str, ...]
+    metrics: tuple[dict[str, Any], ...]
+
+    @property
+    def stdout(self) -> str:
+        """Return what rank 0 printed."""
+        return self.outputs[0]
+
+    def check(self) -> ForkedRun:
+        """Return this run, or fail with its output if a rank's status is not 0."""
+        if any(self.statuses):
+            reports = [
+                f"--- rank {rank} ---\n{out[-4000:]}\n{err[-4000:]}"
+                for rank, (out, err) in enumerate(zip(self.outputs, self.errors))
+            ]
+            raise AssertionError("\n".join([f"exit statuses {self.statuses}", *reports]))
+        return self
+
+    def iterations(self) -> list[dict[str, Any]]:
+        """Return the metrics of training iterations, in the order in which they were written."""
+        return [line for line in self.metrics if "split" not in line]
+
+    def evaluations(self, split: str) -> list[dict[str, Any]]:
+        """Return the metrics of the evaluations on ``split``."""
+        return [line for line in self.metrics if line.get("split") == split]
+
+
+def fork_training(
+    args: Sequence[str | Path], nproc: int = 1, faults: Faults = Faults(), timeout_s: float = TIMEOUT_S
+) -> ForkedRun:
+    """Train with ``args`` on ``nproc`` forked ranks; the statuses are not looked at.
+
+    Raises:
+        RankFailure: a rank died or ran past ``timeout_s``.
+    """
+    argv = [str(word) for word in args]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = run_distributed(nproc, _train_rank, argv, faults, folder, _free_port(), timeout_s=timeout_s)
+    statuses, outputs, errors = zip(*ranks)
+    return ForkedRun(statuses, outputs, errors, read_metrics(metrics_path(argv, Path.cwd())))
+
+
+def fork_training_to_death(args: Sequence[str | Path], nproc: int, faults: Faults) -> None:
+    """Train until the kill that ``faults`` asks for; fail if the run ends in any other way."""
+    try:
+        run = fork_training(args, nproc, faults)
+    except RankFailure as failure:
+        if "died with exit code -9" not in str(failure):
+            raise
+        return
+    run.check()
+    raise AssertionError("the run ended before it was killed")
+
+
+def _train_rank(argv: list[str], faults: Faults, folder: str, port: int) -> tuple[int, str, str]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MEGATRON_DEVICE="cpu")
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(_Tee(out, sys.stdout)), contextlib.redirect_stderr(_Tee(err, sys.stderr)):
+        try:
+            status = run_with_faults(argv, faults)
+        except SystemExit as ending:
+            status = int(ending.code or 0)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # The harness expects the group that it made.
+    dist.init_process_group("gloo", init_method=f"file://{folder}/after", rank=rank, world_size=world_size)
+    return status, out.getvalue(), err.getvalue()
+
+
+class _Tee(io.TextIOBase):
+    """Write to a buffer and to the log of the rank, which is shown when it dies or hangs."""
+
+    def __init__(self, *streams: Any) -> None:
+        self._streams = streams
+
+    def write(self, text: str) -> int:
+        for stream in self._streams:
+            stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        for stream in self._streams:
+            stream.flush()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
