@@ -52,14 +52,14 @@ def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def keep_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the logits with all but the ``k`` largest of each row at minus infinity; of equal ones the first stay.
+    """Return the logits with all but the ``k`` largest of each row at minus infinity; of equal ones just enough stay.
 
     Shapes: ``[b, v] -> [b, v]``.
     """
     if k >= logits.shape[-1]:
         return logits
-    order = logits.argsort(dim=-1, descending=True, stable=True)
-    return logits.scatter(-1, order[..., k:], -torch.inf)
+    largest = logits.topk(k, dim=-1)
+    return torch.full_like(logits, -torch.inf).scatter(-1, largest.indices, largest.values)
 
 
 def keep_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:

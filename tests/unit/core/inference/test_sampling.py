@@ -41,7 +41,7 @@ def test_top_k_keeps_the_k_largest_unchanged(logits: torch.Tensor, k: int) -> No
 
 def test_top_k_keeps_exactly_k_of_equal_logits() -> None:
     kept = keep_top_k(torch.zeros(2, 9), 4)
-    assert kept.isfinite().tolist() == [[True] * 4 + [False] * 5] * 2
+    assert kept.isfinite().sum(dim=-1).tolist() == [4, 4]
 
 
 @pytest.mark.parametrize("k", [83, 84, 10_000])
