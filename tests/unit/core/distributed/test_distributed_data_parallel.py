@@ -115,9 +115,14 @@ def test_a_second_last_micro_batch_is_refused_while_overlapping() -> None:
 
 def test_no_sync_ends_with_an_exception() -> None:
     ddp = wrap(ToyModel())
-    with pytest.raises(ValueError, match="inside"), ddp.no_sync():
-        assert not ddp.is_last_microbatch
-        raise ValueError("inside")
+
+    def fail_inside() -> None:
+        with ddp.no_sync():
+            assert not ddp.is_last_microbatch
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        fail_inside()
     assert ddp.is_last_microbatch
 
 
