@@ -43,7 +43,7 @@ class DistributedDataParallel(nn.Module):
         plan = ReductionPlan(
             average=not calculate_per_token_loss,
             average_in_collective=config.ddp_average_in_collective,
-            overlap=config.overlap_grad_reduce,
+            overlap=config.overlap_grad_reduce and self.group.size > 1,
             record_local_norms=config.check_for_nan_in_loss_and_grad,
         )
         self.grad_buffers = self._make_grad_buffers(plan)

@@ -142,3 +142,16 @@ def test_replicas_that_drifted_apart_are_named(rank: int) -> None:
 
 def test_equal_replicas_pass() -> None:
     run_distributed(3, check_after_change, -1)
+
+
+def backward_twice_without_no_sync() -> None:
+    state = create_parallel_state()
+    ddp = DistributedDataParallel(ToyModel(), DistributedDataParallelConfig(overlap_grad_reduce=True), state)
+    ddp.zero_grad_buffer()
+    for index in range(2):
+        ddp(*batch(index)).backward()
+
+
+def test_a_second_last_micro_batch_is_refused_while_overlapping() -> None:
+    with pytest.raises(RankFailure, match=r"run all others under no_sync\(\)"):
+        run_distributed(2, backward_twice_without_no_sync)
