@@ -321,7 +321,9 @@ def _matching_rng(
     stored = empty_rng(index, state)
     shapes = {name: tensor.shape for name, tensor in tensors.rng.items()}
     if index.common["layout"] != layout:
-        reason = f"the layout was {_sizes(index.common['layout'])} and is {_sizes(layout)}"
+        old = index.common["layout"]
+        changed = [axis for axis in layout if old.get(axis) != layout[axis]]
+        reason = "layout: " + ", ".join(f"{axis} {old.get(axis)} -> {layout[axis]}" for axis in changed)
     elif not stored:
         reason = "the checkpoint holds no state of them"
     elif {name: tensor.shape for name, tensor in stored.items()} != shapes:
@@ -330,7 +332,3 @@ def _matching_rng(
         return stored
     log(f"random number streams start from the seed again: {reason}")
     return None
-
-
-def _sizes(layout: Mapping[str, int]) -> str:
-    return ", ".join(f"{name.removesuffix('_parallel_size')} {size}" for name, size in layout.items())
