@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime
 
+_JOIN_INTERVAL_S = 0.01
 _PREFETCHED_BATCHES = 4
 
 
@@ -117,22 +119,36 @@ class BatchSource:
 
 
 def prefetch(batches: Iterator[Batch], depth: int) -> Iterator[Batch]:
-    """Read up to ``depth`` micro-batches ahead in a thread; an error of the reader is raised where its batch is due."""
+    """Read up to ``depth`` micro-batches ahead in a thread; an error of the reader is raised where its batch is due.
+
+    The thread ends with the iterator: one that still reads when the interpreter shuts down aborts the process.
+    """
     ready: queue.Queue[Batch | BaseException | None] = queue.Queue(depth)
+    stopped = threading.Event()
 
     def read() -> None:
         try:
             for batch in batches:
+                if stopped.is_set():
+                    return
                 ready.put(batch)
             ready.put(None)
         except Exception as error:  # noqa: BLE001 handed to the consumer, which raises it
             ready.put(error)
 
-    threading.Thread(target=read, name="batch reader", daemon=True).start()
-    while (item := ready.get()) is not None:
-        if isinstance(item, BaseException):
-            raise item
-        yield item
+    thread = threading.Thread(target=read, name="batch reader", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stopped.set()
+        while thread.is_alive():
+            with contextlib.suppress(queue.Empty):  # room for what the thread is about to put
+                ready.get_nowait()
+            thread.join(_JOIN_INTERVAL_S)
 
 
 def dataset_config(config: RunConfig, tokenizer: Tokenizer) -> GPTDatasetConfig:
