@@ -1,0 +1,241 @@
+"""The model in one process: sizes, shapes, precision, and what makes two models the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.device import Device
+from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.process_group import Group, single_rank_group
+from megatron.core.sharding import spec_of
+from megatron.core.tensor_parallel.random import RngStreams
+from tests.harness.closeness import assert_gradients_close, relative_difference
+from tests.harness.toy_model import load_global_weights, make_batch, make_model
+
+ALONE = single_rank_group()
+LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "num_query_groups": 2,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def meta_model(config: GPTConfig, tp_rank: int) -> GPTModel:
+    """Return the shapes of one tensor-parallel rank's model, without memory or processes."""
+    tp: Group = describe_parallel_state(
+        tp_rank, config.tensor_model_parallel_size, config.tensor_model_parallel_size
+    ).tp
+    rng = RngStreams(Device("cpu"), 1, tp_rank=tp_rank, dp_rank=0, cp_rank=0, pp_rank=0)
+    return GPTModel(config, tp, rng, seed=1, device="meta")
+
+
+GPT2_345M = {
+    "num_layers": 24,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "vocab_size": 50257,
+    "max_position_embeddings": 1024,
+}
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "padded", "parameters"), [(1, 50304, 354_871_296), (2, 50432, 178_100_224), (4, 50688, 89_714_688)]
+)
+def test_gpt2_345m_has_the_parameters_that_its_users_logged(tp_size: int, padded: int, parameters: int) -> None:
+    config = GPTConfig(tensor_model_parallel_size=tp_size, **GPT2_345M)
+    assert config.padded_vocab_size == padded
+    models = [meta_model(config, rank) for rank in range(tp_size)]
+    owned = 0
+    for model in models:
+        assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+        specs = [spec_of(parameter) for parameter in model.parameters()]
+        owned += sum(spec.num_local_elements for spec in specs if spec.is_owner)
+    # One whole model without padding, counted once whatever the layout.
+    assert owned == 354_871_296 - (50304 - 50257) * 1024
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "copies_of_a_key_value_head", "parameters"),
+    [(1, 1, 8_030_261_248), (8, 1, 1_004_015_616), (16, 2, 518_918_144)],
+)
+def test_llama_3_1_8b_has_its_published_size(tp_size: int, copies_of_a_key_value_head: int, parameters: int) -> None:
+    config = GPTConfig(
+        num_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        ffn_hidden_size=14336,
+        vocab_size=128256,
+        make_vocab_size_divisible_by=1,
+        max_position_embeddings=131072,
+        tensor_model_parallel_size=tp_size,
+        **(LLAMA | {"num_query_groups": 8}),
+    )
+    norms = (2 * 32 + 1) * 4096
+    key_value_rows = 32 * 2 * 8 * 128 * 4096
+    cut = 8_030_261_248 - norms + (copies_of_a_key_value_head - 1) * key_value_rows
+    assert parameters == cut // tp_size + norms
+    for rank in {0, tp_size - 1}:
+        assert sum(parameter.numel() for parameter in meta_model(config, rank).parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "multiple", "tp_size", "padded"),
+    [(50257, 128, 1, 50304), (50257, 128, 2, 50432), (50257, 128, 4, 50688), (50257, 128, 8, 51200), (128, 1, 4, 128)],
+)
+def test_vocabulary_padding(vocab_size: int, multiple: int, tp_size: int, padded: int) -> None:
+    assert padded_vocab_size(vocab_size, multiple, tp_size) == padded
+
+
+def test_names_are_megatrons_and_specs_carry_them() -> None:
+    model = make_model(ALONE, num_layers=1, untie_embeddings_and_output_weights=True)
+    names = [name for name, _ in model.named_parameters()]
+    assert names == [
+        "embedding.word_embeddings.weight",
+        "embedding.position_embeddings.weight",
+        "decoder.layers.0.input_layernorm.weight",
+        "decoder.layers.0.input_layernorm.bias",
+        "decoder.layers.0.self_attention.linear_proj.weight",
+        "decoder.layers.0.self_attention.linear_proj.bias",
+        "decoder.layers.0.self_attention.linear_qkv.weight",
+        "decoder.layers.0.self_attention.linear_qkv.bias",
+        "decoder.layers.0.pre_mlp_layernorm.weight",
+        "decoder.layers.0.pre_mlp_layernorm.bias",
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "decoder.layers.0.mlp.linear_fc1.bias",
+        "decoder.layers.0.mlp.linear_fc2.weight",
+        "decoder.layers.0.mlp.linear_fc2.bias",
+        "decoder.final_layernorm.weight",
+        "decoder.final_layernorm.bias",
+        "output_layer.weight",
+    ]
+    assert [spec_of(parameter).name for parameter in model.parameters()] == names
+
+
+def test_vocabulary_is_described_without_its_padding() -> None:
+    model = make_model(ALONE, vocab_size=53, make_vocab_size_divisible_by=16)
+    assert model.output_weight.shape == (64, 28)
+    assert spec_of(model.output_weight).global_shape == (53, 28)
+
+
+def losses_and_gradients(dtype: str, **config: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    model = make_model(ALONE, params_dtype=dtype, **config)
+    load_global_weights(model)
+    tokens, labels, positions, _ = make_batch(12, 3, 53)
+    losses = model(tokens, positions, labels=labels)
+    losses.mean().backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == parameter.dtype
+        gradients[name] = parameter.grad.double().numpy()
+    return losses.detach().numpy(), gradients
+
+
+@pytest.mark.parametrize("config", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("dtype", "loss_tolerance", "gradient_tolerance"),
+    [("float32", 2e-6, 2e-5), ("bfloat16", 0.03, 0.15), ("float16", 0.004, 0.02)],
+)
+def test_lower_precisions_stay_close_to_float64(
+    config: dict[str, Any], dtype: str, loss_tolerance: float, gradient_tolerance: float
+) -> None:
+    """Two layers with weights of 0.25: what is stated is a few roundings of the format, and losses are float32."""
+    expected, expected_gradients = losses_and_gradients("float64", **config)
+    losses, gradients = losses_and_gradients(dtype, **config)
+    assert expected.dtype == np.float64
+    assert losses.dtype == np.float32
+    assert relative_difference(losses, expected) < loss_tolerance
+    assert_gradients_close(gradients, expected_gradients, gradient_tolerance)
+
+
+@pytest.mark.parametrize("config", [{}, LLAMA, LLAMA | {"qk_layernorm": True}], ids=["gpt2", "llama", "qk-norm"])
+def test_a_float64_model_never_rounds_to_float32(config: dict[str, Any]) -> None:
+    """No operation of the forward or backward pass makes a tensor of a lower precision."""
+    narrow: list[str] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            output = func(*args, **(kwargs or {}))
+            for tensor in torch.utils._pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16):
+                    narrow.append(str(func))
+            return output
+
+    model = make_model(ALONE, params_dtype="float64", **config)
+    tokens, labels, positions, _ = make_batch(12, 3, 53)
+    with Watch():
+        losses = model(tokens, positions, labels=labels)
+        losses.mean().backward()
+    assert losses.dtype == torch.float64
+    assert narrow == []
+
+
+@pytest.mark.parametrize("config", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_no_position_sees_a_later_token(config: dict[str, Any]) -> None:
+    model = make_model(ALONE, params_dtype="float64", **config)
+    tokens, _, positions, _ = make_batch(12, 3, 53)
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 53
+    with torch.no_grad():
+        first, second = model(tokens, positions), model(changed, positions)
+    assert torch.equal(first[:7], second[:7])
+    assert not torch.isclose(first[7:], second[7:]).all(dim=-1).any()
+
+
+def test_packed_documents_are_as_if_alone() -> None:
+    model = make_model(ALONE, params_dtype="float64", **LLAMA)
+    tokens, labels, _, _ = make_batch(12, 2, 53)
+    document_ids = (torch.arange(12) >= 5).long().expand(2, 12)
+    positions = torch.cat((torch.arange(5), torch.arange(7))).expand(2, 12)
+    with torch.no_grad():
+        packed = model(tokens, positions, labels=labels, document_ids=document_ids)
+        alone = [
+            model(tokens[:, part], positions[:, part], labels=labels[:, part]) for part in (slice(0, 5), slice(5, 12))
+        ]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-12, atol=1e-12)
+
+
+def test_stages_one_after_another_are_the_whole_model() -> None:
+    settings = LLAMA | {"params_dtype": "float64", "num_layers": 3}
+    whole = make_model(ALONE, **settings)
+    rng = whole.decoder.rng
+    first = GPTModel(whole.config, ALONE, rng, seed=1234, layer_numbers=(0,), post_process=False)
+    last = GPTModel(whole.config, ALONE, rng, seed=1234, layer_numbers=(1, 2), pre_process=False)
+    tokens, labels, positions, _ = make_batch(12, 3, 53)
+    hidden = first(tokens, positions)
+    assert hidden.shape == (12, 3, 28)
+    losses = last(tokens, positions, labels=labels, hidden=hidden)
+    assert torch.equal(losses, whole(tokens, positions, labels=labels))
+
+
+def test_shapes() -> None:
+    model = make_model(ALONE)
+    tokens, labels, positions, _ = make_batch(12, 3, 53)
+    assert model(tokens, positions).shape == (12, 3, 56)
+    losses = model(tokens, positions, labels=labels)
+    assert losses.shape == (3, 12)
+    assert losses.dtype == torch.float32
+
+
+def test_initial_loss_is_that_of_guessing() -> None:
+    model = make_model(ALONE)
+    tokens, labels, positions, _ = make_batch(12, 3, 53)
+    assert model(tokens, positions, labels=labels).mean().item() == pytest.approx(np.log(53), rel=0.01)
+
+
+def test_evaluation_mode_ignores_dropout() -> None:
+    plain, dropping = make_model(ALONE), make_model(ALONE, hidden_dropout=0.3, attention_dropout=0.3)
+    tokens, labels, positions, _ = make_batch(12, 3, 53)
+    expected = plain(tokens, positions, labels=labels)
+    assert not torch.equal(dropping(tokens, positions, labels=labels), expected)
+    dropping.eval()
+    assert torch.equal(dropping(tokens, positions, labels=labels), expected)

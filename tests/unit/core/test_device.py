@@ -1,0 +1,82 @@
+"""What differs between devices, as far as a CPU can show it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.device import Device, select_device
+from megatron.core.precision import arithmetic_dtype, dtype_from_name
+
+CPU = Device("cpu")
+
+
+def test_cpu_device() -> None:
+    assert not CPU.is_cuda
+    assert CPU.torch_device == torch.device("cpu")
+    assert CPU.default_backend == "gloo"
+    assert CPU.peak_tflops("bfloat16") is None
+    CPU.make_current()
+    CPU.synchronize()
+    CPU.empty_cache()
+
+
+def test_cuda_device_is_named_without_being_touched() -> None:
+    device = Device("cuda", 3)
+    assert device.is_cuda
+    assert device.torch_device == torch.device("cuda", 3)
+    assert device.default_backend == "nccl"
+
+
+def test_random_state_round_trip() -> None:
+    CPU.seed_default_generator(7)
+    state = CPU.get_rng_state()
+    first = torch.rand(5)
+    CPU.set_rng_state(state)
+    assert torch.equal(torch.rand(5), first)
+    CPU.seed_default_generator(7)
+    assert torch.equal(torch.rand(5), first)
+
+
+def test_memory_of_the_process_is_counted_in_mib() -> None:
+    before = CPU.memory_use()
+    block = torch.ones(64 * 1024 * 1024 // 4)
+    after = CPU.memory_use()
+    assert block.sum() > 0
+    assert 48 < after.allocated - before.allocated < 160
+    assert after.max_allocated >= after.allocated - 1
+    assert (after.reserved, after.max_reserved) == (after.allocated, after.max_allocated)
+
+
+def test_device_follows_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGATRON_DEVICE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [select_device(rank) for rank in range(2)] == [Device("cuda", 0), Device("cuda", 1)]
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    assert select_device(0) == CPU
+    monkeypatch.delenv("MEGATRON_DEVICE")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert select_device(0) == CPU
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"), [("NVIDIA H100 80GB HBM3", (989.0, 67.0)), ("NVIDIA A100-SXM4-80GB", (312.0, 19.5))]
+)
+def test_peak_of_known_devices(monkeypatch: pytest.MonkeyPatch, name: str, tflops: tuple[float, float]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
+    device = Device("cuda", 0)
+    assert (device.peak_tflops("bfloat16"), device.peak_tflops("float32")) == tflops
+    assert device.peak_tflops("float16") == tflops[0]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Quadro of Theseus")
+    assert device.peak_tflops("bfloat16") is None
+
+
+def test_arithmetic_is_never_below_float32() -> None:
+    wide = {name: arithmetic_dtype(dtype_from_name(name)) for name in ("float16", "bfloat16", "float32", "float64")}
+    assert wide == {
+        "float16": torch.float32,
+        "bfloat16": torch.float32,
+        "float32": torch.float32,
+        "float64": torch.float64,
+    }
