@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,21 +29,12 @@ from megatron.training.initialize import (
     read_launch_environment,
     shut_down,
 )
+from megatron.training.refusal import refuse
 from megatron.training.validation import layout
 
 SEPARATOR = "-" * 40
 TIMEOUT_MINUTES = 10
-# torchrun ends every process as soon as one has failed; the first one needs the time to say why.
-WAIT_FOR_REPORT_S = 2.0
 TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size")
-
-
-def report_error(message: str, launch: LaunchEnvironment) -> None:
-    """Print the reason of a failure once for all processes."""
-    if launch.rank == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(WAIT_FOR_REPORT_S)
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,8 +42,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
-        report_error(f"{message}; see --help", read_launch_environment())
-        self.exit(2)
+        self.exit(refuse([f"{message}; see --help"], read_launch_environment().rank))
 
 
 def build_parser() -> Parser:
@@ -263,8 +252,7 @@ def main() -> int:
     try:
         run(arguments, launch)
     except InputError as error:
-        report_error("; ".join(str(error).splitlines()), launch)
-        return 2
+        return refuse(["; ".join(str(error).splitlines())], launch.rank)
     return 0
 
 

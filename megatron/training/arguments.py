@@ -26,6 +26,7 @@ from megatron.training.config.flag_notes import (
 )
 from megatron.training.config.resolution import resolve
 from megatron.training.config.run_config import RunConfig
+from megatron.training.refusal import refuse
 from megatron.training.validation.data_files import empty_set_notes
 from megatron.training.validation.run_checks import find_problems
 
@@ -72,10 +73,7 @@ def parse_arguments_or_exit(argv: Sequence[str], world_size: int = 1, rank: int 
     try:
         return parse_arguments(argv, world_size, rank)
     except ConfigurationError as error:
-        if rank == 0:
-            for problem in error.problems:
-                print(f"error: {problem}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        sys.exit(refuse(error.problems, rank))
 
 
 def resolve_arguments(argv: Sequence[str], world_size: int) -> ParsedArguments:

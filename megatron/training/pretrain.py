@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from megatron.training.data_setup import (
 from megatron.training.initialize import LaunchEnvironment, Runtime, initialize_runtime, shut_down
 from megatron.training.metrics import MetricsWriter
 from megatron.training.model_setup import ModelProvider, build_training_parts
+from megatron.training.refusal import refuse
 from megatron.training.reporting import format_datetime
 from megatron.training.run_checkpoints import RunCheckpoints
 from megatron.training.signals import ExitRequest
@@ -79,11 +79,9 @@ def pretrain(
         application = Application(config, runtime, tokenizer, model_provider, forward_step, log)
         _run(application, builder, targets, start_time)
     except InputError as error:
-        _report(error, launch)
-        return 2
+        return refuse(_reasons(error), launch.rank)
     except MegatronError as error:
-        _report(error, launch)
-        return 1
+        return refuse(_reasons(error), launch.rank, status=1)
     except Exception:  # noqa: BLE001 the last thing that this process prints is what went wrong
         traceback.print_exc()
         return 1
@@ -178,8 +176,5 @@ def _printer(launch: LaunchEnvironment) -> Log:
     return log
 
 
-def _report(error: MegatronError, launch: LaunchEnvironment) -> None:
-    if launch.rank == 0:
-        lines = error.problems if isinstance(error, ConfigurationError) else (str(error),)
-        for line in lines:
-            print(f"error: {line}", file=sys.stderr, flush=True)
+def _reasons(error: MegatronError) -> tuple[str, ...]:
+    return error.problems if isinstance(error, ConfigurationError) else (str(error),)

@@ -1,0 +1,31 @@
+"""Refuse a run: the reasons are printed once, whatever the number of processes, and every process gets the status."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+_WAIT_FOR_REPORT_S = 2.0
+
+
+def refuse(reasons: Sequence[str], rank: int, status: int = 2) -> int:
+    """Print one line a reason on rank 0 and return the exit status.
+
+    torchrun ends all processes as soon as one has failed: the others give rank 0 the time to say why, and leave with
+    the same status when torchrun ends them meanwhile.
+    """
+    if rank == 0:
+        for reason in reasons:
+            print(f"error: {reason}", file=sys.stderr, flush=True)
+        return status
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(status)
+
+    signal.signal(signal.SIGTERM, leave)
+    time.sleep(_WAIT_FOR_REPORT_S)
+    return status
