@@ -14,7 +14,8 @@ class ExitRequest:
 
     SIGTERM is always watched, ``--exit-signal`` with ``--exit-signal-handler``. The handler only notes the signal: the
     step that runs is finished, and all ranks agree on the exit after it. A second signal of the same kind does what it
-    would have done without this watch.
+    would have done without this watch; a second SIGTERM does nothing, since a scheduler that signals every process of
+    a job and torchrun, which passes its own on, send two as a matter of course.
     """
 
     def __init__(self, config: TrainingConfig, start_time: float) -> None:
@@ -28,7 +29,8 @@ class ExitRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal_received = True
-        signal.signal(number, self._previous[signal.Signals(number)])
+        if number != signal.SIGTERM:
+            signal.signal(number, self._previous[signal.Signals(number)])
 
     @property
     def time_is_up(self) -> bool:

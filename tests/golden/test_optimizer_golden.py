@@ -115,9 +115,7 @@ def is_determined(name: str, shape: tuple[int, ...]) -> np.ndarray:
     ],
 )
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen"])
-def test_ten_steps_meet_reference_numbers(
-    name: str, num_processes: int, tp_size: int, sequence_parallel: bool
-) -> None:
+def test_ten_steps_meet_reference_numbers(name: str, num_processes: int, tp_size: int, sequence_parallel: bool) -> None:
     if num_processes == 1:
         ranks = [train(name, tp_size, sequence_parallel)]
     else:

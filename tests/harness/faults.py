@@ -40,8 +40,8 @@ class Faults:
 
     ``weights`` is an npz file of global tensors that the model begins with. ``rank`` is where ``nan_loss_at``,
     ``nan_gradient_at`` (a micro-batch in which ``nan_parameter``'s gradient is spoilt), ``raise_at`` and
-    ``sigterm_at`` happen; ``kill_after_s`` and ``kill_at_checkpoint`` (an iteration in the tracker file
-    ``tracker``) kill every rank without a warning. ``drop_share`` masks out a share of the tokens that differs from
+    ``sigterm_at`` happen; ``kill_after_s`` (from the first micro-batch on) and ``kill_at_checkpoint`` (an iteration in
+    the tracker file ``tracker``) kill every rank without a warning. ``drop_share`` masks out a share of the tokens that differs from
     sample to sample.
     """
 
@@ -93,6 +93,8 @@ class _FaultyForwardStep:
         if not model.training:
             return pretrain_gpt.forward_step(batch, model)
         self.microbatch += 1
+        if self.microbatch == 1 and faults.kill_after_s is not None:
+            threading.Thread(target=_die_after, args=(faults.kill_after_s,), daemon=True).start()
         if not self.is_here:
             return pretrain_gpt.forward_step(batch, model)
         if self.microbatch == faults.raise_at:
@@ -139,8 +141,6 @@ def _fill(model: GPTModel, path: str) -> None:
 
 
 def _prepare_death(faults: Faults) -> None:
-    if faults.kill_after_s is not None:
-        threading.Thread(target=_die_after, args=(faults.kill_after_s,), daemon=True).start()
     if faults.kill_at_checkpoint is not None:
         threading.Thread(
             target=_die_at, args=(Path(faults.tracker), str(faults.kill_at_checkpoint)), daemon=True

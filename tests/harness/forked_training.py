@@ -87,6 +87,8 @@ def fork_training_to_death(args: Sequence[str | Path], nproc: int, faults: Fault
 
 def _train_rank(argv: list[str], faults: Faults, folder: str, port: int) -> tuple[int, str, str]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    # gloo takes a peer that leaves while others still connect to it for a crash.
+    dist.barrier()
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MEGATRON_DEVICE="cpu")
     out, err = io.StringIO(), io.StringIO()

@@ -1,0 +1,115 @@
+"""A run that is stopped and started again goes on as if it had not been stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.toy_run import assert_same_checkpoints, exact_figures, leftovers, newest, toy_args
+from tests.harness.faults import Faults
+from tests.harness.forked_training import ForkedRun, fork_training, fork_training_to_death
+
+CASES = [
+    pytest.param(1, "", id="fp32"),
+    pytest.param(1, "--bf16", id="bf16"),
+    pytest.param(1, "--fp16 --initial-loss-scale 65536 --loss-scale-window 7", id="fp16"),
+    pytest.param(2, "--tensor-model-parallel-size 2", id="fp32-tp2"),
+    pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16", id="bf16-tp2-sp"),
+    pytest.param(2, "", id="fp32-dp2"),
+    pytest.param(2, "--bf16", id="bf16-dp2"),
+]
+
+
+def train_in_two_parts(folder: Path, num_processes: int, flags: str, how: str) -> ForkedRun:
+    """Train to iteration 10, be stopped in a way, and train to iteration 20."""
+    checkpoints = folder / "checkpoints"
+    if how == "exit-interval":
+        first = fork_training(toy_args(folder, flags, "--exit-interval 10"), num_processes).check()
+        assert "exiting program at iteration 10" in first.stdout
+    elif how == "signal":
+        # Two micro-batches an iteration on one data-parallel rank; only one rank hears of it.
+        microbatch = 20 if "tensor" in flags or num_processes == 1 else 10
+        faults = Faults(rank=num_processes - 1, sigterm_at=microbatch)
+        first = fork_training(toy_args(folder, flags), num_processes, faults).check()
+        assert "exiting program at iteration 10 after a signal" in first.stdout
+    else:
+        faults = Faults(kill_at_checkpoint=10, tracker=str(checkpoints / "latest_checkpointed_iteration.txt"))
+        fork_training_to_death(toy_args(folder, flags, "--save-interval 5"), num_processes, faults)
+    assert newest(checkpoints).name == "iter_0000010"
+    second = fork_training(toy_args(folder, flags), num_processes).check()
+    assert "at iteration 10" in second.stdout
+    assert leftovers(checkpoints) == []
+    return second
+
+
+def assert_equal_to_uninterrupted(second: ForkedRun, whole: ForkedRun, folder: Path, whole_folder: Path) -> None:
+    figures = exact_figures(whole.metrics)
+    assert exact_figures(second.metrics) == figures
+    assert [line["iteration"] for line in second.iterations()] == list(range(1, 21))
+    assert_same_checkpoints(newest(folder / "checkpoints"), newest(whole_folder / "checkpoints"))
+
+
+@pytest.mark.parametrize(("num_processes", "flags"), CASES)
+def test_resume_is_bitwise_exact(num_processes: int, flags: str, tmp_path: Path) -> None:
+    whole = fork_training(toy_args(tmp_path / "whole", flags), num_processes).check()
+    assert len(set(line["lm_loss"] for line in whole.iterations())) == 20
+    assert whole.iterations()[-1]["lm_loss"] < whole.iterations()[0]["lm_loss"]
+    second = train_in_two_parts(tmp_path / "parts", num_processes, flags, "exit-interval")
+    assert_equal_to_uninterrupted(second, whole, tmp_path / "parts", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("how", ["signal", "kill"])
+@pytest.mark.parametrize(("num_processes", "flags"), [CASES[1], CASES[3], CASES[5]])
+def test_resume_after_a_violent_end_is_bitwise_exact(num_processes: int, flags: str, how: str, tmp_path: Path) -> None:
+    whole = fork_training(toy_args(tmp_path / "whole", flags), num_processes).check()
+    second = train_in_two_parts(tmp_path / "parts", num_processes, flags, how)
+    assert_equal_to_uninterrupted(second, whole, tmp_path / "parts", tmp_path / "whole")
+
+
+def test_what_an_interrupted_run_wrote_beyond_its_checkpoint_is_set_aside(tmp_path: Path) -> None:
+    args = toy_args(tmp_path, "--save-interval 4 --eval-interval 3")
+    checkpoints = tmp_path / "checkpoints"
+    fork_training([*args, "--exit-interval", "4"]).check()
+    for name in ("iteration 5", "iteration 6"):
+        assert name not in (checkpoints / "metrics.jsonl").read_text()
+    written = (checkpoints / "metrics.jsonl").read_text()
+    beyond = [
+        json.dumps({"iteration": 5, "lm_loss": 1.0}),
+        json.dumps({"iteration": 6, "split": "validation"}),
+        '{"ite',
+    ]
+    (checkpoints / "metrics.jsonl").write_text(written + "\n".join(beyond))
+    run = fork_training(args).check()
+    assert [line["iteration"] for line in run.iterations()] == list(range(1, 21))
+    assert [line["iteration"] for line in run.evaluations("validation")] == [3, 6, 9, 12, 15, 18, 20]
+    assert (checkpoints / "metrics.jsonl.superseded").read_text().splitlines() == beyond
+
+
+LAYOUTS = [
+    pytest.param(1, "", 2, "--tensor-model-parallel-size 2", id="tp1-to-tp2"),
+    pytest.param(2, "--tensor-model-parallel-size 2", 1, "", id="tp2-to-tp1"),
+    pytest.param(1, "", 2, "", id="dp1-to-dp2"),
+    pytest.param(2, "", 2, "--tensor-model-parallel-size 2 --sequence-parallel", id="dp2-to-tp2-sp"),
+    pytest.param(
+        4, "--tensor-model-parallel-size 2", 1, "--micro-batch-size 4", id="tp2-dp2-to-one-process-larger-micro-batch"
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "flags", "after", "new_flags"), LAYOUTS)
+def test_resume_at_another_layout(before: int, flags: str, after: int, new_flags: str, tmp_path: Path) -> None:
+    no_dropout = "--hidden-dropout 0 --attention-dropout 0"
+    whole = fork_training(toy_args(tmp_path / "whole", flags, no_dropout), before).check()
+    folder = tmp_path / "parts"
+    fork_training(toy_args(folder, flags, no_dropout, "--exit-interval 10"), before).check()
+    second = fork_training(toy_args(folder, new_flags, no_dropout), after).check()
+    assert [line["iteration"] for line in second.iterations()] == list(range(1, 21))
+    for ours, expected in zip(second.metrics, whole.metrics):
+        assert ours["iteration"] == expected["iteration"]
+        assert ours["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-5, abs=0.0)
+        if "split" not in ours:
+            assert ours["sample_ids_hash"] == expected["sample_ids_hash"]
+            assert ours["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5, abs=0.0)
+            assert ours["learning_rate"] == expected["learning_rate"]
