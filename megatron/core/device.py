@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.errors import ConfigurationError
+
 _MIB = 1024 * 1024
 
 # Dense bf16/fp16 and fp32 peaks in TFLOP/s, from the vendors' data sheets.
@@ -111,14 +113,23 @@ class Device:
 
 
 def select_device(local_rank: int) -> Device:
-    """Return the CUDA device of this local rank where there is one for it, else the CPU.
+    """Return the CUDA device of this local rank, or the CPU of a machine that has none.
 
     ``MEGATRON_DEVICE=cpu`` in the environment keeps a run on the CPU of a machine that has GPUs.
+
+    Raises:
+        ConfigurationError: more processes were started on this machine than it has CUDA devices.
     """
-    wants_cpu = os.environ.get("MEGATRON_DEVICE", "") == "cpu"
-    if not wants_cpu and torch.cuda.is_available() and local_rank < torch.cuda.device_count():
-        return Device("cuda", local_rank)
-    return Device("cpu")
+    if os.environ.get("MEGATRON_DEVICE", "") == "cpu" or not torch.cuda.is_available():
+        return Device("cpu")
+    num_processes = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    num_devices = torch.cuda.device_count()
+    if num_processes > num_devices:
+        raise ConfigurationError(
+            f"{num_processes} processes on this machine, which has {num_devices} CUDA devices; start at most "
+            f"{num_devices} with --nproc-per-node, or set MEGATRON_DEVICE=cpu to run them all on the CPU"
+        )
+    return Device("cuda", local_rank)
 
 
 def _resident_bytes() -> int:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.core.device import Device, select_device
+from megatron.core.errors import ConfigurationError
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 
 CPU = Device("cpu")
@@ -50,14 +51,31 @@ def test_memory_of_the_process_is_counted_in_mib() -> None:
 
 def test_device_follows_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGATRON_DEVICE", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [select_device(rank) for rank in range(2)] == [Device("cuda", 0), Device("cuda", 1)]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert select_device(0) == Device("cuda", 0)
     monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
     assert select_device(0) == CPU
     monkeypatch.delenv("MEGATRON_DEVICE")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert select_device(0) == CPU
+
+
+def test_more_processes_than_devices_are_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job half on CUDA and half on the CPU would wait for itself for ever."""
+    monkeypatch.delenv("MEGATRON_DEVICE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for rank in range(4):
+        with pytest.raises(ConfigurationError, match="4 processes on this machine, which has 2 CUDA devices"):
+            select_device(rank)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with pytest.raises(ConfigurationError, match="3 processes on this machine"):
+        select_device(2)
 
 
 @pytest.mark.parametrize(
