@@ -31,8 +31,9 @@ def plain_attention(
     value = value.repeat_interleave(heads_per_group, dim=2)
     if mask is None:
         mask = causal_mask(query.shape[0], key.shape[0], query.device)
-    scores = torch.einsum("qbnd,kbnd->bnqk", query, key).to(arithmetic_dtype(query.dtype))
-    scores = scores * query.shape[-1] ** -0.5
+    # A product of float16 heads can pass its largest number, 65,504, before it is scaled.
+    wide = arithmetic_dtype(query.dtype)
+    scores = torch.einsum("qbnd,kbnd->bnqk", query.to(wide), key.to(wide)) * query.shape[-1] ** -0.5
     weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1).to(query.dtype)
     if dropout:
         weights = F.dropout(weights, dropout)

@@ -96,6 +96,16 @@ def test_low_precision_softmax_runs_in_float32(core) -> None:
 
 
 @pytest.mark.parametrize("core", [plain_attention, fused_attention])
+def test_float16_scores_do_not_overflow(core) -> None:
+    """Query times key is above 65,504, float16's largest number, and stays so after the scaling."""
+    query, key, value = (tensor.half() for tensor in tensors(9, 9, 2))
+    query, key = query * 300, key * 300
+    exact = plain_attention(query.double(), key.double(), value.double(), None, 0.0)
+    output = core(query, key, value, None, 0.0)
+    torch.testing.assert_close(output.double(), exact, rtol=0.002, atol=0.002)
+
+
+@pytest.mark.parametrize("core", [plain_attention, fused_attention])
 def test_dropout_keeps_the_expected_value(core) -> None:
     query, key, value = tensors(9, 9, 2)
     torch.manual_seed(1)
