@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to generated text: set up, prepare text, train a small GPT with tensor parallelism, stop half
+# From nothing to generated text: set up, prepare text, train a small Llama-shaped GPT with tensor parallelism, stop half
 # way, resume, and let it write. A few minutes on two CPU cores; uses the GPUs of the machine if it has any.
 #
 # Everything goes to quickstart-run/ (or where RUN says); the environment is .venv (or where VENV says).
@@ -40,14 +40,15 @@ step "3/6 tokens: tools/preprocess_data.py"
 
 # Runs the training command, its whole output in training.log and what matters most of it here.
 train() {
-    local shown='^ \[.*iteration|validation loss|test set|number of parameters|checkpoint'
+    local shown='^ \[.*iteration|loss at iteration|number of parameters|successfully'
     torchrun pretrain_gpt.py \
         --tensor-model-parallel-size "$tensor" --distributed-backend "$backend" \
-        --num-layers 4 --hidden-size 128 --num-attention-heads 4 \
-        --seq-length 128 --max-position-embeddings 128 \
+        --num-layers 4 --hidden-size 128 --ffn-hidden-size 344 --num-attention-heads 4 \
+        --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear \
+        --seq-length 128 --max-position-embeddings 128 --init-method-std 0.05 \
         --data-path "$run/quickstart_text_document" --split 90,5,5 "${tokenizer[@]}" \
-        --micro-batch-size 8 --global-batch-size 16 --train-iters "$iterations" \
-        --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 \
+        --micro-batch-size $((16 * tensor / processes)) --global-batch-size 16 --train-iters "$iterations" \
+        --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --adam-beta2 0.95 \
         --weight-decay 0.1 --clip-grad 1.0 --hidden-dropout 0 --attention-dropout 0 \
         --log-interval 20 --eval-interval 100 --eval-iters 5 \
         --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 100 \
@@ -67,7 +68,7 @@ train
 
 step "6/6 generation from the checkpoint"
 torchrun tools/text_generation_cli.py --load "$run/checkpoint" --prompt "$prompt" \
-    --tokens-to-generate 40 --temperature 0.8 --top-k 40
+    --tokens-to-generate 60 --temperature 0.8 --top-k 40
 
 step "done"
 "$python" - "$run/checkpoint/metrics.jsonl" <<'PYTHON'

@@ -34,6 +34,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/core/parallel_state.py",
         "megatron/core/pipeline_parallel/p2p_communication.py",
         "megatron/training/initialize.py",
+        "megatron/verification/worker_pool.py",
     ),
     # Optional or heavy packages: each is known to one file, so that its absence is handled in one place.
     "apex": ("megatron/core/extensions/apex.py",),
