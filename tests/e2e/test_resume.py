@@ -54,7 +54,7 @@ def assert_equal_to_uninterrupted(second: ForkedRun, whole: ForkedRun, folder: P
 @pytest.mark.parametrize(("num_processes", "flags"), CASES)
 def test_resume_is_bitwise_exact(num_processes: int, flags: str, tmp_path: Path) -> None:
     whole = fork_training(toy_args(tmp_path / "whole", flags), num_processes).check()
-    assert len(set(line["lm_loss"] for line in whole.iterations())) == 20
+    assert len({line["lm_loss"] for line in whole.iterations()}) == 20
     assert whole.iterations()[-1]["lm_loss"] < whole.iterations()[0]["lm_loss"]
     second = train_in_two_parts(tmp_path / "parts", num_processes, flags, "exit-interval")
     assert_equal_to_uninterrupted(second, whole, tmp_path / "parts", tmp_path / "whole")

@@ -41,8 +41,8 @@ class Faults:
     ``weights`` is an npz file of global tensors that the model begins with. ``rank`` is where ``nan_loss_at``,
     ``nan_gradient_at`` (a micro-batch in which ``nan_parameter``'s gradient is spoilt), ``raise_at`` and
     ``sigterm_at`` happen; ``kill_after_s`` (from the first micro-batch on) and ``kill_at_checkpoint`` (an iteration in
-    the tracker file ``tracker``) kill every rank without a warning. ``drop_share`` masks out a share of the tokens that differs from
-    sample to sample.
+    the tracker file ``tracker``) kill every rank without a warning. ``drop_share`` masks out a share of the tokens
+    that differs from sample to sample.
     """
 
     weights: str | None = None
