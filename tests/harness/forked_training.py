@@ -23,6 +23,7 @@ from tests.harness.faults import Faults, run_with_faults
 from tests.harness.training_run import metrics_path, read_metrics
 
 TIMEOUT_S = 90.0
+NO_FAULTS = Faults()
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class ForkedRun:
 
 
 def fork_training(
-    args: Sequence[str | Path], nproc: int = 1, faults: Faults = Faults(), timeout_s: float = TIMEOUT_S
+    args: Sequence[str | Path], nproc: int = 1, faults: Faults = NO_FAULTS, timeout_s: float = TIMEOUT_S
 ) -> ForkedRun:
     """Train with ``args`` on ``nproc`` forked ranks; the statuses are not looked at.
 
