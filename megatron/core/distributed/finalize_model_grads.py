@@ -30,7 +30,7 @@ def finalize_model_grads(
         chunk.finish_grad_sync()
     reduce_partial_gradients([parameter for chunk in model_chunks for parameter in chunk.parameters()], state.tp)
     if num_tokens is not None:
-        total = num_tokens.to(torch.float64)
+        total = num_tokens.to(torch.float64, copy=True)
         broadcast(total, state.pp, source=state.pp.size - 1)
         all_reduce(total, state.dp_cp)
         divisor = total.clamp(min=1).reciprocal()
