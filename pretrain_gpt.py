@@ -31,6 +31,7 @@ def provide_model(config: RunConfig, runtime: Runtime) -> GPTModel:
         runtime.rng,
         seed=config.initialization.seed,
         device=runtime.device.torch_device,
+        cp=runtime.state.cp,
     )
 
 
@@ -46,12 +47,22 @@ def provide_datasets(
 
 
 def forward_step(batch: Batch, model: GPTModel) -> MicrobatchLoss:
-    """Return the masked loss sum of a micro-batch and the number of tokens in it."""
+    """Return the masked loss sum of a micro-batch and the number of tokens in it.
+
+    Each context-parallel rank computes the losses of its own part of the sequences and counts an equal share of the
+    whole micro-batch's tokens, whatever its own mask drops: gradients are averaged over these ranks, and their average
+    is then that of the mean loss of the whole micro-batch. The shares add up to the count.
+    """
+    from megatron.core.context_parallel.partition import cut_sequence
     from megatron.core.pipeline_parallel.executor import MicrobatchLoss
 
-    losses = model(batch.tokens, batch.position_ids, labels=batch.labels, document_ids=batch.document_ids)
-    mask = batch.loss_mask.to(losses.dtype)
-    return MicrobatchLoss(loss_sum=(losses * mask).sum(), num_tokens=mask.sum())
+    tokens, position_ids, labels, own_mask = (
+        cut_sequence(whole, model.cp, dim=1)
+        for whole in (batch.tokens, batch.position_ids, batch.labels, batch.loss_mask)
+    )
+    losses = model(tokens, position_ids, labels=labels, document_ids=batch.document_ids)
+    num_tokens = batch.loss_mask.sum().to(losses.dtype) / model.cp.size
+    return MicrobatchLoss(loss_sum=(losses * own_mask.to(losses.dtype)).sum(), num_tokens=num_tokens)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ can be read, counted and traced in one place.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,6 +96,49 @@ def all_gather_last_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     if _is_alone(group):
         return tensor
     return torch.cat(all_gather_first_dim(tensor, group).chunk(group.size), dim=-1)
+
+
+def all_to_all_first_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Give row i of ``tensor`` to the group's rank i, and return the rows that this rank is given in group order.
+
+    Shapes: ``[group.size, ...] -> [group.size, ...]``.
+    """
+    if _is_alone(group):
+        return tensor
+    output = tensor.new_empty(tensor.shape)
+    dist.all_to_all_single(output, tensor.contiguous(), group=group.handle)
+    return output
+
+
+@dataclass(frozen=True)
+class RingExchange:
+    """Hold an exchange that is under way; neither of its tensors may be touched before ``wait``."""
+
+    sent: torch.Tensor
+    received: torch.Tensor
+    works: tuple[dist.Work, ...]
+
+    def wait(self) -> torch.Tensor:
+        """Return what the previous rank has sent."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def start_ring_exchange(tensor: torch.Tensor, group: Group) -> RingExchange:
+    """Start to send a contiguous tensor to the next rank of the group and to receive one like it from the previous."""
+    if _is_alone(group):
+        return RingExchange(tensor, tensor, ())
+    received = torch.empty_like(tensor)
+    next_rank = group.ranks[(group.rank + 1) % group.size]
+    previous_rank = group.ranks[(group.rank - 1) % group.size]
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, tensor, next_rank, group=group.handle),
+            dist.P2POp(dist.irecv, received, previous_rank, group=group.handle),
+        ]
+    )
+    return RingExchange(tensor, received, tuple(works))
 
 
 def broadcast(tensor: torch.Tensor, group: Group, source: int = 0, async_op: bool = False) -> dist.Work | None:

@@ -36,8 +36,8 @@ class ModelParallelConfig:
     """Count the output layer and the loss as one layer when the layers are spread over the pipeline
     stages."""
     cp_comm_type: tuple[str, ...] = flag(("p2p",), nargs="+")
-    """How context-parallel ranks exchange keys and values: p2p, all_gather, a2a or a2a+p2p; one or one
-    a layer."""
+    """How context-parallel ranks exchange keys and values: p2p, all_gather or a2a; one for all layers, or
+    one a layer."""
     fp16: bool = False
     """Train in float16 with float32 main parameters and dynamic loss scaling."""
     bf16: bool = False

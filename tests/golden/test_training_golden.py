@@ -39,7 +39,23 @@ LAYOUTS = [
         id="selective-recompute-tp2-sp",
     ),
     pytest.param(1, "--calculate-per-token-loss", "tp1", id="per-token-loss"),
+    pytest.param(2, "--calculate-per-token-loss", "dp2", id="dp2-per-token-loss"),
     pytest.param(1, "--micro-batch-size 8", "tp1", id="one-micro-batch"),
+    pytest.param(2, "--context-parallel-size 2", "tp1", id="cp2-ring"),
+    pytest.param(
+        2,
+        "--context-parallel-size 2 --cp-comm-type all_gather a2a --calculate-per-token-loss --overlap-grad-reduce",
+        "tp1",
+        id="cp2-all-gather-and-all-to-all-per-token-loss",
+    ),
+    pytest.param(
+        4,
+        "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+        " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "tp1",
+        id="cp2-tp2-sp-full-recompute",
+    ),
+    pytest.param(4, "--context-parallel-size 2", "dp2", id="cp2-dp2"),
 ]
 
 

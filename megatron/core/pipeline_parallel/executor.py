@@ -15,6 +15,9 @@ from megatron.core.pipeline_parallel.schedules import Action, Pass
 class MicrobatchLoss:
     """Hold a micro-batch's masked loss sum and the number of tokens in it.
 
+    Under context parallelism each rank holds the sum over its own tokens and an equal share, a fraction perhaps, of
+    the whole micro-batch's number.
+
     Shapes: both ``[]``; the sum in at least float32, differentiable.
     """
 
@@ -64,9 +67,14 @@ def run_schedule(
             loss_sum += loss.loss_sum.detach()
             num_tokens += loss.num_tokens
             if last_backward is not None:
-                divisor = 1.0 if calculate_per_token_loss else loss.num_tokens.clamp(min=1) * num_microbatches
+                divisor = 1.0 if calculate_per_token_loss else _nonzero(loss.num_tokens) * num_microbatches
                 pending[action.microbatch] = loss.loss_sum / divisor * loss_scale
         else:
             with nullcontext() if index == last_backward else no_sync():
                 pending.pop(action.microbatch).backward()  # type: ignore[no-untyped-call]
     return ScheduleResult(loss_sum, num_tokens)
+
+
+def _nonzero(num_tokens: torch.Tensor) -> torch.Tensor:
+    """Return the divisor of a loss sum: 1 where no token counts, and the sum is 0."""
+    return torch.where(num_tokens > 0, num_tokens, 1)

@@ -7,12 +7,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from megatron.core.context_parallel.exchange import exchange_of_layer, with_context_parallel
 from megatron.core.precision import dtype_from_name
-from megatron.core.process_group import Group
+from megatron.core.process_group import Group, single_rank_group
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.random import TENSOR_PARALLEL, RngStreams
 from megatron.core.tensor_parallel.recompute import recompute
-from megatron.core.transformer.dot_product_attention import select_attention_core
+from megatron.core.transformer.dot_product_attention import PLAIN_BACKENDS, select_attention_core
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.query_key_value import make_query_key_value
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary
@@ -33,6 +34,8 @@ class KeyValueCache(Protocol):
 class SelfAttention(nn.Module):
     """Attend from every position to itself and those before it, in the same document.
 
+    Under context parallelism ``s`` is this rank's part of the sequence, and only the core sees the others.
+
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
 
@@ -43,6 +46,7 @@ class SelfAttention(nn.Module):
         tp: Group,
         rng: RngStreams,
         device: torch.device | str,
+        cp: Group | None = None,
     ) -> None:
         super().__init__()
         self.layer_number = layer_number
@@ -52,7 +56,13 @@ class SelfAttention(nn.Module):
         self.num_groups = max(config.num_query_groups // tp.size, 1)
         self.dropout = config.attention_dropout
         self.recompute_core = config.recompute_granularity == "selective"
-        self.core = select_attention_core(config.attention_backend, torch.device(device).type)
+        self.cp = single_rank_group(("cp",)) if cp is None else cp
+        self.core = with_context_parallel(
+            select_attention_core(config.attention_backend, torch.device(device).type),
+            exchange_of_layer(config.cp_comm_type, layer_number),
+            self.cp,
+            plain_blocks=config.attention_backend in PLAIN_BACKENDS,
+        )
         # In the order in which Megatron's optimizer files list them: linear_proj before linear_qkv.
         self.linear_proj = RowParallelLinear(
             config.query_projection_size,
@@ -88,7 +98,11 @@ class SelfAttention(nn.Module):
         angles: RotaryAngles | None,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
-        """Return the attention output; ``mask`` None means plain causal attention."""
+        """Return the attention output; ``mask`` None means plain causal attention.
+
+        Under context parallelism ``mask`` holds the document ids of the whole sequence instead, ``[b, s]``.
+        """
+        assert cache is None or self.cp.size == 1, "a cache of keys and values holds whole sequences"
         query, key, value = self._query_key_value(x)
         if angles is not None:
             query, key = apply_rotary(query, angles), apply_rotary(key, angles)

@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from megatron.core.extensions.flash_attn import load_flash_attention
 from megatron.core.precision import arithmetic_dtype
 
+PLAIN_BACKENDS = ("unfused", "local")
+"""Values of ``--attention-backend`` that ask for attention without fused kernels."""
+
 AttentionCore = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", float], torch.Tensor]
 """(query, key, value, mask, dropout) -> context.
 
@@ -80,7 +83,7 @@ def document_mask(document_ids: torch.Tensor) -> torch.Tensor:
 
 def select_attention_core(backend: str, device_type: str) -> AttentionCore:
     """Return the attention core that ``--attention-backend`` names on this kind of device."""
-    if backend in ("unfused", "local"):
+    if backend in PLAIN_BACKENDS:
         return plain_attention
     if device_type == "cuda" and backend in ("auto", "flash"):
         flash = load_flash_attention(required=False)

@@ -32,12 +32,13 @@ class TransformerBlock(nn.Module):
         tp: Group,
         rng: RngStreams,
         device: torch.device | str,
+        cp: Group | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.rng = rng
         self.layers = nn.ModuleDict(
-            {str(number): TransformerLayer(config, number, tp, rng, device) for number in layer_numbers}
+            {str(number): TransformerLayer(config, number, tp, rng, device, cp) for number in layer_numbers}
         )
         self.final_layernorm = make_norm(config, tp, device) if has_final_norm else None
 

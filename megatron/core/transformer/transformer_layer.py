@@ -62,10 +62,11 @@ class TransformerLayer(nn.Module):
         tp: Group,
         rng: RngStreams,
         device: torch.device | str,
+        cp: Group | None = None,
     ) -> None:
         super().__init__()
         self.input_layernorm = make_norm(config, tp, device)
-        self.self_attention = SelfAttention(config, layer_number, tp, rng, device)
+        self.self_attention = SelfAttention(config, layer_number, tp, rng, device, cp)
         self.pre_mlp_layernorm = make_norm(config, tp, device)
         self.mlp = MLP(config, tp, device)
         self.hidden_dropout = HiddenDropout(config.hidden_dropout, config.sequence_parallel, rng)

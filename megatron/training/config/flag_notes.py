@@ -291,14 +291,12 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
 
 NOT_SUPPORTED_FIELDS: dict[str, str] = {
     "pipeline_model_parallel_size": "pipeline parallelism",
-    "context_parallel_size": "context parallelism",
     "num_layers_per_virtual_pipeline_stage": "virtual pipeline stages",
     "num_virtual_stages_per_pipeline_rank": "virtual pipeline stages",
     "decoder_first_pipeline_num_layers": "an uneven pipeline split",
     "decoder_last_pipeline_num_layers": "an uneven pipeline split",
     "account_for_embedding_in_pipeline_split": "an uneven pipeline split",
     "account_for_loss_in_pipeline_split": "an uneven pipeline split",
-    "cp_comm_type": "context parallelism",
     "use_distributed_optimizer": "the distributed optimizer",
     "data_parallel_sharding_strategy": "sharding over the data-parallel ranks",
     "extra_valid_datalist": "more than one validation set",

@@ -59,6 +59,8 @@ def _check_feed_forward(config: RunConfig) -> Iterator[str]:
 
 def _check_sequence_parallel(config: RunConfig) -> Iterator[str]:
     length, tensor = config.data.seq_length, config.model.tensor_model_parallel_size
+    if config.model.context_parallel_size > 1:  # Its own check knows both.
+        return
     if config.model.sequence_parallel and tensor > 0 and length % tensor != 0:
         yield (
             f"--seq-length {length} is not divisible by --tensor-model-parallel-size {tensor}, which "
@@ -71,5 +73,5 @@ CHECKS = (
     Check(("num_attention_heads", "tensor_model_parallel_size"), _check_heads),
     Check(("num_attention_heads", "num_query_groups", "tensor_model_parallel_size"), _check_key_value_heads),
     Check(("hidden_size", "ffn_hidden_size", "tensor_model_parallel_size"), _check_feed_forward),
-    Check(("seq_length", "tensor_model_parallel_size"), _check_sequence_parallel),
+    Check(("seq_length", "tensor_model_parallel_size", "context_parallel_size"), _check_sequence_parallel),
 )

@@ -7,6 +7,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.validation import (
     batch,
     checkpoint,
+    context_parallelism,
     data_files,
     layout,
     model,
@@ -18,6 +19,7 @@ from megatron.training.validation import (
 _CHECKS = (
     *ranges.CHECKS,
     *layout.CHECKS,
+    *context_parallelism.CHECKS,
     *model.CHECKS,
     *batch.CHECKS,
     *schedule.CHECKS,

@@ -171,10 +171,8 @@ def test_flags_not_supported_yet_are_refused_by_name_unless_default(flag: str) -
     "text",
     [
         "--pipeline-model-parallel-size 2",
-        "--context-parallel-size 2",
         "--use-distributed-optimizer",
         "--num-layers-per-virtual-pipeline-stage 1",
-        "--cp-comm-type a2a",
         "--data-parallel-sharding-strategy optim",
     ],
 )

@@ -36,6 +36,37 @@ WRONG = [
     ("--tensor-model-parallel-size 2 --num-query-groups 3 --group-query-attention", 2, "--num-query-groups 3 and"),
     ("--tensor-model-parallel-size 2 --ffn-hidden-size 91", 2, "--ffn-hidden-size 91 is not divisible by"),
     ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 41", 2, "the next length that works: 42"),
+    (
+        "--context-parallel-size 2 --seq-length 38",
+        2,
+        "--seq-length 38 is not divisible by 4: --context-parallel-size 2 cuts it into 2 x 2 chunks; "
+        "the next length that works: 40; context-parallel sizes that work: 1, 19",
+    ),
+    (
+        "--context-parallel-size 2 --tensor-model-parallel-size 3 --sequence-parallel",
+        6,
+        "--seq-length 40 is not divisible by 12: --context-parallel-size 2 cuts it into 2 x 2 chunks, and then by "
+        "tensor(3); the next length that works: 48; context-parallel sizes that work: none",
+    ),
+    (
+        "--context-parallel-size 4 --cp-comm-type a2a p2p",
+        4,
+        "--cp-comm-type a2a shares the 6 heads of a tensor-parallel rank, in 6 query groups, among "
+        "--context-parallel-size 4 ranks, which is not possible; context-parallel sizes that work: 1, 2, 3, 6; "
+        "or give --cp-comm-type p2p or all_gather",
+    ),
+    (
+        "--context-parallel-size 4 --cp-comm-type a2a --num-query-groups 2 --group-query-attention",
+        4,
+        "the 6 heads of a tensor-parallel rank, in 2 query groups, among",
+    ),
+    ("--cp-comm-type p2p p2p p2p", 1, "has 3 values; give one for all layers, or one for each of --num-layers 2"),
+    (
+        "--cp-comm-type a2a+p2p",
+        1,
+        "--cp-comm-type a2a+p2p is not supported yet; values that work: p2p, all_gather, a2a",
+    ),
+    ("--cp-comm-type ring", 1, "--cp-comm-type ring: values that work: p2p, all_gather, a2a"),
     ("--tensor-model-parallel-size 0", 1, "--tensor-model-parallel-size 0: a value greater than 0"),
     ("--hidden-size 50", 1, "--hidden-size 50 is not divisible by --num-attention-heads 6; numbers of heads"),
     ("--num-query-groups 4 --group-query-attention", 1, "numbers of groups that work: 1, 2, 3, 6"),

@@ -11,7 +11,7 @@ from megatron.core.main_grad import set_gradient_uses
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_embedding import GPTEmbedding
 from megatron.core.precision import dtype_from_name
-from megatron.core.process_group import Group
+from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import attach_spec, spec_of
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.initialization import initialize_module
@@ -28,7 +28,8 @@ class GPTModel(nn.Module):
     """Hold the embedding (``pre_process``), the layers ``layer_numbers``, and the output layer (``post_process``).
 
     By default the whole model. Parameters carry their sharding; on a real device they are initialised from ``seed``
-    (``None`` leaves zeros, for a checkpoint to fill), on ``meta`` they only have shapes.
+    (``None`` leaves zeros, for a checkpoint to fill), on ``meta`` they only have shapes. Sequences are whole unless
+    ``cp`` names the ranks over which `context_parallel.partition` has cut them.
     """
 
     def __init__(
@@ -42,15 +43,17 @@ class GPTModel(nn.Module):
         layer_numbers: Sequence[int] | None = None,
         pre_process: bool = True,
         post_process: bool = True,
+        cp: Group | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.tp = tp
+        self.cp = single_rank_group(("cp",)) if cp is None else cp
         self.pre_process = pre_process
         self.post_process = post_process
         self.embedding = GPTEmbedding(config, tp, rng, device) if pre_process else None
         layers = range(config.num_layers) if layer_numbers is None else layer_numbers
-        self.decoder = TransformerBlock(config, layers, post_process, tp, rng, device)
+        self.decoder = TransformerBlock(config, layers, post_process, tp, rng, device, self.cp)
         self.output_layer: ColumnParallelLinear | None = None
         if post_process and config.untie_embeddings_and_output_weights:
             self.output_layer = ColumnParallelLinear(
@@ -94,7 +97,8 @@ class GPTModel(nn.Module):
     ) -> torch.Tensor:
         """Return the loss of every token, the logits where no labels are given, or a stage's hidden states.
 
-        ``document_ids`` number the documents that are packed into a sequence: attention then stays inside each.
+        ``document_ids`` number the documents that are packed into a sequence: attention then stays inside each. Under
+        context parallelism they are those of the whole sequence in its own order, unlike all else, which is cut.
         ``hidden`` is the previous stage's output. ``last_position_only`` computes the logits of the last position
         alone (``s`` is then 1 in their shape): generation needs no others.
 
@@ -104,7 +108,7 @@ class GPTModel(nn.Module):
         if self.embedding is not None:
             hidden = self.embedding(tokens, position_ids)
         assert hidden is not None, "a later stage is given the previous stage's output"
-        mask = None if document_ids is None else document_mask(document_ids)
+        mask = document_mask(document_ids) if document_ids is not None and self.cp.size == 1 else document_ids
         hidden = self.decoder(hidden, mask, self._angles(position_ids, hidden.dtype), cache)
         if not self.post_process:
             return hidden

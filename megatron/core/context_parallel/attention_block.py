@@ -1,0 +1,190 @@
+"""Attention of some queries to some keys with its log-sum-exp, the gradients of such a block, and how blocks merge.
+
+All tensors here are ``[b, heads, s, d]``. With the log-sum-exp of every row, the attention to a whole sequence is put
+together from blocks of keys (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867; Dao et al. 2022,
+https://arxiv.org/abs/2205.14135), and a block's gradients need nothing of the others but that row's total.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.precision import arithmetic_dtype
+
+_MAX_FLASH_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class BlockMask:
+    """Say what a block's queries may look at.
+
+    ``visible`` of bool, True where a query may look (``[b or 1, 1, sq, sk]``), or None: then everything, or, if
+    ``is_causal``, the keys up to the query's own place in a block of as many keys as queries. With ``dropout`` above 0,
+    ``seed`` decides which weights are dropped, the same in both directions.
+    """
+
+    visible: torch.Tensor | None = None
+    is_causal: bool = False
+    dropout: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class AttentionBlocks:
+    """Compute blocks: by torch's flash kernels where they can, unless ``plain`` asks for every step written out."""
+
+    plain: bool = False
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block's output and log-sum-exp; 0 and −inf for a query that sees none of the keys.
+
+        Shapes: ``query: [b, n, sq, d]``, ``key, value: [b, g, sk, d]`` ``-> [b, n, sq, d]``, ``[b, n, sq]`` in at
+        least float32.
+        """
+        if self.plain or not _has_flash_kernel(query, mask):
+            return plain_block(query, key, value, mask)
+        if query.device.type == "cuda":
+            output, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+                query, key, value, 0.0, mask.is_causal
+            )
+            return output, logsumexp
+        output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, mask.is_causal, attn_mask=_additive(mask, query.dtype)
+        )
+        if mask.visible is not None:
+            # The kernel gives such rows 0 for their log-sum-exp.
+            blind = ~mask.visible.any(dim=-1)
+            logsumexp = logsumexp.masked_fill(blind, -torch.inf)
+            output = output.masked_fill(blind[..., None], 0.0)
+        return output, logsumexp
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        logsumexp: torch.Tensor,
+        mask: BlockMask,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return this block's part of the gradients of its queries, keys and values.
+
+        ``output`` and ``logsumexp`` are those of the queries' attention to all blocks together.
+        """
+        if self.plain or not _has_flash_kernel(query, mask):
+            return plain_block_backward(grad, query, key, value, output, logsumexp, mask)
+        if query.device.type == "cuda":
+            unused = torch.empty((), dtype=torch.uint64, device=query.device)
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                *(grad, query, key, value, output, logsumexp.contiguous()),
+                *(None, None, query.shape[2], key.shape[2], 0.0, mask.is_causal, unused, unused),
+            )
+        else:
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *(grad, query, key, value, output, logsumexp, 0.0, mask.is_causal),
+                attn_mask=_additive(mask, query.dtype),
+            )
+        grad_query, grad_key, grad_value = grads
+        return grad_query, grad_key, grad_value
+
+
+def merge_block(
+    output: torch.Tensor, logsumexp: torch.Tensor, block_output: torch.Tensor, block_logsumexp: torch.Tensor
+) -> None:
+    """Merge a block into the output and log-sum-exp of the blocks before it, in place.
+
+    Rows that see nothing in either have a log-sum-exp of −inf and stay 0.
+
+    Shapes: outputs ``[b, n, sq, d]``, log-sum-exps ``[b, n, sq]``, all in at least float32.
+    """
+    total = torch.logaddexp(logsumexp, block_logsumexp)
+    finite = _finite(total)
+    output.mul_((logsumexp - finite).exp()[..., None])
+    output.addcmul_(block_output.to(output.dtype), (block_logsumexp - finite).exp()[..., None])
+    logsumexp.copy_(total)
+
+
+def plain_block(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute a block step by step: the oracle of the kernels, and what is left where none of them can."""
+    heads_per_group = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(heads_per_group, dim=1) for tensor in (key, value))
+    scores = _scores(query, key, mask)
+    logsumexp = scores.logsumexp(dim=-1)
+    weights = (scores - _finite(logsumexp)[..., None]).exp()
+    if mask.dropout:
+        weights = weights * _kept(weights, mask)
+    return weights.to(query.dtype) @ value, logsumexp
+
+
+def plain_block_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    mask: BlockMask,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute a block's gradients step by step."""
+    groups, heads_per_group = key.shape[1], query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(heads_per_group, dim=1) for tensor in (key, value))
+    weights = (_scores(query, key, mask) - _finite(logsumexp)[..., None]).exp()
+    wide = weights.dtype
+    grad_weights = (grad @ value.mT).to(wide)
+    kept = weights
+    if mask.dropout:
+        factor = _kept(weights, mask)
+        kept, grad_weights = weights * factor, grad_weights * factor
+    row_sums = (grad.to(wide) * output.to(wide)).sum(dim=-1, keepdim=True)
+    grad_scores = (weights * (grad_weights - row_sums) * query.shape[-1] ** -0.5).to(query.dtype)
+    grad_key, grad_value = grad_scores.mT @ query, kept.to(query.dtype).mT @ grad
+    return grad_scores @ key, *(
+        tensor.unflatten(1, (groups, heads_per_group)).sum(dim=2) for tensor in (grad_key, grad_value)
+    )
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, mask: BlockMask) -> torch.Tensor:
+    # A product of float16 heads can pass its largest number before it is scaled.
+    wide = arithmetic_dtype(query.dtype)
+    scores: torch.Tensor = (query.to(wide) @ key.to(wide).mT) * query.shape[-1] ** -0.5
+    visible = mask.visible
+    if visible is None and mask.is_causal:
+        visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
+
+
+def _finite(logsumexp: torch.Tensor) -> torch.Tensor:
+    """Replace −inf by 0: subtracted from scores of −inf, it leaves weights of 0 and not NaN."""
+    return logsumexp.masked_fill(logsumexp.isneginf(), 0.0)
+
+
+def _kept(weights: torch.Tensor, mask: BlockMask) -> torch.Tensor:
+    """Return the factor of every weight under dropout: 0, or 1 / (1 − dropout)."""
+    generator = torch.Generator(weights.device).manual_seed(mask.seed)
+    kept = torch.empty_like(weights).bernoulli_(1.0 - mask.dropout, generator=generator)
+    return kept / (1.0 - mask.dropout)
+
+
+def _additive(mask: BlockMask, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the mask in the only form that the CPU kernel takes: numbers of the queries' type, added to the scores."""
+    if mask.visible is None:
+        return None
+    return torch.zeros_like(mask.visible, dtype=dtype).masked_fill(~mask.visible, -torch.inf)
+
+
+def _has_flash_kernel(query: torch.Tensor, mask: BlockMask) -> bool:
+    if mask.dropout:
+        return False
+    if query.device.type == "cpu":
+        return True
+    head_dim = query.shape[-1]
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    fits = head_dim % 8 == 0 and head_dim <= _MAX_FLASH_HEAD_DIM
+    return query.device.type == "cuda" and is_half and fits and mask.visible is None

@@ -1,0 +1,99 @@
+"""How a sequence is cut over context-parallel ranks so that causal attention gives each of them equal work.
+
+The sequence is cut into ``2 · size`` chunks, and rank ``r`` holds chunk ``r`` and chunk ``2 · size − 1 − r``: an early
+one, which looks at little, and a late one, which looks at much. "Rank order" below means the parts of rank 0, 1, … put
+together, as a collective leaves them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.process_group import Group
+
+
+def chunks_of(rank: int, size: int) -> tuple[int, int]:
+    """Return the two chunks that a rank holds, in the order in which it holds them."""
+    return rank, 2 * size - 1 - rank
+
+
+def chunk_length(length: int, size: int) -> int:
+    """Return the length of one of the chunks of a sequence.
+
+    Raises:
+        ValueError: the sequence cannot be cut into equal chunks.
+    """
+    if length % (2 * size):
+        raise ValueError(f"a sequence of {length} cannot be cut into 2 x {size} equal chunks")
+    return length // (2 * size)
+
+
+def positions_of(rank: int, size: int, length: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return the positions of the whole sequence that a rank holds, in ascending order.
+
+    Shapes: ``-> [length / size]`` int64.
+    """
+    chunk = chunk_length(length, size)
+    starts = (index * chunk for index in chunks_of(rank, size))
+    return torch.cat([torch.arange(start, start + chunk, device=device) for start in starts])
+
+
+def cut_for_rank(tensor: torch.Tensor, rank: int, size: int, dim: int) -> torch.Tensor:
+    """Return a rank's part of a whole sequence along ``dim``; the tensor itself where one rank holds everything.
+
+    Shapes: ``[…, s, …] -> […, s/size, …]``.
+    """
+    if size == 1:
+        return tensor
+    chunk = chunk_length(tensor.shape[dim], size)
+    return torch.cat([tensor.narrow(dim, index * chunk, chunk) for index in chunks_of(rank, size)], dim=dim)
+
+
+def cut_sequence(tensor: torch.Tensor, cp: Group, dim: int) -> torch.Tensor:
+    """Return this rank's part of a whole sequence along ``dim``.
+
+    Shapes: ``[…, s, …] -> […, s/cp, …]``.
+    """
+    return cut_for_rank(tensor, cp.rank, cp.size, dim)
+
+
+def to_sequence_order(tensor: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """Bring a sequence from rank order into its own order: the inverse of cutting it for every rank.
+
+    Shapes: ``[…, s, …] -> […, s, …]``.
+    """
+    order = _chunks_in_rank_order(size)
+    return _permute_chunks(tensor, [order.index(chunk) for chunk in range(2 * size)], dim)
+
+
+def to_rank_order(tensor: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """Put the parts of rank 0, 1, … of a sequence one after the other.
+
+    Shapes: ``[…, s, …] -> […, s, …]``.
+    """
+    return _permute_chunks(tensor, _chunks_in_rank_order(size), dim)
+
+
+def _chunks_in_rank_order(size: int) -> list[int]:
+    return [chunk for rank in range(size) for chunk in chunks_of(rank, size)]
+
+
+def _permute_chunks(tensor: torch.Tensor, order: list[int], dim: int) -> torch.Tensor:
+    chunks = tensor.chunk(len(order), dim=dim)
+    return torch.cat([chunks[index] for index in order], dim=dim)
+
+
+def visible_keys(
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    query_documents: torch.Tensor | None = None,
+    key_documents: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return which keys each query may look at: none after it, and none of another document.
+
+    Shapes: positions ``[sq]``, ``[sk]``; documents ``[b, sq]``, ``[b, sk]``; ``-> [b or 1, 1, sq, sk]`` of bool.
+    """
+    visible = (key_positions[None, :] <= query_positions[:, None])[None, None]
+    if query_documents is None or key_documents is None:
+        return visible
+    return visible & (query_documents[:, None, :, None] == key_documents[:, None, None, :])

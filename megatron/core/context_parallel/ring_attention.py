@@ -1,0 +1,152 @@
+"""Ring attention: keys and values go round the ranks while each of them attends to the block that it holds.
+
+Liu et al. 2023, https://arxiv.org/abs/2310.01889. With the zigzag cut no rank waits for another: after its own block,
+every step is half a block of work on every rank, whatever the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.collectives import start_ring_exchange
+from megatron.core.context_parallel.attention_block import AttentionBlocks, BlockMask, merge_block
+from megatron.core.context_parallel.partition import cut_for_rank, positions_of, visible_keys
+from megatron.core.precision import arithmetic_dtype
+from megatron.core.process_group import Group
+
+_SEED_LIMIT = 2**62
+
+
+@dataclass(frozen=True)
+class RingAttention:
+    """Attend to the whole sequence with queries, keys and values cut by `partition` over the ranks of ``cp``.
+
+    Every rank's keys and values reach every other in ``cp.size − 1`` hops, each under way while the block before it is
+    computed; blocks are merged by their log-sum-exp in at least float32. The backward pass sends keys and
+    values round once more, followed by their gradients, which arrive at home after ``cp.size`` hops.
+
+    Shapes: ``query: [s/cp, b, n, d]``, ``key, value: [s/cp, b, g, d]``, ``document_ids: [b, s]`` (of the whole
+    sequence in its own order) or None; ``-> [s/cp, b, n, d]``.
+    """
+
+    cp: Group
+    blocks: AttentionBlocks
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        document_ids: torch.Tensor | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        """Return the attention output; dropout draws its seed from torch's default generator."""
+        seed = 0
+        if dropout:
+            seed = int(torch.randint(_SEED_LIMIT, (), device=query.device).item())
+        ring = _Ring(self.cp, self.blocks, document_ids, dropout, seed)
+        output: torch.Tensor = _RingFunction.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
+        return output
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Hold what a rank computes at one step: queries from ``first_query`` on, keys before ``end_key``."""
+
+    first_query: int
+    end_key: int
+    mask: BlockMask
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """Hold what both directions of one call have in common."""
+
+    cp: Group
+    blocks: AttentionBlocks
+    document_ids: torch.Tensor | None
+    dropout: float
+    seed: int
+
+    def step(self, number: int, local_length: int) -> _Step:
+        """Return the work of a step; keys and values are then those of rank ``cp.rank − number``.
+
+        Of an earlier rank's two chunks both of this rank's see the first whole and the second not at all. Of a later
+        rank's, this rank's first chunk sees nothing and the second sees both whole.
+        """
+        source, half = (self.cp.rank - number) % self.cp.size, local_length // 2
+        first_query = half if source > self.cp.rank else 0
+        end_key = half if source < self.cp.rank else local_length
+        visible = None
+        if self.document_ids is not None:
+            visible = self._visible(source, self.document_ids)[:, :, first_query:, :end_key]
+        is_causal = visible is None and number == 0
+        return _Step(first_query, end_key, BlockMask(visible, is_causal, self.dropout, self.seed + number))
+
+    def _visible(self, source: int, document_ids: torch.Tensor) -> torch.Tensor:
+        size, length, device = self.cp.size, document_ids.shape[1], document_ids.device
+        return visible_keys(
+            positions_of(self.cp.rank, size, length, device),
+            positions_of(source, size, length, device),
+            cut_for_rank(document_ids, self.cp.rank, size, dim=1),
+            cut_for_rank(document_ids, source, size, dim=1),
+        )
+
+
+class _RingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: _Ring) -> torch.Tensor:
+        heads_first = query.permute(1, 2, 0, 3)
+        travelling = torch.stack((key, value))
+        for number in range(ring.cp.size):
+            following = start_ring_exchange(travelling, ring.cp) if number < ring.cp.size - 1 else None
+            step = ring.step(number, query.shape[0])
+            keys, values = travelling[:, : step.end_key].permute(0, 2, 3, 1, 4)
+            block = ring.blocks.forward(heads_first[:, :, step.first_query :], keys, values, step.mask)
+            if number == 0:
+                # A copy, because the kernel may return what it keeps, and merging is in place.
+                output = block[0].to(arithmetic_dtype(query.dtype), copy=True)
+                logsumexp = block[1].to(output.dtype, copy=True)
+            else:
+                merge_block(output[:, :, step.first_query :], logsumexp[:, :, step.first_query :], *block)
+            if following is not None:
+                travelling = following.wait()
+        output = output.to(query.dtype)
+        ctx.ring = ring
+        ctx.save_for_backward(query, key, value, output, logsumexp)
+        return output.permute(2, 0, 1, 3)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        query, key, value, output, logsumexp = ctx.saved_tensors
+        ring: _Ring = ctx.ring
+        wide = arithmetic_dtype(query.dtype)
+        heads_first, grad = query.permute(1, 2, 0, 3), grad.contiguous().permute(1, 2, 0, 3)
+        grad_query = torch.zeros_like(heads_first, dtype=wide)
+        travelling = torch.stack((key, value))
+        grads_under_way = None
+        for number in range(ring.cp.size):
+            following = start_ring_exchange(travelling, ring.cp) if number < ring.cp.size - 1 else None
+            step = ring.step(number, query.shape[0])
+            keys, values = travelling[:, : step.end_key].permute(0, 2, 3, 1, 4)
+            rows = slice(step.first_query, None)
+            block_grads = ring.blocks.backward(
+                *(grad[:, :, rows], heads_first[:, :, rows], keys, values),
+                *(output[:, :, rows], logsumexp[:, :, rows], step.mask),
+            )
+            grad_query[:, :, rows] += block_grads[0]
+            if grads_under_way is None:
+                grads = torch.zeros(travelling.shape, dtype=wide, device=query.device)
+            else:
+                grads = grads_under_way.wait()
+            for index in (0, 1):
+                grads[index, : step.end_key] += block_grads[1 + index].permute(2, 0, 1, 3)
+            grads_under_way = start_ring_exchange(grads, ring.cp)
+            if following is not None:
+                travelling = following.wait()
+        assert grads_under_way is not None
+        grad_key, grad_value = grads_under_way.wait().to(key.dtype)
+        return grad_query.permute(2, 0, 1, 3).to(query.dtype), grad_key, grad_value, None
