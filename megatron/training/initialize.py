@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from megatron.core.parallel_state import ParallelState
     from megatron.core.tensor_parallel.random import RngStreams
 
+_FAILURE_TIMEOUT = timedelta(seconds=2)
+
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
@@ -48,6 +50,26 @@ def read_launch_environment() -> LaunchEnvironment:
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
     )
+
+
+def is_first_failure(launch: LaunchEnvironment) -> bool:
+    """Return whether no other process of this run has failed before this one; to be asked once by each that fails.
+
+    A process that fails makes the others fail in their collectives, and only the first one's traceback says why. The
+    store that the processes met at keeps the count. Where it is gone, or there is none yet, the answer is yes.
+    """
+    import torch.distributed as dist
+
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not dist.is_initialized() or dist.get_world_size() == 1 or host is None or port is None:
+        return True
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, int(port), is_master=False, wait_for_workers=False, timeout=_FAILURE_TIMEOUT
+        )
+        return bool(store.add(f"megatron/failures/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1)
+    except RuntimeError:
+        return True
 
 
 def initialize_device(launch: LaunchEnvironment) -> Device:

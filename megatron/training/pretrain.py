@@ -23,10 +23,10 @@ from megatron.training.data_setup import (
     build_datasets,
     sample_targets,
 )
-from megatron.training.initialize import LaunchEnvironment, Runtime, initialize_runtime, shut_down
+from megatron.training.initialize import LaunchEnvironment, Runtime, initialize_runtime, is_first_failure, shut_down
 from megatron.training.metrics import MetricsWriter
 from megatron.training.model_setup import ModelProvider, build_training_parts
-from megatron.training.refusal import refuse
+from megatron.training.refusal import refuse_in_run
 from megatron.training.reporting import format_datetime
 from megatron.training.run_checkpoints import RunCheckpoints
 from megatron.training.signals import ExitRequest
@@ -79,11 +79,12 @@ def pretrain(
         application = Application(config, runtime, tokenizer, model_provider, forward_step, log)
         _run(application, builder, targets, start_time)
     except InputError as error:
-        return refuse(_reasons(error), launch.rank)
+        return refuse_in_run(_reasons(error), launch)
     except MegatronError as error:
-        return refuse(_reasons(error), launch.rank, status=1)
+        return refuse_in_run(_reasons(error), launch, status=1)
     except Exception:  # noqa: BLE001 the last thing that this process prints is what went wrong
-        traceback.print_exc()
+        if is_first_failure(launch):
+            traceback.print_exc()
         return 1
     shut_down()
     return 0

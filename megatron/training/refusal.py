@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
+from megatron.training.initialize import LaunchEnvironment, is_first_failure
+
 _WAIT_FOR_REPORT_S = 2.0
 
 
@@ -28,4 +30,16 @@ def refuse(reasons: Sequence[str], rank: int, status: int = 2) -> int:
 
     signal.signal(signal.SIGTERM, leave)
     time.sleep(_WAIT_FOR_REPORT_S)
+    return status
+
+
+def refuse_in_run(reasons: Sequence[str], launch: LaunchEnvironment, status: int = 2) -> int:
+    """Do as ``refuse`` where the processes have met already; a process that is alone with its reasons prints them."""
+    if launch.rank == 0:
+        is_first_failure(launch)
+        return refuse(reasons, launch.rank, status)
+    status = refuse(reasons, launch.rank, status)
+    if launch.world_size > 1 and is_first_failure(launch):
+        for reason in reasons:
+            print(f"error: rank {launch.rank}: {reason}", file=sys.stderr, flush=True)
     return status

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from megatron.core.datasets.batch import Batch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.executor import MicrobatchLoss
 from megatron.core.sharding import spec_of
+from megatron.training import signals
 from megatron.training.arguments import parse_arguments_or_exit
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime, read_launch_environment
@@ -38,11 +40,11 @@ POLL_INTERVAL_S = 0.002
 class Faults:
     """Name what goes wrong and where; micro-batches are those of training on one rank, counted from 1.
 
-    ``weights`` is an npz file of global tensors that the model begins with. ``rank`` is where ``nan_loss_at``,
-    ``nan_gradient_at`` (a micro-batch in which ``nan_parameter``'s gradient is spoilt), ``raise_at`` and
-    ``sigterm_at`` happen; ``kill_after_s`` (from the first micro-batch on) and ``kill_at_checkpoint`` (an iteration in
-    the tracker file ``tracker``) kill every rank without a warning. ``drop_share`` masks out a share of the tokens
-    that differs from sample to sample.
+    ``weights`` is an npz file of global tensors that the model begins with. On ``rank`` happen ``nan_loss_at``,
+    ``nan_gradient_at`` (a micro-batch in which ``nan_parameter``'s gradient is spoilt), ``raise_at``, ``sigterm_at``
+    and ``hour_passes_at`` (for the time limit). ``kill_after_s`` (from the first micro-batch on) and
+    ``kill_at_checkpoint`` (an iteration in the tracker file ``tracker``) kill every rank without a warning.
+    ``drop_share`` masks out a share of the tokens that differs from sample to sample.
     """
 
     weights: str | None = None
@@ -52,6 +54,7 @@ class Faults:
     nan_parameter: str = "decoder.final_layernorm.weight"
     raise_at: int | None = None
     sigterm_at: int | None = None
+    hour_passes_at: int | None = None
     kill_after_s: float | None = None
     kill_at_checkpoint: int | None = None
     tracker: str = ""
@@ -101,6 +104,8 @@ class _FaultyForwardStep:
             raise ValueError(f"a fault of micro-batch {self.microbatch} on rank {faults.rank}")
         if self.microbatch == faults.sigterm_at:
             os.kill(os.getpid(), signal.SIGTERM)
+        if self.microbatch == faults.hour_passes_at:
+            signals.time = SimpleNamespace(time=lambda: time.time() + 3600.0)
         handle = None
         if self.microbatch == faults.nan_gradient_at:
             handle = _spoil_gradient(model, faults.nan_parameter)

@@ -1,0 +1,100 @@
+"""A gradient that is not a number stops a run or skips an iteration, and never reaches a weight."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.e2e.toy_run import newest, toy_args
+from tests.harness.faults import Faults
+from tests.harness.forked_training import ForkedRun, fork_training
+
+FP16 = "--fp16 --initial-loss-scale 64 --loss-scale-window 1000"
+
+
+def sample_ids_of(run: ForkedRun) -> list[int]:
+    found = re.search(r"sample ids ([\d, ]+)", run.errors[0])
+    assert found, run.errors[0]
+    return [int(number) for number in found.group(1).split(",")]
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "layout", "rank"),
+    [(1, "", 0), (2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16", 1), (2, "--bf16", 1)],
+    ids=["fp32", "bf16-tp2-sp", "bf16-dp2"],
+)
+def test_a_bad_gradient_stops_the_run_and_is_named(num_processes: int, layout: str, rank: int, tmp_path: Path) -> None:
+    # Iteration 6 begins with micro-batch 11 of two an iteration, or 6 of one.
+    microbatch = 6 if num_processes == 2 and "tensor" not in layout else 11
+    name = "decoder.layers.1.input_layernorm.weight"
+    faults = Faults(rank=rank, nan_gradient_at=microbatch, nan_parameter=name)
+    args = toy_args(tmp_path, layout, "--save-interval 1 --keep-last 2")
+    run = fork_training(args, num_processes, faults)
+    assert set(run.statuses) == {1}
+    lines = [line for line in run.errors[0].splitlines() if line.startswith("error:")]
+    assert len(lines) == 1
+    assert "Traceback" not in "".join(run.errors)
+    assert name in lines[0]
+    assert f"rank {rank}" in lines[0]
+    assert "iteration 6" in lines[0]
+    assert len(sample_ids_of(run)) == 4
+    assert run.iterations()[-1]["iteration"] == 5
+    assert newest(tmp_path / "checkpoints").name == "iter_0000005"
+    resumed = fork_training(args, num_processes).check()
+    assert [line["iteration"] for line in resumed.iterations()] == list(range(1, 21))
+    assert all(np.isfinite(line["lm_loss"]) for line in resumed.iterations())
+
+
+def test_a_bad_loss_stops_the_run(tmp_path: Path) -> None:
+    run = fork_training(toy_args(tmp_path, "--bf16"), 1, Faults(nan_loss_at=(7,)))
+    assert run.statuses == (1,)
+    assert "rank 0: decoder." in run.errors[0]
+    assert "iteration 4" in run.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "layout"),
+    [(1, ""), (2, "--tensor-model-parallel-size 2"), (2, "")],
+    ids=["one-process", "tp2", "dp2"],
+)
+def test_fp16_skips_counts_and_halves_the_scale(num_processes: int, layout: str, tmp_path: Path) -> None:
+    # Iterations 4 and 5: with a hysteresis of 2 the second one halves the scale, and iteration 9 halves it again.
+    first = [7, 9, 17] if layout or num_processes == 1 else [4, 5, 9]
+    faults = Faults(rank=num_processes - 1, nan_loss_at=tuple(first))
+    args = toy_args(tmp_path, layout, FP16, "--log-interval 10")
+    run = fork_training(args, num_processes, faults).check()
+    skipped = [line["iteration"] for line in run.iterations() if line["skipped"]]
+    assert skipped == [4, 5, 9]
+    scales = [line["loss_scale"] for line in run.iterations()]
+    assert scales == [64.0] * 5 + [32.0] * 4 + [16.0] * 11
+    assert [line["consumed_samples"] for line in run.iterations()] == list(range(4, 84, 4))
+    counts = re.findall(r"number of skipped iterations: +(\d+) \|", run.stdout)
+    assert counts == ["3", "0"]
+    assert all(np.isfinite(line["lm_loss"]) for line in run.iterations() if not line["skipped"])
+    for shard in newest(tmp_path / "checkpoints").glob("*.safetensors"):
+        for name, tensor in load_file(shard).items():
+            assert np.isfinite(tensor.astype(np.float64)).all() if tensor.dtype.kind == "f" else True, name
+
+
+def test_a_skipped_iteration_does_not_advance_the_schedule(tmp_path: Path) -> None:
+    # As in a user's log: iteration 20 of 200, 15 skipped, leaves 1.5e-4 * 5 / 3200 for the next iteration.
+    every = tuple(range(1, 16))
+    args = toy_args(
+        tmp_path,
+        FP16,
+        "--train-iters 200 --exit-interval 20 --global-batch-size 2 --log-interval 20 --lr 1.5e-4 --min-lr 1e-5",
+        "--lr-decay-iters 320000 --lr-warmup-iters 3200 --initial-loss-scale 1048576",
+    )
+    run = fork_training(args, 1, Faults(nan_loss_at=every)).check()
+    iterations = run.iterations()
+    assert [line["skipped"] for line in iterations] == [True] * 15 + [False] * 5
+    line = next(line for line in run.stdout.splitlines() if "iteration       20/" in line)
+    assert " learning rate: 2.343750E-07 |" in line
+    assert " number of skipped iterations:  15 |" in line
+    assert " consumed samples:           40 |" in line
+    assert iterations[15]["learning_rate"] == 0.0
+    assert iterations[19]["learning_rate"] == pytest.approx(1.5e-4 * 4 / 3200)

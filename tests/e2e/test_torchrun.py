@@ -1,0 +1,143 @@
+"""What users of torchrun see when a run ends before its time: each test starts real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.toy_run import leftovers, newest, toy_args
+from tests.harness.faults import Faults
+from tests.harness.training_run import LAUNCHER_VARIABLES, REPOSITORY, launch_prefix, run_training
+
+SCRIPT = "tests/harness/faults.py"
+RANKS_MUST_BE_GONE_S = 10.0
+
+
+class Launch:
+    """Run torchrun with two ranks in the background and keep what it prints in a file."""
+
+    def __init__(self, folder: Path, args: list[str], faults: Faults, nproc: int = 2) -> None:
+        self.output = folder / "output.txt"
+        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "MEGATRON_DEVICE": "cpu"}
+        environment |= {"PYTHONPATH": str(REPOSITORY), **faults.environment()}
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                [*launch_prefix(nproc), str(REPOSITORY / SCRIPT), *args],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the rank processes that live."""
+        try:
+            children = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        return [child for child in children if SCRIPT in " ".join(_command_line(child))]
+
+    def wait_for(self, text: str, timeout_s: float = 90.0) -> None:
+        """Wait until the output holds ``text``."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.output.read_text():
+            assert time.monotonic() < deadline, f"no {text!r} in: {self.output.read_text()[-4000:]}"
+            assert self.process.poll() is None, self.output.read_text()[-4000:]
+            time.sleep(0.05)
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Wait for the end and return the exit status."""
+        return self.process.wait(timeout_s)
+
+    def close(self) -> None:
+        """End whatever still runs."""
+        for process in (*self.ranks(), self.process):
+            try:
+                process.kill()
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                continue
+        self.process.wait()
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@pytest.fixture
+def launch(tmp_path: Path):
+    """Return a function that starts torchrun; what it started is ended after the test."""
+    started: list[Launch] = []
+
+    def start(args: list[str], faults: Faults = Faults(), nproc: int = 2) -> Launch:
+        started.append(Launch(tmp_path, args, faults, nproc))
+        return started[-1]
+
+    yield start
+    for item in started:
+        item.close()
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param("--tensor-model-parallel-size 2", id="tp2"), pytest.param("", id="dp2")]
+)
+def test_a_rank_that_raises_ends_the_run_and_has_the_last_word(layout: str, launch, tmp_path: Path) -> None:
+    run = launch(toy_args(tmp_path, layout), Faults(rank=1, raise_at=5))
+    run.wait_for("ValueError: a fault of micro-batch 5 on rank 1")
+    seen = time.monotonic()
+    while run.ranks():
+        assert time.monotonic() < seen + RANKS_MUST_BE_GONE_S
+        time.sleep(0.05)
+    assert run.wait() == 1
+    ours, _, _ = run.output.read_text().partition("torch/distributed/elastic")
+    tracebacks = ours.count("Traceback (most recent call last)")
+    assert tracebacks == 1, ours[-6000:]
+
+
+@pytest.mark.parametrize("to_all", [False, True], ids=["torchrun-alone", "every-process"])
+def test_sigterm_saves_and_ends_with_status_0(to_all: bool, launch, tmp_path: Path) -> None:
+    args = toy_args(tmp_path, "--tensor-model-parallel-size 2 --train-iters 100000 --lr-decay-iters 100")
+    run = launch(args)
+    run.wait_for("iteration        3/")
+    ranks = run.ranks()
+    assert len(ranks) == 2
+    if to_all:
+        os.killpg(run.process.pid, signal.SIGTERM)
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+    else:
+        run.process.send_signal(signal.SIGTERM)
+    run.wait()
+    output = run.output.read_text()
+    assert "exiting program at iteration" in output
+    checkpoint = newest(tmp_path / "checkpoints")
+    assert f"successfully saved checkpoint at iteration {int(checkpoint.name[5:]):7d}" in output
+    assert leftovers(tmp_path / "checkpoints") == []
+    assert "Traceback" not in output.partition("torch/distributed/elastic")[0]
+
+
+def test_sigterm_to_one_process_without_a_launcher(launch, tmp_path: Path) -> None:
+    args = toy_args(tmp_path, "--train-iters 100000 --lr-decay-iters 100")
+    run = launch(args, nproc=1)
+    run.wait_for("iteration        3/")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0
+    assert newest(tmp_path / "checkpoints").is_dir()
+
+
+def test_the_entry_script_trains_from_any_folder(tmp_path: Path) -> None:
+    args = toy_args(tmp_path, "--tensor-model-parallel-size 2 --train-iters 5 --log-throughput")
+    run = run_training(args, 2, cwd=tmp_path, env={"MEGATRON_DEVICE": "cpu"}).check()
+    assert len(run.iterations()) == 5
+    assert "throughput per GPU (TFLOP/s/GPU):" in run.stdout
