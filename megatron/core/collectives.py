@@ -36,6 +36,7 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bo
     """Reduce ``tensor`` in place over the group; return a handle to wait for when ``async_op``."""
     if _is_alone(group):
         return None
+    group.observe("all_reduce", tensor.nbytes)
     work: dist.Work | None = dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=group.handle, async_op=async_op)
     return work
 
@@ -47,6 +48,7 @@ def all_gather_into(
     if _is_alone(group):
         output.view_as(tensor).copy_(tensor)
         return None
+    group.observe("all_gather", output.nbytes)
     work: dist.Work | None = _all_gather_single(output, tensor, group=group.handle, async_op=async_op)
     return work
 
@@ -58,6 +60,7 @@ def reduce_scatter_into(
     if _is_alone(group):
         output.view_as(tensor).copy_(tensor)
         return None
+    group.observe("reduce_scatter", tensor.nbytes)
     work: dist.Work | None = _reduce_scatter_single(
         output, tensor, op=_REDUCE_OPS[op], group=group.handle, async_op=async_op
     )
@@ -105,6 +108,7 @@ def all_to_all_first_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """
     if _is_alone(group):
         return tensor
+    group.observe("all_to_all", tensor.nbytes)
     output = tensor.new_empty(tensor.shape)
     dist.all_to_all_single(output, tensor.contiguous(), group=group.handle)
     return output
@@ -132,6 +136,7 @@ def start_ring_exchange(tensor: torch.Tensor, group: Group) -> RingExchange:
     received = torch.empty_like(tensor)
     next_rank = group.ranks[(group.rank + 1) % group.size]
     previous_rank = group.ranks[(group.rank - 1) % group.size]
+    group.observe("send", tensor.nbytes)
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, tensor, next_rank, group=group.handle),
@@ -145,6 +150,7 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0, async_op: boo
     """Overwrite ``tensor`` with the copy of the group's rank ``source``."""
     if _is_alone(group):
         return None
+    group.observe("broadcast", tensor.nbytes)
     work: dist.Work | None = dist.broadcast(tensor, src=group.ranks[source], group=group.handle, async_op=async_op)
     return work
 

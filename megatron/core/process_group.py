@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """Describe one communication of this rank: what it does, over which axes, and how much.
+
+    ``num_bytes`` is the size of the whole tensor that the operation is about: what every rank holds before an
+    all-reduce or a reduce-scatter and after an all-gather, and what one rank sends otherwise.
+    """
+
+    operation: str
+    axes: tuple[str, ...]
+    group_size: int
+    num_bytes: int
+
+
+Observer = Callable[[CollectiveCall], None]
+"""Is told of every communication before it starts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,13 +34,19 @@ class Group:
 
     ``axes`` names the mesh axes that the group spans, ``ranks`` lists its global ranks in grid order, ``rank`` is
     this process's place among them, and ``handle`` is the communicator: ``None`` when the group has one rank, or when
-    the group only describes a world without processes.
+    the group only describes a world without processes. ``observer`` is told of every communication over the group.
     """
 
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
     rank: int
     handle: dist.ProcessGroup | None = None
+    observer: Observer | None = None
+
+    def observe(self, operation: str, num_bytes: int) -> None:
+        """Tell the observer, if there is one, of a communication that is about to start."""
+        if self.observer is not None:
+            self.observer(CollectiveCall(operation, self.axes, self.size, num_bytes))
 
     @property
     def size(self) -> int:
