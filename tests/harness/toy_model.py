@@ -34,7 +34,7 @@ def tensor_parallel_group(size: int | None = None) -> Group:
     return create_parallel_state(tensor_model_parallel_size=size or dist.get_world_size()).tp
 
 
-def make_model(tp: Group, device: str = "cpu", **config: Any) -> GPTModel:
+def make_model(tp: Group, device: str = "cpu", cp: Group | None = None, **config: Any) -> GPTModel:
     """Return a toy model; ``config`` overrides fields of a small dense configuration without dropout."""
     settings: dict[str, Any] = {
         "num_layers": 2,
@@ -48,8 +48,9 @@ def make_model(tp: Group, device: str = "cpu", **config: Any) -> GPTModel:
         "make_vocab_size_divisible_by": 4,
         "max_position_embeddings": 14,
         "tensor_model_parallel_size": tp.size,
+        "context_parallel_size": 1 if cp is None else cp.size,
     }
-    return GPTModel(GPTConfig(**(settings | config)), tp, make_rng(tp), seed=SEED, device=device)
+    return GPTModel(GPTConfig(**(settings | config)), tp, make_rng(tp), seed=SEED, device=device, cp=cp)
 
 
 def named_values(spec: ParamSpec) -> np.ndarray:

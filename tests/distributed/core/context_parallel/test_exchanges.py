@@ -86,7 +86,7 @@ def cut_attention(case: Case, exchange: str, cp: Group, dtype: torch.dtype) -> l
 
 
 def all_exchanges(case: Case, dtype: torch.dtype) -> dict[tuple[int, str], list[np.ndarray]]:
-    """Run every exchange on the four ranks as CP 4 and as CP 2, twice side by side, and on three of them as CP 3."""
+    """Run every exchange on the four ranks as CP 4, and as CP 2 twice side by side."""
     results = {}
     for size in (2, 4):
         cp = create_parallel_state(context_parallel_size=size).cp
@@ -102,3 +102,58 @@ def test_outputs_and_gradients_are_those_of_whole_attention(name: str) -> None:
         for layout, tensors in results.items():
             for label, actual, wanted in zip(("output", "query", "key", "value"), tensors, expected, strict=True):
                 assert_tensors_close(actual, wanted, TOLERANCE, f"{layout} {label}")
+
+
+def three_ranks(case: Case) -> dict[str, list[np.ndarray]]:
+    cp = create_parallel_state(context_parallel_size=3).cp
+    return {exchange: cut_attention(case, exchange, cp, torch.float64) for exchange in EXCHANGES}
+
+
+def test_sizes_need_not_be_powers_of_two() -> None:
+    case = Case(6, 2, PACKED)
+    expected = whole_attention(case, torch.float64)
+    for results in run_distributed(3, three_ranks, case):
+        for exchange, tensors in results.items():
+            for actual, wanted in zip(tensors, expected, strict=True):
+                assert_tensors_close(actual, wanted, TOLERANCE, exchange)
+
+
+def slope_under_dropout(case: Case, exchange: str) -> tuple[float, float]:
+    """Return the derivative of a loss along a direction, by the backward pass and by differences.
+
+    The loss is a weighted sum of the outputs of all ranks; every call draws the same weights to drop.
+    """
+    cp = create_parallel_state(context_parallel_size=2).cp
+    core = with_context_parallel(fused_attention, exchange, cp)
+    *whole, weights = inputs(case, torch.float64)
+    weights = cut_sequence(weights, cp, dim=0)
+    directions = [torch.randn(t.shape, generator=torch.Generator().manual_seed(9), dtype=t.dtype) for t in whole]
+
+    def loss(step: float, dropout: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        moved = (tensor + step * direction for tensor, direction in zip(whole, directions))
+        leaves = [cut_sequence(tensor, cp, dim=0).requires_grad_() for tensor in moved]
+        torch.manual_seed(100 + cp.rank)
+        return (core(*leaves, document_ids(case), dropout) * weights).sum(), leaves
+
+    def summed(value: torch.Tensor) -> float:
+        total = value.detach().clone()
+        dist.all_reduce(total, group=cp.handle)
+        return float(total)
+
+    middle, leaves = loss(0.0, 0.4)
+    middle.backward()
+    slope = torch.zeros((), dtype=torch.float64)
+    for leaf, direction in zip(leaves, directions, strict=True):
+        assert leaf.grad is not None
+        slope += (leaf.grad * cut_sequence(direction, cp, dim=0)).sum()
+    step = 1e-5
+    difference = (summed(loss(step, 0.4)[0]) - summed(loss(-step, 0.4)[0])) / (2 * step)
+    assert abs(summed(middle) - summed(loss(0.0, 0.0)[0])) > 1e-3, "nothing was dropped"
+    return summed(slope), difference
+
+
+@pytest.mark.parametrize("exchange", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize("name", ["all-heads", "packed-grouped"])
+def test_gradients_under_dropout_are_those_of_the_same_dropped_weights(exchange: str, name: str) -> None:
+    for slope, difference in run_distributed(2, slope_under_dropout, CASES[name], exchange):
+        assert slope == pytest.approx(difference, rel=1e-7)
