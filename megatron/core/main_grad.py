@@ -17,13 +17,21 @@ class MainGrad:
 
     ``tensor`` has the parameter's shape and the accumulation dtype; usually it is a view into a flat buffer.
     ``num_uses`` is how many contributions one backward pass brings (two for a word embedding that is also the output
-    layer); ``on_complete`` is called when all of them have arrived.
+    layer); ``on_complete`` is called when all of them have arrived. ``on_begin`` is called before the first one after a
+    reset: an owner that keeps no memory in between sets ``tensor`` there.
     """
 
-    def __init__(self, tensor: torch.Tensor, num_uses: int = 1, on_complete: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        num_uses: int = 1,
+        on_complete: Callable[[], None] | None = None,
+        on_begin: Callable[[], None] | None = None,
+    ) -> None:
         self.tensor = tensor
         self.num_uses = num_uses
         self.on_complete = on_complete
+        self.on_begin = on_begin
         self.is_empty = True
         self._num_arrived = 0
 
@@ -34,12 +42,14 @@ class MainGrad:
 
     def fill_if_empty(self) -> None:
         """Set the gradient to zero where no contribution came since the last reset."""
+        self._begin()
         if self.is_empty:
             self.tensor.zero_()
             self.is_empty = False
 
     def add(self, grad: torch.Tensor) -> None:
         """Add a gradient of the parameter's shape."""
+        self._begin()
         if self.is_empty:
             self.tensor.copy_(grad)
         else:
@@ -54,6 +64,7 @@ class MainGrad:
         if self.tensor.dtype != left.dtype:
             self.add(left @ right)
             return
+        self._begin()
         if self.is_empty:
             torch.mm(left, right, out=self.tensor)
         else:
@@ -65,10 +76,15 @@ class MainGrad:
 
         Shapes: ``indices: [n]``, ``rows: [n, h]``.
         """
+        self._begin()
         if self.is_empty:
             self.tensor.zero_()
         self.tensor.index_add_(0, indices, rows.to(self.tensor.dtype))
         self._arrived()
+
+    def _begin(self) -> None:
+        if self.is_empty and self.on_begin is not None:
+            self.on_begin()
 
     def _arrived(self) -> None:
         self.is_empty = False

@@ -29,7 +29,8 @@ _GROUP_AXES: dict[str, tuple[str, ...]] = {
 class ParallelState:
     """Hold one rank's groups: its slices of the grid of all ranks along every set of axes that training needs.
 
-    ``dp_cp`` is where gradients are reduced, ``model_parallel`` (pp × tp) is where norms are summed.
+    ``dp_cp`` is where gradients are reduced, ``model_parallel`` (pp × tp) is where norms are summed. ``embedding`` is
+    the first and the last pipeline stage, which may both hold the word embedding; a stage between is alone in its own.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class ParallelState:
     pp: Group
     dp_cp: Group
     model_parallel: Group
+    embedding: Group
     world: Group
 
     @property
@@ -115,7 +117,19 @@ def create_parallel_state(
             handles[ranks] = dist.new_group(ranks=list(ranks), timeout=timeout, use_local_synchronization=True)
         return handles[ranks]
 
-    return _build(dist.get_rank(), world_size, sizes, communicator)
+    state = _build(dist.get_rank(), world_size, sizes, communicator)
+    if state.pp.size > 2 and state.embedding.size == 1:
+        # torch names a group by how many its members have made before, and waits for ever where they disagree: stages
+        # that have no part in the embedding group make one too, or no group of the whole pipeline could follow.
+        dist.new_group(ranks=[state.rank], timeout=timeout, use_local_synchronization=True)
+    return state
+
+
+def _pipeline_ends(pp: Group) -> tuple[int, ...]:
+    """Return the ranks of the first and the last stage where this rank is one of them, else this rank alone."""
+    if pp.is_first or pp.is_last:
+        return tuple(dict.fromkeys((pp.ranks[0], pp.ranks[-1])))
+    return (pp.ranks[pp.rank],)
 
 
 def _grid_sizes(world_size: int, tp: int, pp: int, cp: int) -> dict[str, int]:
@@ -139,4 +153,6 @@ def _build(
     for name, axes in _GROUP_AXES.items():
         ranks = group_ranks(sizes, axes, rank)
         groups[name] = Group(axes=axes, ranks=ranks, rank=ranks.index(rank), handle=communicator(ranks))
+    ends = _pipeline_ends(groups["pp"])
+    groups["embedding"] = Group(axes=("embedding",), ranks=ends, rank=ends.index(rank), handle=communicator(ends))
     return ParallelState(rank=rank, world_size=world_size, **groups)

@@ -75,8 +75,9 @@ class ParamSpec:
     zero and belong to nobody. ``replicated_axes`` are the model-parallel axes (tp, pp) over which equal copies exist;
     data and context parallelism always replicate. ``replica_index`` of ``num_replicas`` says which of several equal
     copies within the tensor-parallel group this one is: all ranks hold one (a norm), or neighbouring ranks share one (a
-    key-value group). ``gradient_sum_axes`` are the axes over which the local gradient is only a part and must still be
-    summed over those copies; without it the copies' gradients are equal already.
+    key-value group); or which of the two that the first and the last pipeline stage hold (see `tie_over_pipeline`).
+    ``gradient_sum_axes`` are the axes over which the local gradient is only a part and must still be summed over those
+    copies; without it the copies' gradients are equal already.
     ``is_owner`` is the one copy that counts in norms, parameter counts and checkpoints. Initial values are normal with
     ``init_mean`` and ``init_std``.
     """
@@ -102,6 +103,22 @@ class ParamSpec:
         """Return how many unpadded elements the local tensor holds."""
         return sum(piece.global_box.num_elements for piece in self.pieces)
 
+    @property
+    def is_tied_over_pipeline(self) -> bool:
+        """Return whether the first and the last pipeline stage hold a copy each, whose gradients must be summed."""
+        return "pp" in self.gradient_sum_axes
+
+    def within(self, box: Box) -> ParamSpec:
+        """Return the description of what a box of the local tensor holds; it may hold nothing but padding."""
+        pieces = []
+        for piece in self.pieces:
+            common = piece.local_box.intersect(box)
+            if common is not None:
+                start = common.relative_to(piece.local_offset).offset
+                offset = tuple(o + base for o, base in zip(start, piece.global_box.offset, strict=True))
+                pieces.append(Piece(Box(offset, common.shape), common.relative_to(box.offset).offset))
+        return replace(self, pieces=tuple(pieces))
+
     def with_prefix(self, prefix: str) -> ParamSpec:
         """Return the same description with ``prefix`` before the name, and before the name that it is tied to."""
         tied_to = None if self.tied_to is None else prefix + self.tied_to
@@ -120,6 +137,53 @@ def spec_of(parameter: torch.Tensor) -> ParamSpec:
         AttributeError: the parameter was made without one.
     """
     return cast(ParamSpec, parameter.spec)  # type: ignore[attr-defined]
+
+
+def tie_over_pipeline(spec: ParamSpec, *, name: str, is_first_stage: bool) -> ParamSpec:
+    """Describe a weight that both ends of the pipeline hold, as the word embedding and as the output layer.
+
+    Both copies carry the global name ``name``, start from the same values and get the sum of both gradients; the first
+    stage's is the one that is counted and saved.
+    """
+    return replace(
+        spec,
+        name=name,
+        replicated_axes=("pp",),
+        gradient_sum_axes=("pp",),
+        replica_index=0 if is_first_stage else 1,
+        num_replicas=2,
+    )
+
+
+def flat_range_boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
+    """Return the boxes that make up elements ``[start, end)`` of a row-major tensor, in the order of the elements.
+
+    Each box is contiguous in memory, so that consecutive stretches of the range are the boxes' values. There are at
+    most ``2 * len(shape) - 1``: what is left of a first row, whole rows, and the beginning of a last one, dim by dim.
+    """
+    shape = tuple(shape)
+    if start >= end:
+        return []
+    if len(shape) <= 1:
+        return [Box((start,) if shape else (), (end - start,) if shape else ())]
+    row_length = math.prod(shape[1:])
+    first, into_first = divmod(start, row_length)
+    last, into_last = divmod(end, row_length)
+
+    def in_row(row: int, low: int, high: int) -> list[Box]:
+        return [Box((row, *b.offset), (1, *b.shape)) for b in flat_range_boxes(shape[1:], low, high)]
+
+    if first == last:
+        return in_row(first, into_first, into_last)
+    boxes = []
+    if into_first:
+        boxes += in_row(first, into_first, row_length)
+        first += 1
+    if last > first:
+        boxes.append(Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])))
+    if into_last:
+        boxes += in_row(last, 0, into_last)
+    return boxes
 
 
 def full_pieces(shape: Sequence[int]) -> tuple[Piece, ...]:

@@ -10,6 +10,7 @@ from megatron.core.collectives import all_gather_objects
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.extensions.apex import load_fused_adam
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, ScheduleConfig
 from megatron.training.config.run_config import RunConfig
@@ -41,7 +42,7 @@ def build_training_parts(config: RunConfig, runtime: Runtime, model_provider: Mo
         module, config.ddp, runtime.state, calculate_per_token_loss=config.training.calculate_per_token_loss
     )
     fused_adam = load_fused_adam() if runtime.device.is_cuda else None
-    optimizer = MegatronOptimizer(config.optimizer, [model], runtime.state, fused_adam)
+    optimizer = make_optimizer(config.optimizer, [model], runtime.state, fused_adam)
     return TrainingParts(model, optimizer, OptimizerParamScheduler(optimizer, schedule_of(config)))
 
 

@@ -87,6 +87,7 @@ class RunCheckpoints:
         )
 
     def _tensors(self) -> RunTensors:
+        self.parts.model.finish_param_gather()
         return RunTensors(models=[self.parts.module], optimizer=self.parts.optimizer, rng=self.runtime.rng.state_dict())
 
     def _write_tokenizer(self, folder: Path) -> None:

@@ -20,10 +20,9 @@ class DistributedDataParallelConfig:
     """Reduce gradients while the backward pass still runs."""
     overlap_param_gather: bool = False
     """Gather the distributed optimizer's parameters while the forward pass runs."""
-    data_parallel_sharding_strategy: str = flag(
-        "no_shard", choices=("no_shard", "optim", "optim_grads", "optim_grads_params")
-    )
-    """What the data-parallel ranks share among them in place of holding copies."""
+    data_parallel_sharding_strategy: str = flag("no_shard", choices=("no_shard", "optim", "optim_grads"))
+    """What the data-parallel ranks share among them in place of holding copies: nothing, the optimizer's state
+    (the same as --use-distributed-optimizer), or that and the gradients."""
     ddp_bucket_size: int | None = None
     """Number of parameters in one gradient bucket; by default max(40,000,000, 1,000,000 x data-parallel
     size)."""
@@ -33,3 +32,13 @@ class DistributedDataParallelConfig:
     """Accumulate and reduce the gradients of a bfloat16 model in bfloat16."""
     check_for_nan_in_loss_and_grad: bool = flag(True, negative="--no-check-for-nan-in-loss-and-grad")
     """Do not stop when a loss or a gradient is not finite."""
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Return whether each data-parallel rank keeps the optimizer's state of its own shard only."""
+        return self.use_distributed_optimizer or self.data_parallel_sharding_strategy != "no_shard"
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Return whether each data-parallel rank keeps the gradients of its own shard only."""
+        return self.data_parallel_sharding_strategy == "optim_grads"

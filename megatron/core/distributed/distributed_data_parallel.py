@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,10 @@ from torch import nn
 
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, ReductionPlan
-from megatron.core.distributed.param_layout import default_bucket_size, plan_layout
+from megatron.core.distributed.param_gather import await_in_forward
+from megatron.core.distributed.param_layout import ParamLayout, default_bucket_size, plan_layout
+from megatron.core.distributed.param_part import ParamPart
+from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
 from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import arithmetic_dtype
@@ -21,10 +24,14 @@ from megatron.core.sharding import spec_of
 class DistributedDataParallel(nn.Module):
     """Wrap one model chunk; its gradients are accumulated in main gradients and reduced over data × context parallel.
 
-    Call ``zero_grad_buffer`` before an iteration, run all but the last micro-batch under ``no_sync``, and
+    Call ``zero_grad_buffer`` before an iteration, run each backward pass but the last under ``no_sync``, and
     ``finish_grad_sync`` after the last. With ``calculate_per_token_loss`` gradients are summed over the replicas (the
     caller divides by the number of tokens), otherwise averaged. One replica needs no communication and takes the same
     path.
+
+    Where the configuration shards the optimizer and there are replicas (``is_sharded``), a rank ends with the reduced
+    gradients of its own shards only, the parameters are views of flat buffers, and ``start_param_gather`` brings in the
+    other ranks' updates. ``parts`` are what this rank has to update, at any sharding.
     """
 
     def __init__(
@@ -39,17 +46,22 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.config = config
         self.group = state.dp_cp
+        self.is_sharded = config.shards_optimizer and self.group.size > 1
         self.is_last_microbatch = True
         plan = ReductionPlan(
             average=not calculate_per_token_loss,
             average_in_collective=config.ddp_average_in_collective,
             overlap=config.overlap_grad_reduce and self.group.size > 1,
             record_local_norms=config.check_for_nan_in_loss_and_grad,
+            shard=self.is_sharded,
         )
         self.grad_buffers = self._make_grad_buffers(plan)
         for buffer in self.grad_buffers:
             for parameter in buffer.parameters:
                 parameter.register_post_accumulate_grad_hook(_move_into_main_grad)  # type: ignore[no-untyped-call]
+        self._overlaps_gather = self.is_sharded and config.overlap_param_gather
+        if self._overlaps_gather:
+            await_in_forward(module, self.grad_buffers)
 
     def _make_grad_buffers(self, plan: ReductionPlan) -> tuple[ParamAndGradBuffer, ...]:
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]] = {}
@@ -57,36 +69,49 @@ class DistributedDataParallel(nn.Module):
             if parameter.requires_grad:
                 key = (parameter.dtype, self._grad_dtype(parameter.dtype))
                 by_dtype.setdefault(key, []).append(parameter)
-        bucket_size = None
-        if self.config.overlap_grad_reduce:
-            bucket_size = self.config.ddp_bucket_size or default_bucket_size(self.group.size)
+        make = ShardedGradBuffer if plan.shard and self.config.shards_gradients else ParamAndGradBuffer
         return tuple(
-            ParamAndGradBuffer(
-                parameters,
-                plan_layout([p.numel() for p in parameters], bucket_size, num_shards=self.group.size),
-                grad_dtype,
-                self.group,
-                plan,
-                lambda: self.is_last_microbatch,
-            )
+            make(parameters, self._layout(parameters), grad_dtype, self.group, plan, lambda: self.is_last_microbatch)
             for (_, grad_dtype), parameters in by_dtype.items()
         )
+
+    def _layout(self, parameters: Sequence[nn.Parameter]) -> ParamLayout:
+        config = self.config
+        shares_piecewise = self.is_sharded and (config.shards_gradients or config.overlap_param_gather)
+        bucket_size = None
+        if config.overlap_grad_reduce or shares_piecewise:
+            bucket_size = config.ddp_bucket_size or default_bucket_size(self.group.size)
+        # Both stages that hold a copy must find the same elements of it in their shards.
+        alone = [i for i, p in enumerate(parameters) if self.is_sharded and spec_of(p).is_tied_over_pipeline]
+        return plan_layout([p.numel() for p in parameters], bucket_size, num_shards=self.group.size, alone=alone)
 
     def _grad_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
         if self.config.grad_reduce_in_bf16 and param_dtype is torch.bfloat16:
             return torch.bfloat16
         return arithmetic_dtype(param_dtype)
 
+    @property
+    def parts(self) -> tuple[ParamPart, ...]:
+        """Return what this rank has to update: every parameter, or the stretches that lie in its shards."""
+        return tuple(part for buffer in self.grad_buffers for part in buffer.parts)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module."""
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate the backward passes inside without reducing."""
+    def no_sync(self, *, ends_microbatch: bool = True) -> Iterator[None]:
+        """Accumulate the backward pass inside without finishing the reduction.
+
+        Sharded gradients are reduced after each micro-batch all the same, at the end of this context at the latest;
+        without ``ends_microbatch`` a later pass brings the rest of the micro-batch's gradients.
+        """
         self.is_last_microbatch = False
         try:
             yield
+            if ends_microbatch:
+                for buffer in self.grad_buffers:
+                    buffer.end_microbatch()
         finally:
             self.is_last_microbatch = True
 
@@ -101,12 +126,28 @@ class DistributedDataParallel(nn.Module):
             buffer.start_sync()
 
     def finish_grad_sync(self) -> None:
-        """Wait until every main gradient holds the sum or the mean over the replicas."""
+        """Wait until every gradient of ``parts`` holds the sum or the mean over the replicas."""
         for buffer in self.grad_buffers:
             buffer.finish_sync()
 
+    def start_param_gather(self) -> None:
+        """Gather the parameters that other ranks have updated.
+
+        With ``overlap_param_gather`` this returns at once, and each module waits for its own when it is called; whoever
+        reads parameters outside a forward pass calls ``finish_param_gather`` first.
+        """
+        for buffer in self.grad_buffers:
+            if buffer.flat_parameters is not None:
+                buffer.flat_parameters.start_gather(async_op=self._overlaps_gather)
+
+    def finish_param_gather(self) -> None:
+        """Wait until every parameter has its new value."""
+        for buffer in self.grad_buffers:
+            if buffer.flat_parameters is not None:
+                buffer.flat_parameters.wait_for_all()
+
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply every main gradient by a number or a one-element tensor."""
+        """Multiply every reduced gradient by a number or a one-element tensor."""
         for buffer in self.grad_buffers:
             buffer.scale(factor)
 

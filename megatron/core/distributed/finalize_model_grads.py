@@ -8,10 +8,9 @@ import torch
 
 from megatron.core.collectives import all_reduce, broadcast
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.main_grad import main_grad_of
+from megatron.core.distributed.param_part import ParamPart
 from megatron.core.parallel_state import ParallelState
 from megatron.core.process_group import Group
-from megatron.core.sharding import spec_of
 
 
 def finalize_model_grads(
@@ -19,16 +18,20 @@ def finalize_model_grads(
     state: ParallelState,
     num_tokens: torch.Tensor | None = None,
 ) -> None:
-    """Finish the data-parallel reduction, sum partial gradients over the tensor-parallel ranks, apply the divisor.
+    """Finish the data-parallel reduction, sum partial gradients over the ranks with copies, apply the divisor.
 
-    ``num_tokens`` is the number of tokens that this rank's loss sums ran over in all micro-batches of the iteration
-    (only the last pipeline stage's value is used); given, every gradient is divided by its total over the batch.
+    Copies are those within the tensor-parallel group, and those of the word embedding on the first and the last
+    pipeline stage. ``num_tokens`` is the number of tokens that this rank's loss sums ran over in all micro-batches of
+    the iteration (only the last pipeline stage's value is used); given, every gradient is divided by its total over
+    the batch.
 
     Shapes: ``num_tokens: []``.
     """
     for chunk in model_chunks:
         chunk.finish_grad_sync()
-    reduce_partial_gradients([parameter for chunk in model_chunks for parameter in chunk.parameters()], state.tp)
+    parts = [part for chunk in model_chunks for part in chunk.parts]
+    reduce_partial_gradients(parts, state.tp)
+    reduce_tied_gradients(parts, state.embedding)
     if num_tokens is not None:
         total = num_tokens.to(torch.float64, copy=True)
         broadcast(total, state.pp, source=state.pp.size - 1)
@@ -38,7 +41,19 @@ def finalize_model_grads(
             chunk.scale_gradients(divisor)
 
 
-def reduce_partial_gradients(parameters: Sequence[torch.nn.Parameter], tp: Group) -> None:
+def reduce_tied_gradients(parts: Sequence[ParamPart], embedding: Group) -> None:
+    """Add the gradients of the first and of the last pipeline stage for weights that both hold.
+
+    Each copy is alone in its bucket, so that both ranks hold the same elements of it.
+    """
+    if embedding.size == 1:
+        return
+    tied = [part for part in parts if part.spec.is_tied_over_pipeline]
+    for part in sorted(tied, key=lambda part: (part.spec.name, part.start)):
+        all_reduce(part.gradient, embedding)
+
+
+def reduce_partial_gradients(parts: Sequence[ParamPart], tp: Group) -> None:
     """Sum over the copies of a parameter where each tensor-parallel rank has computed only a part of its gradient.
 
     Copies within the group are consecutive ranks: all of them for a norm under sequence parallelism, the sharers of
@@ -47,30 +62,26 @@ def reduce_partial_gradients(parameters: Sequence[torch.nn.Parameter], tp: Group
     """
     if tp.size == 1:
         return
-    by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
-    for parameter in parameters:
-        main_grad = main_grad_of(parameter)
-        if main_grad is not None and "tp" in spec_of(parameter).gradient_sum_axes:
-            by_dtype.setdefault(main_grad.tensor.dtype, []).append(parameter)
-    for dtype, group_parameters in by_dtype.items():
-        _reduce_in_slots(group_parameters, dtype, tp)
+    by_dtype: dict[torch.dtype, list[ParamPart]] = {}
+    for part in parts:
+        if "tp" in part.spec.gradient_sum_axes:
+            by_dtype.setdefault(part.gradient.dtype, []).append(part)
+    for dtype, parts_of_dtype in by_dtype.items():
+        _reduce_in_slots(parts_of_dtype, dtype, tp)
 
 
-def _reduce_in_slots(parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype, tp: Group) -> None:
+def _reduce_in_slots(parts: Sequence[ParamPart], dtype: torch.dtype, tp: Group) -> None:
     slots: list[tuple[torch.Tensor, int, int]] = []
     length = 0
-    for parameter in parameters:
-        spec = spec_of(parameter)
+    for part in parts:
+        spec, grad = part.spec, part.gradient
         assert tp.rank % spec.num_replicas == spec.replica_index, f"{spec.name}: copies are not consecutive ranks"
-        main_grad = main_grad_of(parameter)
-        assert main_grad is not None
-        grad = main_grad.tensor
         start = length + tp.rank // spec.num_replicas * grad.numel()
         slots.append((grad, start, start + grad.numel()))
         length += tp.size // spec.num_replicas * grad.numel()
     flat = torch.zeros(length, dtype=dtype, device=slots[0][0].device)
     for grad, start, end in slots:
-        flat[start:end].copy_(grad.view(-1))
+        flat[start:end].copy_(grad)
     all_reduce(flat, tp)
     for grad, start, end in slots:
-        grad.view(-1).copy_(flat[start:end])
+        grad.copy_(flat[start:end])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from megatron.core.collectives import all_reduce
-from megatron.core.distributed.param_layout import BucketLayout, ParamLayout
+from megatron.core.collectives import all_reduce, reduce_scatter_into
+from megatron.core.distributed.flat_parameters import FlatParameters
+from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, parts_of_range
+from megatron.core.distributed.param_part import ParamPart
 from megatron.core.main_grad import MainGrad, attach_main_grad, gradient_uses_of
 from megatron.core.process_group import Group
 
@@ -22,20 +24,34 @@ class ReductionPlan:
     ``average`` divides by the number of ranks: before the collective, or in it where ``average_in_collective``.
     ``overlap`` starts a bucket as soon as its last gradient has arrived. ``record_local_norms`` keeps each
     parameter's norm from before the reduction, after which nobody could tell which rank brought a bad value.
+    ``shard`` leaves each rank with the sum of its own shard of a bucket only, and puts the parameters into a flat
+    buffer of the same layout, from whose shards they are gathered again after the update.
     """
 
     average: bool = True
     average_in_collective: bool = False
     overlap: bool = False
     record_local_norms: bool = False
+    shard: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class GradSegment:
+    """Hold the range ``[start, end)`` of the buffer's layout whose reduced gradients are this rank's to use.
+
+    Shapes: ``gradient: [end - start]``.
+    """
+
+    start: int
+    end: int
+    gradient: torch.Tensor
 
 
 @dataclass
 class GradBucket:
-    """Hold one bucket's slice of the buffer and what has happened to it since the last reset."""
+    """Hold one bucket of the buffer and what has happened to it since the last reset."""
 
     layout: BucketLayout
-    data: torch.Tensor
     main_grads: tuple[MainGrad, ...]
     completed: set[int] = field(default_factory=set)
     work: dist.Work | None = None
@@ -53,12 +69,18 @@ class GradBucket:
         for main_grad in self.main_grads:
             main_grad.reset()
 
+    def add_local_norms(self) -> None:
+        """Add the norm of what each main gradient holds; a value that is not finite shows in the sum."""
+        norms = torch._foreach_norm([grad.tensor for grad in self.main_grads])
+        self.local_norms = tuple(torch._foreach_add(self.local_norms, norms) if self.local_norms else norms)
+
 
 class ParamAndGradBuffer:
     """Own the main gradients of parameters that share a parameter and a gradient dtype.
 
     Buckets are reduced strictly in buffer order, so that every data-parallel rank issues the same collectives in the
-    same order even where a parameter stays unused on some of them.
+    same order even where a parameter stays unused on some of them. ``segments`` and ``parts`` say where this rank finds
+    its reduced gradients: the whole buffer or, where the plan shards, one shard of every bucket.
 
     Shapes: ``grad_data: [layout.num_elements]``; padding between parameters is zero and stays so.
     """
@@ -77,22 +99,12 @@ class ParamAndGradBuffer:
         self.group = group
         self.plan = plan
         self._counts_as_last_microbatch = counts_as_last_microbatch
-        self.grad_data = torch.zeros(layout.num_elements, dtype=grad_dtype, device=parameters[0].device)
+        self.flat_parameters = FlatParameters(parameters, layout, group) if plan.shard else None
+        self.grad_data = torch.zeros(self._grad_length(), dtype=grad_dtype, device=parameters[0].device)
         self.buckets = tuple(self._make_bucket(index, bucket) for index, bucket in enumerate(layout.buckets))
+        self.segments = tuple(self._make_segments())
+        self.parts = tuple(part for segment in self.segments for part in self._parts_of(segment))
         self._num_started = 0
-
-    def _make_bucket(self, bucket_index: int, layout: BucketLayout) -> GradBucket:
-        main_grads = []
-        for slot in layout.slots:
-            parameter = self.parameters[slot.index]
-            main_grad = MainGrad(
-                self.grad_data[slot.start : slot.end].view(parameter.shape),
-                gradient_uses_of(parameter),
-                on_complete=functools.partial(self._gradient_completed, bucket_index, slot.index),
-            )
-            attach_main_grad(parameter, main_grad)
-            main_grads.append(main_grad)
-        return GradBucket(layout, self.grad_data[layout.start : layout.end], tuple(main_grads))
 
     def parameters_of(self, bucket: GradBucket) -> tuple[torch.nn.Parameter, ...]:
         """Return the bucket's parameters, in the order of its main gradients."""
@@ -104,6 +116,9 @@ class ParamAndGradBuffer:
         self._num_started = 0
         for bucket in self.buckets:
             bucket.reset()
+
+    def end_microbatch(self) -> None:
+        """Take note that a backward pass that is not the last has ended: whole gradients are kept for the next one."""
 
     def start_sync(self) -> None:
         """Start the reduction of every bucket that has not been started; unused parameters count as zero."""
@@ -119,10 +134,51 @@ class ParamAndGradBuffer:
                 bucket.work = None
 
     def scale(self, factor: float | torch.Tensor) -> None:
-        """Multiply every gradient."""
-        self.grad_data.mul_(factor)
+        """Multiply every reduced gradient."""
+        for segment in self.segments:
+            segment.gradient.mul_(factor)
+
+    def _grad_length(self) -> int:
+        return self.layout.num_elements
+
+    def _make_bucket(self, bucket_index: int, layout: BucketLayout) -> GradBucket:
+        main_grads = []
+        for slot in layout.slots:
+            parameter = self.parameters[slot.index]
+            main_grad = self._make_main_grad(bucket_index, slot.index, slot.start, slot.end)
+            attach_main_grad(parameter, main_grad)
+            main_grads.append(main_grad)
+        return GradBucket(layout, tuple(main_grads))
+
+    def _make_main_grad(self, bucket_index: int, parameter_index: int, start: int, end: int) -> MainGrad:
+        parameter = self.parameters[parameter_index]
+        return MainGrad(
+            self.grad_data[start:end].view(parameter.shape),
+            gradient_uses_of(parameter),
+            on_complete=functools.partial(self._gradient_completed, bucket_index, parameter_index),
+        )
+
+    def _make_segments(self) -> Iterable[GradSegment]:
+        if not self.plan.shard:
+            yield GradSegment(0, self.layout.num_elements, self.grad_data)
+            return
+        for bucket in self.layout.buckets:
+            start, end = bucket.shard(self.group.rank, self.group.size)
+            yield GradSegment(start, end, self.grad_data[start:end])
+
+    def _parts_of(self, segment: GradSegment) -> Iterable[ParamPart]:
+        for part in parts_of_range(self.layout.slots, segment.start, segment.end):
+            parameter = self.parameters[part.index]
+            yield ParamPart(
+                parameter,
+                part.start,
+                part.end,
+                parameter.detach().view(-1)[part.start : part.end],
+                segment.gradient[part.position : part.position + part.end - part.start],
+            )
 
     def _gradient_completed(self, bucket_index: int, parameter_index: int) -> None:
+        self._check_gathered(bucket_index)
         if not self.plan.overlap or not self._counts_as_last_microbatch():
             return
         completed = self.buckets[bucket_index].completed
@@ -131,6 +187,10 @@ class ParamAndGradBuffer:
         while self._num_started < len(self.buckets) and self.buckets[self._num_started].is_complete:
             self._start_next_bucket()
 
+    def _check_gathered(self, bucket_index: int) -> None:
+        is_stale = self.flat_parameters is not None and self.flat_parameters.is_pending(bucket_index)
+        assert not is_stale, "a parameter was used outside its module's forward, before its new values were gathered"
+
     def _start_next_bucket(self) -> None:
         bucket = self.buckets[self._num_started]
         self._num_started += 1
@@ -138,11 +198,19 @@ class ParamAndGradBuffer:
             main_grad.fill_if_empty()
         if self.group.size == 1:
             return
+        whole = self.grad_data[bucket.layout.start : bucket.layout.end]
+        start, end = bucket.layout.shard(self.group.rank, self.group.size)
+        bucket.work = self._reduce(bucket, whole, self.grad_data[start:end])
+
+    def _reduce(self, bucket: GradBucket, whole: torch.Tensor, shard: torch.Tensor) -> dist.Work | None:
+        """Reduce a full bucket, in place or, where the plan shards, into ``shard``, which may lie within it."""
         if self.plan.record_local_norms:
-            bucket.local_norms = tuple(torch._foreach_norm([grad.tensor for grad in bucket.main_grads]))
+            bucket.add_local_norms()
         op = "sum"
         if self.plan.average and self.plan.average_in_collective:
             op = "avg"
         elif self.plan.average:
-            bucket.data.mul_(1.0 / self.group.size)
-        bucket.work = all_reduce(bucket.data, self.group, op, async_op=self.plan.overlap)
+            whole.mul_(1.0 / self.group.size)
+        if self.plan.shard:
+            return reduce_scatter_into(shard, whole, self.group, op, async_op=self.plan.overlap)
+        return all_reduce(whole, self.group, op, async_op=self.plan.overlap)

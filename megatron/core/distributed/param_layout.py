@@ -1,4 +1,4 @@
-"""Where each parameter lies in a flat gradient buffer, and how the buffer is cut into buckets.
+"""Where each parameter lies in a flat buffer, and how the buffer is cut into buckets and each bucket into shards.
 
 Gradients become ready from the last layer to the first, so a buffer filled in that order can be reduced bucket by
 bucket while the backward pass still runs. Li et al. 2020, https://arxiv.org/abs/2006.15704.
@@ -6,7 +6,7 @@ bucket while the backward pass still runs. Li et al. 2020, https://arxiv.org/abs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 PARAM_ALIGNMENT = 128
@@ -29,6 +29,30 @@ class BucketLayout:
     start: int
     end: int
     slots: tuple[ParamSlot, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Return the length of the range, padding included."""
+        return self.end - self.start
+
+    def shard(self, index: int, count: int) -> tuple[int, int]:
+        """Return the range of the flat buffer that is shard ``index`` of ``count`` equal ones."""
+        length = self.num_elements // count
+        assert length * count == self.num_elements, "the layout was planned for another number of shards"
+        return self.start + index * length, self.start + (index + 1) * length
+
+
+@dataclass(frozen=True)
+class SlotPart:
+    """Hold the elements ``[start, end)`` of parameter ``index``, flattened, that lie in a range of the flat buffer.
+
+    ``position`` is where they begin, counted from the beginning of the range.
+    """
+
+    index: int
+    start: int
+    end: int
+    position: int
 
 
 @dataclass(frozen=True)
@@ -53,12 +77,14 @@ def plan_layout(
     bucket_size: int | None = None,
     param_alignment: int = PARAM_ALIGNMENT,
     num_shards: int = 1,
+    alone: Collection[int] = (),
 ) -> ParamLayout:
     """Place parameters of ``sizes`` elements, given in order of use, last used first.
 
     A bucket is closed by the parameter that brings it to ``bucket_size`` elements; None makes one bucket. Every
     parameter starts at a multiple of ``param_alignment``, and the length of every bucket is a multiple of it times
-    ``num_shards``, so that a bucket can be cut into aligned equal shards.
+    ``num_shards``, so that a bucket can be cut into aligned equal shards. Parameters listed in ``alone`` get a bucket
+    each: whatever else a rank holds, their shards are the same.
     """
     buckets: list[BucketLayout] = []
     slots: list[ParamSlot] = []
@@ -72,14 +98,27 @@ def plan_layout(
         slots.clear()
 
     for index in reversed(range(len(sizes))):
+        if index in alone and slots:
+            close_bucket()
         start = round_up(position, param_alignment)
         position = start + sizes[index]
         slots.append(ParamSlot(index, start, position))
-        if bucket_size is not None and position - bucket_start >= bucket_size:
+        is_full = bucket_size is not None and position - bucket_start >= bucket_size
+        if is_full or index in alone:
             close_bucket()
     if slots:
         close_bucket()
     return ParamLayout(tuple(buckets))
+
+
+def parts_of_range(slots: Sequence[ParamSlot], start: int, end: int) -> list[SlotPart]:
+    """Return what the range ``[start, end)`` of the flat buffer holds of each parameter, in buffer order."""
+    parts = []
+    for slot in slots:
+        low, high = max(start, slot.start), min(end, slot.end)
+        if low < high:
+            parts.append(SlotPart(slot.index, low - slot.start, high - slot.start, low - start))
+    return parts
 
 
 def default_bucket_size(data_parallel_size: int) -> int:

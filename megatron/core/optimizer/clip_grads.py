@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron.core.collectives import all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
-from megatron.core.distributed.param_layout import PARAM_ALIGNMENT
+from megatron.core.distributed.param_and_grad_buffer import GradSegment, ParamAndGradBuffer
+from megatron.core.distributed.param_layout import PARAM_ALIGNMENT, parts_of_range
+from megatron.core.distributed.param_part import ParamPart
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import arithmetic_dtype
+from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, spec_of
 
 
@@ -43,8 +45,13 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1.0e-6))
 
 
+def counting_group(model_chunks: Sequence[DistributedDataParallel], state: ParallelState) -> Group:
+    """Return the ranks whose ``parts`` make up the model: sums over them count each element once."""
+    return state.world if any(chunk.is_sharded for chunk in model_chunks) else state.model_parallel
+
+
 class GradMeter:
-    """Measure the main gradients of model chunks in one pass over memory and one reduction.
+    """Measure the reduced gradients of model chunks in one pass over memory and one reduction.
 
     A buffer is summed in blocks of the parameters' alignment, so no block holds parts of two parameters; blocks of
     copies that are counted elsewhere weigh nothing, but a value in them that is not finite still shows.
@@ -52,40 +59,47 @@ class GradMeter:
 
     def __init__(self, model_chunks: Sequence[DistributedDataParallel], state: ParallelState) -> None:
         self._state = state
-        self._buffers = [buffer for chunk in model_chunks for buffer in chunk.grad_buffers]
-        self._block_weights = [self._weights_of(buffer) for buffer in self._buffers]
+        self._group = counting_group(model_chunks, state)
+        self._parts = [part for chunk in model_chunks for part in chunk.parts]
+        self._segments = [
+            (segment.gradient, self._weights_of(segment, buffer))
+            for chunk in model_chunks
+            for buffer in chunk.grad_buffers
+            for segment in buffer.segments
+        ]
 
-    def _weights_of(self, buffer: ParamAndGradBuffer) -> torch.Tensor | None:
+    def _weights_of(self, segment: GradSegment, buffer: ParamAndGradBuffer) -> torch.Tensor | None:
         """Return one weight a block, or None where every block counts."""
-        weights = torch.ones(buffer.layout.num_elements // PARAM_ALIGNMENT, dtype=torch.float64)
-        for slot in buffer.layout.slots:
-            if not is_counted(spec_of(buffer.parameters[slot.index]), self._state):
-                weights[slot.start // PARAM_ALIGNMENT : -(-slot.end // PARAM_ALIGNMENT)] = 0.0
-        return None if bool(weights.all()) else weights.to(buffer.grad_data.device)
+        weights = torch.ones((segment.end - segment.start) // PARAM_ALIGNMENT, dtype=torch.float64)
+        for part in parts_of_range(buffer.layout.slots, segment.start, segment.end):
+            if not is_counted(spec_of(buffer.parameters[part.index]), self._state):
+                end = part.position + part.end - part.start
+                weights[part.position // PARAM_ALIGNMENT : -(-end // PARAM_ALIGNMENT)] = 0.0
+        return None if bool(weights.all()) else weights.to(segment.gradient.device)
 
     def measure(self, count_zeros: bool = False) -> GradStatistics:
-        """Return the statistics over the whole model; every rank of the model-parallel group must call."""
-        device = self._buffers[0].grad_data.device
+        """Return the statistics over the whole model; every rank that holds a part of it must call."""
+        device = self._segments[0][0].device
         totals = torch.zeros(2 if count_zeros else 1, dtype=torch.float64, device=device)
-        for buffer, weights in zip(self._buffers, self._block_weights):
-            totals[0] += sum_of_squares(buffer.grad_data, weights)
+        for gradient, weights in self._segments:
+            totals[0] += sum_of_squares(gradient, weights)
         if count_zeros:
-            for grad in self._counted_gradients():
-                totals[1] += (grad == 0).sum()
-        all_reduce(totals, self._state.model_parallel)
+            for part in self._parts:
+                if is_counted(part.spec, self._state):
+                    totals[1] += _num_zeros(part)
+        all_reduce(totals, self._group)
         values = totals.tolist()
         return GradStatistics(math.sqrt(values[0]), int(values[1]) if count_zeros else None)
 
-    def _counted_gradients(self) -> Iterator[torch.Tensor]:
-        """Yield the unpadded parts of the gradients that count."""
-        for buffer in self._buffers:
-            for slot in buffer.layout.slots:
-                parameter = buffer.parameters[slot.index]
-                spec = spec_of(parameter)
-                if is_counted(spec, self._state):
-                    grad = buffer.grad_data[slot.start : slot.end].view(parameter.shape)
-                    for piece in spec.pieces:
-                        yield grad[piece.local_box.slices]
+
+def _num_zeros(part: ParamPart) -> torch.Tensor | int:
+    """Return the number of zeros in the gradient of a part, padding left out."""
+    zeros = [
+        (view[piece.local_box.slices] == 0).sum()
+        for spec, view in part.described(part.gradient)
+        for piece in spec.pieces
+    ]
+    return torch.stack(zeros).sum() if zeros else 0
 
 
 def sum_of_squares(flat: torch.Tensor, block_weights: torch.Tensor | None = None) -> torch.Tensor:

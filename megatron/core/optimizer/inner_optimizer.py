@@ -54,8 +54,11 @@ class InnerOptimizer:
     def step(self, parameters: Sequence[torch.Tensor], grad_multiplier: float) -> None:
         """Update every parameter with its gradient times ``grad_multiplier``, in the same pass where possible.
 
-        Afterwards the gradients may or may not hold the product.
+        Afterwards the gradients may or may not hold the product. A rank whose shards are padding has none.
         """
+        self.num_steps += 1
+        if not parameters:
+            return
         if grad_multiplier != 1.0 and not self._scales_in_kernel:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], grad_multiplier)
         elif grad_multiplier != 1.0:
@@ -66,7 +69,6 @@ class InnerOptimizer:
         self._torch_optimizer.step()
         if self._scales_in_kernel:
             self._torch_optimizer.grad_scale = None  # type: ignore[attr-defined]
-        self.num_steps += 1
 
     def state_of(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """Return one of the state tensors of a main parameter."""

@@ -11,16 +11,22 @@ import torch
 
 from megatron.core.collectives import all_gather_objects, all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.param_part import ParamPart
 from megatron.core.errors import TrainingError
-from megatron.core.main_grad import MainGrad, main_grad_of
-from megatron.core.optimizer.clip_grads import GradMeter, clip_coefficient, is_counted, sum_of_squares
+from megatron.core.optimizer.clip_grads import (
+    GradMeter,
+    clip_coefficient,
+    counting_group,
+    is_counted,
+    sum_of_squares,
+)
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import build_param_groups
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import arithmetic_dtype
-from megatron.core.sharding import ParamSpec, spec_of
+from megatron.core.sharding import ParamSpec
 
 
 @dataclass(frozen=True)
@@ -32,22 +38,20 @@ class StepOutcome:
     num_zeros: int | None
 
 
-@dataclass(frozen=True)
-class _OptimizedParameter:
-    """Tie a model parameter to its main parameter (itself, unless of a half precision) and its main gradient."""
+@dataclass(frozen=True, eq=False)
+class _OptimizedPart:
+    """Tie what this rank updates of a parameter to its main values: themselves, unless of a half precision."""
 
-    spec: ParamSpec
-    model_param: torch.nn.Parameter
+    part: ParamPart
     main_param: torch.Tensor
-    main_grad: MainGrad
 
     @property
     def has_main_copy(self) -> bool:
-        return self.main_param is not self.model_param
+        return self.main_param is not self.part.values
 
 
 class MegatronOptimizer:
-    """Update the parameters of model chunks from their main gradients.
+    """Update the parameters of model chunks from their reduced gradients.
 
     ``step`` passes over the gradients twice: once for the norm, which is not finite exactly where some gradient is
     not, and once for the update, which applies the loss scale and the clipping as one factor. Half-precision
@@ -67,17 +71,21 @@ class MegatronOptimizer:
         self._state = state
         self._scaler = make_grad_scaler(config)
         self._meter = GradMeter(model_chunks, state)
+        parts_of: dict[int, list[_OptimizedPart]] = {}
+        for chunk in model_chunks:
+            for part in chunk.parts:
+                parts_of.setdefault(id(part.parameter), []).append(_optimized(part))
         trained = [p for chunk in model_chunks for p in chunk.parameters() if p.requires_grad]
-        groups = build_param_groups(trained)
-        self._parameters = [_optimized(p) for group in groups for p in group.parameters]
-        main_of = {id(p.model_param): p.main_param for p in self._parameters}
+        groups = [
+            ([part for p in group.parameters for part in parts_of.get(id(p), [])], group.weight_decay_multiplier)
+            for group in build_param_groups(trained)
+        ]
+        self._parts = [part for parts, _ in groups for part in parts]
         self._inner = InnerOptimizer(
-            config,
-            [([main_of[id(p)] for p in group.parameters], group.weight_decay_multiplier) for group in groups],
-            fused_adam,
+            config, [([part.main_param for part in parts], multiplier) for parts, multiplier in groups], fused_adam
         )
-        self._main_params = [p.main_param for p in self._parameters]
-        self._with_copy = [p for p in self._parameters if p.has_main_copy]
+        self._main_params = [part.main_param for part in self._parts]
+        self._with_copy = [part for part in self._parts if part.has_main_copy]
         self.learning_rate = 0.0
         self.set_learning_rate(config.lr, config.weight_decay)
 
@@ -112,48 +120,45 @@ class MegatronOptimizer:
                 self._raise_not_finite()
             return StepOutcome(success=False, grad_norm=None, num_zeros=None)
         norm = statistics.norm / scale
-        self._attach_gradients()
-        self._inner.step(self._main_params, clip_coefficient(norm, self.config.clip_grad) / scale)
-        self._detach_gradients()
-        if self._with_copy:
-            torch._foreach_copy_([p.model_param for p in self._with_copy], [p.main_param for p in self._with_copy])
+        self._update(clip_coefficient(norm, self.config.clip_grad) / scale)
         return StepOutcome(success=True, grad_norm=norm, num_zeros=statistics.num_zeros)
 
     @torch.no_grad()
     def params_norm(self) -> float:
-        """Return the norm of the whole model's main parameters; every rank of the model-parallel group must call."""
-        total = torch.zeros((), dtype=torch.float64, device=self._main_params[0].device)
-        for parameter in self._parameters:
-            if is_counted(parameter.spec, self._state):
-                total += sum_of_squares(parameter.main_param.view(-1))
-        all_reduce(total, self._state.model_parallel)
+        """Return the norm of the whole model's main parameters; every rank that holds a part of it must call."""
+        total = torch.zeros((), dtype=torch.float64, device=self._chunks[0].grad_buffers[0].grad_data.device)
+        for part in self._parts:
+            if is_counted(part.part.spec, self._state):
+                total += sum_of_squares(part.main_param)
+        all_reduce(total, counting_group(self._chunks, self._state))
         return math.sqrt(total.item())
 
     @torch.no_grad()
     def reload_main_params(self) -> None:
         """Take the main parameters from the model's, after weights were loaded without optimizer state."""
-        for parameter in self._with_copy:
-            parameter.main_param.copy_(parameter.model_param)
+        for part in self._with_copy:
+            part.main_param.copy_(part.part.values)
 
     def sharded_state(self) -> dict[str, tuple[ParamSpec, torch.Tensor]]:
         """Return the tensors that a checkpoint holds, each with its description, under names that are unique here.
 
-        The description carries the global name, ``optimizer.<state>.<parameter>``; two local tensors can be parts of
-        one global tensor, and then the later name ends in the offset of its part. Tensors are the live ones: filling
-        them in place loads them. Main parameters are present where they are not the model's own.
+        The description carries the global name, ``optimizer.<state>.<parameter>``; several local tensors can be parts
+        of one global tensor, and then the later names end in the offset of their part. Tensors are the live ones:
+        filling them in place loads them. Main parameters are present where they are not the model's own.
         """
         result: dict[str, tuple[ParamSpec, torch.Tensor]] = {}
-        for parameter in self._parameters:
-            tensors = {name: self._inner.state_of(parameter.main_param, name) for name in self._inner.state_names}
-            if parameter.has_main_copy:
-                tensors["main_param"] = parameter.main_param
+        for part in self._parts:
+            tensors = {name: self._inner.state_of(part.main_param, name) for name in self._inner.state_names}
+            if part.has_main_copy:
+                tensors["main_param"] = part.main_param
             for kind, tensor in tensors.items():
-                spec = parameter.spec.with_prefix(f"optimizer.{kind}.")
-                name = spec.name
-                if name in result:
-                    name += "@" + ",".join(str(offset) for offset in spec.pieces[0].global_box.offset)
-                assert name not in result
-                result[name] = (spec, tensor)
+                for part_spec, view in part.part.described(tensor):
+                    spec = part_spec.with_prefix(f"optimizer.{kind}.")
+                    name = spec.name
+                    if name in result:
+                        name += "@" + ",".join(str(offset) for offset in spec.pieces[0].global_box.offset)
+                    assert name not in result
+                    result[name] = (spec, view)
         return result
 
     def scalar_state(self) -> dict[str, Any]:
@@ -173,15 +178,16 @@ class MegatronOptimizer:
     def _checks_for_nan(self) -> bool:
         return any(chunk.config.check_for_nan_in_loss_and_grad for chunk in self._chunks)
 
-    def _attach_gradients(self) -> None:
-        for parameter in self._parameters:
-            # A view of the gradient buffer, except where gradients are kept in bf16.
-            parameter.main_param.grad = parameter.main_grad.tensor.to(parameter.main_param.dtype)
-
-    def _detach_gradients(self) -> None:
-        # Autograd would add the next backward pass's gradients to what it finds here.
+    def _update(self, grad_multiplier: float) -> None:
+        """Update the model from the gradients times a factor."""
+        for part in self._parts:
+            # A view of where the gradient was reduced, except where gradients are kept in bf16.
+            part.main_param.grad = part.part.gradient.to(part.main_param.dtype)
+        self._inner.step(self._main_params, grad_multiplier)
         for main_param in self._main_params:
             main_param.grad = None
+        if self._with_copy:
+            torch._foreach_copy_([p.part.values for p in self._with_copy], [p.main_param for p in self._with_copy])
 
     def _raise_not_finite(self) -> None:
         local = [name for chunk in self._chunks for name in chunk.names_of_bad_local_gradients()]
@@ -199,11 +205,6 @@ class MegatronOptimizer:
         )
 
 
-def _optimized(parameter: torch.nn.Parameter) -> _OptimizedParameter:
-    main_grad = main_grad_of(parameter)
-    assert main_grad is not None
-    main_param: torch.Tensor = parameter
-    main_dtype = arithmetic_dtype(parameter.dtype)
-    if main_dtype is not parameter.dtype:
-        main_param = parameter.detach().to(main_dtype)
-    return _OptimizedParameter(spec_of(parameter), parameter, main_param, main_grad)
+def _optimized(part: ParamPart) -> _OptimizedPart:
+    main_dtype = arithmetic_dtype(part.values.dtype)
+    return _OptimizedPart(part, part.values if main_dtype is part.values.dtype else part.values.to(main_dtype))

@@ -297,8 +297,6 @@ NOT_SUPPORTED_FIELDS: dict[str, str] = {
     "decoder_last_pipeline_num_layers": "an uneven pipeline split",
     "account_for_embedding_in_pipeline_split": "an uneven pipeline split",
     "account_for_loss_in_pipeline_split": "an uneven pipeline split",
-    "use_distributed_optimizer": "the distributed optimizer",
-    "data_parallel_sharding_strategy": "sharding over the data-parallel ranks",
     "extra_valid_datalist": "more than one validation set",
     "extra_valid_data_samples": "more than one validation set",
     "extra_valid_data_names": "more than one validation set",
@@ -322,5 +320,6 @@ NOT_SUPPORTED_VALUES: dict[str, tuple[str, ...]] = {
     "ckpt_format": ("zarr", "torch_dcp", "fsdp_dtensor"),
     "dist_ckpt_strictness": ("assume_ok_unexpected", "return_unexpected", "return_all"),
     "distributed_backend": ("ccl", "mpi", "ucc"),
+    "data_parallel_sharding_strategy": ("optim_grads_params",),
 }
 """Values that Megatron-LM knows for a field with choices, and that are not built here."""

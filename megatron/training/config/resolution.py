@@ -27,8 +27,8 @@ def resolve(config: RunConfig) -> Resolution:
     config = _resolve_data(config, problems)
     config = _resolve_model(config, notes)
     config = _resolve_batch(config)
-    config = _resolve_precision(config)
     config = _resolve_data_parallelism(config, notes)
+    config = _resolve_precision(config)
     config = _resolve_weight_decay(config)
     notes.extend(_checkpoint_notes(config))
     return Resolution(config, tuple(notes), tuple(problems))
@@ -82,10 +82,23 @@ def _resolve_precision(config: RunConfig) -> RunConfig:
 
 def _resolve_data_parallelism(config: RunConfig, notes: list[str]) -> RunConfig:
     ddp = config.ddp
-    if not ddp.overlap_param_gather or ddp.use_distributed_optimizer:
-        return config
-    notes.append("--overlap-param-gather has no effect without --use-distributed-optimizer: turned off")
-    return dataclasses.replace(config, ddp=dataclasses.replace(ddp, overlap_param_gather=False))
+    if ddp.shards_optimizer and config.data_parallel_size * config.model.context_parallel_size == 1:
+        notes.append(
+            "--use-distributed-optimizer, --data-parallel-sharding-strategy and --overlap-param-gather have no effect "
+            "with one data-parallel rank: turned off"
+        )
+        ddp = dataclasses.replace(
+            ddp,
+            use_distributed_optimizer=False,
+            data_parallel_sharding_strategy="no_shard",
+            overlap_param_gather=False,
+        )
+    if ddp.shards_optimizer:
+        ddp = dataclasses.replace(ddp, use_distributed_optimizer=True)
+    elif ddp.overlap_param_gather:
+        notes.append("--overlap-param-gather has no effect without --use-distributed-optimizer: turned off")
+        ddp = dataclasses.replace(ddp, overlap_param_gather=False)
+    return dataclasses.replace(config, ddp=ddp)
 
 
 def _resolve_weight_decay(config: RunConfig) -> RunConfig:

@@ -171,9 +171,7 @@ def test_flags_not_supported_yet_are_refused_by_name_unless_default(flag: str) -
     "text",
     [
         "--pipeline-model-parallel-size 2",
-        "--use-distributed-optimizer",
         "--num-layers-per-virtual-pipeline-stage 1",
-        "--data-parallel-sharding-strategy optim",
     ],
 )
 def test_fields_of_unbuilt_features_are_refused_by_name(text: str) -> None:
@@ -193,6 +191,10 @@ def test_default_values_of_unbuilt_features_are_accepted() -> None:
 def test_values_of_megatron_that_are_not_built_are_told_from_wrong_ones() -> None:
     assert problems_of("--optimizer hybridadam") == (
         "--optimizer hybridadam is not supported yet; possible: adam, sgd",
+    )
+    assert problems_of("--data-parallel-sharding-strategy optim_grads_params") == (
+        "--data-parallel-sharding-strategy optim_grads_params is not supported yet; "
+        "possible: no_shard, optim, optim_grads",
     )
     assert problems_of("--optimizer adm") == ("--optimizer adm: possible values are adam, sgd",)
 

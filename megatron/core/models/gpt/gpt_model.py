@@ -124,6 +124,10 @@ class GPTModel(nn.Module):
         return None if self.rotary is None else self.rotary.angles(position_ids, dtype)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.output_layer is not None:
+            # Called as a module: its parameters may still be on their way from other ranks.
+            logits: torch.Tensor = self.output_layer(hidden)
+            return logits
         region = InputRegion.SEQUENCE if self.config.sequence_parallel else InputRegion.REPLICATED
         return tensor_parallel_linear(hidden, self.output_weight, None, region, self.tp)
 

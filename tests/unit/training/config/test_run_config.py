@@ -34,6 +34,45 @@ def test_precision_and_sharding_reach_the_optimizer() -> None:
     assert not config.optimizer.use_distributed_optimizer
 
 
+@pytest.mark.parametrize(
+    ("text", "world_size", "shards", "shards_gradients"),
+    [
+        ("--use-distributed-optimizer", 2, True, False),
+        ("--data-parallel-sharding-strategy optim", 2, True, False),
+        ("--data-parallel-sharding-strategy optim_grads --overlap-param-gather", 2, True, True),
+        ("--overlap-grad-reduce", 2, False, False),
+    ],
+)
+def test_sharding_strategies_and_the_distributed_optimizer_agree(
+    text: str, world_size: int, shards: bool, shards_gradients: bool
+) -> None:
+    resolved = resolve_arguments([*MINIMAL, *text.split()], world_size)
+    assert resolved.notes == ()
+    config = resolved.config
+    assert (config.ddp.shards_optimizer, config.ddp.shards_gradients) == (shards, shards_gradients)
+    assert config.ddp.use_distributed_optimizer == config.optimizer.use_distributed_optimizer == shards
+    assert config.ddp.overlap_param_gather == ("overlap-param-gather" in text)
+
+
+@pytest.mark.parametrize(
+    "text", ["--use-distributed-optimizer", "--data-parallel-sharding-strategy optim_grads --overlap-param-gather"]
+)
+def test_sharding_over_one_rank_says_that_it_has_no_effect(text: str) -> None:
+    resolved = resolve_arguments([*MINIMAL, *text.split()], 1)
+    (note,) = resolved.notes
+    assert note.endswith("have no effect with one data-parallel rank: turned off")
+    assert not resolved.config.ddp.shards_optimizer
+    assert not resolved.config.ddp.overlap_param_gather
+    resolved = resolve_arguments([*MINIMAL, *text.split(), "--tensor-model-parallel-size", "2"], 2)
+    assert len(resolved.notes) == 1
+
+
+def test_gathering_while_computing_needs_the_distributed_optimizer() -> None:
+    resolved = resolve_arguments([*MINIMAL, "--overlap-param-gather"], 2)
+    assert resolved.notes == ("--overlap-param-gather has no effect without --use-distributed-optimizer: turned off",)
+    assert not resolved.config.ddp.overlap_param_gather
+
+
 def test_weight_decay_is_constant_unless_said_otherwise() -> None:
     config = config_of("--weight-decay 0.3")
     assert (config.scheduler.start_weight_decay, config.scheduler.end_weight_decay) == (0.3, 0.3)

@@ -1,0 +1,60 @@
+"""The parameters of one dtype in one flat buffer, of which each data-parallel rank updates its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron.core.collectives import all_gather_into
+from megatron.core.distributed.param_layout import ParamLayout
+from megatron.core.process_group import Group
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class FlatParameters:
+    """Move parameters into one flat buffer, of which they become views, and gather its buckets from the ranks' shards.
+
+    Shapes: ``data: [layout.num_elements]``; padding between parameters is zero and stays so.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: ParamLayout, group: Group) -> None:
+        self.layout = layout
+        self.group = group
+        first = parameters[0]
+        self.data = torch.zeros(layout.num_elements, dtype=first.dtype, device=first.device)
+        for slot in layout.slots:
+            parameter = parameters[slot.index]
+            view = self.data[slot.start : slot.end].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self._works: dict[int, dist.Work] = {}
+
+    def start_gather(self, async_op: bool) -> None:
+        """Gather every bucket, in the order in which a forward pass uses them; return at once where ``async_op``."""
+        assert not self._works, "a gather is still under way"
+        for index in reversed(range(len(self.layout.buckets))):
+            bucket = self.layout.buckets[index]
+            start, end = bucket.shard(self.group.rank, self.group.size)
+            whole = self.data[bucket.start : bucket.end]
+            work = all_gather_into(whole, self.data[start:end], self.group, async_op)
+            if work is not None:
+                self._works[index] = work
+
+    def is_pending(self, bucket_index: int) -> bool:
+        """Return whether nobody has waited for a bucket that is being gathered."""
+        return bucket_index in self._works
+
+    def wait(self, bucket_index: int) -> None:
+        """Wait until a bucket is gathered; return at once where it is."""
+        work = self._works.pop(bucket_index, None)
+        if work is not None:
+            work.wait()
+
+    def wait_for_all(self) -> None:
+        """Wait until every bucket is gathered."""
+        while self._works:
+            self.wait(next(iter(self._works)))
