@@ -6,7 +6,9 @@ first contribution of a step overwrites what the last step left, so that nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 import torch
@@ -32,6 +34,7 @@ class MainGrad:
         self.num_uses = num_uses
         self.on_complete = on_complete
         self.on_begin = on_begin
+        self.queue: WeightGradQueue | None = None
         self.is_empty = True
         self._num_arrived = 0
 
@@ -49,6 +52,10 @@ class MainGrad:
 
     def add(self, grad: torch.Tensor) -> None:
         """Add a gradient of the parameter's shape."""
+        if self.num_uses == 1 or not self._put_off(self._add_now, grad):
+            self._add_now(grad)
+
+    def _add_now(self, grad: torch.Tensor) -> None:
         self._begin()
         if self.is_empty:
             self.tensor.copy_(grad)
@@ -61,10 +68,16 @@ class MainGrad:
 
         Shapes: ``left: [out, n]``, ``right: [n, in]``.
         """
-        if self.tensor.dtype != left.dtype:
-            self.add(left @ right)
-            return
+        # Detached: the products of the queue are run outside of a backward pass, where autograd would record them.
+        left, right = left.detach(), right.detach()
+        if not self._put_off(self._add_matmul_now, left, right):
+            self._add_matmul_now(left, right)
+
+    def _add_matmul_now(self, left: torch.Tensor, right: torch.Tensor) -> None:
         self._begin()
+        if self.tensor.dtype != left.dtype:
+            self._add_now(left @ right)
+            return
         if self.is_empty:
             torch.mm(left, right, out=self.tensor)
         else:
@@ -76,6 +89,10 @@ class MainGrad:
 
         Shapes: ``indices: [n]``, ``rows: [n, h]``.
         """
+        if self.num_uses == 1 or not self._put_off(self._add_rows_now, indices, rows):
+            self._add_rows_now(indices, rows)
+
+    def _add_rows_now(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
         self._begin()
         if self.is_empty:
             self.tensor.zero_()
@@ -86,6 +103,17 @@ class MainGrad:
         if self.is_empty and self.on_begin is not None:
             self.on_begin()
 
+    def _put_off(self, contribution: Callable[..., None], *tensors: torch.Tensor) -> bool:
+        """Leave a contribution to the queue while that collects, and return whether it does.
+
+        Only products are worth it; but of a parameter with several uses all contributions stay together, or it could
+        not be told when a micro-batch's are complete.
+        """
+        if self.queue is None or not self.queue.is_collecting:
+            return False
+        self.queue.put(functools.partial(contribution, *tensors))
+        return True
+
     def _arrived(self) -> None:
         self.is_empty = False
         self._num_arrived += 1
@@ -93,6 +121,54 @@ class MainGrad:
             self._num_arrived = 0
             if self.on_complete is not None:
                 self.on_complete()
+
+
+class WeightGradQueue:
+    """Put weight gradients off, micro-batch by micro-batch, so that a backward pass can be split in two.
+
+    While it collects, the main gradients that it is attached to leave their matrix products here; the operands stay
+    alive until the products are run.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter] = ()) -> None:
+        self._pending: dict[int, list[Callable[[], None]]] = {}
+        self._open: list[Callable[[], None]] | None = None
+        self.attach(parameters)
+
+    def attach(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Serve the main gradients of parameters; those without one compute their gradients at once."""
+        for parameter in parameters:
+            main_grad = main_grad_of(parameter)
+            if main_grad is not None:
+                main_grad.queue = self
+
+    @property
+    def is_collecting(self) -> bool:
+        """Return whether contributions are being put off."""
+        return self._open is not None
+
+    @contextlib.contextmanager
+    def collecting(self, microbatch: int) -> Iterator[None]:
+        """Put the contributions inside off until ``run`` is called for the micro-batch."""
+        assert self._open is None
+        assert microbatch not in self._pending
+        self._open = self._pending[microbatch] = []
+        try:
+            yield
+        finally:
+            self._open = None
+
+    def put(self, contribution: Callable[[], None]) -> None:
+        """Keep a contribution of the micro-batch that is being collected."""
+        assert self._open is not None
+        self._open.append(contribution)
+
+    def run(self, microbatch: int) -> None:
+        """Make the contributions of a micro-batch, in the order in which they came."""
+        # A backward pass works without a graph of its own; its saved operands still belong to one.
+        with torch.no_grad():
+            for contribution in self._pending.pop(microbatch):
+                contribution()
 
 
 def attach_main_grad(parameter: torch.nn.Parameter, main_grad: MainGrad) -> None:

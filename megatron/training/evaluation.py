@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.core.pipeline_parallel.executor import MicrobatchLoss, run_schedule
+import torch
+
+from megatron.core.pipeline_parallel.executor import MicrobatchLoss, ModelChunk, run_schedule
 from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data_setup import BatchSource
@@ -18,12 +20,14 @@ def evaluate(
     per_batch = config.training.global_batch_size // (config.training.micro_batch_size * config.data_parallel_size)
     module = parts.module
 
-    def forward(microbatch: int) -> MicrobatchLoss:
+    def forward(microbatch: int, hidden: torch.Tensor | None) -> MicrobatchLoss:
         return forward_step(source.next(), module)
 
     module.eval()
     result = run_schedule(
-        forward_only(per_batch * config.validation.eval_iters), forward, device=runtime.device.torch_device
+        forward_only(1, 0, per_batch * config.validation.eval_iters),
+        [ModelChunk(forward)],
+        device=runtime.device.torch_device,
     )
     module.train()
     return agree(result, None, runtime).lm_loss

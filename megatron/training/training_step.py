@@ -16,7 +16,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import StepOutcome
-from megatron.core.pipeline_parallel.executor import MicrobatchLoss, ScheduleResult, run_schedule
+from megatron.core.pipeline_parallel.executor import MicrobatchLoss, ModelChunk, ScheduleResult, run_schedule
 from megatron.core.pipeline_parallel.schedules import without_pipelining
 from megatron.core.timers import Timers
 from megatron.training.config.run_config import RunConfig
@@ -142,7 +142,7 @@ class TrainingStep:
     def _forward_backward(self, source: BatchSource, num_microbatches: int, loss_scale: float) -> ScheduleResult:
         module = self.parts.module
 
-        def forward(microbatch: int) -> MicrobatchLoss:
+        def forward(microbatch: int, hidden: torch.Tensor | None) -> MicrobatchLoss:
             with self.timers("batch-generator", log_level=2):
                 batch = source.next()
             with self.timers("forward-compute", log_level=2):
@@ -151,12 +151,11 @@ class TrainingStep:
         module.train()
         with self.timers("forward-backward", log_level=1):
             return run_schedule(
-                without_pipelining(num_microbatches),
-                forward,
+                without_pipelining(1, 0, num_microbatches),
+                [ModelChunk(forward, self._no_sync)],
                 device=self.runtime.device.torch_device,
                 calculate_per_token_loss=self.config.training.calculate_per_token_loss,
                 loss_scale=loss_scale,
-                no_sync=self._no_sync,
             )
 
     def _no_sync(self) -> AbstractContextManager[None]:

@@ -1,14 +1,28 @@
-"""Run a schedule: call the forward step, keep what the backward pass needs, add the losses up."""
+"""Run a schedule: call the chunks' forward steps, pass on what the neighbours need, and run the backward passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.core.pipeline_parallel.schedules import Action, Pass
+from megatron.core.collectives import all_gather_objects
+from megatron.core.main_grad import WeightGradQueue
+from megatron.core.pipeline_parallel.action import Action, Pass
+from megatron.core.pipeline_parallel.p2p_communication import (
+    HandOver,
+    Link,
+    MessageShape,
+    PipelineLinks,
+    ReceiveQueue,
+    SendQueue,
+)
+from megatron.core.pipeline_parallel.stage_place import StagePlace, sends_in_flight
+from megatron.core.pipeline_parallel.timeline import RankTimeline, Timeline
+from megatron.core.process_group import Group
 
 
 @dataclass(frozen=True)
@@ -29,50 +43,233 @@ class MicrobatchLoss:
 class ScheduleResult:
     """Hold the loss sum and the token count over all micro-batches of this rank, detached.
 
+    Both are zero on a rank without the model's last chunk. ``timeline`` is there where a clock was given.
+
     Shapes: both ``[]`` float64.
     """
 
     loss_sum: torch.Tensor
     num_tokens: torch.Tensor
+    timeline: RankTimeline | None = None
 
 
-ForwardStep = Callable[[int], MicrobatchLoss]
-"""Run one micro-batch forward, given its number within the iteration."""
+ForwardStep = Callable[[int, torch.Tensor | None], torch.Tensor | MicrobatchLoss]
+"""Run one micro-batch through a chunk, given its number and the chunk before's output (None on the model's first).
+
+The model's last chunk returns the loss, every other one its output. For one chunk micro-batches come in order."""
+
+
+@dataclass(frozen=True, eq=False)
+class ModelChunk:
+    """Hold what the executor needs of one model chunk.
+
+    ``no_sync`` surrounds every backward pass but the last. ``weight_grad_queue`` takes the weights' gradients of
+    ``BACKWARD_INPUT`` passes until their ``BACKWARD_WEIGHT``; without one they are computed at once.
+    ``on_gradients_complete`` is called after the chunk's last backward pass.
+    """
+
+    forward_step: ForwardStep
+    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+    weight_grad_queue: WeightGradQueue | None = None
+    on_gradients_complete: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineConnection:
+    """Hold where this rank stands in the pipeline and how it reaches its neighbours.
+
+    ``message_shape`` and ``dtype`` describe what travels; a gradient has the shape and dtype of its activation.
+    """
+
+    place: StagePlace
+    links: PipelineLinks
+    message_shape: MessageShape
+    dtype: torch.dtype
+
+
+@dataclass
+class _Stash:
+    """Hold what a backward pass needs of its forward pass: the input, and the scaled loss or the output's graph.
+
+    The output itself is not kept: once it is sent its memory is free, unless the graph needs it.
+    """
+
+    hidden: torch.Tensor | None
+    root: torch.Tensor | GradientEdge
+
+
+@dataclass
+class _Recorder:
+    """Note the times of actions."""
+
+    clock: Callable[[], float]
+    starts: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
 
 
 def run_schedule(
     actions: Sequence[Action],
-    forward_step: ForwardStep,
+    chunks: Sequence[ModelChunk],
     *,
     device: torch.device,
+    connection: PipelineConnection | None = None,
     calculate_per_token_loss: bool = False,
     loss_scale: float = 1.0,
-    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
+    clock: Callable[[], float] | None = None,
 ) -> ScheduleResult:
-    """Run the actions of one iteration and return its losses.
+    """Run this rank's actions of one iteration and return its losses.
 
     A micro-batch's gradient is that of its mean loss divided by the number of micro-batches, or of its loss sum with
-    ``calculate_per_token_loss`` (the caller then divides by the number of tokens of the whole batch). Every backward
-    pass but the last runs under ``no_sync``; ``loss_scale`` multiplies the gradients.
+    ``calculate_per_token_loss`` (the caller then divides by the number of tokens of the whole batch); ``loss_scale``
+    multiplies it. Without backward passes in the list nothing is kept. ``connection`` is needed where the pipeline
+    has more than one rank. ``clock`` records when each action's computation starts and ends: on a device that works
+    asynchronously it must wait for the device.
     """
-    num_microbatches = sum(action.kind is Pass.FORWARD for action in actions)
-    last_backward = max((i for i, action in enumerate(actions) if action.kind is Pass.BACKWARD), default=None)
-    pending: dict[int, torch.Tensor] = {}
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    num_tokens = torch.zeros((), dtype=torch.float64, device=device)
-    for index, action in enumerate(actions):
+    assert connection is None or connection.place.num_chunks == len(chunks)
+    run = _Run(actions, chunks, device, connection, calculate_per_token_loss, loss_scale)
+    return run.run(None if clock is None else _Recorder(clock))
+
+
+def gather_timeline(timeline: RankTimeline, pp: Group) -> Timeline:
+    """Return the timelines of all ranks of a pipeline, on every rank; their clocks must agree."""
+    return Timeline(tuple(all_gather_objects(timeline, pp)))
+
+
+class _Run:
+    """Run one iteration."""
+
+    def __init__(
+        self,
+        actions: Sequence[Action],
+        chunks: Sequence[ModelChunk],
+        device: torch.device,
+        connection: PipelineConnection | None,
+        calculate_per_token_loss: bool,
+        loss_scale: float,
+    ) -> None:
+        self.actions = tuple(actions)
+        self.chunks = chunks
+        self.place = StagePlace(num_chunks=len(chunks)) if connection is None else connection.place
+        self.calculate_per_token_loss = calculate_per_token_loss
+        self.loss_scale = loss_scale
+        self.num_microbatches = sum(a.kind is Pass.FORWARD and a.chunk == 0 for a in actions)
+        self.trains = any(action.kind.sends_gradient for action in actions)
+        # The last pass of each kind, since a split pass leaves its last contributions in two places.
+        self._last_passes = {(a.kind, a.chunk): index for index, a in enumerate(actions)}
+        last = {a.chunk: index for index, a in enumerate(actions) if a.kind is not Pass.FORWARD}
+        self._completing = set(last.values())
+        self._stashes: dict[tuple[int, int], _Stash] = {}
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.num_tokens = torch.zeros((), dtype=torch.float64, device=device)
+        self.activations_in: ReceiveQueue | HandOver
+        self.activations_out: SendQueue | HandOver
+        self.gradients_in: ReceiveQueue | HandOver
+        self.gradients_out: SendQueue | HandOver
+        if self.place.pp == 1:
+            self.activations_in = self.activations_out = HandOver()
+            self.gradients_in = self.gradients_out = HandOver()
+            return
+        assert connection is not None, "a pipeline of several ranks needs a connection"
+        self.activations_in, self.gradients_in = (
+            self._receive_queue(link, connection, is_gradient, device)
+            for link, is_gradient in ((connection.links.activations_in, False), (connection.links.gradients_in, True))
+        )
+        limit = sends_in_flight(self.place.pp, self.actions)
+        self.activations_out, self.gradients_out = (
+            HandOver() if link is None else SendQueue(link, limit)
+            for link in (connection.links.activations_out, connection.links.gradients_out)
+        )
+
+    def _receive_queue(
+        self, link: Link | None, connection: PipelineConnection, is_gradient: bool, device: torch.device
+    ) -> ReceiveQueue | HandOver:
+        if link is None:
+            return HandOver()
+        expected = [
+            connection.message_shape(action.microbatch)
+            for action in self.actions
+            if (action.kind is not Pass.FORWARD) == is_gradient and self.place.receives(action.kind, action.chunk)
+        ]
+        return ReceiveQueue(link, expected, connection.dtype, device)
+
+    def run(self, recorder: _Recorder | None) -> ScheduleResult:
+        """Run every action and wait until what was sent has gone."""
+        for index, action in enumerate(self.actions):
+            message = self._receive(action)
+            if recorder is not None:
+                recorder.starts.append(recorder.clock())
+            leaving = self._compute(index, action, message)
+            del message
+            if recorder is not None:
+                recorder.ends.append(recorder.clock())
+            if leaving is not None:
+                out = self.activations_out if action.kind is Pass.FORWARD else self.gradients_out
+                out.send(leaving)
+            del leaving
+        self.activations_out.finish()
+        self.gradients_out.finish()
+        assert not self._stashes or not self.trains, "the schedule leaves micro-batches without a backward pass"
+        timeline = None
+        if recorder is not None:
+            timeline = RankTimeline(self.actions, tuple(recorder.starts), tuple(recorder.ends))
+        return ScheduleResult(self.loss_sum, self.num_tokens, timeline)
+
+    def _receive(self, action: Action) -> torch.Tensor | None:
+        if not self.place.receives(action.kind, action.chunk):
+            return None
+        return (self.activations_in if action.kind is Pass.FORWARD else self.gradients_in).take()
+
+    def _compute(self, index: int, action: Action, message: torch.Tensor | None) -> torch.Tensor | None:
+        """Run an action and return what it leaves for a neighbour."""
         if action.kind is Pass.FORWARD:
-            with torch.set_grad_enabled(last_backward is not None):
-                loss = forward_step(action.microbatch)
-            loss_sum += loss.loss_sum.detach()
-            num_tokens += loss.num_tokens
-            if last_backward is not None:
-                divisor = 1.0 if calculate_per_token_loss else _nonzero(loss.num_tokens) * num_microbatches
-                pending[action.microbatch] = loss.loss_sum / divisor * loss_scale
+            return self._forward(action, message)
+        chunk = self.chunks[action.chunk]
+        is_last = index == self._last_passes[action.kind, action.chunk]
+        with nullcontext() if is_last else chunk.no_sync():
+            if action.kind is Pass.BACKWARD_WEIGHT:
+                leaving = None
+                if chunk.weight_grad_queue is not None:
+                    chunk.weight_grad_queue.run(action.microbatch)
+            elif action.kind is Pass.BACKWARD_INPUT and chunk.weight_grad_queue is not None:
+                with chunk.weight_grad_queue.collecting(action.microbatch):
+                    leaving = self._backward(action, message)
+            else:
+                leaving = self._backward(action, message)
+        if index in self._completing and chunk.on_gradients_complete is not None:
+            chunk.on_gradients_complete()
+        return leaving
+
+    def _forward(self, action: Action, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        if hidden is not None and self.trains:
+            hidden.requires_grad_()
+        with torch.set_grad_enabled(self.trains):
+            output = self.chunks[action.chunk].forward_step(action.microbatch, hidden)
+            is_last = self.place.is_last(action.chunk)
+            assert isinstance(output, MicrobatchLoss) == is_last, "the last chunk, and no other, returns the loss"
+            root = self._count_loss(output) if isinstance(output, MicrobatchLoss) else output
+        if self.trains:
+            kept = root if is_last else get_gradient_edge(root)
+            self._stashes[action.microbatch, action.chunk] = _Stash(hidden, kept)
+        return None if is_last else root.detach().contiguous()
+
+    def _count_loss(self, loss: MicrobatchLoss) -> torch.Tensor:
+        """Add a micro-batch's loss to the sums and return what its backward pass starts from."""
+        self.loss_sum += loss.loss_sum.detach()
+        self.num_tokens += loss.num_tokens
+        divisor = 1.0 if self.calculate_per_token_loss else _nonzero(loss.num_tokens) * self.num_microbatches
+        return loss.loss_sum / divisor * self.loss_scale
+
+    def _backward(self, action: Action, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Run a backward pass and return the gradient of the chunk's input."""
+        stash = self._stashes.pop((action.microbatch, action.chunk))
+        if isinstance(stash.root, torch.Tensor):
+            stash.root.backward()  # type: ignore[no-untyped-call]
         else:
-            with nullcontext() if index == last_backward else no_sync():
-                pending.pop(action.microbatch).backward()  # type: ignore[no-untyped-call]
-    return ScheduleResult(loss_sum, num_tokens)
+            torch.autograd.backward([stash.root], [grad])
+        if stash.hidden is None:
+            return None
+        assert stash.hidden.grad is not None, "the chunk's output does not depend on its input"
+        return stash.hidden.grad.contiguous()
 
 
 def _nonzero(num_tokens: torch.Tensor) -> torch.Tensor:

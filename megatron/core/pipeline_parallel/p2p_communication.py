@@ -1,0 +1,151 @@
+"""How messages travel between pipeline stages: directed links between neighbours, and the queues along them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.pipeline_parallel.stage_place import RECEIVES_AHEAD
+from megatron.core.process_group import Group
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """Join two ranks in one direction; ``handle`` is a communicator in which neither has another link.
+
+    It is ``None`` where the world is only described.
+    """
+
+    sender: int
+    receiver: int
+    handle: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineLinks:
+    """Hold a rank's links to its neighbours; ``None`` where nothing travels."""
+
+    activations_in: Link | None = None
+    activations_out: Link | None = None
+    gradients_in: Link | None = None
+    gradients_out: Link | None = None
+
+
+MessageShape = Callable[[int], tuple[int, ...]]
+"""Return the shape of a micro-batch's activations between stages: ``[s/cp/tp, b, h]``."""
+
+
+def create_pipeline_links(pp: Group, *, wraps_around: bool = False, timeout: timedelta | None = None) -> PipelineLinks:
+    """Make the communicators of the pipeline's links and return this rank's; every rank of the group must call it.
+
+    A communicator runs what it is given in order. Were one shared by both directions, two ranks that send to each
+    other would both wait for the other's receive; were it shared by the links on both sides of a rank, a receive that
+    is posted early would hold up the sends behind it. So neighbouring links take turns between two communicators for
+    each direction, each over all ranks of the pipeline. ``wraps_around`` adds the links from the last rank to the
+    first, which interleaved chunks need: on an odd number of ranks they take a third communicator. Pairs of their own
+    would do as well, but torch names a group by how many groups its members have made, which must then be equal.
+    """
+    if pp.size == 1:
+        return PipelineLinks()
+    num_links = pp.size if wraps_around else pp.size - 1
+    own, previous = pp.rank, (pp.rank - 1) % pp.size
+    links: dict[tuple[bool, int], Link] = {}
+    for is_gradient in (False, True):
+        handles = [_make_communicator(pp, timeout) for _ in range(1 + max(map(_turn_of(pp), range(num_links))))]
+        for index in (own, previous):
+            if index < num_links:
+                ends = pp.ranks[index], pp.ranks[(index + 1) % pp.size]
+                sender, receiver = ends[::-1] if is_gradient else ends
+                links[is_gradient, index] = Link(sender, receiver, handles[_turn_of(pp)(index)])
+    return PipelineLinks(
+        activations_in=links.get((False, previous)),
+        activations_out=links.get((False, own)),
+        gradients_in=links.get((True, own)),
+        gradients_out=links.get((True, previous)),
+    )
+
+
+def _turn_of(pp: Group) -> Callable[[int], int]:
+    """Return which communicator of a direction the link from each rank to the next one takes."""
+    return lambda index: 2 if pp.size % 2 and index == pp.size - 1 else index % 2
+
+
+def _make_communicator(pp: Group, timeout: timedelta | None) -> dist.ProcessGroup | None:
+    if pp.handle is None:
+        return None
+    handle: dist.ProcessGroup = dist.new_group(list(pp.ranks), timeout=timeout, use_local_synchronization=True)
+    return handle
+
+
+class ReceiveQueue:
+    """Receive the messages of one iteration along one link in order, a few posted before they are needed."""
+
+    def __init__(self, link: Link, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+        self._link = link
+        self._shapes = iter(shapes)
+        self._dtype = dtype
+        self._device = device
+        self._posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        for _ in range(RECEIVES_AHEAD):
+            self._post_next()
+
+    def take(self) -> torch.Tensor:
+        """Wait for the next message and return it; the receive of a later one is posted."""
+        work, buffer = self._posted.popleft()
+        work.wait()
+        self._post_next()
+        return buffer
+
+    def _post_next(self) -> None:
+        shape = next(self._shapes, None)
+        if shape is None:
+            return
+        buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
+        work = dist.irecv(buffer, src=self._link.sender, group=self._link.handle)
+        assert work is not None, "this rank is not the receiver of its link"
+        self._posted.append((work, buffer))
+
+
+class SendQueue:
+    """Send messages along one link in order and hold each until it is sent, at most ``max_unfinished`` at a time."""
+
+    def __init__(self, link: Link, max_unfinished: int) -> None:
+        self._link = link
+        self._max_unfinished = max_unfinished
+        self._unfinished: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Start sending a contiguous tensor, then wait for the oldest sends where too many are unfinished."""
+        work = dist.isend(tensor, dst=self._link.receiver, group=self._link.handle)
+        assert work is not None, "this rank is not the sender of its link"
+        self._unfinished.append((work, tensor))
+        while len(self._unfinished) > self._max_unfinished:
+            self._unfinished.popleft()[0].wait()
+
+    def finish(self) -> None:
+        """Wait until every message is sent."""
+        while self._unfinished:
+            self._unfinished.popleft()[0].wait()
+
+
+class HandOver:
+    """Stand in for a link from a rank to itself, between the chunks of a pipeline of one rank."""
+
+    def __init__(self) -> None:
+        self._messages: deque[torch.Tensor] = deque()
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Keep a message."""
+        self._messages.append(tensor)
+
+    def take(self) -> torch.Tensor:
+        """Return the oldest message."""
+        return self._messages.popleft()
+
+    def finish(self) -> None:
+        """Do nothing: no message is on its way."""

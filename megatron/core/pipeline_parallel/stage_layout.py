@@ -1,0 +1,264 @@
+"""Which layers, and whether the embedding and the loss, are on which stage: pure geometry, known before torch is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.core.errors import ConfigurationError
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.layout_notation import parse_layout
+
+
+@dataclass(frozen=True)
+class StageContents:
+    """Hold what one model chunk consists of.
+
+    ``layer_numbers`` are global and start at 0; ``has_loss`` includes the final norm and the output layer.
+    """
+
+    layer_numbers: tuple[int, ...] = ()
+    has_embedding: bool = False
+    has_loss: bool = False
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """Hold the contents of every global stage: chunk ``c`` of rank ``r`` is global stage ``c * pp + r``."""
+
+    pp: int
+    stages: tuple[StageContents, ...]
+
+    @property
+    def num_chunks(self) -> int:
+        """Return the number of model chunks on a rank."""
+        return len(self.stages) // self.pp
+
+    def contents(self, rank: int, chunk: int = 0) -> StageContents:
+        """Return what one chunk of a rank consists of."""
+        return self.stages[chunk * self.pp + rank]
+
+    def chunks(self, rank: int) -> tuple[StageContents, ...]:
+        """Return what the chunks of a rank consist of."""
+        return self.stages[rank :: self.pp]
+
+    def describe(self) -> str:
+        """Return the layout in the notation of --pipeline-model-parallel-layout."""
+        return "|".join("E" * s.has_embedding + "t" * len(s.layer_numbers) + "L" * s.has_loss for s in self.stages)
+
+
+def plan_stage_layout(config: ModelParallelConfig, num_layers: int, layout: str | None = None) -> StageLayout:
+    """Spread the layers over the stages as the configuration says.
+
+    Evenly; or with given numbers of layers on the first and the last rank and the rest spread evenly between them; or
+    with the embedding and the loss counted as one layer each; or as ``layout`` says (the value of
+    --pipeline-model-parallel-layout). A rank's layers are divided evenly over its chunks.
+
+    Raises:
+        ConfigurationError: it cannot be; every problem, with values that would work.
+    """
+    problems = list(_conflicts(config, layout))
+    if num_layers < 1:
+        problems.append(f"--num-layers {num_layers} is not a number of layers; use 1 or more")
+    if config.pipeline_model_parallel_size < 1:
+        problems.append(f"--pipeline-model-parallel-size {config.pipeline_model_parallel_size} must be 1 or more")
+    if problems:
+        raise ConfigurationError(problems)
+    if layout is not None:
+        counts, problems = _explicit_counts(config, num_layers, layout)
+    else:
+        counts, problems = _spread(config, num_layers)
+    if problems:
+        raise ConfigurationError(problems)
+    return _number_layers(config.pipeline_model_parallel_size, counts)
+
+
+def layout_problems(config: ModelParallelConfig, num_layers: int, layout: str | None = None) -> tuple[str, ...]:
+    """Return why the layers cannot be spread as the configuration says, one line each."""
+    try:
+        plan_stage_layout(config, num_layers, layout)
+    except ConfigurationError as error:
+        return error.problems
+    return ()
+
+
+def _number_layers(pp: int, counts: Sequence[int]) -> StageLayout:
+    stages, start = [], 0
+    for stage, count in enumerate(counts):
+        layers = tuple(range(start, start + count))
+        stages.append(StageContents(layers, has_embedding=stage == 0, has_loss=stage == len(counts) - 1))
+        start += count
+    return StageLayout(pp, tuple(stages))
+
+
+def _conflicts(config: ModelParallelConfig, layout: str | None) -> list[str]:
+    """Return the flags that cannot be given together."""
+    problems = []
+    uneven = {
+        "--decoder-first-pipeline-num-layers": config.decoder_first_pipeline_num_layers is not None,
+        "--decoder-last-pipeline-num-layers": config.decoder_last_pipeline_num_layers is not None,
+    }
+    counting = {
+        "--account-for-embedding-in-pipeline-split": config.account_for_embedding_in_pipeline_split,
+        "--account-for-loss-in-pipeline-split": config.account_for_loss_in_pipeline_split,
+    }
+    virtual = {"--num-layers-per-virtual-pipeline-stage": config.num_layers_per_virtual_pipeline_stage is not None}
+    chunks = {"--num-virtual-stages-per-pipeline-rank": config.num_virtual_stages_per_pipeline_rank is not None}
+
+    def given(flags: dict[str, bool]) -> str:
+        return " and ".join(name for name, is_given in flags.items() if is_given)
+
+    if layout is not None and given(uneven | counting | virtual):
+        problems.append(
+            f"--pipeline-model-parallel-layout says where every layer is; leave out {given(uneven | counting | virtual)}"
+        )
+    if given(uneven) and given(counting):
+        problems.append(
+            f"{given(counting)} works on an even split only; leave out {given(uneven)} or {given(counting)}"
+        )
+    if given(uneven) and given(virtual):
+        problems.append(
+            f"--num-layers-per-virtual-pipeline-stage works on an even split only; with {given(uneven)} use "
+            "--num-virtual-stages-per-pipeline-rank"
+        )
+    if given(virtual) and given(chunks):
+        problems.append(f"{given(virtual)} and {given(chunks)} say the same thing; leave one of them out")
+    return problems
+
+
+def _explicit_counts(config: ModelParallelConfig, num_layers: int, layout: str) -> tuple[list[int], list[str]]:
+    pp, chunks = config.pipeline_model_parallel_size, config.num_virtual_stages_per_pipeline_rank
+    stages = parse_layout(layout, num_layers)
+    problems = []
+    if len(stages) % pp:
+        below = len(stages) // pp * pp
+        multiples = f"{below} or {below + pp}" if below else str(pp)
+        problems.append(
+            f"--pipeline-model-parallel-layout has {len(stages)} stages, not a multiple of "
+            f"--pipeline-model-parallel-size {pp}; write {multiples} stages, or use a pipeline size of "
+            f"{_listed(_divisors(len(stages)))}"
+        )
+    elif chunks is not None and len(stages) != pp * chunks:
+        problems.append(
+            f"--pipeline-model-parallel-layout has {len(stages) // pp} stages for each of {pp} ranks and "
+            f"--num-virtual-stages-per-pipeline-rank is {chunks}; use {len(stages) // pp} or leave it out"
+        )
+    return [stage.count("t") for stage in stages], problems
+
+
+def _spread(config: ModelParallelConfig, num_layers: int) -> tuple[list[int], list[str]]:
+    """Return the number of layers of every global stage."""
+    pp = config.pipeline_model_parallel_size
+    first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
+    if first is not None or last is not None:
+        per_rank, problems = _spread_unevenly(pp, num_layers, first, last)
+        extras = ""
+    else:
+        counted = config.account_for_embedding_in_pipeline_split + config.account_for_loss_in_pipeline_split
+        extras = f" and {counted} for the embedding and the loss" if counted else ""
+        per_rank, problems = _spread_evenly(pp, num_layers, counted, extras)
+    if problems:
+        return [], problems
+    chunks, problems = _num_chunks(config, per_rank)
+    if problems:
+        return [], problems
+    counts = [per_rank[stage % pp] // chunks for stage in range(pp * chunks)]
+    counts[0] -= config.account_for_embedding_in_pipeline_split
+    counts[-1] -= config.account_for_loss_in_pipeline_split
+    if min(counts) < 0:
+        problems.append(
+            f"{num_layers} layers{extras} leave a stage with {min(counts)} layers; raise --num-layers, or leave one of "
+            "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split out"
+        )
+    return counts, problems
+
+
+def _spread_evenly(pp: int, num_layers: int, counted: int, extras: str) -> tuple[list[int], list[str]]:
+    total = num_layers + counted
+    if total % pp == 0:
+        return [total // pp] * pp, []
+    below = total // pp * pp - counted
+    numbers = [number for number in (below, below + pp) if number > 0]
+    return [], [
+        f"{num_layers} layers{extras} do not spread evenly over --pipeline-model-parallel-size {pp}; use a pipeline "
+        f"size of {_listed(_divisors(total))}, --num-layers {_listed(numbers)}, or say the split with "
+        "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or --pipeline-model-parallel-layout"
+    ]
+
+
+def _spread_unevenly(pp: int, num_layers: int, first: int | None, last: int | None) -> tuple[list[int], list[str]]:
+    problems = [
+        f"{name} {value} must be 1 or more"
+        for name, value in (
+            ("--decoder-first-pipeline-num-layers", first),
+            ("--decoder-last-pipeline-num-layers", last),
+        )
+        if value is not None and value < 1
+    ]
+    given = (first is not None) + (last is not None)
+    if pp < 2:
+        problems.append(
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers split layers over stages and "
+            f"--pipeline-model-parallel-size is {pp}; use 2 or more, or leave them out"
+        )
+    if problems:
+        return [], problems
+    middle, rest = pp - given, num_layers - (first or 0) - (last or 0)
+    fits = rest == 0 if middle == 0 else rest > 0 and rest % middle == 0
+    if not fits:
+        said = " and ".join(
+            f"--decoder-{name}-pipeline-num-layers {value}"
+            for name, value in (("first", first), ("last", last))
+            if value is not None
+        )
+        flag = "--decoder-last-pipeline-num-layers" if last is not None else "--decoder-first-pipeline-num-layers"
+        other = (first or 0) if last is not None else 0
+        lowest = max(middle, 1) if middle else 0
+        values = [v for v in range(1, num_layers - other + 1) if _leaves_even_rest(num_layers - other - v, middle)]
+        return [], [
+            f"{said} of {num_layers} layers leave {rest} for {middle} stages, which cannot be spread evenly "
+            f"(at least {lowest}, a multiple); "
+            + (f"use {flag} {_listed(values)}" if values else "lower the pipeline size or raise --num-layers")
+        ]
+    each = rest // middle if middle else 0
+    head = [each if first is None else first]
+    tail = [each if last is None else last]
+    return head + [each] * (pp - 2) + tail, []
+
+
+def _leaves_even_rest(rest: int, middle: int) -> bool:
+    return rest == 0 if middle == 0 else rest > 0 and rest % middle == 0
+
+
+def _num_chunks(config: ModelParallelConfig, per_rank: Sequence[int]) -> tuple[int, list[str]]:
+    """Return how many chunks each rank's layers are divided into."""
+    per_stage, chunks = config.num_layers_per_virtual_pipeline_stage, config.num_virtual_stages_per_pipeline_rank
+    if per_stage is not None:
+        if per_stage < 1 or per_rank[0] % per_stage:
+            return 0, [
+                f"--num-layers-per-virtual-pipeline-stage {per_stage} does not divide the {per_rank[0]} layers of a "
+                f"pipeline rank; use {_listed(_divisors(per_rank[0]))}"
+            ]
+        return per_rank[0] // per_stage, []
+    if chunks is None:
+        return 1, []
+    shared = [d for d in _divisors(max(per_rank)) if all(count % d == 0 for count in per_rank)]
+    if chunks not in shared:
+        counts = ", ".join(map(str, dict.fromkeys(per_rank)))
+        return 0, [
+            f"--num-virtual-stages-per-pipeline-rank {chunks} does not divide the {counts} layers of the pipeline "
+            f"ranks; use {_listed(shared)}"
+        ]
+    return chunks, []
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Return numbers as a choice, the middle of a long one left out."""
+    shown = [str(number) for number in numbers]
+    if len(shown) > 12:
+        shown = [*shown[:6], "…", *shown[-3:]]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
