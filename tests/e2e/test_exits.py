@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.toy_run import DATA, newest, toy_args
+from tests.e2e.toy_run import DATA, exact_figures, newest, toy_args
 from tests.harness.faults import Faults
-from tests.harness.forked_training import ForkedRun, fork_training
+from tests.harness.forked_training import ForkedRun, fork_training, fork_trainings
 
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 
@@ -157,6 +157,14 @@ def test_a_changed_schedule_without_a_word_for_it_is_refused_or_kept(tmp_path: P
     assert max(line["learning_rate"] for line in kept.iterations()) > 2e-3
 
 
+def test_a_longer_run_with_the_same_schedule_resumes_without_a_word(tmp_path: Path) -> None:
+    args = toy_args(tmp_path, "--lr-decay-iters 40")
+    fork_training(args).check()
+    run = fork_training([*args, "--train-iters", "23"]).check()
+    assert [line["iteration"] for line in run.iterations()] == list(range(1, 24))
+    assert "training.train_iters: 20 -> 23" in run.stdout
+
+
 def test_the_batch_may_change_on_resume(tmp_path: Path) -> None:
     args = toy_args(tmp_path, NO_DROPOUT)
     fork_training([*args, "--exit-interval", "5"]).check()
@@ -190,3 +198,14 @@ def test_blends_and_data_per_split(tmp_path: Path) -> None:
         "validation",
         "test",
     ]
+
+
+def test_two_jobs_share_an_empty_index_cache(tmp_path: Path) -> None:
+    cache = ["--data-cache-path", str(tmp_path / "shared-cache")]
+    several = [[*toy_args(tmp_path / name, "--train-iters 8"), *cache] for name in ("one", "other")]
+    one, other = (run.check() for run in fork_trainings(several, 2))
+    assert len(one.iterations()) == 8
+    assert exact_figures(one.metrics) == exact_figures(other.metrics)
+    files = [path.name for path in (tmp_path / "shared-cache").rglob("*") if path.is_file()]
+    assert files
+    assert all(name.endswith((".npy", ".txt", ".json")) for name in files), files

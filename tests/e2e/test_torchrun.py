@@ -90,7 +90,8 @@ def launch(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param("--tensor-model-parallel-size 2", id="tp2"), pytest.param("", id="dp2")]
+    "layout",
+    [pytest.param("--tensor-model-parallel-size 2", id="tp2"), pytest.param("", id="dp2", marks=pytest.mark.long)],
 )
 def test_a_rank_that_raises_ends_the_run_and_has_the_last_word(layout: str, launch, tmp_path: Path) -> None:
     run = launch(toy_args(tmp_path, layout), Faults(rank=1, raise_at=5))
@@ -105,7 +106,19 @@ def test_a_rank_that_raises_ends_the_run_and_has_the_last_word(layout: str, laun
     assert tracebacks == 1, ours[-6000:]
 
 
-@pytest.mark.parametrize("to_all", [False, True], ids=["torchrun-alone", "every-process"])
+@pytest.mark.long
+def test_a_rank_that_is_alone_with_its_reason_says_it(launch, tmp_path: Path) -> None:
+    run = launch(toy_args(tmp_path, "--tensor-model-parallel-size 2"), Faults(rank=1, data_error_at=5))
+    assert run.wait() == 1
+    output, _, _ = run.output.read_text().partition("torch/distributed/elastic")
+    assert output.count("error: rank 1: a file is gone in micro-batch 5; put it back\n") == 1
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    "to_all",
+    [pytest.param(False, id="torchrun-alone", marks=pytest.mark.long), pytest.param(True, id="every-process")],
+)
 def test_sigterm_saves_and_ends_with_status_0(to_all: bool, launch, tmp_path: Path) -> None:
     args = toy_args(tmp_path, "--tensor-model-parallel-size 2 --train-iters 100000 --lr-decay-iters 100")
     run = launch(args)
@@ -127,6 +140,7 @@ def test_sigterm_saves_and_ends_with_status_0(to_all: bool, launch, tmp_path: Pa
     assert "Traceback" not in output.partition("torch/distributed/elastic")[0]
 
 
+@pytest.mark.long
 def test_sigterm_to_one_process_without_a_launcher(launch, tmp_path: Path) -> None:
     args = toy_args(tmp_path, "--train-iters 100000 --lr-decay-iters 100")
     run = launch(args, nproc=1)

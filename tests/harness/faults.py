@@ -23,6 +23,7 @@ import torch
 
 import pretrain_gpt
 from megatron.core.datasets.batch import Batch
+from megatron.core.errors import DataError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.executor import MicrobatchLoss
 from megatron.core.sharding import spec_of
@@ -41,9 +42,10 @@ class Faults:
     """Name what goes wrong and where; micro-batches are those of training on one rank, counted from 1.
 
     ``weights`` is an npz file of global tensors that the model begins with. On ``rank`` happen ``nan_loss_at``,
-    ``nan_gradient_at`` (a micro-batch in which ``nan_parameter``'s gradient is spoilt), ``raise_at``, ``sigterm_at``
-    and ``hour_passes_at`` (for the time limit). ``kill_after_s`` (from the first micro-batch on) and
-    ``kill_at_checkpoint`` (an iteration in the tracker file ``tracker``) kill every rank without a warning.
+    ``nan_gradient_at`` (a micro-batch in which ``nan_parameter``'s gradient is spoilt), ``raise_at``,
+    ``data_error_at``, ``sigterm_at`` and ``hour_passes_at`` (for the time limit). ``kill_after_s`` (from the first
+    micro-batch on) and ``kill_at_checkpoint`` (an iteration in the tracker file ``tracker``) kill every rank without
+    a warning.
     ``drop_share`` masks out a share of the tokens that differs from sample to sample.
     """
 
@@ -53,6 +55,7 @@ class Faults:
     nan_gradient_at: int | None = None
     nan_parameter: str = "decoder.final_layernorm.weight"
     raise_at: int | None = None
+    data_error_at: int | None = None
     sigterm_at: int | None = None
     hour_passes_at: int | None = None
     kill_after_s: float | None = None
@@ -102,6 +105,8 @@ class _FaultyForwardStep:
             return pretrain_gpt.forward_step(batch, model)
         if self.microbatch == faults.raise_at:
             raise ValueError(f"a fault of micro-batch {self.microbatch} on rank {faults.rank}")
+        if self.microbatch == faults.data_error_at:
+            raise DataError(f"a file is gone in micro-batch {self.microbatch}; put it back")
         if self.microbatch == faults.sigterm_at:
             os.kill(os.getpid(), signal.SIGTERM)
         if self.microbatch == faults.hour_passes_at:

@@ -86,6 +86,25 @@ def fork_training_to_death(args: Sequence[str | Path], nproc: int, faults: Fault
     raise AssertionError("the run ended before it was killed")
 
 
+def fork_trainings(several: Sequence[Sequence[str | Path]], nproc: int) -> list[ForkedRun]:
+    """Train with each of several command lines at the same time, each on ``nproc`` forked ranks of its own."""
+    argvs = [[str(word) for word in args] for args in several]
+    ports = [_free_port() for _ in argvs]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = run_distributed(nproc * len(argvs), _train_one_of, argvs, folder, ports, nproc, timeout_s=TIMEOUT_S)
+    runs = []
+    for number, argv in enumerate(argvs):
+        statuses, outputs, errors = zip(*ranks[number * nproc : (number + 1) * nproc])
+        runs.append(ForkedRun(statuses, outputs, errors, read_metrics(metrics_path(argv, Path.cwd()))))
+    return runs
+
+
+def _train_one_of(argvs: list[list[str]], folder: str, ports: list[int], nproc: int) -> tuple[int, str, str]:
+    number, rank = divmod(dist.get_rank(), nproc)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc))
+    return _train_rank(argvs[number], NO_FAULTS, folder, ports[number])
+
+
 def _train_rank(argv: list[str], faults: Faults, folder: str, port: int) -> tuple[int, str, str]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # gloo takes a peer that leaves while others still connect to it for a crash.

@@ -150,6 +150,9 @@ def reconcile_schedules(
 ) -> tuple[ScheduleConfig, tuple[str, ...]]:
     """Return the schedule of a resumed run and one ``old → new`` line for each value in which the two differ.
 
+    The length over which something constant changes does not count: it follows from the length of the run, which may
+    grow on resume.
+
     ``override`` (``--override-opt-param-scheduler``) takes the given schedule, and its lines go from the stored value
     to the given one; ``use_checkpoint`` (``--use-checkpoint-opt-param-scheduler``) takes the stored one, and its lines
     go the other way.
@@ -166,7 +169,7 @@ def reconcile_schedules(
     lines = tuple(
         f"{field.name}: {getattr(old, field.name)} → {getattr(new, field.name)}"
         for field in fields(ScheduleConfig)
-        if getattr(old, field.name) != getattr(new, field.name)
+        if getattr(old, field.name) != getattr(new, field.name) and _has_effect(field.name, old, new)
     )
     if lines and not override and not use_checkpoint:
         raise CheckpointError(
@@ -175,3 +178,11 @@ def reconcile_schedules(
             "the old ones"
         )
     return new, lines
+
+
+def _has_effect(name: str, old: ScheduleConfig, new: ScheduleConfig) -> bool:
+    styles = {
+        "wd_incr_steps": (old.wd_incr_style, new.wd_incr_style),
+        "lr_decay_steps": (old.lr_decay_style, new.lr_decay_style),
+    }
+    return styles.get(name) != ("constant", "constant")
