@@ -11,6 +11,7 @@ from tests.e2e.toy_run import assert_same_checkpoints, exact_figures, leftovers,
 from tests.harness.faults import Faults
 from tests.harness.forked_training import ForkedRun, fork_training, fork_training_to_death
 
+SHARDED = "--data-parallel-sharding-strategy optim_grads --overlap-param-gather --ddp-bucket-size 5000"
 CASES = [
     pytest.param(1, "", id="fp32"),
     pytest.param(1, "--bf16", id="bf16"),
@@ -19,6 +20,8 @@ CASES = [
     pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16", id="bf16-tp2-sp"),
     pytest.param(2, "", id="fp32-dp2"),
     pytest.param(2, "--bf16", id="bf16-dp2"),
+    pytest.param(2, "--bf16 --use-distributed-optimizer", id="bf16-dp2-distributed-optimizer"),
+    pytest.param(2, f"{SHARDED} --overlap-grad-reduce", id="fp32-dp2-sharded-gradients"),
 ]
 
 
@@ -92,6 +95,9 @@ LAYOUTS = [
     pytest.param(2, "--tensor-model-parallel-size 2", 1, "", id="tp2-to-tp1"),
     pytest.param(1, "", 2, "", id="dp1-to-dp2"),
     pytest.param(2, "", 2, "--tensor-model-parallel-size 2 --sequence-parallel", id="dp2-to-tp2-sp"),
+    pytest.param(4, "--use-distributed-optimizer --micro-batch-size 1", 2, SHARDED, id="dp4-sharded-to-dp2-sharded"),
+    pytest.param(2, SHARDED, 2, "--tensor-model-parallel-size 2", id="dp2-sharded-to-tp2"),
+    pytest.param(1, "", 2, "--use-distributed-optimizer", id="dp1-to-dp2-sharded"),
     pytest.param(
         4, "--tensor-model-parallel-size 2", 1, "--micro-batch-size 4", id="tp2-dp2-to-one-process-larger-micro-batch"
     ),

@@ -20,12 +20,27 @@ FLAGS = """
     --no-bias-gelu-fusion --hidden-dropout 0 --attention-dropout 0 --log-interval 1 --eval-iters 1
     --eval-interval 100 --seed 1234 --make-vocab-size-divisible-by 32
 """
+SMALL_BUCKETS = "--ddp-bucket-size 9000"
 LAYOUTS = [
     pytest.param(1, "", "tp1", id="tp1"),
     pytest.param(2, "--tensor-model-parallel-size 2", "tp1", id="tp2"),
     pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel", "tp1", id="tp2-sp"),
     pytest.param(2, "", "dp2", id="dp2"),
     pytest.param(4, "--tensor-model-parallel-size 2 --sequence-parallel", "dp2", id="tp2-sp-dp2"),
+    pytest.param(2, "--use-distributed-optimizer", "dp2", id="dp2-distributed-optimizer"),
+    pytest.param(
+        2,
+        f"--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather {SMALL_BUCKETS}",
+        "dp2",
+        id="dp2-distributed-optimizer-overlap",
+    ),
+    pytest.param(
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --data-parallel-sharding-strategy optim_grads "
+        f"--overlap-grad-reduce --overlap-param-gather {SMALL_BUCKETS}",
+        "dp2",
+        id="tp2-sp-dp2-sharded-gradients",
+    ),
     pytest.param(
         1,
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",

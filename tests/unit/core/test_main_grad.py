@@ -182,3 +182,28 @@ def test_parameters_start_without_an_accumulator() -> None:
     assert gradient_uses_of(parameter) == 1
     set_gradient_uses(parameter, 2)
     assert gradient_uses_of(parameter) == 2
+
+
+def test_an_owner_without_memory_is_asked_for_it_before_the_first_contribution() -> None:
+    asked: list[int] = []
+
+    def lend() -> None:
+        asked.append(1)
+        main_grad.tensor = torch.full((2, 3), float("nan"))
+
+    main_grad = MainGrad(torch.empty(0), on_begin=lend)
+    ones = torch.ones(2, 3)
+    for contribution in (
+        lambda: main_grad.add(ones),
+        lambda: main_grad.add_matmul(torch.ones(2, 1), torch.ones(1, 3)),
+        lambda: main_grad.add_rows(torch.tensor([0, 1]), ones),
+        main_grad.fill_if_empty,
+    ):
+        main_grad.reset()
+        main_grad.tensor = torch.empty(0)
+        contribution()
+        expected = 0.0 if contribution == main_grad.fill_if_empty else 1.0
+        assert main_grad.tensor.eq(expected).all()
+        main_grad.add(ones)
+        assert main_grad.tensor.eq(expected + 1.0).all()
+    assert len(asked) == 4

@@ -131,3 +131,13 @@ def test_single_rank_group_is_first_and_last() -> None:
     assert (group.size, group.ranks, group.rank, group.name) == (1, (7,), 0, "dp_cp")
     assert group.is_first
     assert group.is_last
+
+
+def test_the_ends_of_the_pipeline_form_the_embedding_group() -> None:
+    for rank in range(12):
+        state = describe_parallel_state(rank, 12, tensor_model_parallel_size=2, pipeline_model_parallel_size=3)
+        stage, place = divmod(rank, 4)
+        assert state.embedding.ranks == ((place, place + 8) if stage != 1 else (rank,))
+        assert state.embedding.ranks[state.embedding.rank] == rank
+    assert describe_parallel_state(1, 4, tensor_model_parallel_size=2).embedding.ranks == (1,)
+    assert describe_parallel_state(1, 2, pipeline_model_parallel_size=2).embedding.ranks == (0, 1)

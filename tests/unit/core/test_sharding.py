@@ -14,9 +14,11 @@ from megatron.core.sharding import (
     Piece,
     attach_spec,
     even_pieces,
+    flat_range_boxes,
     full_pieces,
     spec_of,
     stacked_pieces,
+    tie_over_pipeline,
 )
 
 lengths = st.integers(1, 6)
@@ -140,3 +142,71 @@ def test_parameter_without_a_spec_is_an_error() -> None:
 def test_only_the_first_replica_is_the_owner() -> None:
     owners = [ParamSpec("w", (4,), full_pieces((4,)), replica_index=i, num_replicas=3).is_owner for i in range(3)]
     assert owners == [True, False, False]
+
+
+shapes = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
+
+
+@given(shapes, st.data())
+def test_a_flat_range_is_few_boxes_that_follow_each_other(shape: tuple[int, ...], data: st.DataObject) -> None:
+    whole = np.arange(np.prod(shape)).reshape(shape)
+    start = data.draw(st.integers(0, whole.size))
+    end = data.draw(st.integers(start, whole.size))
+    boxes = flat_range_boxes(shape, start, end)
+    assert len(boxes) <= 2 * len(shape) - 1
+    values = [whole[box.slices].reshape(-1) for box in boxes]
+    assert np.array_equal(np.concatenate([np.empty(0, int), *values]), np.arange(start, end))
+    assert all(box.num_elements for box in boxes)
+
+
+def test_as_many_boxes_as_a_flat_range_can_need() -> None:
+    assert flat_range_boxes((3, 4, 5), 13, 53) == [
+        Box((0, 2, 3), (1, 1, 2)),
+        Box((0, 3, 0), (1, 1, 5)),
+        Box((1, 0, 0), (1, 4, 5)),
+        Box((2, 0, 0), (1, 2, 5)),
+        Box((2, 2, 0), (1, 1, 3)),
+    ]
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.data())
+def test_shards_of_local_tensors_hold_every_element_of_the_global_one_once(
+    count: int, rows: int, parts: int, columns: int, data: st.DataObject
+) -> None:
+    """Tensor-parallel shards of a stacked weight, each cut into flat ranges, are boxes that make up the whole."""
+    whole = np.arange(count * rows * parts * columns).reshape(-1, columns)
+    found = np.zeros(whole.shape, int)
+    for index in range(count):
+        spec = ParamSpec("w", whole.shape, stacked_pieces(whole.shape, 0, index, count, parts))
+        local = np.zeros((rows * parts, columns), int)
+        for piece in spec.pieces:
+            local[piece.local_box.slices] = whole[piece.global_box.slices]
+        cuts = sorted(data.draw(st.lists(st.integers(0, local.size), max_size=3)))
+        for start, end in zip([0, *cuts], [*cuts, local.size]):
+            position = start
+            for box in flat_range_boxes(local.shape, start, end):
+                values = local.reshape(-1)[position : position + box.num_elements].reshape(box.shape)
+                position += box.num_elements
+                for piece in spec.within(box).pieces:
+                    assert np.array_equal(whole[piece.global_box.slices], values[piece.local_box.slices])
+                    found[piece.global_box.slices] += 1
+    assert (found == 1).all()
+
+
+def test_a_box_of_padding_holds_nothing() -> None:
+    spec = ParamSpec("w", (33, 5), even_pieces((33, 5), 0, 2, 4, 64))
+    assert spec.within(Box((1, 0), (3, 5))).pieces == ()
+    (piece,) = spec.within(Box((0, 2), (4, 3))).pieces
+    assert piece == Piece(Box((32, 2), (1, 3)), (0, 0))
+
+
+def test_copies_at_the_ends_of_the_pipeline_share_a_name_and_one_owner() -> None:
+    held = ParamSpec("output_layer.weight", (8, 3), even_pieces((8, 3), 0, 1, 2), init_std=0.5)
+    name = "embedding.word_embeddings.weight"
+    first, last = (tie_over_pipeline(held, name=name, is_first_stage=is_first) for is_first in (True, False))
+    assert first.name == last.name == name
+    assert (first.is_owner, last.is_owner) == (True, False)
+    assert first.is_tied_over_pipeline
+    assert last.is_tied_over_pipeline
+    assert not held.is_tied_over_pipeline
+    assert (first.pieces, first.init_std) == (held.pieces, 0.5)

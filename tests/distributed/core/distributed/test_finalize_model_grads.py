@@ -13,7 +13,15 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group
-from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, even_pieces, full_pieces
+from megatron.core.sharding import (
+    Box,
+    ParamSpec,
+    Piece,
+    attach_spec,
+    even_pieces,
+    full_pieces,
+    tie_over_pipeline,
+)
 from tests.harness.distributed import run_distributed
 
 
@@ -87,3 +95,59 @@ def test_with_replicas_the_mean_over_them_is_summed() -> None:
         # Tensor-parallel rank 0 is ranks 0 and 2, tensor-parallel rank 1 is ranks 1 and 3.
         assert gradients["partial_norm"].eq((1 + 3) / 2 + (2 + 4) / 2).all()
         assert gradients["shard"].eq((1 + 3) / 2 + rank % 2).all()
+
+
+class End(nn.Module):
+    """Hold this stage's copy of a tied table, between weights of other sizes on every stage."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.zeros(3 + 50 * stage, 7, dtype=torch.float64))
+        attach_spec(self.before, ParamSpec(f"before{stage}", (3 + 50 * stage, 7), full_pieces((3 + 50 * stage, 7))))
+        self.table: nn.Parameter | None = None
+        if stage in (0, num_stages - 1):
+            self.table = nn.Parameter(torch.zeros(29, 11, dtype=torch.float64))
+            spec = ParamSpec("weight", (29, 11), full_pieces((29, 11)))
+            attach_spec(self.table, tie_over_pipeline(spec, name="word.weight", is_first_stage=stage == 0))
+        self.after = nn.Parameter(torch.zeros(13, 9 + stage, dtype=torch.float64))
+        attach_spec(self.after, ParamSpec(f"after{stage}", (13, 9 + stage), full_pieces((13, 9 + stage))))
+
+
+def tied_sums(pp: int, strategy: str, per_token: bool) -> dict[str, list[torch.Tensor]]:
+    """Return what this rank holds of each gradient after every rank brought ``1000 * (rank + 1) + place``."""
+    state = create_parallel_state(pipeline_model_parallel_size=pp)
+    config = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy)
+    ddp = DistributedDataParallel(End(state.pp.rank, pp), config, state, calculate_per_token_loss=per_token)
+    ddp.zero_grad_buffer()
+    for parameter in ddp.parameters():
+        places = torch.arange(parameter.numel(), dtype=torch.float64).view(parameter.shape)
+        main_grad_of(parameter).add(places + 1000 * (state.rank + 1))
+    finalize_model_grads([ddp], state, torch.tensor(5.0) if per_token else None)
+    parts: dict[str, list[torch.Tensor]] = {}
+    for part in ddp.parts:
+        places = torch.arange(part.start, part.end, dtype=torch.float64)
+        parts.setdefault(part.spec.name, []).append(torch.stack((places, part.gradient)))
+    return parts
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.parametrize(("world_size", "pp", "per_token"), [(2, 2, False), (4, 2, True), (6, 3, False)])
+def test_both_ends_get_the_sum_of_a_tied_weights_gradients(
+    world_size: int, pp: int, per_token: bool, strategy: str
+) -> None:
+    results = run_distributed(world_size, tied_sums, pp, strategy, per_token)
+    dp = world_size // pp
+    divisor = 5.0 * dp if per_token else dp
+    covered: dict[tuple[int, str], list[float]] = {}
+    for rank, parts in enumerate(results):
+        stage = rank // dp
+        stages = {"word.weight": (0, pp - 1), f"before{stage}": (stage,), f"after{stage}": (stage,)}
+        for name, held in parts.items():
+            ranks = [dp * s + replica for s in stages[name] for replica in range(dp)]
+            for places, gradient in (part.unbind() for part in held):
+                expected = sum(places + 1000 * (r + 1) for r in ranks) / divisor
+                torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=0.0)
+                covered.setdefault((stage, name), []).extend(places.tolist())
+    copies = dp if strategy == "no_shard" else 1
+    for stage in (0, pp - 1):
+        assert sorted(covered[stage, "word.weight"]) == sorted(list(range(29 * 11)) * copies)

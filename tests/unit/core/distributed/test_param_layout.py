@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.distributed.param_layout import ParamSlot, default_bucket_size, plan_layout
+from megatron.core.distributed.param_layout import (
+    ParamSlot,
+    SlotPart,
+    default_bucket_size,
+    parts_of_range,
+    plan_layout,
+)
 
 
 def test_parameters_lie_last_used_first_at_aligned_starts() -> None:
@@ -55,3 +61,45 @@ def test_no_parameters_need_no_buffer() -> None:
 def test_default_bucket_size_grows_with_many_ranks() -> None:
     assert default_bucket_size(8) == 40_000_000
     assert default_bucket_size(64) == 64_000_000
+
+
+@pytest.mark.parametrize("alone", [0, 2, 4])
+def test_a_parameter_that_stays_alone_has_the_same_shards_in_any_company(alone: int) -> None:
+    sizes = [30, 41, 52, 63, 74]
+    layout = plan_layout(sizes, bucket_size=10_000, param_alignment=8, num_shards=3, alone=[alone])
+    (bucket,) = [b for b in layout.buckets if alone in [slot.index for slot in b.slots]]
+    (other,) = plan_layout([sizes[alone]], param_alignment=8, num_shards=3, alone=[0]).buckets
+    assert [slot.index for slot in bucket.slots] == [alone]
+    for index in range(3):
+        assert [edge - bucket.start for edge in bucket.shard(index, 3)] == list(other.shard(index, 3))
+    assert sorted(slot.index for slot in layout.slots) == list(range(5))
+    assert [slot.index for slot in layout.slots] == [4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 5])
+@pytest.mark.parametrize("bucket_size", [None, 90])
+def test_shards_hold_every_element_of_every_parameter_once(bucket_size: int | None, num_shards: int) -> None:
+    sizes = [1, 170, 64, 33]
+    layout = plan_layout(sizes, bucket_size, param_alignment=8, num_shards=num_shards)
+    found = [[0] * size for size in sizes]
+    for bucket in layout.buckets:
+        edges = []
+        for index in range(num_shards):
+            start, end = bucket.shard(index, num_shards)
+            edges.append((start, end))
+            assert start % 8 == 0
+            for part in parts_of_range(bucket.slots, start, end):
+                slot = next(s for s in bucket.slots if s.index == part.index)
+                assert start + part.position == slot.start + part.start
+                for element in range(part.start, part.end):
+                    found[part.index][element] += 1
+        assert edges[0][0] == bucket.start
+        assert edges[-1][1] == bucket.end
+        assert len({end - start for start, end in edges}) == 1
+    assert all(count == 1 for counts in found for count in counts)
+
+
+def test_a_range_of_padding_holds_no_part() -> None:
+    slots = (ParamSlot(1, 0, 10), ParamSlot(0, 16, 20))
+    assert parts_of_range(slots, 10, 16) == []
+    assert parts_of_range(slots, 8, 18) == [SlotPart(1, 8, 10, 0), SlotPart(0, 0, 2, 8)]
