@@ -20,8 +20,10 @@ from megatron.core.datasets.gpt_dataset import SampleDataset
 from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig, parse_blend
 from megatron.core.errors import MegatronError
 from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.training.config.run_config import RunConfig
+from megatron.training.config.resolution import DEFAULT_SPLIT
+from megatron.training.config.run_config import RunConfig, samples_of_iterations
 from megatron.training.initialize import Runtime
+from megatron.training.train_state import TrainState
 
 _JOIN_INTERVAL_S = 0.01
 _PREFETCHED_BATCHES = 4
@@ -51,17 +53,31 @@ class SampleTargets:
     test: int
 
 
-def sample_targets(config: RunConfig) -> SampleTargets:
-    """Return how many samples training, all evaluations together, and the final test read."""
-    validation, batch = config.validation, config.training.global_batch_size
-    per_evaluation = validation.eval_iters * batch
-    interval = validation.eval_interval
-    num_evaluations = config.train_iters // interval + 1 if interval else 1
+def sample_targets(config: RunConfig, done: TrainState | None = None) -> SampleTargets:
+    """Return how many samples training, all evaluations together, and the final test read.
+
+    A resumed run reads on from what is ``done``. That comes to more than the configuration alone says where the batch
+    was larger, or evaluations were more frequent, before.
+    """
+    done = TrainState() if done is None else done
+    per_evaluation = config.validation.eval_iters * config.training.global_batch_size
+    iterations_left = max(config.train_iters - done.iteration, 0)
+    train = max(
+        config.train_samples, samples_of_iterations(config.training, iterations_left, done.consumed_train_samples)
+    )
+    evaluations = _num_evaluations(config, config.train_iters) + 1
+    evaluations_left = max(evaluations - _num_evaluations(config, done.iteration), 1)
     return SampleTargets(
-        train=0 if config.training.skip_train else config.train_samples,
-        valid=num_evaluations * per_evaluation,
+        train=0 if config.training.skip_train else train,
+        valid=max(evaluations * per_evaluation, done.consumed_valid_samples + evaluations_left * per_evaluation),
         test=per_evaluation,
     )
+
+
+def _num_evaluations(config: RunConfig, iterations: int) -> int:
+    """Return how many evaluations the first iterations make, the last one of the run left out."""
+    interval = config.validation.eval_interval
+    return iterations // interval if interval else 0
 
 
 def build_datasets(builder: DatasetSplitsBuilder, targets: SampleTargets, runtime: Runtime) -> DatasetSplits:
@@ -89,7 +105,7 @@ def build_datasets(builder: DatasetSplitsBuilder, targets: SampleTargets, runtim
 class BatchSource:
     """Give the micro-batches of one split in order, read ahead by a thread.
 
-    ``next_sample_ids`` names the samples of a whole step over all ranks, before it is read.
+    ``sample_ids`` names the samples of a whole step over all ranks, whether it was read or not.
     """
 
     def __init__(
@@ -115,7 +131,9 @@ class BatchSource:
 
     def next(self) -> Batch:
         """Return the next micro-batch on this process's device."""
-        return next(self._batches).to(self.device, non_blocking=True)
+        batch = next(self._batches, None)
+        assert batch is not None, "the data set was asked for every sample that the run reads"
+        return batch.to(self.device, non_blocking=True)
 
 
 def prefetch(batches: Iterator[Batch], depth: int) -> Iterator[Batch]:
@@ -164,7 +182,7 @@ def dataset_config(config: RunConfig, tokenizer: Tokenizer) -> GPTDatasetConfig:
         random_seed=config.initialization.seed,
         blend=parse_blend(data.data_path) if data.data_path else None,
         blend_per_split=_blends(per_split) if any(per_split) else None,
-        split=data.split or "969,30,1",
+        split=data.split or DEFAULT_SPLIT,
         mock=data.mock_data,
         path_to_cache=data.data_cache_path,
         mmap_bin_files=data.mmap_bin_files,

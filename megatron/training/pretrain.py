@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.core.datasets.gpt_dataset import SampleDataset
+from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
 from megatron.core.errors import ConfigurationError, InputError, MegatronError
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
@@ -17,9 +18,7 @@ from megatron.training.config.argument_block import format_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data_setup import (
     BatchSource,
-    DatasetSplitsBuilder,
     DatasetsProvider,
-    SampleTargets,
     build_datasets,
     sample_targets,
 )
@@ -44,6 +43,7 @@ class Application:
     runtime: Runtime
     tokenizer: Tokenizer
     model_provider: ModelProvider
+    datasets_provider: DatasetsProvider
     forward_step: ForwardStep
     log: Log
 
@@ -72,12 +72,9 @@ def pretrain(
         log(format_arguments(config))
         tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
         config = with_vocabulary(config, tokenizer, log)
-        targets = sample_targets(config)
-        builder = datasets_provider(config, tokenizer, targets, log)
-        builder.check()
+        datasets_provider(config, tokenizer, sample_targets(config), log).check()
         runtime = initialize_runtime(config, launch)
-        application = Application(config, runtime, tokenizer, model_provider, forward_step, log)
-        _run(application, builder, targets, start_time)
+        _run(Application(config, runtime, tokenizer, model_provider, datasets_provider, forward_step, log), start_time)
     except InputError as error:
         return refuse_in_run(_reasons(error), launch)
     except MegatronError as error:
@@ -99,7 +96,7 @@ def with_vocabulary(config: RunConfig, tokenizer: Tokenizer, log: Log) -> RunCon
     return dataclasses.replace(config, model=model)
 
 
-def _run(application: Application, builder: DatasetSplitsBuilder, targets: SampleTargets, start_time: float) -> None:
+def _run(application: Application, start_time: float) -> None:
     config, runtime, log = application.config, application.runtime, application.log
     timers = Timers(
         config.logging.timing_log_level, config.logging.timing_log_option, synchronize=runtime.device.synchronize
@@ -111,11 +108,13 @@ def _run(application: Application, builder: DatasetSplitsBuilder, targets: Sampl
     with timers("load-checkpoint"):
         train_state = checkpoints.resume()
     with timers("train/valid/test-data-iterators-setup"):
+        targets = sample_targets(config, train_state)
+        builder = application.datasets_provider(config, application.tokenizer, targets, log)
         datasets = build_datasets(builder, targets, runtime)
     log(timers.report(runtime.state.world))
 
     evaluates = config.validation.eval_iters > 0
-    metrics = MetricsWriter(config, runtime.device, train_state.iteration) if runtime.is_reporter else None
+    metrics = _open_metrics(config, runtime, train_state.iteration)
     run = TrainingRun(
         config=config,
         runtime=runtime,
@@ -142,6 +141,25 @@ def _run(application: Application, builder: DatasetSplitsBuilder, targets: Sampl
     finally:
         if metrics is not None:
             metrics.close()
+
+
+def _open_metrics(config: RunConfig, runtime: Runtime, start_iteration: int) -> MetricsWriter | None:
+    """Return the writer of the reporting rank, None elsewhere.
+
+    Raises:
+        ConfigurationError: a file or folder cannot be written, on every rank alike.
+    """
+    metrics, error = None, None
+    if runtime.is_reporter:
+        try:
+            metrics = MetricsWriter(config, runtime.device, start_iteration)
+        except OSError as failure:
+            error = ConfigurationError(
+                f"cannot write {failure.filename}: {failure.strerror}; change --metrics-jsonl, --tensorboard-dir or "
+                "--save"
+            )
+    raise_on_all_ranks(error, runtime.state.world)
+    return metrics
 
 
 def _train(run: TrainingRun, train_source: BatchSource | None, start_time: float) -> str | None:

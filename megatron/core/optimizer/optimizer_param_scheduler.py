@@ -23,7 +23,7 @@ class ScheduleConfig:
     max_lr: float
     min_lr: float = 0.0
     init_lr: float = 0.0
-    lr_warmup_steps: int = 0
+    lr_warmup_steps: float = 0
     lr_decay_steps: int = 0
     lr_decay_style: str = "linear"
     wsd_decay_steps: int | None = None

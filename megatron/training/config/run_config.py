@@ -22,9 +22,12 @@ from megatron.training.config.validation_config import ValidationConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleLengths:
-    """Hold the lengths of a schedule in samples (one step of the scheduler is one sample)."""
+    """Hold the lengths of a schedule in samples (one step of the scheduler is one sample).
 
-    lr_warmup_steps: int
+    A warm-up that is given as a share of the decay need not be a whole number of samples.
+    """
+
+    lr_warmup_steps: float
     lr_decay_steps: int
     wsd_decay_steps: int | None
     weight_decay_steps: int
@@ -77,7 +80,7 @@ class RunConfig:
         if self.training.train_samples:
             total = self.training.train_samples
             decay = schedule.lr_decay_samples or total
-            warmup = schedule.lr_warmup_samples
+            warmup: float = schedule.lr_warmup_samples
             wsd_decay = schedule.lr_wsd_decay_samples
         else:
             total = self.training.train_iters * batch
@@ -85,7 +88,7 @@ class RunConfig:
             warmup = schedule.lr_warmup_iters * batch
             wsd_decay = None if schedule.lr_wsd_decay_iters is None else schedule.lr_wsd_decay_iters * batch
         if schedule.lr_warmup_fraction is not None:
-            warmup = int(schedule.lr_warmup_fraction * decay)
+            warmup = schedule.lr_warmup_fraction * decay
         return ScheduleLengths(
             lr_warmup_steps=warmup, lr_decay_steps=decay, wsd_decay_steps=wsd_decay, weight_decay_steps=total
         )
@@ -107,9 +110,8 @@ class RunConfig:
         return config_from_dict(cls, values)
 
 
-def samples_of_iterations(training: TrainingConfig, iterations: int) -> int:
-    """Return how many samples the first iterations consume, batch-size ramp-up included."""
-    consumed = 0
+def samples_of_iterations(training: TrainingConfig, iterations: int, consumed: int = 0) -> int:
+    """Return how many samples are consumed after that many more iterations, batch-size ramp-up included."""
     for batch, phase_end in _rampup_phases(training):
         steps = min(iterations, -(-max(phase_end - consumed, 0) // batch))
         consumed += steps * batch

@@ -58,7 +58,7 @@ def _check_warmup(config: RunConfig) -> Iterator[str]:
     lengths = config.schedule_lengths
     if lengths.lr_decay_steps and lengths.lr_warmup_steps >= lengths.lr_decay_steps:
         yield (
-            f"the warm-up of {lengths.lr_warmup_steps} samples is not shorter than the decay of "
+            f"the warm-up of {lengths.lr_warmup_steps:g} samples is not shorter than the decay of "
             f"{lengths.lr_decay_steps} samples; lower the warm-up or raise --lr-decay-iters"
         )
 

@@ -28,6 +28,11 @@ def test_batch_and_positions_have_defaults_from_elsewhere() -> None:
     assert config.data.split == "969, 30, 1"
 
 
+def test_warmup_as_a_share_of_the_decay_is_not_rounded() -> None:
+    config = config_of("--lr-decay-iters 9 --lr-warmup-fraction 0.05 --global-batch-size 6")
+    assert config.schedule_lengths.lr_warmup_steps == pytest.approx(2.7)
+
+
 def test_precision_and_sharding_reach_the_optimizer() -> None:
     config = config_of("--bf16")
     assert config.optimizer.params_dtype == "bfloat16"
