@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 
 from megatron.core.device import Device
@@ -13,8 +13,9 @@ from megatron.core.device import Device
 class StepReport:
     """Hold the figures of one iteration, equal on all ranks.
 
-    ``lm_loss`` is the mean over the tokens of the global batch; None for an iteration whose update was skipped.
-    ``learning_rate`` is the one that the iteration trained at, ``next_learning_rate`` the one just set.
+    ``lm_loss`` is the mean over the tokens of the global batch, whether the update was skipped or not.
+    ``learning_rate`` is the one that the iteration trained at, ``next_learning_rate`` the one just set; ``mfu`` is the
+    share of the device's peak that was used, None where the peak is not known.
     """
 
     iteration: int
@@ -43,7 +44,7 @@ class StepReport:
 
 @dataclass
 class LossAverage:
-    """Average the loss over the iterations between two log lines; skipped iterations contribute none."""
+    """Average the iterations between two log lines; skipped ones contribute no loss."""
 
     total: float = 0.0
     count: int = 0
@@ -51,13 +52,15 @@ class LossAverage:
     num_nan: int = 0
     elapsed_s: float = 0.0
     num_iterations: int = 0
-    tflops: float = field(default=0.0)
+    tflops_seconds: float = 0.0
+    mfu_seconds: float = 0.0
 
     def add(self, step: StepReport) -> None:
         """Take one iteration in."""
         self.num_iterations += 1
         self.elapsed_s += step.step_time_s
-        self.tflops += step.tflops_per_device * step.step_time_s
+        self.tflops_seconds += step.tflops_per_device * step.step_time_s
+        self.mfu_seconds += (step.mfu or 0.0) * step.step_time_s
         self.num_nan += step.is_nan
         if step.is_skipped:
             self.num_skipped += 1
@@ -74,9 +77,9 @@ def format_step(step: StepReport, average: LossAverage, train_iters: int, log_th
         f" elapsed time per iteration (ms): {average.elapsed_s * 1000.0 / average.num_iterations:.1f} |",
     ]
     if log_throughput:
-        parts.append(f" throughput per GPU (TFLOP/s/GPU): {average.tflops / average.elapsed_s:.1f} |")
+        parts.append(f" throughput per GPU (TFLOP/s/GPU): {average.tflops_seconds / average.elapsed_s:.1f} |")
         if step.mfu is not None:
-            parts.append(f" MFU: {100.0 * step.mfu:.1f}% |")
+            parts.append(f" MFU: {100.0 * average.mfu_seconds / average.elapsed_s:.1f}% |")
     parts.append(f" learning rate: {step.next_learning_rate:.6E} |")
     parts.append(f" global batch size: {step.global_batch_size:5d} |")
     if average.count:
