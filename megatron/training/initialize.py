@@ -6,7 +6,7 @@ Importing this module imports no torch, so that a wrong command line is refused 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -22,11 +22,14 @@ _FAILURE_TIMEOUT = timedelta(seconds=2)
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """Hold what torchrun tells each process; one process on its own where there is no launcher."""
+    """Hold what torchrun tells each process; one process on its own where there is no launcher.
+
+    ``local_rank`` is None where nothing in the environment says it.
+    """
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
+    local_rank: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +48,11 @@ class Runtime:
 
 def read_launch_environment() -> LaunchEnvironment:
     """Return this process's rank, the world size and its rank on this machine."""
+    local_rank = os.environ.get("LOCAL_RANK")
     return LaunchEnvironment(
         rank=int(os.environ.get("RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_rank=None if local_rank is None else int(local_rank),
     )
 
 
@@ -76,7 +80,7 @@ def initialize_device(launch: LaunchEnvironment) -> Device:
     """Choose and occupy this process's device."""
     from megatron.core.device import select_device
 
-    device = select_device(launch.local_rank)
+    device = select_device(launch.local_rank or 0)
     device.make_current()
     return device
 
@@ -85,18 +89,19 @@ def initialize_distributed(launch: LaunchEnvironment, device: Device, backend: s
     """Join the process group unless this process is alone; return a warning where the backend had to be changed."""
     import torch.distributed as dist
 
+    if launch.world_size == 1:
+        return None
     warning = None
     if backend == "nccl" and not device.is_cuda:
         backend = "gloo"
         warning = "WARNING: --distributed-backend nccl needs CUDA, which this machine does not have: using gloo"
-    if launch.world_size > 1:
-        dist.init_process_group(
-            backend=backend,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timedelta(minutes=timeout_minutes),
-            device_id=device.torch_device if backend == "nccl" else None,
-        )
+    dist.init_process_group(
+        backend=backend,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(minutes=timeout_minutes),
+        device_id=device.torch_device if backend == "nccl" else None,
+    )
     return warning
 
 
@@ -107,6 +112,8 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment) -> Runtime:
     from megatron.core.parallel_state import create_parallel_state
     from megatron.core.tensor_parallel.random import RngStreams
 
+    if launch.local_rank is None:
+        launch = replace(launch, local_rank=config.initialization.local_rank)
     device = initialize_device(launch)
     warning = initialize_distributed(
         launch,
