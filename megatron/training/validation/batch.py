@@ -44,9 +44,9 @@ def _check_rampup(config: RunConfig) -> Iterator[str]:
     if len(given) != 3:
         yield f"{typed}: three numbers are expected: first size, increment, samples"
         return
-    start, increment, samples = given
-    if start <= 0 or increment <= 0 or samples < 0:
-        yield f"{typed}: a first size and an increment above 0, and 0 samples or more, are expected"
+    start, increment, _ = given
+    if min(given) <= 0:
+        yield f"{typed}: a first size, an increment and a number of samples above 0 are expected"
         return
     if start > batch:
         yield f"{typed}: the first size is greater than --global-batch-size {batch}"

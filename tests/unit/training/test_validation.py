@@ -98,6 +98,7 @@ WRONG = [
     ("--global-batch-size 8 --rampup-batch-size 2 4 9", 1, "not a multiple of the increment 4"),
     ("--global-batch-size 8 --rampup-batch-size 5 3 9", 1, "must be multiples of --micro-batch-size"),
     ("--global-batch-size 8 --rampup-batch-size 12 2 9", 1, "greater than --global-batch-size 8"),
+    ("--global-batch-size 8 --rampup-batch-size 2 2 0", 1, "a number of samples above 0"),
     ("--train-samples 100", 1, "--train-iters 10 and --train-samples 100 exclude each other"),
     ("--train-iters 0 --train-samples 1", 1, "--train-samples 1 is less than one --global-batch-size 2"),
     ("--train-iters 0", 1, "--train-iters is missing"),
