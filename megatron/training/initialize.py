@@ -56,24 +56,34 @@ def read_launch_environment() -> LaunchEnvironment:
     )
 
 
-def is_first_failure(launch: LaunchEnvironment) -> bool:
+def is_first_failure() -> bool:
     """Return whether no other process of this run has failed before this one; to be asked once by each that fails.
 
-    A process that fails makes the others fail in their collectives, and only the first one's traceback says why. The
-    store that the processes met at keeps the count. Where it is gone, or there is none yet, the answer is yes.
+    A process that fails makes the others fail in their collectives, and only the first one's traceback says why.
+    Where there is nobody to ask, the answer is yes.
     """
+    return _count_failures(1) <= 1
+
+
+def has_run_failed() -> bool:
+    """Return whether a process of this run has said that it failed."""
+    return _count_failures(0) > 0
+
+
+def _count_failures(increment: int) -> int:
+    """Add to the count in the store that the processes met at; 0 where there is none, or it is gone."""
     import torch.distributed as dist
 
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not dist.is_initialized() or dist.get_world_size() == 1 or host is None or port is None:
-        return True
+        return 0
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             host, int(port), is_master=False, wait_for_workers=False, timeout=_FAILURE_TIMEOUT
         )
-        return bool(store.add(f"megatron/failures/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1)
+        return int(store.add(f"megatron/failures/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", increment))
     except RuntimeError:
-        return True
+        return 0
 
 
 def initialize_device(launch: LaunchEnvironment) -> Device:

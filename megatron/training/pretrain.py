@@ -22,7 +22,14 @@ from megatron.training.data_setup import (
     build_datasets,
     sample_targets,
 )
-from megatron.training.initialize import LaunchEnvironment, Runtime, initialize_runtime, is_first_failure, shut_down
+from megatron.training.initialize import (
+    LaunchEnvironment,
+    Runtime,
+    has_run_failed,
+    initialize_runtime,
+    is_first_failure,
+    shut_down,
+)
 from megatron.training.metrics import MetricsWriter
 from megatron.training.model_setup import ModelProvider, build_training_parts
 from megatron.training.refusal import refuse_in_run
@@ -80,7 +87,7 @@ def pretrain(
     except MegatronError as error:
         return refuse_in_run(_reasons(error), launch, status=1)
     except Exception:  # noqa: BLE001 the last thing that this process prints is what went wrong
-        if is_first_failure(launch):
+        if is_first_failure():
             traceback.print_exc()
         return 1
     shut_down()
@@ -167,7 +174,7 @@ def _train(run: TrainingRun, train_source: BatchSource | None, start_time: float
         raise ConfigurationError(
             "there is no training data: give the first number of --split a share, or --train-data-path"
         )
-    exit_request = ExitRequest(run.config.training, start_time)
+    exit_request = ExitRequest(run.config.training, start_time, has_run_failed)
     run.log(format_datetime("before the start of training step"))
     try:
         reason = train(run, train_source, exit_request)

@@ -36,10 +36,10 @@ def refuse(reasons: Sequence[str], rank: int, status: int = 2) -> int:
 def refuse_in_run(reasons: Sequence[str], launch: LaunchEnvironment, status: int = 2) -> int:
     """Do as ``refuse`` where the processes have met already; a process that is alone with its reasons prints them."""
     if launch.rank == 0:
-        is_first_failure(launch)
+        is_first_failure()
         return refuse(reasons, launch.rank, status)
     status = refuse(reasons, launch.rank, status)
-    if launch.world_size > 1 and is_first_failure(launch):
+    if launch.world_size > 1 and is_first_failure():
         for reason in reasons:
             print(f"error: rank {launch.rank}: {reason}", file=sys.stderr, flush=True)
     return status

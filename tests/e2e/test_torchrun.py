@@ -107,6 +107,17 @@ def test_a_rank_that_raises_ends_the_run_and_has_the_last_word(layout: str, laun
 
 
 @pytest.mark.long
+def test_ranks_that_cannot_hear_are_gone_too(launch, tmp_path: Path) -> None:
+    run = launch(toy_args(tmp_path, ""), Faults(rank=1, raise_at=5, deaf_at=5))
+    run.wait_for("ValueError: a fault of micro-batch 5 on rank 1")
+    seen = time.monotonic()
+    while run.ranks():
+        assert time.monotonic() < seen + RANKS_MUST_BE_GONE_S
+        time.sleep(0.05)
+    assert run.wait() == 1
+
+
+@pytest.mark.long
 def test_a_rank_that_is_alone_with_its_reason_says_it(launch, tmp_path: Path) -> None:
     run = launch(toy_args(tmp_path, "--tensor-model-parallel-size 2"), Faults(rank=1, data_error_at=5))
     assert run.wait() == 1

@@ -6,6 +6,7 @@ variable ``TEST_FAULTS`` as JSON.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -43,9 +44,10 @@ class Faults:
 
     ``weights`` is an npz file of global tensors that the model begins with. On ``rank`` happen ``nan_loss_at``,
     ``nan_gradient_at`` (a micro-batch in which ``nan_parameter``'s gradient is spoilt), ``raise_at``,
-    ``data_error_at``, ``sigterm_at`` and ``hour_passes_at`` (for the time limit). ``kill_after_s`` (from the first
-    micro-batch on) and ``kill_at_checkpoint`` (an iteration in the tracker file ``tracker``) kill every rank without
-    a warning.
+    ``data_error_at``, ``sigterm_at`` and ``hour_passes_at`` (for the time limit); ``deaf_at`` keeps the other ranks
+    from answering anything for a minute, as a collective on a GPU does whose peer is gone. ``kill_after_s`` (from the
+    first micro-batch on) and ``kill_at_checkpoint`` (an iteration in the tracker file ``tracker``) kill every rank
+    without a warning.
     ``drop_share`` masks out a share of the tokens that differs from sample to sample.
     """
 
@@ -55,6 +57,7 @@ class Faults:
     nan_gradient_at: int | None = None
     nan_parameter: str = "decoder.final_layernorm.weight"
     raise_at: int | None = None
+    deaf_at: int | None = None
     data_error_at: int | None = None
     sigterm_at: int | None = None
     hour_passes_at: int | None = None
@@ -101,6 +104,8 @@ class _FaultyForwardStep:
         self.microbatch += 1
         if self.microbatch == 1 and faults.kill_after_s is not None:
             threading.Thread(target=_die_after, args=(faults.kill_after_s,), daemon=True).start()
+        if self.microbatch == faults.deaf_at and not self.is_here:
+            _be_deaf()
         if not self.is_here:
             return pretrain_gpt.forward_step(batch, model)
         if self.microbatch == faults.raise_at:
@@ -121,6 +126,15 @@ class _FaultyForwardStep:
         if self.microbatch in faults.nan_loss_at:
             loss = dataclasses.replace(loss, loss_sum=loss.loss_sum * float("nan"))
         return loss
+
+
+def _be_deaf() -> None:
+    """Stay for a minute in one call into C++ that no signal handler of Python can interrupt."""
+    library = ctypes.CDLL(None)
+    mutex, event = ctypes.create_string_buffer(64), ctypes.create_string_buffer(64)
+    deadline = (ctypes.c_long * 2)(int(time.time()) + 60, 0)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_cond_timedwait(event, mutex, deadline)
 
 
 def _spoil_gradient(model: GPTModel, name: str) -> object:
