@@ -108,10 +108,9 @@ def _conflicts(config: ModelParallelConfig, layout: str | None) -> list[str]:
     def given(flags: dict[str, bool]) -> str:
         return " and ".join(name for name, is_given in flags.items() if is_given)
 
-    if layout is not None and given(uneven | counting | virtual):
-        problems.append(
-            f"--pipeline-model-parallel-layout says where every layer is; leave out {given(uneven | counting | virtual)}"
-        )
+    others = given(uneven | counting | virtual)
+    if layout is not None and others:
+        problems.append(f"--pipeline-model-parallel-layout says where every layer is; leave out {others}")
     if given(uneven) and given(counting):
         problems.append(
             f"{given(counting)} works on an even split only; leave out {given(uneven)} or {given(counting)}"

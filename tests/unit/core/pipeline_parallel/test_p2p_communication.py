@@ -1,0 +1,70 @@
+"""Links: both ends agree on the communicator, and no rank has two links on one."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.pipeline_parallel.p2p_communication import HandOver, PipelineLinks, create_pipeline_links
+from megatron.core.process_group import Group
+
+
+def links_of_all_ranks(monkeypatch: pytest.MonkeyPatch, size: int, wraps_around: bool) -> list[PipelineLinks]:
+    """Make every rank's links with communicators that are numbered in the order in which the rank makes them."""
+    links = []
+    for rank in range(size):
+        made: list[int] = []
+
+        def new_group(ranks: list[int], made: list[int] = made, **options: object) -> int:
+            assert ranks == [10 * r for r in range(size)]
+            assert options["use_local_synchronization"]
+            made.append(len(made))
+            return made[-1]
+
+        monkeypatch.setattr(p2p_communication.dist, "new_group", new_group)
+        pp = Group(axes=("pp",), ranks=tuple(10 * r for r in range(size)), rank=rank, handle="the pipeline")
+        links.append(create_pipeline_links(pp, wraps_around=wraps_around))
+        # Ranks that made different numbers of groups could never make another one together.
+        assert len(made) == {(2, False): 2}.get((size, wraps_around), 6 if size % 2 and wraps_around else 4)
+    return links
+
+
+@pytest.mark.parametrize("wraps_around", [False, True])
+@pytest.mark.parametrize("size", range(2, 8))
+def test_every_link_has_two_ends_and_a_communicator_to_itself(
+    monkeypatch: pytest.MonkeyPatch, size: int, wraps_around: bool
+) -> None:
+    ranks = links_of_all_ranks(monkeypatch, size, wraps_around)
+    for rank, mine in enumerate(ranks):
+        following = ranks[(rank + 1) % size]
+        if rank == size - 1 and not wraps_around:
+            assert mine.activations_out is mine.gradients_in is None
+            assert following.activations_in is following.gradients_out is None
+            continue
+        here, there = 10 * rank, 10 * ((rank + 1) % size)
+        out, back = mine.activations_out, mine.gradients_in
+        assert (out.sender, out.receiver, back.sender, back.receiver) == (here, there, there, here)
+        for end, other in ((out, following.activations_in), (back, following.gradients_out)):
+            assert (end.sender, end.receiver, end.handle) == (other.sender, other.receiver, other.handle)
+    for mine in ranks:
+        links = (mine.activations_in, mine.activations_out, mine.gradients_in, mine.gradients_out)
+        handles = [link.handle for link in links if link is not None]
+        assert len(handles) == len(set(handles))
+
+
+def test_a_described_world_has_described_links() -> None:
+    state = describe_parallel_state(5000, 16384, 8, 16, 1)
+    links = create_pipeline_links(state.pp)
+    assert links.activations_in is not None
+    assert links.activations_in.handle is None
+    assert (links.activations_in.sender, links.activations_in.receiver) == (5000 - 1024, 5000)
+
+
+def test_one_rank_has_no_links_and_hands_over_to_itself() -> None:
+    links = create_pipeline_links(describe_parallel_state(3, 8, 4, 1, 1).pp)
+    assert set(vars(links).values()) == {None}
+    queue = HandOver()
+    queue.send("first")
+    queue.send("second")
+    assert [queue.take(), queue.take()] == ["first", "second"]

@@ -1,0 +1,179 @@
+"""Which layers are on which stage, and what is refused with which advice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.core.errors import ConfigurationError
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.layout_notation import parse_layout
+from megatron.core.pipeline_parallel.stage_layout import layout_problems, plan_stage_layout
+
+
+def config(pp: int, **fields: Any) -> ModelParallelConfig:
+    return ModelParallelConfig(pipeline_model_parallel_size=pp, **fields)
+
+
+def layers(pp: int, num_layers: int, layout: str | None = None, **fields: Any) -> list[list[tuple[int, ...]]]:
+    """Return the layer numbers of each rank's chunks; embedding, loss and order are checked on the way."""
+    plan = plan_stage_layout(config(pp, **fields), num_layers, layout)
+    assert [n for stage in plan.stages for n in stage.layer_numbers] == list(range(num_layers))
+    assert [stage.has_embedding for stage in plan.stages] == [True] + [False] * (len(plan.stages) - 1)
+    assert [stage.has_loss for stage in plan.stages] == [False] * (len(plan.stages) - 1) + [True]
+    for rank in range(pp):
+        assert plan.chunks(rank) == tuple(plan.contents(rank, chunk) for chunk in range(plan.num_chunks))
+    return [[chunk.layer_numbers for chunk in plan.chunks(rank)] for rank in range(pp)]
+
+
+def counts(pp: int, num_layers: int, layout: str | None = None, **fields: Any) -> list[list[int]]:
+    return [[len(chunk) for chunk in rank] for rank in layers(pp, num_layers, layout, **fields)]
+
+
+def test_an_even_split() -> None:
+    assert layers(1, 3) == [[(0, 1, 2)]]
+    assert layers(3, 6) == [[(0, 1)], [(2, 3)], [(4, 5)]]
+
+
+def test_chunks_go_around_the_ranks() -> None:
+    expected = [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
+    assert layers(2, 8, num_virtual_stages_per_pipeline_rank=2) == expected
+    assert layers(2, 8, num_layers_per_virtual_pipeline_stage=2) == expected
+
+
+def test_uneven_splits() -> None:
+    assert counts(4, 11, decoder_first_pipeline_num_layers=2) == [[2], [3], [3], [3]]
+    assert counts(4, 11, decoder_last_pipeline_num_layers=5) == [[2], [2], [2], [5]]
+    assert counts(4, 11, decoder_first_pipeline_num_layers=4, decoder_last_pipeline_num_layers=1) == [
+        [4],
+        [3],
+        [3],
+        [1],
+    ]
+    assert counts(2, 5, decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=2) == [[3], [2]]
+    assert counts(
+        3,
+        14,
+        decoder_first_pipeline_num_layers=4,
+        decoder_last_pipeline_num_layers=4,
+        num_virtual_stages_per_pipeline_rank=2,
+    ) == [[2, 2], [3, 3], [2, 2]]
+
+
+def test_embedding_and_loss_count_as_layers() -> None:
+    both = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+    assert counts(4, 6, **both) == [[1], [2], [2], [1]]
+    assert counts(2, 6, num_virtual_stages_per_pipeline_rank=2, **both) == [[1, 2], [2, 1]]
+    assert counts(2, 2, num_virtual_stages_per_pipeline_rank=2, **both) == [[0, 1], [1, 0]]
+    assert counts(2, 5, account_for_embedding_in_pipeline_split=True) == [[2], [3]]
+    assert counts(2, 5, account_for_loss_in_pipeline_split=True) == [[3], [2]]
+
+
+@pytest.mark.parametrize(
+    ("text", "stages"),
+    [
+        ("EttL", ["EttL"]),
+        ("E|t|t|L", ["E", "t", "t", "L"]),
+        ("Et*3|(tt|)*4L", ["Ettt", "tt", "tt", "tt", "tt", "L"]),
+        ("E t*2, (t |)*2, |L", ["Ettt", "t", "", "L"]),
+        ("E((t|)*2t|)*2L", ["Et", "t", "t", "t", "t", "t", "L"]),
+        ("E|t|*3L", ["E", "t", "", "", "L"]),
+        ("E(t)*0|tL", ["E", "tL"]),
+    ],
+)
+def test_the_notation(text: str, stages: list[str]) -> None:
+    assert parse_layout(text, "".join(stages).count("t")) == tuple(stages)
+
+
+def test_an_explicit_layout() -> None:
+    assert layers(2, 2, "E|t|t|L") == [[(), (1,)], [(0,), ()]]
+    assert layers(4, 3, "Et||tt|L") == [[(0,)], [()], [(1, 2)], [()]]
+    assert plan_stage_layout(config(2), 5, "E|tt*2|(t)*2|L").describe() == "E|ttt|tt|L"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Et|mL", "has 'm' at character 4"),
+        ("Ett|L)", "closes a parenthesis"),
+        ("E(tt|L", "does not close every parenthesis"),
+        ("*2EttL", "repeats nothing at character 1"),
+        ("Et*999999999|L", "repeats to 999999999 items"),
+        ("tEt|L", "the embedding E once, at its very beginning"),
+        ("Ett|Lt", "the loss L once, at its very end"),
+        ("Et|L", "has 1 layers and --num-layers is 2"),
+    ],
+)
+def test_notation_that_cannot_be_read_is_refused(text: str, words: str) -> None:
+    assert any(words in problem for problem in layout_problems(config(2), 2, text))
+
+
+@pytest.mark.parametrize(
+    ("pp", "num_layers", "fields", "words"),
+    [
+        (
+            5,
+            24,
+            {},
+            "24 layers do not spread evenly over --pipeline-model-parallel-size 5; use a pipeline size of 1, 2, 3",
+        ),
+        (5, 24, {}, "--num-layers 20 or 25"),
+        (4, 6, {"account_for_loss_in_pipeline_split": True}, "use a pipeline size of 1 or 7, --num-layers 3 or 7"),
+        (4, 11, {"decoder_first_pipeline_num_layers": 3}, "use --decoder-first-pipeline-num-layers 2, 5 or 8"),
+        (2, 5, {"decoder_first_pipeline_num_layers": 3, "decoder_last_pipeline_num_layers": 1}, "num-layers 2"),
+        (4, 11, {"decoder_last_pipeline_num_layers": 0}, "--decoder-last-pipeline-num-layers 0 must be 1 or more"),
+        (1, 4, {"decoder_first_pipeline_num_layers": 2}, "use 2 or more, or leave them out"),
+        (2, 8, {"num_virtual_stages_per_pipeline_rank": 3}, "use 1, 2 or 4"),
+        (2, 8, {"num_layers_per_virtual_pipeline_stage": 3}, "use 1, 2 or 4"),
+        (2, 8, {"num_layers_per_virtual_pipeline_stage": 0}, "use 1, 2 or 4"),
+        (
+            2,
+            8,
+            {"num_layers_per_virtual_pipeline_stage": 2, "num_virtual_stages_per_pipeline_rank": 2},
+            "say the same thing",
+        ),
+        (
+            2,
+            8,
+            {"decoder_first_pipeline_num_layers": 2, "account_for_loss_in_pipeline_split": True},
+            "works on an even split only",
+        ),
+        (0, 8, {}, "--pipeline-model-parallel-size 0 must be 1 or more"),
+        (2, 0, {}, "--num-layers 0 is not a number of layers"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_with_what_could(
+    pp: int, num_layers: int, fields: dict[str, Any], words: str
+) -> None:
+    problems = layout_problems(config(pp, **fields), num_layers)
+    assert any(words in problem for problem in problems), problems
+    assert all("\n" not in problem for problem in problems)
+
+
+def test_every_value_that_is_advised_works() -> None:
+    for pp in range(2, 6):
+        for num_layers in range(pp, 14):
+            for first in range(1, num_layers + 1):
+                fields = {"decoder_first_pipeline_num_layers": first}
+                for problem in layout_problems(config(pp, **fields), num_layers):
+                    advice = problem.split("use --decoder-first-pipeline-num-layers ")[1].replace(" or ", ", ")
+                    for value in advice.split(", "):
+                        assert (
+                            layout_problems(config(pp, decoder_first_pipeline_num_layers=int(value)), num_layers) == ()
+                        )
+
+
+@pytest.mark.parametrize(
+    ("pp", "layout", "fields", "words"),
+    [
+        (3, "E|t|t|L", {}, "has 4 stages, not a multiple of --pipeline-model-parallel-size 3; write 3 or 6 stages"),
+        (2, "E|t|t|L", {"num_virtual_stages_per_pipeline_rank": 3}, "use 2 or leave it out"),
+        (2, "E|t|t|L", {"decoder_first_pipeline_num_layers": 1}, "leave out --decoder-first-pipeline-num-layers"),
+    ],
+)
+def test_explicit_layouts_that_do_not_fit_the_pipeline(
+    pp: int, layout: str, fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        plan_stage_layout(config(pp, **fields), 2, layout)
