@@ -11,18 +11,21 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime, read_launch_environment
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron.core.datasets.batch import Batch
     from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.pipeline_parallel.executor import MicrobatchLoss
+    from megatron.core.pipeline_parallel.stage_layout import StageContents
     from megatron.core.tokenizers.tokenizer import Tokenizer
     from megatron.training.data_setup import SampleTargets
 
 # Whatever needs torch is imported by the functions that use it: a wrong command line is refused before that.
 
 
-def provide_model(config: RunConfig, runtime: Runtime) -> GPTModel:
-    """Return this rank's part of the model, initialised."""
+def provide_model(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+    """Return one model chunk of this rank, initialised: the whole model where there is no pipeline."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     return GPTModel(
@@ -31,6 +34,9 @@ def provide_model(config: RunConfig, runtime: Runtime) -> GPTModel:
         runtime.rng,
         seed=config.initialization.seed,
         device=runtime.device.torch_device,
+        layer_numbers=contents.layer_numbers,
+        pre_process=contents.has_embedding,
+        post_process=contents.has_loss,
         cp=runtime.state.cp,
     )
 
@@ -46,8 +52,10 @@ def provide_datasets(
     return BlendedDatasetBuilder(dataset_config(config, tokenizer), samples, report)
 
 
-def forward_step(batch: Batch, model: GPTModel) -> MicrobatchLoss:
+def forward_step(batch: Batch, model: GPTModel, hidden: torch.Tensor | None) -> torch.Tensor | MicrobatchLoss:
     """Return the masked loss sum of a micro-batch and the number of tokens in it.
+
+    A model chunk that is not the last returns its hidden states; one that is not the first is given ``hidden``.
 
     Each context-parallel rank computes the losses of its own part of the sequences and counts an equal share of the
     whole micro-batch's tokens, whatever its own mask drops: gradients are averaged over these ranks, and their average
@@ -60,9 +68,11 @@ def forward_step(batch: Batch, model: GPTModel) -> MicrobatchLoss:
         cut_sequence(whole, model.cp, dim=1)
         for whole in (batch.tokens, batch.position_ids, batch.labels, batch.loss_mask)
     )
-    losses = model(tokens, position_ids, labels=labels, document_ids=batch.document_ids)
-    num_tokens = batch.loss_mask.sum().to(losses.dtype) / model.cp.size
-    return MicrobatchLoss(loss_sum=(losses * own_mask.to(losses.dtype)).sum(), num_tokens=num_tokens)
+    output: torch.Tensor = model(tokens, position_ids, labels=labels, document_ids=batch.document_ids, hidden=hidden)
+    if not model.post_process:
+        return output
+    num_tokens = batch.loss_mask.sum().to(output.dtype) / model.cp.size
+    return MicrobatchLoss(loss_sum=(output * own_mask.to(output.dtype)).sum(), num_tokens=num_tokens)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -35,6 +35,13 @@ class ModelParallelConfig:
     account_for_loss_in_pipeline_split: bool = False
     """Count the output layer and the loss as one layer when the layers are spread over the pipeline
     stages."""
+    pipeline_model_parallel_layout: str | None = flag(None, metavar="LAYOUT")
+    """Which layers are on which pipeline stage: E embedding, t layer, L loss, | between stages: Et*3|(tt|)*2tL."""
+    pipeline_schedule: str | None = flag(None, choices=("1f1b", "interleaved", "zero-bubble"))
+    """Order of forward and backward passes: 1F1B, interleaved with virtual stages, or zero-bubble (ZB-H1), which
+    splits the backward pass; by default what fits the stages."""
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
+    """With virtual stages: how many micro-batches one virtual stage takes before the next one's turn."""
     cp_comm_type: tuple[str, ...] = flag(("p2p",), nargs="+")
     """How context-parallel ranks exchange keys and values: p2p, all_gather or a2a; one for all layers, or
     one a layer."""

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-import torch
-
-from megatron.core.pipeline_parallel.executor import MicrobatchLoss, ModelChunk, run_schedule
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.executor import ModelChunk, run_schedule
 from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.training.config.run_config import RunConfig
-from megatron.training.data_setup import BatchSource
 from megatron.training.initialize import Runtime
+from megatron.training.microbatches import Microbatches, MicrobatchSource
 from megatron.training.model_setup import TrainingParts
 from megatron.training.training_step import ForwardStep, agree
 
 
 def evaluate(
-    config: RunConfig, runtime: Runtime, parts: TrainingParts, forward_step: ForwardStep, source: BatchSource
+    config: RunConfig, runtime: Runtime, parts: TrainingParts, forward_step: ForwardStep, source: MicrobatchSource
 ) -> float:
     """Return the mean loss over the tokens of ``--eval-iters`` global batches, equal on all ranks."""
     per_batch = config.training.global_batch_size // (config.training.micro_batch_size * config.data_parallel_size)
-    module = parts.module
+    pp = runtime.state.pp
+    microbatches = Microbatches(source, len(parts.modules))
 
-    def forward(microbatch: int, hidden: torch.Tensor | None) -> MicrobatchLoss:
-        return forward_step(source.next(), module)
+    def chunk(module: GPTModel) -> ModelChunk:
+        return ModelChunk(lambda microbatch, hidden: forward_step(microbatches.take(microbatch), module, hidden))
 
-    module.eval()
+    for module in parts.modules:
+        module.eval()
     result = run_schedule(
-        forward_only(1, 0, per_batch * config.validation.eval_iters),
-        [ModelChunk(forward)],
+        forward_only(
+            pp.size,
+            pp.rank,
+            per_batch * config.validation.eval_iters,
+            len(parts.modules),
+            config.model.microbatch_group_size_per_virtual_pipeline_stage,
+        ),
+        [chunk(module) for module in parts.modules],
         device=runtime.device.torch_device,
+        connection=parts.connection,
     )
-    module.train()
+    for module in parts.modules:
+        module.train()
     return agree(result, None, runtime).lm_loss

@@ -1,49 +1,88 @@
-"""Build the model of this rank, its data-parallel wrapper, the optimizer and the schedule."""
+"""Build the model chunks of this rank, their data-parallel wrappers, the optimizer, its schedule and the links."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
 
 from megatron.core.collectives import all_gather_objects
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.extensions.apex import load_fused_adam
+from megatron.core.main_grad import WeightGradQueue
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, ScheduleConfig
+from megatron.core.pipeline_parallel.executor import PipelineConnection
+from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
+from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
+from megatron.core.pipeline_parallel.stage_place import StagePlace
+from megatron.core.precision import dtype_from_name
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime
 
-ModelProvider = Callable[[RunConfig, Runtime], GPTModel]
-"""Return this rank's model, initialised, on its device."""
+ModelProvider = Callable[[RunConfig, Runtime, StageContents], GPTModel]
+"""Return one model chunk of this rank, initialised, on its device."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingParts:
-    """Hold what a training step works on."""
+    """Hold what a training step works on.
 
-    model: DistributedDataParallel
+    ``models`` are this rank's model chunks in their order along the pipeline, ``connection`` reaches the neighbouring
+    stages (None without a pipeline), and ``weight_grad_queues`` put the chunks' weight gradients off where the schedule
+    splits the backward pass.
+    """
+
+    models: tuple[DistributedDataParallel, ...]
+    modules: tuple[GPTModel, ...]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-
-    @property
-    def module(self) -> Any:
-        """Return the model without its wrapper."""
-        return self.model.module
+    connection: PipelineConnection | None
+    weight_grad_queues: tuple[WeightGradQueue | None, ...]
 
 
-def build_training_parts(config: RunConfig, runtime: Runtime, model_provider: ModelProvider) -> TrainingParts:
-    """Build model, optimizer and schedule, and print the parameter count of every model-parallel rank."""
-    module = model_provider(config, runtime)
-    report_parameter_counts(module, runtime)
-    model = DistributedDataParallel(
-        module, config.ddp, runtime.state, calculate_per_token_loss=config.training.calculate_per_token_loss
+def build_training_parts(
+    config: RunConfig, runtime: Runtime, model_provider: ModelProvider, log: Callable[[str], None]
+) -> TrainingParts:
+    """Build everything that is trained, and log the parameter count of every model-parallel rank."""
+    layout = config.stage_layout
+    modules = tuple(model_provider(config, runtime, contents) for contents in layout.chunks(runtime.state.pp.rank))
+    for line in describe_parameter_counts(modules, runtime):
+        log(line)
+    per_token = config.training.calculate_per_token_loss
+    models = tuple(
+        DistributedDataParallel(module, config.ddp, runtime.state, calculate_per_token_loss=per_token)
+        for module in modules
     )
     fused_adam = load_fused_adam() if runtime.device.is_cuda else None
-    optimizer = make_optimizer(config.optimizer, [model], runtime.state, fused_adam)
-    return TrainingParts(model, optimizer, OptimizerParamScheduler(optimizer, schedule_of(config)))
+    optimizer = make_optimizer(config.optimizer, models, runtime.state, fused_adam)
+    splits_backward = config.pipeline_schedule == "zero-bubble"
+    return TrainingParts(
+        models=models,
+        modules=modules,
+        optimizer=optimizer,
+        scheduler=OptimizerParamScheduler(optimizer, schedule_of(config)),
+        connection=connect_pipeline(config, runtime, layout),
+        weight_grad_queues=tuple(WeightGradQueue(m.parameters()) if splits_backward else None for m in modules),
+    )
+
+
+def connect_pipeline(config: RunConfig, runtime: Runtime, layout: StageLayout) -> PipelineConnection | None:
+    """Make the links to the neighbouring stages; every rank of the pipeline must call."""
+    pp = runtime.state.pp
+    if pp.size == 1:
+        return None
+    model = config.model
+    timeout = timedelta(minutes=config.initialization.distributed_timeout_minutes)
+    links = create_pipeline_links(pp, wraps_around=layout.num_chunks > 1, timeout=timeout)
+    length = config.data.seq_length // model.context_parallel_size
+    if model.sequence_parallel:
+        length //= model.tensor_model_parallel_size
+    shape = (length, config.training.micro_batch_size, model.hidden_size)
+    place = StagePlace(pp.size, pp.rank, layout.num_chunks)
+    return PipelineConnection(place, links, lambda microbatch: shape, dtype_from_name(model.params_dtype))
 
 
 def schedule_of(config: RunConfig) -> ScheduleConfig:
@@ -66,12 +105,12 @@ def schedule_of(config: RunConfig) -> ScheduleConfig:
     )
 
 
-def report_parameter_counts(module: GPTModel, runtime: Runtime) -> None:
-    """Print one line for every model-parallel rank, in order, padding of the vocabulary included."""
-    count = sum(parameter.numel() for parameter in module.parameters())
+def describe_parameter_counts(modules: tuple[GPTModel, ...], runtime: Runtime) -> list[str]:
+    """Return one line for every model-parallel rank, in order, padding of the vocabulary included."""
+    count = sum(parameter.numel() for module in modules for parameter in module.parameters())
     state = runtime.state
     counts = all_gather_objects((state.pp.rank, state.tp.rank, count), state.model_parallel)
-    if runtime.is_reporter:
-        for pp_rank, tp_rank, rank_count in sorted(counts):
-            ranks, place = "(tensor, pipeline) model parallel rank", f"({tp_rank}, {pp_rank})"
-            print(f" > number of parameters on {ranks} {place}: {rank_count}", flush=True)
+    return [
+        f" > number of parameters on (tensor, pipeline) model parallel rank ({tp_rank}, {pp_rank}): {rank_count}"
+        for pp_rank, tp_rank, rank_count in sorted(counts)
+    ]

@@ -109,7 +109,7 @@ def _run(application: Application, start_time: float) -> None:
         config.logging.timing_log_level, config.logging.timing_log_option, synchronize=runtime.device.synchronize
     )
     with timers("model-and-optimizer-setup"):
-        parts = build_training_parts(config, runtime, application.model_provider)
+        parts = build_training_parts(config, runtime, application.model_provider, log)
     checkpoints = RunCheckpoints(config, runtime, parts, application.tokenizer, log)
     checkpoints.prepare()
     with timers("load-checkpoint"):

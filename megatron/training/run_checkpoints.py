@@ -87,8 +87,9 @@ class RunCheckpoints:
         )
 
     def _tensors(self) -> RunTensors:
-        self.parts.model.finish_param_gather()
-        return RunTensors(models=[self.parts.module], optimizer=self.parts.optimizer, rng=self.runtime.rng.state_dict())
+        for model in self.parts.models:
+            model.finish_param_gather()
+        return RunTensors(models=self.parts.modules, optimizer=self.parts.optimizer, rng=self.runtime.rng.state_dict())
 
     def _write_tokenizer(self, folder: Path) -> None:
         # The record makes the folder of this name itself.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron.core.collectives import all_reduce
 from megatron.core.datasets.batch import Batch
@@ -16,22 +18,33 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import StepOutcome
+from megatron.core.pipeline_parallel.executor import ForwardStep as ChunkForwardStep
 from megatron.core.pipeline_parallel.executor import MicrobatchLoss, ModelChunk, ScheduleResult, run_schedule
-from megatron.core.pipeline_parallel.schedules import without_pipelining
+from megatron.core.pipeline_parallel.schedules import SCHEDULES
 from megatron.core.timers import Timers
 from megatron.training.config.run_config import RunConfig
-from megatron.training.data_setup import BatchSource
 from megatron.training.flops import training_flops_per_sequence
 from megatron.training.initialize import Runtime
+from megatron.training.microbatches import Microbatches, MicrobatchSource
 from megatron.training.model_setup import TrainingParts
 from megatron.training.reporting import StepReport
 from megatron.training.signals import ExitRequest
 from megatron.training.train_state import TrainState
 
-ForwardStep = Callable[[Batch, GPTModel], MicrobatchLoss]
-"""Run the model on one micro-batch and return its loss sum and token count."""
+ForwardStep = Callable[[Batch, GPTModel, "torch.Tensor | None"], "torch.Tensor | MicrobatchLoss"]
+"""Run a model chunk on one micro-batch, given the chunk before's output (None on the first chunk).
+
+The last chunk returns the micro-batch's loss sum and token count, every other one its hidden states."""
 
 _NUM_NAMED_SAMPLES = 16
+
+
+class SampleSource(MicrobatchSource, Protocol):
+    """Give micro-batches in order, and name the samples in them."""
+
+    def sample_ids(self, consumed_samples: int, count: int) -> NDArray[np.int64]:
+        """Return the ids of the ``count`` samples after ``consumed_samples``, over all data-parallel ranks."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,10 @@ def agree(result: ScheduleResult, exit_request: ExitRequest | None, runtime: Run
 
 
 class TrainingStep:
-    """Run iterations of a model on a source of micro-batches."""
+    """Run iterations of a model on a source of micro-batches.
+
+    ``observe_gradients`` is called between the last reduction of the gradients and the update.
+    """
 
     def __init__(
         self,
@@ -76,17 +92,19 @@ class TrainingStep:
         parts: TrainingParts,
         forward_step: ForwardStep,
         timers: Timers,
+        observe_gradients: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
         self.runtime = runtime
         self.parts = parts
         self.forward_step = forward_step
         self.timers = timers
+        self._observe_gradients = observe_gradients
         self._flops_per_sequence = training_flops_per_sequence(config.model, config.data.seq_length)
         self._peak_tflops = runtime.device.peak_tflops(config.model.params_dtype)
 
     def run(
-        self, train_state: TrainState, source: BatchSource, global_batch_size: int, exit_request: ExitRequest
+        self, train_state: TrainState, source: SampleSource, global_batch_size: int, exit_request: ExitRequest | None
     ) -> tuple[StepReport, Agreement]:
         """Train one iteration and advance ``train_state``.
 
@@ -100,11 +118,14 @@ class TrainingStep:
         learning_rate = parts.scheduler.learning_rate
         loss_scale = parts.optimizer.loss_scale
 
-        parts.model.zero_grad_buffer()
+        for model in parts.models:
+            model.zero_grad_buffer()
         result = self._forward_backward(source, num_microbatches, loss_scale)
         with self.timers("all-grads-sync", log_level=1):
             num_tokens = result.num_tokens if config.training.calculate_per_token_loss else None
-            finalize_model_grads([parts.model], self.runtime.state, num_tokens)
+            finalize_model_grads(parts.models, self.runtime.state, num_tokens)
+        if self._observe_gradients is not None:
+            self._observe_gradients()
         with self.timers("optimizer", log_level=1):
             outcome = self._update(train_state.iteration + 1, sample_ids.tolist())
         agreement = agree(result, exit_request, self.runtime)
@@ -139,27 +160,43 @@ class TrainingStep:
         )
         return report, agreement
 
-    def _forward_backward(self, source: BatchSource, num_microbatches: int, loss_scale: float) -> ScheduleResult:
-        module = self.parts.module
+    def _forward_backward(self, source: SampleSource, num_microbatches: int, loss_scale: float) -> ScheduleResult:
+        parts, pp = self.parts, self.runtime.state.pp
+        microbatches = Microbatches(source, len(parts.modules))
 
-        def forward(microbatch: int, hidden: torch.Tensor | None) -> MicrobatchLoss:
-            with self.timers("batch-generator", log_level=2):
-                batch = source.next()
-            with self.timers("forward-compute", log_level=2):
-                return self.forward_step(batch, module)
+        def chunk(index: int) -> ModelChunk:
+            model = parts.models[index]
+            return ModelChunk(
+                self._forward(microbatches, parts.modules[index]), model.no_sync, parts.weight_grad_queues[index]
+            )
 
-        module.train()
+        actions = SCHEDULES[self.config.pipeline_schedule](
+            pp.size,
+            pp.rank,
+            num_microbatches,
+            len(parts.modules),
+            self.config.model.microbatch_group_size_per_virtual_pipeline_stage,
+        )
+        for module in parts.modules:
+            module.train()
         with self.timers("forward-backward", log_level=1):
             return run_schedule(
-                without_pipelining(1, 0, num_microbatches),
-                [ModelChunk(forward, self._no_sync)],
+                actions,
+                [chunk(index) for index in range(len(parts.modules))],
                 device=self.runtime.device.torch_device,
+                connection=parts.connection,
                 calculate_per_token_loss=self.config.training.calculate_per_token_loss,
                 loss_scale=loss_scale,
             )
 
-    def _no_sync(self) -> AbstractContextManager[None]:
-        return self.parts.model.no_sync() if self.runtime.state.dp_cp.size > 1 else nullcontext()
+    def _forward(self, microbatches: Microbatches, module: GPTModel) -> ChunkForwardStep:
+        def forward(microbatch: int, hidden: torch.Tensor | None) -> torch.Tensor | MicrobatchLoss:
+            with self.timers("batch-generator", log_level=2):
+                batch = microbatches.take(microbatch)
+            with self.timers("forward-compute", log_level=2):
+                return self.forward_step(batch, module, hidden)
+
+        return forward
 
     def _update(self, iteration: int, sample_ids: list[int]) -> StepOutcome:
         try:

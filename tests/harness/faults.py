@@ -27,6 +27,7 @@ from megatron.core.datasets.batch import Batch
 from megatron.core.errors import DataError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.executor import MicrobatchLoss
+from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import spec_of
 from megatron.training import signals
 from megatron.training.arguments import parse_arguments_or_exit
@@ -77,8 +78,8 @@ def run_with_faults(argv: Sequence[str], faults: Faults) -> int:
     _prepare_death(faults)
     config = parse_arguments_or_exit(argv, launch.world_size, launch.rank)
 
-    def provide_model(config: RunConfig, runtime: Runtime) -> GPTModel:
-        model = pretrain_gpt.provide_model(config, runtime)
+    def provide_model(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+        model = pretrain_gpt.provide_model(config, runtime, contents)
         if faults.weights is not None:
             _fill(model, faults.weights)
         return model
@@ -95,19 +96,19 @@ class _FaultyForwardStep:
         self.is_here = rank == faults.rank
         self.microbatch = 0
 
-    def __call__(self, batch: Batch, model: GPTModel) -> MicrobatchLoss:
+    def __call__(self, batch: Batch, model: GPTModel, hidden: torch.Tensor | None) -> torch.Tensor | MicrobatchLoss:
         faults = self.faults
         if faults.drop_share:
             batch = dataclasses.replace(batch, loss_mask=_uneven_mask(batch, faults.drop_share))
         if not model.training:
-            return pretrain_gpt.forward_step(batch, model)
+            return pretrain_gpt.forward_step(batch, model, hidden)
         self.microbatch += 1
         if self.microbatch == 1 and faults.kill_after_s is not None:
             threading.Thread(target=_die_after, args=(faults.kill_after_s,), daemon=True).start()
         if self.microbatch == faults.deaf_at and not self.is_here:
             _be_deaf()
         if not self.is_here:
-            return pretrain_gpt.forward_step(batch, model)
+            return pretrain_gpt.forward_step(batch, model, hidden)
         if self.microbatch == faults.raise_at:
             raise ValueError(f"a fault of micro-batch {self.microbatch} on rank {faults.rank}")
         if self.microbatch == faults.data_error_at:
@@ -119,11 +120,11 @@ class _FaultyForwardStep:
         handle = None
         if self.microbatch == faults.nan_gradient_at:
             handle = _spoil_gradient(model, faults.nan_parameter)
-        loss = pretrain_gpt.forward_step(batch, model)
+        loss = pretrain_gpt.forward_step(batch, model, hidden)
         if handle is not None:
             # The hook is of this backward pass only, which is over when the next micro-batch comes.
             self._handle = handle
-        if self.microbatch in faults.nan_loss_at:
+        if self.microbatch in faults.nan_loss_at and isinstance(loss, MicrobatchLoss):
             loss = dataclasses.replace(loss, loss_sum=loss.loss_sum * float("nan"))
         return loss
 

@@ -227,9 +227,7 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--expert-tensor-parallel-size": NotSupported(1, "1"),
     "--num-distributed-optimizer-instances": NotSupported(1, "1"),
     "--hierarchical-context-parallel-sizes": NotSupported("+"),
-    "--pipeline-model-parallel-layout": NotSupported(1),
     "--pipeline-model-parallel-split-rank": NotSupported(1),
-    "--microbatch-group-size-per-virtual-pipeline-stage": NotSupported(1),
     "--wgrad-deferral-limit": NotSupported(1, "0"),
     # other models
     "--num-experts": NotSupported(1),
@@ -290,13 +288,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
 }
 
 NOT_SUPPORTED_FIELDS: dict[str, str] = {
-    "pipeline_model_parallel_size": "pipeline parallelism",
-    "num_layers_per_virtual_pipeline_stage": "virtual pipeline stages",
-    "num_virtual_stages_per_pipeline_rank": "virtual pipeline stages",
-    "decoder_first_pipeline_num_layers": "an uneven pipeline split",
-    "decoder_last_pipeline_num_layers": "an uneven pipeline split",
-    "account_for_embedding_in_pipeline_split": "an uneven pipeline split",
-    "account_for_loss_in_pipeline_split": "an uneven pipeline split",
     "extra_valid_datalist": "more than one validation set",
     "extra_valid_data_samples": "more than one validation set",
     "extra_valid_data_names": "more than one validation set",

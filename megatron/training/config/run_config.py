@@ -10,6 +10,8 @@ from megatron.core.config_base import config_from_dict, config_to_dict
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.pipeline_parallel.schedules import default_schedule
+from megatron.core.pipeline_parallel.stage_layout import StageLayout, plan_stage_layout
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.data_config import DataConfig
 from megatron.training.config.initialization_config import InitializationConfig
@@ -54,6 +56,21 @@ class RunConfig:
     def data_parallel_size(self) -> int:
         """Return the number of model copies."""
         return self.world_size // max(self.model.model_parallel_size, 1)
+
+    @property
+    def stage_layout(self) -> StageLayout:
+        """Return which layers are on which pipeline stage.
+
+        Raises:
+            ConfigurationError: they cannot be spread as the flags say; a validated configuration can.
+        """
+        return plan_stage_layout(self.model, self.model.num_layers, self.model.pipeline_model_parallel_layout)
+
+    @property
+    def pipeline_schedule(self) -> str:
+        """Return the name of the schedule that training runs."""
+        pp = self.model.pipeline_model_parallel_size
+        return self.model.pipeline_schedule or default_schedule(pp, self.stage_layout.num_chunks)
 
     @property
     def train_samples(self) -> int:

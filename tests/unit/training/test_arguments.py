@@ -170,8 +170,8 @@ def test_flags_not_supported_yet_are_refused_by_name_unless_default(flag: str) -
 @pytest.mark.parametrize(
     "text",
     [
-        "--pipeline-model-parallel-size 2",
-        "--num-layers-per-virtual-pipeline-stage 1",
+        "--extra-valid-data-names web",
+        "--full-validation",
     ],
 )
 def test_fields_of_unbuilt_features_are_refused_by_name(text: str) -> None:
@@ -269,7 +269,8 @@ def test_dotted_block_is_sorted_and_reaches_column_51() -> None:
     assert "  lr .............................................. 0.003" in lines
     names = [line.split()[0] for line in lines[1:-1]]
     assert names == sorted(names, key=str.lower)
-    assert {line[50:52] for line in lines[1:-1]} == {". "}
+    # As in Megatron, a name that fills the column by itself pushes its value out.
+    assert {line[50:52] for line in lines[1:-1] if len(line.split()[0]) < 48} == {". "}
     assert {"world_size", "data_parallel_size", "params_dtype"} <= set(names)
 
 

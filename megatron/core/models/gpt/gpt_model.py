@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_embedding import GPTEmbedding
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
-from megatron.core.sharding import attach_spec, spec_of
+from megatron.core.sharding import attach_spec, spec_of, tie_over_pipeline
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.initialization import initialize_module
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -22,6 +22,8 @@ from megatron.core.transformer.attention import KeyValueCache
 from megatron.core.transformer.dot_product_attention import document_mask
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
+
+_WORD_EMBEDDING = "embedding.word_embeddings"
 
 
 class GPTModel(nn.Module):
@@ -55,7 +57,8 @@ class GPTModel(nn.Module):
         layers = range(config.num_layers) if layer_numbers is None else layer_numbers
         self.decoder = TransformerBlock(config, layers, post_process, tp, rng, device, self.cp)
         self.output_layer: ColumnParallelLinear | None = None
-        if post_process and config.untie_embeddings_and_output_weights:
+        is_tied = not config.untie_embeddings_and_output_weights
+        if post_process and not (is_tied and pre_process):
             self.output_layer = ColumnParallelLinear(
                 config.hidden_size,
                 config.vocab_size,
@@ -71,6 +74,8 @@ class GPTModel(nn.Module):
             set_gradient_uses(self.embedding.word_embeddings.weight, 2)
         self.rotary = _make_rotary(config)
         _name_parameters(self)
+        if is_tied and pre_process != post_process:
+            _tie_over_pipeline(self)
         if seed is None:
             _zero_parameters(self)
         elif torch.device(device).type != "meta":
@@ -81,7 +86,7 @@ class GPTModel(nn.Module):
         """Return the weight of the output layer: its own, or the tied word embedding."""
         if self.output_layer is not None:
             return self.output_layer.weight
-        assert self.embedding is not None, "tied embeddings across pipeline stages"
+        assert self.embedding is not None, "a last stage without the embedding has an output layer"
         return self.embedding.word_embeddings.weight
 
     def forward(
@@ -145,6 +150,17 @@ def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
         high_frequency_factor=config.rope_scaling_high_freq_factor,
         original_length=config.rope_scaling_original_max_position_embeddings,
     )
+
+
+def _tie_over_pipeline(model: GPTModel) -> None:
+    """Make this stage's copy of the word embedding one of two: the last stage holds it as its output layer."""
+    name = f"{_WORD_EMBEDDING}.weight"
+    if model.embedding is not None:
+        weight = model.embedding.word_embeddings.weight
+        attach_spec(weight, tie_over_pipeline(spec_of(weight), name=name, is_first_stage=True))
+    elif model.output_layer is not None:
+        weight = model.output_layer.weight
+        attach_spec(weight, tie_over_pipeline(spec_of(weight), name=name, is_first_stage=False))
 
 
 def _zero_parameters(model: nn.Module) -> None:

@@ -117,7 +117,7 @@ def run_step(case: Case, state: ParallelState, exchange: tuple[str, ...]) -> Ste
         **case.settings,
     )
     load_global_weights(model)
-    loss = forward_step(case_batch(case), model)
+    loss = forward_step(case_batch(case), model, None)
     (loss.loss_sum / loss.num_tokens).backward()
     gradients = summed_gradients(model, state.tp)
     for _, gradient in gradients:
@@ -179,7 +179,7 @@ def rounded_step(dtype: str, state: ParallelState, exchange: str) -> dict[str, n
     """Return the loss sum and the gradients of the whole model in a low precision, reduced in float32."""
     model = make_model(state.tp, cp=state.cp, params_dtype=dtype, cp_comm_type=(exchange,), **QWEN)
     load_global_weights(model)
-    loss = forward_step(case_batch(ROUNDED), model)
+    loss = forward_step(case_batch(ROUNDED), model, None)
     (loss.loss_sum / loss.num_tokens).backward()
     tensors = {spec.name: gradient.float() for spec, gradient in summed_gradients(model, state.tp)}
     tensors["loss sum"] = loss.loss_sum.detach().float() * state.cp.size

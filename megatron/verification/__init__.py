@@ -1,0 +1,1 @@
+"""Prove that a parallel layout computes what one process computes."""

@@ -1,0 +1,242 @@
+"""The layouts that are verified, as the command lines that a user would type."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+SHAPES: dict[str, tuple[str, ...]] = {
+    "gpt2": (),
+    "gpt2-untied": ("--untie-embeddings-and-output-weights",),
+    "llama": (
+        *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+        *("--untie-embeddings-and-output-weights", "--group-query-attention", "--num-query-groups", "2"),
+    ),
+    "qwen": (
+        *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+        *("--add-qkv-bias", "--group-query-attention", "--num-query-groups", "2", "--qk-layernorm"),
+    ),
+    "llama-one-group": (
+        *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+        *("--untie-embeddings-and-output-weights", "--group-query-attention", "--num-query-groups", "1"),
+    ),
+}
+"""Model shapes by name: what each adds to the base command line."""
+
+DATA: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "packed": ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"),
+    "uneven": ("--calculate-per-token-loss",),
+}
+"""Kinds of samples: whole ones, packed documents, and very unequal numbers of tokens that count."""
+
+BASE_FLAGS: tuple[str, ...] = (
+    *("--num-layers", "4", "--hidden-size", "24", "--num-attention-heads", "4", "--ffn-hidden-size", "40"),
+    *("--seq-length", "16", "--max-position-embeddings", "16", "--init-method-std", "0.2"),
+    *("--make-vocab-size-divisible-by", "4", "--tokenizer-type", "NullTokenizer", "--vocab-size", "52"),
+    *("--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "3", "--mock-data"),
+    *("--lr", "1e-2", "--lr-decay-style", "constant", "--weight-decay", "0.1", "--clip-grad", "1.0"),
+    *("--hidden-dropout", "0", "--attention-dropout", "0", "--eval-iters", "0"),
+    *("--distributed-backend", "gloo", "--seed", "1234"),
+)
+"""The tiny model that every cell starts from; later flags win."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Name one configuration: the reference flags, which one process runs, and what the layout adds to them."""
+
+    name: str
+    world_size: int
+    model_flags: tuple[str, ...]
+    layout_flags: tuple[str, ...]
+    data: str = "plain"
+
+    @property
+    def reference_flags(self) -> tuple[str, ...]:
+        """Return the command line of the one process that the cell is compared with."""
+        return (*BASE_FLAGS, *self.model_flags, *DATA[self.data])
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Return the command line of the layout."""
+        return (*self.reference_flags, *self.layout_flags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Hold one way to cut a model over processes."""
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    pp: int = 1
+    virtual_stages: int = 1
+    schedule: str | None = None
+    pipeline_layout: str | None = None
+    first_stage_layers: int | None = None
+    cp: int = 1
+    cp_comm_type: str = "p2p"
+    dp: int = 1
+    sharding: str = "no_shard"
+    overlap: bool = False
+    recompute: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of processes."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def name(self) -> str:
+        """Return the layout in short."""
+        parts = [f"tp{self.tp}" + ("sp" if self.sequence_parallel else "")]
+        parts.append(f"pp{self.pp}" + (f"v{self.virtual_stages}" if self.virtual_stages > 1 else ""))
+        parts += [self.schedule] if self.schedule else []
+        parts += [f"[{self.pipeline_layout}]"] if self.pipeline_layout else []
+        parts += [f"first{self.first_stage_layers}"] if self.first_stage_layers else []
+        parts.append(f"cp{self.cp}" + (f"-{self.cp_comm_type}" if self.cp > 1 else ""))
+        parts.append(f"dp{self.dp}" + (f"-{self.sharding}" if self.sharding != "no_shard" else ""))
+        parts += ["overlap"] if self.overlap else []
+        parts += ["recompute-" + "-".join(self.recompute)] if self.recompute else []
+        return " ".join(parts)
+
+    def to_flags(self, num_layers: int = 4) -> tuple[str, ...]:
+        """Return the layout as flags of the training command."""
+        flags = ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
+        flags += ["--context-parallel-size", str(self.cp)]
+        flags += ["--sequence-parallel"] if self.sequence_parallel else []
+        if self.virtual_stages > 1 and self.pipeline_layout is None:
+            per_stage = num_layers // (self.pp * self.virtual_stages)
+            flags += ["--num-layers-per-virtual-pipeline-stage", str(per_stage)]
+        flags += ["--pipeline-schedule", self.schedule] if self.schedule else []
+        flags += ["--pipeline-model-parallel-layout", self.pipeline_layout] if self.pipeline_layout else []
+        if self.first_stage_layers is not None:
+            flags += ["--decoder-first-pipeline-num-layers", str(self.first_stage_layers)]
+        flags += ["--cp-comm-type", self.cp_comm_type] if self.cp > 1 else []
+        if self.sharding != "no_shard":
+            flags += ["--use-distributed-optimizer", "--data-parallel-sharding-strategy", self.sharding]
+        if self.overlap:
+            flags += ["--overlap-grad-reduce", "--ddp-bucket-size", "700"]
+            flags += ["--overlap-param-gather"] if self.sharding != "no_shard" else []
+        if self.recompute:
+            granularity, *rest = self.recompute
+            flags += ["--recompute-granularity", granularity]
+            if granularity == "full":
+                method, num_layers_text = rest
+                flags += ["--recompute-method", method, "--recompute-num-layers", num_layers_text]
+        return tuple(flags)
+
+
+RECOMPUTE: tuple[tuple[str, ...], ...] = ((), ("selective",), ("full", "uniform", "1"), ("full", "block", "1"))
+SHARDING: tuple[str, ...] = ("no_shard", "optim", "optim_grads")
+EXCHANGES: tuple[str, ...] = ("p2p", "all_gather", "a2a")
+MAX_WORLD_SIZE = 8
+
+
+def make_cell(shape: str, layout: Layout, data: str = "plain", extra: Sequence[str] = (), num_layers: int = 4) -> Cell:
+    """Return the cell of a shape at a layout; ``extra`` flags go to the reference too."""
+    if num_layers != 4:
+        extra = ("--num-layers", str(num_layers), *extra)
+    name = f"{shape} {data} {layout.name}" + (f" {' '.join(extra)}" if extra else "")
+    return Cell(name, layout.world_size, (*SHAPES[shape], *extra), layout.to_flags(num_layers), data)
+
+
+def matrix() -> list[Cell]:
+    """Return the layouts that every release must pass, each once."""
+    cells = [cell for family in (_tensor, _pipeline, _context, _data, _mixed) for cell in family()]
+    return list({cell.name: cell for cell in cells}.values())
+
+
+def _tensor() -> Iterator[Cell]:
+    for shape, tp, recompute in itertools.product(SHAPES, (1, 2, 4), RECOMPUTE):
+        for sequence_parallel in (False, True) if tp > 1 else (False,):
+            if shape in ("gpt2", "qwen") or recompute in ((), ("selective",)):
+                yield make_cell(shape, Layout(tp=tp, sequence_parallel=sequence_parallel, recompute=recompute))
+
+
+def _pipeline() -> Iterator[Cell]:
+    for shape in ("gpt2", "gpt2-untied", "llama"):
+        for pp in (2, 4):
+            yield make_cell(shape, Layout(pp=pp))
+            yield make_cell(shape, Layout(pp=pp, schedule="zero-bubble"))
+        yield make_cell(shape, Layout(pp=2, virtual_stages=2))
+        yield make_cell(shape, Layout(pp=2, first_stage_layers=1))
+        yield make_cell(shape, Layout(pp=2, pipeline_layout="E|tt|tt|L", virtual_stages=2))
+        yield make_cell(shape, Layout(pp=4, pipeline_layout="Et|t|t|tL"))
+        for recompute in RECOMPUTE[1:]:
+            yield make_cell(shape, Layout(pp=2, recompute=recompute))
+            yield make_cell(shape, Layout(pp=2, virtual_stages=2, recompute=recompute))
+    yield make_cell("gpt2", Layout(pp=4), extra=("--micro-batch-size", "2"))
+    yield make_cell("gpt2", Layout(pp=2, virtual_stages=2), extra=("--global-batch-size", "6"))
+    yield make_cell("gpt2", Layout(pp=4, virtual_stages=2), num_layers=8)
+
+
+def _context() -> Iterator[Cell]:
+    for shape, cp, exchange in itertools.product(("gpt2", "llama", "qwen"), (2, 4), EXCHANGES):
+        if exchange == "a2a" and cp == 4 and shape != "gpt2":
+            continue
+        for data in DATA:
+            yield make_cell(shape, Layout(cp=cp, cp_comm_type=exchange), data)
+
+
+def _data() -> Iterator[Cell]:
+    for dp, sharding, overlap in itertools.product((2, 4), SHARDING, (False, True)):
+        for data in ("plain", "uneven"):
+            yield make_cell("gpt2", Layout(dp=dp, sharding=sharding, overlap=overlap), data)
+        yield make_cell("qwen", Layout(dp=dp, sharding=sharding, overlap=overlap), "packed")
+
+
+def _mixed() -> Iterator[Cell]:
+    for sharding in SHARDING:
+        yield make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2, dp=2, sharding=sharding))
+        yield make_cell("gpt2", Layout(pp=2, dp=4, sharding=sharding))
+        yield make_cell("llama", Layout(tp=2, pp=2, virtual_stages=2, dp=2, sharding=sharding, overlap=True))
+        yield make_cell("qwen", Layout(pp=2, cp=2, dp=2, sharding=sharding), "packed")
+        yield make_cell("qwen", Layout(tp=2, sequence_parallel=True, cp=2, dp=2, sharding=sharding), "uneven")
+    for exchange in EXCHANGES:
+        layout = Layout(tp=2, sequence_parallel=True, pp=2, cp=2, cp_comm_type=exchange)
+        yield make_cell("llama", layout, "packed")
+        yield make_cell("gpt2", Layout(pp=2, cp=2, dp=2, cp_comm_type=exchange, recompute=RECOMPUTE[2]), "uneven")
+    yield make_cell("gpt2", Layout(pp=2, schedule="zero-bubble", dp=2, sharding="optim"))
+    yield make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True, pp=2))
+    yield make_cell("gpt2", Layout(tp=8), extra=("--num-attention-heads", "8"))
+
+
+def fuzz(seed: int, count: int) -> list[Cell]:
+    """Return ``count`` configurations drawn at random; some of them are such that they must be refused."""
+    generator = random.Random(seed)
+    return [_draw(generator, number) for number in range(count)]
+
+
+def _draw(generator: random.Random, number: int) -> Cell:
+    while True:
+        layout = Layout(
+            tp=generator.choice((1, 1, 2, 3, 4)),
+            sequence_parallel=generator.random() < 0.5,
+            pp=generator.choice((1, 1, 2, 3, 4)),
+            virtual_stages=generator.choice((1, 1, 2)),
+            schedule=generator.choice((None, None, "zero-bubble")),
+            cp=generator.choice((1, 1, 2, 3, 4)),
+            cp_comm_type=generator.choice(EXCHANGES),
+            dp=generator.choice((1, 2, 3, 4)),
+            sharding=generator.choice(SHARDING),
+            overlap=generator.random() < 0.5,
+            recompute=generator.choice(RECOMPUTE),
+        )
+        if layout.world_size <= MAX_WORLD_SIZE:
+            break
+    heads = generator.choice((2, 4, 4, 6))
+    extra = (
+        *("--num-layers", str(generator.choice((2, 3, 4, 4, 6))), "--num-attention-heads", str(heads)),
+        *("--hidden-size", str(heads * generator.choice((4, 6)))),
+        *("--micro-batch-size", str(generator.choice((1, 1, 2)))),
+        *("--global-batch-size", str(generator.choice((4, 6, 8, 12)))),
+        *("--seq-length", str(generator.choice((12, 16, 16, 24))), "--max-position-embeddings", "24"),
+    )
+    shape = generator.choice(tuple(SHAPES))
+    data = generator.choice(tuple(DATA))
+    name = f"#{number} {shape} {data} {layout.name} {' '.join(extra)}"
+    num_layers = int(extra[1])
+    return Cell(name, layout.world_size, (*SHAPES[shape], *extra), layout.to_flags(num_layers), data)

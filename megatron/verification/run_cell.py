@@ -1,0 +1,113 @@
+"""Train one configuration for a few steps on this rank and report everything that must not depend on the layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron.core.device import Device
+from megatron.core.parallel_state import create_parallel_state
+from megatron.core.sharding import spec_of
+from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.timers import Timers
+from megatron.core.tokenizers.build_tokenizer import build_tokenizer
+from megatron.training.arguments import resolve_arguments
+from megatron.training.config.run_config import RunConfig
+from megatron.training.data_setup import dataset_config
+from megatron.training.initialize import Runtime
+from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
+from megatron.training.train_state import TrainState
+from megatron.training.training_step import ForwardStep, TrainingStep
+from megatron.verification.fragments import Fragment, fragments_of
+from megatron.verification.synthetic_samples import SyntheticSource
+
+NUM_STEPS = 3
+
+
+@dataclass
+class CellResult:
+    """Hold what one rank saw: losses and norms of every step, gradients of the first, parameters after the last."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    gradients: list[Fragment] = field(default_factory=list)
+    parameters: list[Fragment] = field(default_factory=list)
+
+
+def run_cell(
+    flags: Sequence[str],
+    world_size: int,
+    data: str,
+    dtype: str,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+) -> CellResult:
+    """Train the configuration for a few steps in ``dtype`` and return this rank's result.
+
+    The process group is initialised already unless this process is alone.
+
+    Raises:
+        ConfigurationError: the configuration is refused.
+    """
+    config = _resolve(flags, world_size, dtype)
+    runtime = _runtime(config)
+    parts = build_training_parts(config, runtime, model_provider, log=lambda line: None)
+    result = CellResult()
+
+    def copy_first_gradients() -> None:
+        if not result.gradients:
+            result.gradients = gradient_fragments(parts, runtime.state.rank)
+
+    step = TrainingStep(config, runtime, parts, forward_step, Timers(), copy_first_gradients)
+    tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
+    source = SyntheticSource(
+        dataset_config(config, tokenizer), data == "uneven", config.training.micro_batch_size, runtime.state.dp
+    )
+    train_state = TrainState()
+    for _ in range(NUM_STEPS):
+        report, _ = step.run(train_state, source, config.training.global_batch_size, None)
+        assert report.grad_norm is not None
+        result.losses.append(report.lm_loss)
+        result.grad_norms.append(report.grad_norm)
+    for chunk in parts.models:
+        chunk.finish_param_gather()
+        for parameter in chunk.parameters():
+            result.parameters += fragments_of(spec_of(parameter), parameter, runtime.state.rank)
+    return result
+
+
+def gradient_fragments(parts: TrainingParts, rank: int) -> list[Fragment]:
+    """Return what this rank holds of the reduced gradients: all of them, or those of its shards."""
+    return [
+        fragment
+        for chunk in parts.models
+        for part in chunk.parts
+        for spec, gradient in part.described(part.gradient)
+        for fragment in fragments_of(spec, gradient, rank)
+    ]
+
+
+def _resolve(flags: Sequence[str], world_size: int, dtype: str) -> RunConfig:
+    config = resolve_arguments(flags, world_size).config
+    tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
+    model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size, params_dtype=dtype)
+    optimizer = dataclasses.replace(config.optimizer, params_dtype=dtype)
+    return dataclasses.replace(config, model=model, optimizer=optimizer)
+
+
+def _runtime(config: RunConfig) -> Runtime:
+    model = config.model
+    state = create_parallel_state(
+        model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size
+    )
+    device = Device("cpu")
+    rng = RngStreams(
+        device,
+        config.initialization.seed,
+        tp_rank=state.tp.rank,
+        dp_rank=state.dp.rank,
+        cp_rank=state.cp.rank,
+        pp_rank=state.pp.rank,
+    )
+    return Runtime(device, state, rng)

@@ -1,0 +1,124 @@
+"""Hold a layout against one process: losses, gradient norms, every gradient, and the parameters after a few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.core.errors import ConfigurationError, TrainingError
+from megatron.training.arguments import resolve_arguments
+from megatron.training.model_setup import ModelProvider
+from megatron.training.training_step import ForwardStep
+from megatron.verification.cells import Cell
+from megatron.verification.fragments import Array, assemble, compare, gradient_floor
+from megatron.verification.run_cell import CellResult, run_cell
+from megatron.verification.worker_pool import WorkerPool
+
+TOLERANCES: dict[str, float] = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.15}
+"""How far a layout may be off by default, relative, in each number format."""
+
+
+@dataclass(frozen=True)
+class CellReport:
+    """Hold the outcome of a cell: ``passed``, ``failed`` or ``refused``, the worst differences, and the reasons."""
+
+    cell: Cell
+    outcome: str
+    loss_difference: float = 0.0
+    norm_difference: float = 0.0
+    gradient_difference: float = 0.0
+    parameter_difference: float = 0.0
+    reasons: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Return one line, and one more for each reason."""
+        line = f"{self.outcome:8}{self.cell.name}"
+        if self.outcome != "refused":
+            line += (
+                f" | loss {self.loss_difference:.1e} norm {self.norm_difference:.1e} "
+                f"gradients {self.gradient_difference:.1e} parameters {self.parameter_difference:.1e}"
+            )
+        return "\n".join((line, *(f"        {reason}" for reason in self.reasons)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Reference:
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: dict[str, Array]
+    parameters: dict[str, Array]
+
+
+class Verifier:
+    """Run cells on a pool of processes and compare each with one process, which every set of flags runs once."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        model_provider: ModelProvider,
+        forward_step: ForwardStep,
+        dtype: str = "float64",
+        tolerance: float | None = None,
+    ) -> None:
+        self.pool = pool
+        self.model_provider = model_provider
+        self.forward_step = forward_step
+        self.dtype = dtype
+        self.tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
+        self._references: dict[tuple[str, ...], _Reference] = {}
+
+    def check(self, cell: Cell) -> CellReport:
+        """Return how a cell compares; a configuration that the command line refuses is reported with its reasons."""
+        try:
+            resolve_arguments(cell.flags, cell.world_size)
+        except ConfigurationError as error:
+            return CellReport(cell, "refused", reasons=error.problems)
+        reference = self._reference(cell)
+        try:
+            results = self._run(cell.flags, cell.data, cell.world_size)
+        except TrainingError as error:
+            return CellReport(cell, "failed", reasons=tuple(str(error).splitlines()))
+        return self._compare(cell, results, reference)
+
+    def _compare(self, cell: Cell, results: Sequence[CellResult], reference: _Reference) -> CellReport:
+        floor = gradient_floor(reference.gradients)
+        gradients = [fragment for result in results for fragment in result.gradients]
+        parameters = [fragment for result in results for fragment in result.parameters]
+        wrong_gradients, gradient_worst = compare(gradients, reference.gradients, self.tolerance, floor)
+        wrong_parameters, parameter_worst = compare(parameters, reference.parameters, self.tolerance)
+        loss_worst = max(_scalar_difference(result.losses, reference.losses) for result in results)
+        norm_worst = max(_scalar_difference(result.grad_norms, reference.grad_norms) for result in results)
+        reasons = []
+        if not loss_worst <= self.tolerance:
+            reasons.append(f"losses {results[0].losses} instead of {reference.losses}")
+        if not norm_worst <= self.tolerance:
+            reasons.append(f"gradient norms {results[0].grad_norms} instead of {reference.grad_norms}")
+        reasons += [f"gradient of {mismatch.describe()}" for mismatch in wrong_gradients]
+        reasons += [f"after the steps {mismatch.describe()}" for mismatch in wrong_parameters]
+        return CellReport(
+            cell,
+            "failed" if reasons else "passed",
+            loss_worst,
+            norm_worst,
+            gradient_worst,
+            parameter_worst,
+            tuple(reasons),
+        )
+
+    def _reference(self, cell: Cell) -> _Reference:
+        key = cell.reference_flags
+        if key not in self._references:
+            (result,) = self._run(key, cell.data, 1)
+            self._references[key] = _Reference(
+                result.losses, result.grad_norms, assemble(result.gradients), assemble(result.parameters)
+            )
+        return self._references[key]
+
+    def _run(self, flags: Sequence[str], data: str, world_size: int) -> list[CellResult]:
+        return self.pool.run(
+            run_cell, world_size, tuple(flags), world_size, data, self.dtype, self.model_provider, self.forward_step
+        )
+
+
+def _scalar_difference(actual: Sequence[float], expected: Sequence[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True))
