@@ -1,0 +1,109 @@
+"""The executor on one rank: divisors, gradient synchronisation, chunks that hold nothing, and evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron.core.main_grad import WeightGradQueue
+from megatron.core.pipeline_parallel.action import Action, Pass
+from megatron.core.pipeline_parallel.executor import MicrobatchLoss, ModelChunk, run_schedule
+from megatron.core.pipeline_parallel.schedules import forward_only, interleaved, without_pipelining, zero_bubble
+
+CPU = torch.device("cpu")
+NUM_TOKENS = (3.0, 0.0, 5.0)
+
+
+def loss_of(weight: torch.Tensor, microbatch: int) -> MicrobatchLoss:
+    """Return a loss sum whose gradient is the micro-batch's number of tokens times (1, 10, 100)."""
+    count = NUM_TOKENS[microbatch]
+    return MicrobatchLoss(weight.double().sum() * count * 10.0**microbatch, torch.tensor(count))
+
+
+@pytest.mark.parametrize(
+    ("per_token", "expected"),
+    [(False, 2.0 * (1 + 100) / 3), (True, 2.0 * (3 + 500))],
+)
+def test_divisors_and_loss_scale(per_token: bool, expected: float) -> None:
+    weight = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    result = run_schedule(
+        without_pipelining(1, 0, 3),
+        [ModelChunk(lambda microbatch, hidden: loss_of(weight, microbatch))],
+        device=CPU,
+        calculate_per_token_loss=per_token,
+        loss_scale=2.0,
+    )
+    assert result.loss_sum.item() == 2 * (3 + 500)
+    assert result.num_tokens.item() == 8
+    assert weight.grad.tolist() == pytest.approx([expected] * 2)
+    assert result.timeline is None
+
+
+def test_evaluation_keeps_nothing() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    outputs = []
+
+    def forward_step(microbatch: int, hidden: torch.Tensor | None) -> MicrobatchLoss:
+        outputs.append(loss_of(weight, microbatch))
+        return outputs[-1]
+
+    result = run_schedule(forward_only(1, 0, 3), [ModelChunk(forward_step)], device=CPU)
+    assert result.loss_sum.item() == 2 * (3 + 500)
+    assert not any(output.loss_sum.requires_grad for output in outputs)
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_gradients_are_synchronised_in_each_chunks_last_passes(split: bool) -> None:
+    log: list[str] = []
+    weight = torch.ones(2, requires_grad=True)
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        log.append("[")
+        yield
+        log.append("]")
+
+    def forward_step(microbatch: int, hidden: torch.Tensor | None) -> MicrobatchLoss:
+        loss = loss_of(weight, microbatch)
+        loss.loss_sum.register_hook(lambda grad: log.append(f"B{microbatch}"))
+        return loss
+
+    class LoggedQueue(WeightGradQueue):
+        def run(self, microbatch: int) -> None:
+            log.append(f"W{microbatch}")
+            super().run(microbatch)
+
+    chunk = ModelChunk(forward_step, no_sync, LoggedQueue(), lambda: log.append("complete"))
+    # As on the third rank of a pipeline, where the weights' part is put off by two micro-batches.
+    actions = zero_bubble(3, 2, 3) if split else without_pipelining(1, 0, 3)
+    run_schedule(actions, [chunk], device=CPU)
+    expected = "[ B0 ] [ B1 ] B2 [ W0 ] [ W1 ] W2 complete" if split else "[ B0 ] [ B1 ] B2 complete"
+    assert " ".join(log) == expected
+
+
+def test_chunks_on_one_rank_hand_over_and_may_hold_nothing() -> None:
+    first = torch.full((2,), 3.0, dtype=torch.float64, requires_grad=True)
+    last = torch.full((2,), 5.0, dtype=torch.float64, requires_grad=True)
+
+    def close(microbatch: int, hidden: torch.Tensor | None) -> MicrobatchLoss:
+        return MicrobatchLoss((hidden * last).sum(), torch.tensor(2.0))
+
+    chunks = [
+        ModelChunk(lambda microbatch, hidden: first * (microbatch + 1)),
+        ModelChunk(lambda microbatch, hidden: hidden),
+        ModelChunk(close),
+    ]
+    result = run_schedule(interleaved(1, 0, 3, 3), chunks, device=CPU, calculate_per_token_loss=True)
+    assert result.loss_sum.item() == 2 * 3 * 5 * (1 + 2 + 3)
+    assert first.grad.tolist() == [5.0 * 6] * 2
+    assert last.grad.tolist() == [3.0 * 6] * 2
+
+
+def test_the_last_chunk_alone_returns_the_loss() -> None:
+    chunks = [ModelChunk(lambda microbatch, hidden: torch.ones(1, requires_grad=True))]
+    with pytest.raises(AssertionError, match="the last chunk, and no other, returns the loss"):
+        run_schedule([Action(Pass.FORWARD, 0)], chunks, device=CPU)
