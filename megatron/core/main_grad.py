@@ -13,6 +13,8 @@ from typing import cast
 
 import torch
 
+from megatron.core.matrix_product import prefers_onednn, product
+
 
 class MainGrad:
     """Hold the accumulated gradient of one parameter and tell its owner when a contribution has arrived.
@@ -75,8 +77,8 @@ class MainGrad:
 
     def _add_matmul_now(self, left: torch.Tensor, right: torch.Tensor) -> None:
         self._begin()
-        if self.tensor.dtype != left.dtype:
-            self._add_now(left @ right)
+        if self.tensor.dtype != left.dtype or prefers_onednn(left):
+            self._add_now(product(left, right))
             return
         if self.is_empty:
             torch.mm(left, right, out=self.tensor)

@@ -10,7 +10,6 @@ from enum import Enum
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from megatron.core.collectives import (
     all_gather_first_dim,
@@ -19,6 +18,7 @@ from megatron.core.collectives import (
     reduce_scatter_into,
 )
 from megatron.core.main_grad import MainGrad, main_grad_of
+from megatron.core.matrix_product import linear, product
 from megatron.core.process_group import Group
 
 
@@ -48,7 +48,7 @@ class _Linear(torch.autograd.Function):
         # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
         ctx.main_grad = main_grad_of(weight)
         full_x = all_gather_first_dim(x, tp) if region is InputRegion.SEQUENCE else x
-        return F.linear(full_x, weight, bias)
+        return linear(full_x, weight, bias)
 
     @staticmethod
     def backward(
@@ -65,7 +65,7 @@ class _Linear(torch.autograd.Function):
 
         x_grad, reducing = None, None
         if needs_x_grad:
-            x_grad = grad.matmul(weight)
+            x_grad = linear(grad, weight.t())
             if region is InputRegion.REPLICATED:
                 reducing = all_reduce(x_grad, tp, async_op=True)
             elif region is InputRegion.SEQUENCE and tp.size > 1:
@@ -87,7 +87,7 @@ class _Linear(torch.autograd.Function):
 
 def _accumulate_weight_grad(main_grad: MainGrad | None, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
     if main_grad is None:
-        return grad.t().matmul(x)
+        return product(grad.t(), x)
     main_grad.add_matmul(grad.t(), x)
     return None
 
