@@ -1,7 +1,7 @@
 """Cross-entropy over logits whose vocabulary is cut over the tensor-parallel group.
 
-The logits are walked in slabs of rows that fit in a cache; only the sum of exponentials is kept for the backward pass,
-which overwrites the logits with their gradient. Padded columns do not enter the softmax.
+The logits are walked in slabs of rows that fit in a cache; only the logarithm of each row's normalizer is kept for the
+backward pass, which overwrites the logits with their gradient. Padded columns do not enter the softmax.
 """
 
 from __future__ import annotations
@@ -20,10 +20,29 @@ _CUDA_SLAB_ELEMENTS = 1 << 28
 
 
 def _slabs(logits: torch.Tensor) -> Iterator[slice]:
-    elements = _CUDA_SLAB_ELEMENTS if logits.is_cuda else _SLAB_ELEMENTS
-    rows = max(1, elements // max(1, logits.shape[1]))
+    rows = _rows_per_slab(logits)
     for start in range(0, logits.shape[0], rows):
         yield slice(start, min(start + rows, logits.shape[0]))
+
+
+def _rows_per_slab(logits: torch.Tensor) -> int:
+    elements = _CUDA_SLAB_ELEMENTS if logits.is_cuda else _SLAB_ELEMENTS
+    return max(1, min(elements // max(1, logits.shape[1]), logits.shape[0]))
+
+
+def _slab_softmax(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Yield each slab's rows with the logits and their softmax, both in the arithmetic dtype.
+
+    The two tensors are the same memory for every slab: to allocate and touch new memory takes longer than to compute.
+    """
+    shape = (_rows_per_slab(logits), logits.shape[1])
+    logits_memory, softmax_memory = logits.new_empty((2, *shape), dtype=arithmetic_dtype(logits.dtype)).unbind()
+    for slab in _slabs(logits):
+        num_rows = slab.stop - slab.start
+        wide, softmax = logits_memory[:num_rows], softmax_memory[:num_rows]
+        wide.copy_(logits[slab])
+        torch.softmax(wide, dim=1, out=softmax)
+        yield slab, wide, softmax
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -38,50 +57,50 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         local_labels = local_labels.masked_fill(elsewhere, 0)
         dtype = arithmetic_dtype(logits.dtype)
 
-        maxima = torch.full((flat.shape[0],), -torch.inf, dtype=dtype, device=logits.device)
-        # Row 0: sum of exponentials; row 1: the label's logit.
-        sums = torch.zeros((2, flat.shape[0]), dtype=dtype, device=logits.device)
+        label_logits = torch.zeros(flat.shape[0], dtype=dtype, device=logits.device)
+        local_normalizer = torch.full_like(label_logits, -torch.inf)
         if num_columns:
-            if tp.size == 1:
-                for slab in _slabs(real):
-                    rows = real[slab].to(dtype)
-                    maxima[slab] = rows.amax(dim=1)
-                    sums[0, slab] = (rows - maxima[slab, None]).exp_().sum(dim=1)
-            else:
-                for slab in _slabs(real):
-                    maxima[slab] = real[slab].amax(dim=1).to(dtype)
-            sums[1] = real.gather(1, local_labels[:, None]).squeeze(1).to(dtype).masked_fill_(elsewhere, 0)
+            for slab, wide, softmax in _slab_softmax(real):
+                # The largest probability is 1 over the sum of exp(logit - maximum).
+                local_normalizer[slab] = wide.amax(dim=1) - softmax.amax(dim=1).log_()
+            label_logits = real.gather(1, local_labels[:, None]).squeeze(1).to(dtype).masked_fill_(elsewhere, 0)
+        log_normalizer = local_normalizer
         if tp.size > 1:
-            all_reduce(maxima, tp, op="max")
-            if num_columns:
-                for slab in _slabs(real):
-                    sums[0, slab] = (real[slab].to(dtype) - maxima[slab, None]).exp_().sum(dim=1)
-            all_reduce(sums, tp)
-        log_normalizer = sums[0].log_().add_(maxima)
-        ctx.save_for_backward(logits, log_normalizer, local_labels, elsewhere)
+            log_normalizer, label_logits = _combine(local_normalizer, label_logits, tp)
+        ctx.save_for_backward(logits, local_normalizer - log_normalizer, local_labels, elsewhere)
         ctx.num_columns = num_columns
-        return (log_normalizer - sums[1]).reshape(labels.shape)
+        return (log_normalizer - label_logits).reshape(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        logits, log_normalizer, local_labels, elsewhere = ctx.saved_tensors
+        logits, log_share, local_labels, elsewhere = ctx.saved_tensors
         num_columns: int = ctx.num_columns
         # The logits are this function's own from here on: nothing else of the graph reads them again.
         result = logits.detach().reshape(-1, logits.shape[-1])
         real = result[:, :num_columns]
-        row_grad = grad.reshape(-1).to(log_normalizer.dtype)
+        row_grad = grad.reshape(-1).to(log_share.dtype)
         label_grad = row_grad.masked_fill(elsewhere, 0).neg_()
+        # The softmax over this rank's columns, times this rank's share of the whole, is the whole's softmax.
+        row_factor = row_grad * log_share.exp()
         if num_columns:
-            for slab in _slabs(real):
-                rows = real[slab]
-                scratch = rows if rows.dtype == log_normalizer.dtype else rows.to(log_normalizer.dtype)
-                scratch.sub_(log_normalizer[slab, None]).exp_().mul_(row_grad[slab, None])
+            for slab, _, softmax in _slab_softmax(real):
+                softmax.mul_(row_factor[slab, None])
                 # Before the rounding to a low precision: a confident label's p - 1 would be lost in it.
-                scratch.scatter_add_(1, local_labels[slab, None], label_grad[slab, None])
-                if scratch is not rows:
-                    rows.copy_(scratch)
+                softmax.scatter_add_(1, local_labels[slab, None], label_grad[slab, None])
+                real[slab] = softmax
         result[:, num_columns:] = 0
         return result.reshape(logits.shape), None, None, None, None
+
+
+def _combine(
+    local_normalizer: torch.Tensor, label_logits: torch.Tensor, tp: Group
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logarithm of the whole rows' normalizers, and each label's logit from the rank that has it."""
+    maxima = local_normalizer.clone()
+    all_reduce(maxima, tp, op="max")
+    sums = torch.stack(((local_normalizer - maxima).exp_(), label_logits))
+    all_reduce(sums, tp)
+    return sums[0].log_().add_(maxima), sums[1]
 
 
 def vocab_parallel_cross_entropy(
