@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_li
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
 from megatron.core.pipeline_parallel.stage_place import StagePlace
 from megatron.core.precision import dtype_from_name
+from megatron.core.transformer.dot_product_attention import describe_missing_flash
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime
 
@@ -51,6 +52,10 @@ def build_training_parts(
     modules = tuple(model_provider(config, runtime, contents) for contents in layout.chunks(runtime.state.pp.rank))
     for line in describe_parameter_counts(modules, runtime):
         log(line)
+    # With packed documents the reason was given with the command line's.
+    without_flash = describe_missing_flash(config.model, runtime.device.kind)
+    if without_flash is not None and not config.data.reset_attention_mask:
+        log(without_flash)
     per_token = config.training.calculate_per_token_loss
     models = tuple(
         DistributedDataParallel(module, config.ddp, runtime.state, calculate_per_token_loss=per_token)

@@ -9,33 +9,27 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.core.errors import ConfigurationError
-
 FlashAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 @functools.cache
-def load_flash_attention(required: bool) -> FlashAttention | None:
+def load_flash_attention() -> FlashAttention | None:
     """Return causal attention over flash-attn, or None where the package is not to be had.
 
     It takes (query, key, value, dropout) of ``[s, b, heads, d]`` in float16 or bfloat16 on CUDA.
 
     A package that is installed but cannot be imported (a broken shared object, a missing package that it needs) is
     named in one warning, however many layers ask.
-
-    Raises:
-        ConfigurationError: it was asked for by name and cannot be imported.
     """
     try:
         module = importlib.import_module("flash_attn")
         flash_attn_func = module.flash_attn_func
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == "flash_attn"
-        state = "not installed" if is_absent else "installed but cannot be used"
-        if required:
-            raise ConfigurationError(f"flash-attn is asked for but {state}: {error}") from error
         if not is_absent:
-            warnings.warn(f"flash-attn is {state}, torch's attention is taken: {error}", stacklevel=2)
+            warnings.warn(
+                f"flash-attn is installed but cannot be used, torch's attention is taken: {error}", stacklevel=2
+            )
         return None
 
     def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from megatron.core.extensions.flash_attn import load_flash_attention
 from megatron.core.precision import arithmetic_dtype
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 PLAIN_BACKENDS = ("unfused", "local")
 """Values of ``--attention-backend`` that ask for attention without fused kernels."""
@@ -86,10 +87,25 @@ def select_attention_core(backend: str, device_type: str) -> AttentionCore:
     if backend in PLAIN_BACKENDS:
         return plain_attention
     if device_type == "cuda" and backend in ("auto", "flash"):
-        flash = load_flash_attention(required=False)
+        flash = load_flash_attention()
         if flash is not None:
             return _with_flash(flash)
     return fused_attention
+
+
+def describe_missing_flash(config: TransformerConfig, device_type: str) -> str | None:
+    """Return one line that says why FlashAttention, asked for by name, is not used on this kind of device, or None."""
+    if config.attention_backend != "flash":
+        return None
+    if device_type != "cuda":
+        reason = "it needs CUDA"
+    elif config.params_dtype not in ("float16", "bfloat16"):
+        reason = "it needs --bf16 or --fp16"
+    elif load_flash_attention() is None:
+        reason = "the package cannot be imported"
+    else:
+        return None
+    return f"flash-attn is not used: {reason}; torch's own attention is"
 
 
 def _with_flash(

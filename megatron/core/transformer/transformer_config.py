@@ -62,7 +62,7 @@ class TransformerConfig(ModelParallelConfig):
     attention_backend: str = flag("auto", choices=("auto", "flash", "fused", "unfused", "local"))
     """Attention kernel: auto takes the fastest at hand, unfused and local the plain reference."""
     use_flash_attn: bool = False
-    """Use FlashAttention where it is found (same as --attention-backend flash)."""
+    """Use FlashAttention where it is found (same as --attention-backend flash); one line says where it is not."""
 
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; layers that end a residual branch take it / sqrt(2 x

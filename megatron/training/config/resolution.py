@@ -30,6 +30,7 @@ def resolve(config: RunConfig) -> Resolution:
     config = _resolve_data_parallelism(config, notes)
     config = _resolve_precision(config)
     config = _resolve_weight_decay(config)
+    notes.extend(_attention_notes(config))
     notes.extend(_checkpoint_notes(config))
     return Resolution(config, tuple(notes), tuple(problems))
 
@@ -110,6 +111,12 @@ def _resolve_weight_decay(config: RunConfig) -> RunConfig:
     if schedule.end_weight_decay is None:
         schedule = dataclasses.replace(schedule, end_weight_decay=weight_decay)
     return dataclasses.replace(config, scheduler=schedule)
+
+
+def _attention_notes(config: RunConfig) -> list[str]:
+    if config.model.attention_backend == "flash" and config.data.reset_attention_mask:
+        return ["flash-attn is not used with packed documents: --reset-attention-mask takes torch's own attention"]
+    return []
 
 
 def _checkpoint_notes(config: RunConfig) -> list[str]:

@@ -214,6 +214,14 @@ def test_sequence_parallel_is_turned_off_without_tensor_parallelism() -> None:
     assert config_of("--sequence-parallel --tensor-model-parallel-size 2", 2).model.sequence_parallel
 
 
+def test_flash_attention_with_packed_documents_says_that_it_is_not_used() -> None:
+    packed = [*MINIMAL, "--use-flash-attn", "--reset-attention-mask"]
+    assert resolve_arguments(packed, 1).notes == (
+        "flash-attn is not used with packed documents: --reset-attention-mask takes torch's own attention",
+    )
+    assert resolve_arguments([*MINIMAL, "--attention-backend", "flash"], 1).notes == ()
+
+
 def test_data_lists_from_files(tmp_path: Path) -> None:
     for name in "ab":
         write_data_set(tmp_path / name)

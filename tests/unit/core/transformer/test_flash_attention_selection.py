@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.errors import ConfigurationError
 from megatron.core.extensions.flash_attn import load_flash_attention
-from megatron.core.transformer.dot_product_attention import fused_attention, plain_attention, select_attention_core
+from megatron.core.transformer.dot_product_attention import (
+    describe_missing_flash,
+    fused_attention,
+    plain_attention,
+    select_attention_core,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @pytest.fixture(autouse=True)
@@ -66,24 +71,40 @@ def test_broken_package_means_one_warning_and_the_fallback(
     assert reason in message
 
 
-@pytest.mark.parametrize("kind", BROKEN)
-def test_broken_package_that_was_asked_for_is_an_error_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
-) -> None:
-    source, reason = BROKEN[kind]
-    install(monkeypatch, tmp_path, source)
-    with pytest.raises(ConfigurationError, match="installed but cannot be used") as caught:
-        load_flash_attention(required=True)
-    assert reason in str(caught.value)
-
-
 def test_absent_package_is_passed_over_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert select_attention_core("auto", "cuda") is fused_attention
-    with pytest.raises(ConfigurationError, match="asked for but not installed"):
-        load_flash_attention(required=True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device_type", "dtype", "expected"),
+    [
+        ("flash", "cuda", "bfloat16", "flash-attn is not used: the package cannot be imported"),
+        ("flash", "cuda", "float32", "flash-attn is not used: it needs --bf16 or --fp16"),
+        ("flash", "cpu", "bfloat16", "flash-attn is not used: it needs CUDA"),
+        ("auto", "cuda", "bfloat16", None),
+        ("auto", "cpu", "float32", None),
+    ],
+)
+def test_one_line_says_why_it_is_not_used_where_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, backend: str, device_type: str, dtype: str, expected: str | None
+) -> None:
+    hide(monkeypatch)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=12, num_attention_heads=3, attention_backend=backend, params_dtype=dtype
+    )
+    line = describe_missing_flash(config, device_type)
+    assert line == (None if expected is None else f"{expected}; torch's own attention is")
+
+
+def test_nothing_is_said_where_it_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, tmp_path, WORKING)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=12, num_attention_heads=3, use_flash_attn=True, params_dtype="bfloat16"
+    )
+    assert describe_missing_flash(config, "cuda") is None
 
 
 WORKING = """
