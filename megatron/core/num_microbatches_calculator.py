@@ -85,7 +85,3 @@ class NumMicrobatchesCalculator:
     def global_batch_size_at(self, consumed_samples: int) -> int:
         """Return the global batch size of the iteration that follows ``consumed_samples``."""
         return global_batch_size_at(self, consumed_samples)
-
-    def num_microbatches_at(self, consumed_samples: int) -> int:
-        """Return the micro-batches that each data-parallel rank runs in that iteration."""
-        return self.global_batch_size_at(consumed_samples) // self.samples_per_microbatch

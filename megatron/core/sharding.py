@@ -99,11 +99,6 @@ class ParamSpec:
         return self.replica_index == 0
 
     @property
-    def num_local_elements(self) -> int:
-        """Return how many unpadded elements the local tensor holds."""
-        return sum(piece.global_box.num_elements for piece in self.pieces)
-
-    @property
     def is_tied_over_pipeline(self) -> bool:
         """Return whether the first and the last pipeline stage hold a copy each, whose gradients must be summed."""
         return "pp" in self.gradient_sum_axes

@@ -266,16 +266,3 @@ def make_sample(
         if config.reset_position_ids:
             sample["position_ids"] = positions - np.maximum.accumulate(positions * starts)
     return sample
-
-
-def dense_attention_mask(document_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return what may not be attended to: later tokens and other documents.
-
-    For tests and small inspections: its size is the square of the sequence length.
-
-    Shapes: ``[s] -> [s, s]`` bool, True where attention is forbidden.
-    """
-    length = len(document_ids)
-    later = np.triu(np.ones((length, length), np.bool_), k=1)
-    forbidden: NDArray[np.bool_] = later | (document_ids[:, None] != document_ids[None, :])
-    return forbidden

@@ -31,10 +31,6 @@ class CheckpointIndex:
     common: Mapping[str, Any]
     is_intact: bool = True
 
-    def has_namespace(self, prefix: str) -> bool:
-        """Return whether any tensor's name begins with ``prefix``."""
-        return any(name.startswith(prefix) for name in self.tensors)
-
     def pieces_of(self, file: str) -> list[StoredPiece]:
         """Return the pieces that lie in one file."""
         return [piece for tensor in self.tensors.values() for piece in tensor.pieces if piece.file == file]

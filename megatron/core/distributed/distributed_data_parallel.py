@@ -120,11 +120,6 @@ class DistributedDataParallel(nn.Module):
         for buffer in self.grad_buffers:
             buffer.reset()
 
-    def start_grad_sync(self) -> None:
-        """Start every reduction that the backward pass has not started itself."""
-        for buffer in self.grad_buffers:
-            buffer.start_sync()
-
     def finish_grad_sync(self) -> None:
         """Wait until every gradient of ``parts`` holds the sum or the mean over the replicas."""
         for buffer in self.grad_buffers:

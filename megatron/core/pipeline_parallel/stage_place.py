@@ -35,10 +35,6 @@ class StagePlace:
         """Return the rank that holds the global stages before this rank's."""
         return (self.rank - 1) % self.pp
 
-    def global_stage(self, chunk: int) -> int:
-        """Return the place of a chunk among all chunks of the model."""
-        return chunk * self.pp + self.rank
-
     def is_first(self, chunk: int) -> bool:
         """Return whether a chunk is the model's first."""
         return chunk == 0 and self.rank == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.core.errors import ConfigurationError
 from megatron.training.config.run_config import RunConfig
 from megatron.training.validation import (
     batch,
@@ -41,10 +40,3 @@ def find_problems(config: RunConfig, broken: frozenset[str] = frozenset()) -> li
         if broken.isdisjoint(check.reads):
             problems.extend(check.find(config))
     return list(dict.fromkeys(problems))
-
-
-def validate(config: RunConfig) -> None:
-    """Raise ConfigurationError with every problem of a resolved configuration, if there is one."""
-    problems = find_problems(config)
-    if problems:
-        raise ConfigurationError(problems)

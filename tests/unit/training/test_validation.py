@@ -9,7 +9,7 @@ import pytest
 from megatron.core.errors import ConfigurationError
 from megatron.training.arguments import resolve_arguments
 from megatron.training.validation.index_header import DamagedIndexError, read_index_header
-from megatron.training.validation.run_checks import validate
+from megatron.training.validation.run_checks import find_problems
 from tests.unit.training.command_lines import MINIMAL, TOKENIZER, write_data_set
 
 
@@ -156,7 +156,7 @@ def test_a_missing_required_flag_makes_one_line(flag: str) -> None:
 
 
 def test_the_minimal_command_line_is_right() -> None:
-    validate(resolve_arguments(MINIMAL, 1).config)
+    assert find_problems(resolve_arguments(MINIMAL, 1).config) == []
 
 
 RIGHT = [

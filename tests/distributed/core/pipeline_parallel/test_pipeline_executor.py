@@ -105,7 +105,7 @@ def connect(num_chunks: int) -> PipelineConnection:
 
 
 def make_stages(place: StagePlace) -> list[Stage]:
-    return [Stage(place.global_stage(chunk), place.is_last(chunk)) for chunk in range(place.num_chunks)]
+    return [Stage(chunk * place.pp + place.rank, place.is_last(chunk)) for chunk in range(place.num_chunks)]
 
 
 def run_case(case: Case, connection: PipelineConnection) -> tuple[ScheduleResult, list[list[torch.Tensor]]]:

@@ -11,9 +11,10 @@ import pytest
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, dense_attention_mask
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.gpt_dataset_config import SPLIT_NAMES, Blend, GPTDatasetConfig, parse_split
 from megatron.core.datasets.index_builder import IndexBuilder, NumpyIndexBuilder, select_index_builder
+from tests.unit.core.datasets.dense_mask import dense_attention_mask
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "data"
 META: dict[str, Any] = json.loads((GOLDEN / "golden_meta.json").read_text())

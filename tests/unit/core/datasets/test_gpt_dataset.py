@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets.gpt_dataset import GPTDataset, dense_attention_mask, make_sample
+from megatron.core.datasets.gpt_dataset import GPTDataset, make_sample
 from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.datasets.index_builder import NumpyIndexBuilder
 from megatron.core.datasets.index_cache import IndexCache
@@ -15,6 +15,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.mock_gpt_dataset import MockGPTDataset
 from megatron.core.errors import ConfigurationError, DataError
+from tests.unit.core.datasets.dense_mask import dense_attention_mask
 
 
 def open_text(
