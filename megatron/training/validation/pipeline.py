@@ -18,6 +18,23 @@ def _check_layout(config: RunConfig) -> Iterator[str]:
         yield from layout_problems(model, model.num_layers, model.pipeline_model_parallel_layout)
 
 
+def _check_virtual_stages(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.pipeline_model_parallel_size != 1:
+        return
+    given = {
+        "--num-layers-per-virtual-pipeline-stage": model.num_layers_per_virtual_pipeline_stage,
+        "--num-virtual-stages-per-pipeline-rank": model.num_virtual_stages_per_pipeline_rank,
+        "--pipeline-model-parallel-layout": model.pipeline_model_parallel_layout,
+    }
+    for name, value in given.items():
+        if value is not None:
+            yield (
+                f"{name} {value} cuts a pipeline and --pipeline-model-parallel-size is 1; leave it out, or use a "
+                "pipeline size of 2 or more"
+            )
+
+
 def _check_schedule(config: RunConfig) -> Iterator[str]:
     model, training = config.model, config.training
     pp, per_step = model.pipeline_model_parallel_size, training.micro_batch_size
@@ -47,6 +64,7 @@ _LAYOUT_FIELDS = (
 
 CHECKS = (
     Check(_LAYOUT_FIELDS, _check_layout),
+    Check(_LAYOUT_FIELDS, _check_virtual_stages),
     Check(
         (
             *_LAYOUT_FIELDS,
