@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from megatron.core.errors import ConfigurationError
 
 _MIB = 1024 * 1024
+_PROCESS_MEMORY = "/proc/self/statm"
 
 # Dense bf16/fp16 and fp32 peaks in TFLOP/s, from the vendors' data sheets.
 _PEAK_TFLOPS: tuple[tuple[str, float, float], ...] = (
@@ -93,7 +95,7 @@ class Device:
             )
         resident = _resident_bytes() / _MIB
         # The kernel counts the peak in coarse steps: it can lag behind what is resident now.
-        peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        peak = max(resident, _peak_bytes() / _MIB)
         return MemoryUse(resident, peak, resident, peak)
 
     def peak_tflops(self, dtype_name: str) -> float | None:
@@ -122,7 +124,7 @@ def select_device(local_rank: int) -> Device:
     """
     if os.environ.get("MEGATRON_DEVICE", "") == "cpu" or not torch.cuda.is_available():
         return Device("cpu")
-    num_processes = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    num_processes = max(local_rank + 1, _local_world_size())
     num_devices = torch.cuda.device_count()
     if num_processes > num_devices:
         raise ConfigurationError(
@@ -132,6 +134,21 @@ def select_device(local_rank: int) -> Device:
     return Device("cuda", local_rank)
 
 
+def _local_world_size() -> int:
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not text.isdecimal():
+        raise ConfigurationError(f"LOCAL_WORLD_SIZE is {text!r} in the environment; a whole number is expected")
+    return int(text)
+
+
 def _resident_bytes() -> int:
-    with open("/proc/self/statm") as statm:
+    """Return the memory that is resident now, or the peak where the system has no /proc to ask."""
+    if not os.path.exists(_PROCESS_MEMORY):
+        return _peak_bytes()
+    with open(_PROCESS_MEMORY) as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere

@@ -49,6 +49,12 @@ def test_memory_of_the_process_is_counted_in_mib() -> None:
     assert (after.reserved, after.max_reserved) == (after.allocated, after.max_allocated)
 
 
+def test_without_proc_the_peak_stands_for_what_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.device._PROCESS_MEMORY", "/proc/absent")
+    use = CPU.memory_use()
+    assert use.allocated == use.max_allocated > 10
+
+
 def test_device_follows_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGATRON_DEVICE", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
