@@ -14,8 +14,9 @@ class StepReport:
     """Hold the figures of one iteration, equal on all ranks.
 
     ``lm_loss`` is the mean over the tokens of the global batch, whether the update was skipped or not.
-    ``learning_rate`` is the one that the iteration trained at, ``next_learning_rate`` the one just set; ``mfu`` is the
-    share of the device's peak that was used, None where the peak is not known.
+    ``learning_rate`` and ``loss_scale`` are what the iteration trained with, ``next_learning_rate`` and
+    ``next_loss_scale`` what was just set; ``mfu`` is the share of the device's peak that was used, None where the peak
+    is not known.
     """
 
     iteration: int
@@ -26,6 +27,7 @@ class StepReport:
     learning_rate: float
     next_learning_rate: float
     loss_scale: float
+    next_loss_scale: float
     grad_norm: float | None
     num_zeros: int | None
     params_norm: float | None
@@ -43,7 +45,7 @@ class StepReport:
 
 
 @dataclass
-class LossAverage:
+class IntervalAverage:
     """Average the iterations between two log lines; skipped ones contribute no loss."""
 
     total: float = 0.0
@@ -69,7 +71,7 @@ class LossAverage:
             self.count += 1
 
 
-def format_step(step: StepReport, average: LossAverage, train_iters: int, log_throughput: bool) -> str:
+def format_step(step: StepReport, average: IntervalAverage, train_iters: int, log_throughput: bool) -> str:
     """Return Megatron's line for the iterations since the last one."""
     parts = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {step.iteration:8d}/{train_iters:8d} |",
@@ -84,7 +86,7 @@ def format_step(step: StepReport, average: LossAverage, train_iters: int, log_th
     parts.append(f" global batch size: {step.global_batch_size:5d} |")
     if average.count:
         parts.append(f" lm loss: {average.total / average.count:.6E} |")
-    parts.append(f" loss scale: {step.loss_scale:.1f} |")
+    parts.append(f" loss scale: {step.next_loss_scale:.1f} |")
     if step.grad_norm is not None:
         parts.append(f" grad norm: {step.grad_norm:.3f} |")
     if step.num_zeros is not None:

@@ -55,6 +55,11 @@ class RunCheckpoints:
             return TrainState()
         if not loaded.optimizer_loaded:
             self.parts.optimizer.reload_main_params()
+            if not self.config.checkpoint.finetune:
+                self.log(
+                    f"--no-load-optim: training goes on at iteration {loaded.progress.iteration}, with new optimizer "
+                    "state and the learning-rate schedule from its beginning"
+                )
         if loaded.rng is not None:
             self.runtime.rng.load_state_dict(dict(loaded.rng))
         if loaded.scheduler is not None:

@@ -6,6 +6,9 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
+from megatron.core.distributed.replica_check import check_replicas_equal
+from megatron.core.errors import TrainingError
 from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
 from megatron.core.timers import Timers
 from megatron.training.config.run_config import RunConfig
@@ -14,7 +17,7 @@ from megatron.training.evaluation import evaluate
 from megatron.training.initialize import Runtime
 from megatron.training.metrics import MetricsWriter
 from megatron.training.model_setup import TrainingParts
-from megatron.training.reporting import LossAverage, StepReport, format_evaluation, format_memory, format_step
+from megatron.training.reporting import IntervalAverage, StepReport, format_evaluation, format_memory, format_step
 from megatron.training.signals import ExitRequest
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import Agreement, ForwardStep, TrainingStep
@@ -55,7 +58,7 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
         data_parallel_size=config.data_parallel_size,
         rampup_batch_size=config.training.rampup_batch_size,
     )
-    average = LossAverage()
+    average = IntervalAverage()
     saved_iteration = state.iteration
     first_log = True
     reason = None
@@ -65,9 +68,11 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
         report, agreement = step.run(state, train_source, batch_size, exit_request)
         average.add(report)
         _write_metrics(run, report)
+        if _is_due(config.training.check_weight_hash_across_dp_replicas_interval, state.iteration):
+            _compare_replicas(run)
         if state.iteration % config.logging.log_interval == 0:
             _log_iterations(run, report, average, with_memory=first_log)
-            average, first_log = LossAverage(), False
+            average, first_log = IntervalAverage(), False
         if _is_due(config.validation.eval_interval, state.iteration):
             evaluate_and_report(run, run.valid_source, "validation", f"iteration {state.iteration}")
         reason = _exit_reason(config, state.iteration, agreement)
@@ -98,7 +103,24 @@ def evaluate_and_report(run: TrainingRun, source: BatchSource | None, split: str
         run.metrics.evaluation_scalars(split, lm_loss, iteration)
 
 
-def _log_iterations(run: TrainingRun, report: StepReport, average: LossAverage, with_memory: bool) -> None:
+def _compare_replicas(run: TrainingRun) -> None:
+    """Compare the weights of the data-parallel copies, bit for bit.
+
+    Raises:
+        TrainingError: they differ, on every rank alike; the message names the parameters.
+    """
+    for model in run.parts.models:
+        model.finish_param_gather()
+    parameters = [parameter for module in run.parts.modules for parameter in module.parameters()]
+    error = None
+    try:
+        check_replicas_equal(parameters, run.runtime.state.dp_cp)
+    except TrainingError as failure:
+        error = TrainingError(f"at iteration {run.train_state.iteration}: {failure}")
+    raise_on_all_ranks(error, run.runtime.state.world)
+
+
+def _log_iterations(run: TrainingRun, report: StepReport, average: IntervalAverage, with_memory: bool) -> None:
     logging = run.config.logging
     run.log(format_step(report, average, run.config.train_iters, logging.log_throughput))
     if with_memory and run.runtime.state.dp_cp.is_first:

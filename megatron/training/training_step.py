@@ -79,6 +79,17 @@ def agree(result: ScheduleResult, exit_request: ExitRequest | None, runtime: Run
     return Agreement(loss_sum, num_tokens, signals > 0, times > 0)
 
 
+@dataclass(frozen=True, eq=False)
+class _Begun:
+    """Hold what an iteration begins with."""
+
+    start_time: float
+    global_batch_size: int
+    sample_ids: NDArray[np.int64]
+    learning_rate: float
+    loss_scale: float
+
+
 class TrainingStep:
     """Run iterations of a model on a source of micro-batches.
 
@@ -111,57 +122,67 @@ class TrainingStep:
         Raises:
             TrainingError: a gradient is not finite and no loss scaling can help; no weight has been changed.
         """
-        start_time = time.perf_counter()
-        parts, config = self.parts, self.config
-        num_microbatches = global_batch_size // (config.training.micro_batch_size * config.data_parallel_size)
-        sample_ids = source.sample_ids(train_state.consumed_train_samples, global_batch_size)
-        learning_rate = parts.scheduler.learning_rate
-        loss_scale = parts.optimizer.loss_scale
-
-        for model in parts.models:
+        begun = self._begin(train_state, source, global_batch_size)
+        for model in self.parts.models:
             model.zero_grad_buffer()
-        result = self._forward_backward(source, num_microbatches, loss_scale)
-        with self.timers("all-grads-sync", log_level=1):
-            num_tokens = result.num_tokens if config.training.calculate_per_token_loss else None
-            finalize_model_grads(parts.models, self.runtime.state, num_tokens)
-        if self._observe_gradients is not None:
-            self._observe_gradients()
+        result = self._forward_backward(source, begun)
+        self._finish_gradients(result)
         with self.timers("optimizer", log_level=1):
-            outcome = self._update(train_state.iteration + 1, sample_ids.tolist())
+            outcome = self._update(train_state.iteration + 1, begun.sample_ids.tolist())
         agreement = agree(result, exit_request, self.runtime)
-
         if outcome.success:
-            parts.scheduler.step(global_batch_size)
+            self.parts.scheduler.step(global_batch_size)
         train_state.iteration += 1
         train_state.consumed_train_samples += global_batch_size
         train_state.skipped_iterations += not outcome.success
-        flops = self._flops_per_sequence * global_batch_size
-        train_state.floating_point_operations_so_far += flops
-        elapsed_s = time.perf_counter() - start_time
+        train_state.floating_point_operations_so_far += self._flops_per_sequence * global_batch_size
+        return self._report(begun, train_state, outcome, agreement), agreement
+
+    def _begin(self, train_state: TrainState, source: SampleSource, global_batch_size: int) -> _Begun:
+        return _Begun(
+            start_time=time.perf_counter(),
+            global_batch_size=global_batch_size,
+            sample_ids=source.sample_ids(train_state.consumed_train_samples, global_batch_size),
+            learning_rate=self.parts.scheduler.learning_rate,
+            loss_scale=self.parts.optimizer.loss_scale,
+        )
+
+    def _finish_gradients(self, result: ScheduleResult) -> None:
+        with self.timers("all-grads-sync", log_level=1):
+            num_tokens = result.num_tokens if self.config.training.calculate_per_token_loss else None
+            finalize_model_grads(self.parts.models, self.runtime.state, num_tokens)
+        if self._observe_gradients is not None:
+            self._observe_gradients()
+
+    def _report(self, begun: _Begun, train_state: TrainState, outcome: StepOutcome, agreement: Agreement) -> StepReport:
+        parts, config = self.parts, self.config
+        elapsed_s = time.perf_counter() - begun.start_time
+        flops = self._flops_per_sequence * begun.global_batch_size
         tflops = flops / elapsed_s / self.runtime.state.world_size / 1e12
-        report = StepReport(
+        return StepReport(
             iteration=train_state.iteration,
             consumed_samples=train_state.consumed_train_samples,
-            global_batch_size=global_batch_size,
+            global_batch_size=begun.global_batch_size,
             num_tokens=agreement.num_tokens,
             lm_loss=agreement.lm_loss,
-            learning_rate=learning_rate,
+            learning_rate=begun.learning_rate,
             next_learning_rate=parts.scheduler.learning_rate,
-            loss_scale=loss_scale,
+            loss_scale=begun.loss_scale,
+            next_loss_scale=parts.optimizer.loss_scale,
             grad_norm=outcome.grad_norm,
             num_zeros=outcome.num_zeros,
             params_norm=parts.optimizer.params_norm() if config.logging.log_params_norm else None,
             is_skipped=not outcome.success,
             step_time_s=elapsed_s,
-            tokens_per_second=global_batch_size * config.data.seq_length / elapsed_s,
+            tokens_per_second=begun.global_batch_size * config.data.seq_length / elapsed_s,
             tflops_per_device=tflops,
             mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
-            sample_ids_hash=sample_ids_hash(sample_ids),
+            sample_ids_hash=sample_ids_hash(begun.sample_ids),
         )
-        return report, agreement
 
-    def _forward_backward(self, source: SampleSource, num_microbatches: int, loss_scale: float) -> ScheduleResult:
-        parts, pp = self.parts, self.runtime.state.pp
+    def _forward_backward(self, source: SampleSource, begun: _Begun) -> ScheduleResult:
+        parts, config, pp = self.parts, self.config, self.runtime.state.pp
+        per_microbatch = config.training.micro_batch_size * config.data_parallel_size
         microbatches = Microbatches(source, len(parts.modules))
 
         def chunk(index: int) -> ModelChunk:
@@ -170,12 +191,12 @@ class TrainingStep:
                 self._forward(microbatches, parts.modules[index]), model.no_sync, parts.weight_grad_queues[index]
             )
 
-        actions = SCHEDULES[self.config.pipeline_schedule](
+        actions = SCHEDULES[config.pipeline_schedule](
             pp.size,
             pp.rank,
-            num_microbatches,
+            begun.global_batch_size // per_microbatch,
             len(parts.modules),
-            self.config.model.microbatch_group_size_per_virtual_pipeline_stage,
+            config.model.microbatch_group_size_per_virtual_pipeline_stage,
         )
         for module in parts.modules:
             module.train()
@@ -185,8 +206,8 @@ class TrainingStep:
                 [chunk(index) for index in range(len(parts.modules))],
                 device=self.runtime.device.torch_device,
                 connection=parts.connection,
-                calculate_per_token_loss=self.config.training.calculate_per_token_loss,
-                loss_scale=loss_scale,
+                calculate_per_token_loss=config.training.calculate_per_token_loss,
+                loss_scale=begun.loss_scale,
             )
 
     def _forward(self, microbatches: Microbatches, module: GPTModel) -> ChunkForwardStep:

@@ -65,8 +65,9 @@ def test_an_empty_split_is_reported_and_not_evaluated(split: str, empty: tuple[s
     evaluated = {line["split"] for line in run.metrics if "split" in line}
     assert evaluated == {"validation", "test"} - {name.replace("valid", "validation") for name in empty}
     before_training = run.stdout.split("[before the start of training step]")[0]
-    for name in empty:
-        assert re.search(rf"{name}\w* .*(empty|no )", before_training), before_training[-2000:]
+    reports = [line for line in before_training.splitlines() if re.match(r" > no (train|valid|test) data: ", line)]
+    assert [line.split()[2] for line in reports] == list(empty)
+    assert not re.search(r"set empty|samples are asked for.*\n(.*\n)* > no test", before_training)
 
 
 def test_a_run_measured_in_samples(tmp_path: Path) -> None:
@@ -144,6 +145,40 @@ def test_an_override_on_resume_is_shown_and_applied(tmp_path: Path) -> None:
     assert re.search(r"lr.*0\.003 -> 0\.001", run.stdout)
     assert re.search(r"weight.decay.*0\.01 -> 0\.05", run.stdout)
     assert [line["learning_rate"] for line in run.iterations()][5:] == pytest.approx([1e-3] * 15)
+
+
+def test_a_resume_without_the_optimizer_says_what_begins_anew(tmp_path: Path) -> None:
+    args = toy_args(tmp_path)
+    first = fork_training([*args, "--exit-interval", "5"]).check()
+    run = fork_training([*args, "--no-load-optim"]).check()
+    (line,) = (line for line in run.stdout.splitlines() if line.startswith("--no-load-optim: "))
+    assert line.endswith(
+        "goes on at iteration 5, with new optimizer state and the learning-rate schedule from its beginning"
+    )
+    rates = [line["learning_rate"] for line in run.iterations()]
+    assert len(rates) == 20
+    assert rates[5:10] == rates[:5] == [line["learning_rate"] for line in first.iterations()]
+    assert "--no-load-optim" not in first.stdout
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_replicas_that_drift_apart_end_the_run(interval: int, tmp_path: Path) -> None:
+    name = "decoder.layers.1.input_layernorm.weight"
+    args = toy_args(tmp_path, f"--check-weight-hash-across-dp-replicas-interval {interval} --save-interval 2")
+    run = fork_training(args, 2, Faults(rank=1, drift_at=3, drifting_parameter=name))
+    assert run.statuses == (1, 1)
+    found_at = 3 if interval == 1 else 4
+    (line,) = [line for line in run.errors[0].splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: at iteration {found_at}: ")
+    assert f"differ between the data-parallel ranks [0, 1]: {name}" in line or "more" in line
+    assert run.iterations()[-1]["iteration"] == found_at
+    assert newest(tmp_path / "checkpoints").name == "iter_0000002"
+
+
+def test_replicas_that_stay_equal_pass(tmp_path: Path) -> None:
+    flags = "--check-weight-hash-across-dp-replicas-interval 1 --use-distributed-optimizer --overlap-param-gather"
+    run = fork_training(toy_args(tmp_path, flags, "--overlap-grad-reduce --bf16 --exit-interval 4"), 2).check()
+    assert len(run.iterations()) == 4
 
 
 def test_a_changed_schedule_without_a_word_for_it_is_refused_or_kept(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_fp16_skips_counts_and_halves_the_scale(num_processes: int, layout: str,
     # Iterations 4 and 5: with a hysteresis of 2 the second one halves the scale, and iteration 9 halves it again.
     first = [7, 9, 17] if layout or num_processes == 1 else [4, 5, 9]
     faults = Faults(rank=num_processes - 1, nan_loss_at=tuple(first))
-    args = toy_args(tmp_path, layout, FP16, "--log-interval 10")
+    args = toy_args(tmp_path, layout, FP16, "--log-interval 5")
     run = fork_training(args, num_processes, faults).check()
     skipped = [line["iteration"] for line in run.iterations() if line["skipped"]]
     assert skipped == [4, 5, 9]
@@ -73,7 +73,9 @@ def test_fp16_skips_counts_and_halves_the_scale(num_processes: int, layout: str,
     assert scales == [64.0] * 5 + [32.0] * 4 + [16.0] * 11
     assert [line["consumed_samples"] for line in run.iterations()] == list(range(4, 84, 4))
     counts = re.findall(r"number of skipped iterations: +(\d+) \|", run.stdout)
-    assert counts == ["3", "0"]
+    assert counts == ["2", "1", "0", "0"]
+    # As in Megatron, the line has the scale that the next iteration takes.
+    assert re.findall(r"loss scale: (\S+) \|", run.stdout) == ["32.0", "16.0", "16.0", "16.0"]
     assert all(np.isfinite(line["lm_loss"]) for line in run.iterations() if not line["skipped"])
     for shard in newest(tmp_path / "checkpoints").glob("*.safetensors"):
         for name, tensor in load_file(shard).items():

@@ -253,7 +253,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--decoupled-lr": NotSupported(1),
     "--decoupled-min-lr": NotSupported(1),
     "--iterations-to-skip": NotSupported("+"),
-    "--check-weight-hash-across-dp-replicas-interval": NotSupported(1),
     "--adlr-autoresume-interval": NotSupported(1, "1000"),
     "--error-injection-rate": NotSupported(1, "0"),
     "--error-injection-type": NotSupported(1, "transient_error"),

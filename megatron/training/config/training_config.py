@@ -37,6 +37,9 @@ class TrainingConfig:
     mean."""
     empty_unused_memory_level: int = 0
     """Give unused GPU memory back: 0 never, 1 after an iteration, 2 also before the optimizer."""
+    check_weight_hash_across_dp_replicas_interval: int | None = None
+    """Compare the weights of the data-parallel copies, bit for bit, after each of this number of iterations, and end
+    the run where they differ."""
     manual_gc: bool = False
     """Run Python's garbage collector only at fixed iterations, so that all ranks stop together."""
     manual_gc_interval: int = 0

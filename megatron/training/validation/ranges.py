@@ -29,6 +29,7 @@ POSITIVE = frozenset(
         "rope_scaling_original_max_position_embeddings",
         "micro_batch_size",
         "exit_interval",
+        "check_weight_hash_across_dp_replicas_interval",
         "exit_duration_in_mins",
         "adam_eps",
         "loss_scale",

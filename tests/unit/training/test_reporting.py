@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.training.reporting import LossAverage, StepReport, format_evaluation, format_step
+from megatron.training.reporting import IntervalAverage, StepReport, format_evaluation, format_step
 
 STEP = StepReport(
     iteration=20,
@@ -14,7 +14,8 @@ STEP = StepReport(
     lm_loss=11.05231,
     learning_rate=1.5e-7,
     next_learning_rate=2.34375e-7,
-    loss_scale=262144.0,
+    loss_scale=524288.0,
+    next_loss_scale=262144.0,
     grad_norm=23.668,
     num_zeros=None,
     params_norm=None,
@@ -27,8 +28,8 @@ STEP = StepReport(
 )
 
 
-def averaged(*steps: StepReport) -> LossAverage:
-    average = LossAverage()
+def averaged(*steps: StepReport) -> IntervalAverage:
+    average = IntervalAverage()
     for step in steps:
         average.add(step)
     return average
