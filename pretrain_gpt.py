@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from megatron.training.arguments import parse_arguments_or_exit
 from megatron.training.config.run_config import RunConfig
-from megatron.training.initialize import Runtime, read_launch_environment
+from megatron.training.initialize import Runtime
+from megatron.training.preflight import prepare_data_or_exit
+from megatron.training.refusal import launch_environment_or_exit
 
 if TYPE_CHECKING:
     import torch
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
     from megatron.core.pipeline_parallel.executor import MicrobatchLoss
     from megatron.core.pipeline_parallel.stage_layout import StageContents
     from megatron.core.tokenizers.tokenizer import Tokenizer
-    from megatron.training.data_setup import SampleTargets
+    from megatron.training.data_plan import SampleTargets
 
-# Whatever needs torch is imported by the functions that use it: a wrong command line is refused before that.
+# Whatever needs torch is imported by the functions that use it: a wrong command line or wrong data is refused before.
 
 
 def provide_model(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
@@ -46,7 +48,7 @@ def provide_datasets(
 ) -> BlendedDatasetBuilder:
     """Return what builds the training, validation and test data that the flags name."""
     from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
-    from megatron.training.data_setup import dataset_config
+    from megatron.training.data_plan import dataset_config
 
     samples = (targets.train, targets.valid, targets.test)
     return BlendedDatasetBuilder(dataset_config(config, tokenizer), samples, report)
@@ -77,11 +79,12 @@ def forward_step(batch: Batch, model: GPTModel, hidden: torch.Tensor | None) -> 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit status."""
-    launch = read_launch_environment()
+    launch = launch_environment_or_exit()
     config = parse_arguments_or_exit(argv, launch.world_size, launch.rank)
+    tokenizer = prepare_data_or_exit(config, launch, provide_datasets)
     from megatron.training.pretrain import pretrain
 
-    return pretrain(config, launch, provide_model, provide_datasets, forward_step)
+    return pretrain(config, launch, tokenizer, provide_model, provide_datasets, forward_step)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,9 @@ from megatron.training.initialize import (
     LaunchEnvironment,
     initialize_device,
     initialize_distributed,
-    read_launch_environment,
     shut_down,
 )
-from megatron.training.refusal import refuse
+from megatron.training.refusal import launch_environment_or_exit, refuse
 from megatron.training.validation import layout
 
 SEPARATOR = "-" * 40
@@ -42,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
-        self.exit(refuse([f"{message}; see --help"], read_launch_environment().rank))
+        self.exit(refuse([f"{message}; see --help"], launch_environment_or_exit().rank))
 
 
 def build_parser() -> Parser:
@@ -248,7 +247,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
 def main() -> int:
     """Run the command and return its exit status."""
     arguments = build_parser().parse_args()
-    launch = read_launch_environment()
+    launch = launch_environment_or_exit()
     try:
         run(arguments, launch)
     except InputError as error:

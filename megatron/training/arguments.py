@@ -27,7 +27,6 @@ from megatron.training.config.flag_notes import (
 from megatron.training.config.resolution import resolve
 from megatron.training.config.run_config import RunConfig
 from megatron.training.refusal import refuse
-from megatron.training.validation.data_files import empty_set_notes
 from megatron.training.validation.run_checks import find_problems
 
 _TABLE_PREFIX = "flag:"
@@ -82,9 +81,8 @@ def resolve_arguments(argv: Sequence[str], world_size: int) -> ParsedArguments:
     Raises:
         ConfigurationError: with every problem of the command line.
     """
-    namespace, extras = build_parser().parse_known_args(list(argv))
-    given: dict[str, Any] = vars(namespace)
-    problems = list(_unknown_flags(extras))
+    given, extras, problems = _parse_words(argv)
+    problems += _unknown_flags(extras)
     notes, refused = _table_flags(given)
     problems += refused
     values, broken = _field_values(given, problems)
@@ -94,8 +92,7 @@ def resolve_arguments(argv: Sequence[str], world_size: int) -> ParsedArguments:
     problems += find_problems(resolution.config, broken)
     if problems:
         raise ConfigurationError(problems)
-    notes += [*resolution.notes, *empty_set_notes(resolution.config)]
-    return ParsedArguments(resolution.config, tuple(notes))
+    return ParsedArguments(resolution.config, (*notes, *resolution.notes))
 
 
 def config_parts() -> dict[str, type]:
@@ -138,6 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
         usage="[torchrun ...] %(prog)s FLAGS",
         description="Train a GPT.",
         allow_abbrev=False,
+        exit_on_error=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
     )
@@ -186,6 +184,40 @@ def _add_table_flag(parser: argparse.ArgumentParser, name: str, arity: int | str
         parser.add_argument(name, dest=dest, action="store", nargs=nargs, help=argparse.SUPPRESS)
 
 
+def _parse_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return the words given for each flag, the words that belong to none, and a problem for each malformed flag.
+
+    The parser stops at a flag that lacks its value (or has one that it cannot take): it is left out, no words are noted
+    for it, and the rest is parsed again.
+    """
+    parser = build_parser()
+    words = list(argv)
+    malformed: dict[str, Any] = {}
+    problems: list[str] = []
+    while True:
+        try:
+            namespace, extras = parser.parse_known_args(words)
+        except argparse.ArgumentError as error:
+            names = (error.argument_name or "").split("/")
+            problems.append(f"{names[0]}: {error.message}")
+            shorter = list(_without_flag(words, names))
+            assert len(shorter) < len(words)
+            words = shorter
+            malformed |= {spec.name: [] for _, spec in command_line_fields() if names[0] in spec.flags}
+        else:
+            return malformed | vars(namespace), extras, problems
+
+
+def _without_flag(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    """Yield the words that are neither one of a flag's names nor values behind it."""
+    is_dropped = False
+    for word in words:
+        if word.startswith("--"):
+            is_dropped = word.split("=", 1)[0] in names
+        if not is_dropped:
+            yield word
+
+
 def _unknown_flags(extras: Sequence[str]) -> Iterator[str]:
     """Name what the parser did not know; the words that follow an unknown flag are taken as its values."""
     known = list(all_flags())
@@ -232,6 +264,9 @@ def _field_values(given: Mapping[str, Any], problems: list[str]) -> tuple[dict[s
                 broken.add(spec.name)
             continue
         words = given[spec.name]
+        if words == []:  # malformed, as was reported
+            broken.add(spec.name)
+            continue
         if spec.is_bool:
             values[spec.name] = words
             continue

@@ -50,19 +50,9 @@ from megatron.training.checkpoint_directory import (
 )
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config_changes import compare_configs
+from megatron.training.train_state import TrainProgress
 
 TOKENIZER_FOLDER = "tokenizer"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainProgress:
-    """Hold how far a run has come: the data position is ``consumed_train_samples``."""
-
-    iteration: int = 0
-    consumed_train_samples: int = 0
-    consumed_valid_samples: int = 0
-    skipped_iterations: int = 0
-    floating_point_operations_so_far: float = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,12 @@ Importing this module imports no torch, so that a wrong command line is refused 
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from megatron.core.errors import ConfigurationError
 from megatron.training.config.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -47,12 +49,23 @@ class Runtime:
 
 
 def read_launch_environment() -> LaunchEnvironment:
-    """Return this process's rank, the world size and its rank on this machine."""
-    local_rank = os.environ.get("LOCAL_RANK")
-    return LaunchEnvironment(
-        rank=int(os.environ.get("RANK", "0")),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        local_rank=None if local_rank is None else int(local_rank),
+    """Return this process's rank, the world size and its rank on this machine.
+
+    Raises:
+        ConfigurationError: RANK, WORLD_SIZE or LOCAL_RANK is not a number that it can be.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    wrong = [f"{name} is {text!r}" for name, text in given.items() if not text.isdecimal()]
+    if not wrong:
+        rank, world_size = int(given.get("RANK", "0")), int(given.get("WORLD_SIZE", "1"))
+        if rank < world_size:
+            local_rank = int(given["LOCAL_RANK"]) if "LOCAL_RANK" in given else None
+            return LaunchEnvironment(rank, world_size, local_rank)
+        wrong = [f"RANK is {rank} and WORLD_SIZE is {world_size}"]
+    raise ConfigurationError(
+        f"{', '.join(wrong)} in the environment; start the processes with torchrun, or unset {', '.join(given)} to "
+        "start one"
     )
 
 
@@ -72,6 +85,8 @@ def has_run_failed() -> bool:
 
 def _count_failures(increment: int) -> int:
     """Add to the count in the store that the processes met at; 0 where there is none, or it is gone."""
+    if "torch.distributed" not in sys.modules:  # not met yet, and no reason to wait for the import
+        return 0
     import torch.distributed as dist
 
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

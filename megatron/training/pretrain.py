@@ -8,20 +8,16 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.gpt_dataset import SampleDataset
 from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
 from megatron.core.errors import ConfigurationError, InputError, MegatronError
 from megatron.core.timers import Timers
-from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.config.argument_block import format_arguments
 from megatron.training.config.run_config import RunConfig
-from megatron.training.data_setup import (
-    BatchSource,
-    DatasetsProvider,
-    build_datasets,
-    sample_targets,
-)
+from megatron.training.data_plan import DatasetsProvider, sample_targets
+from megatron.training.data_setup import BatchSource, build_datasets
 from megatron.training.initialize import (
     LaunchEnvironment,
     Runtime,
@@ -32,7 +28,7 @@ from megatron.training.initialize import (
 )
 from megatron.training.metrics import MetricsWriter
 from megatron.training.model_setup import ModelProvider, build_training_parts
-from megatron.training.refusal import refuse_in_run
+from megatron.training.refusal import reasons_of, refuse_in_run
 from megatron.training.reporting import format_datetime
 from megatron.training.run_checkpoints import RunCheckpoints
 from megatron.training.signals import ExitRequest
@@ -64,28 +60,28 @@ class Application:
 def pretrain(
     config: RunConfig,
     launch: LaunchEnvironment,
+    tokenizer: Tokenizer,
     model_provider: ModelProvider,
     datasets_provider: DatasetsProvider,
     forward_step: ForwardStep,
 ) -> int:
     """Train as configured and return the exit status: 0 done, 2 wrong input, 1 failed.
 
-    Errors that are the user's to mend are printed once, without a traceback.
+    Tokenizer and data were checked before (see `prepare_data_or_exit`). Errors that are the user's to mend are printed
+    once, without a traceback.
     """
     start_time = time.time()
     log = _printer(launch)
     try:
         log(_describe_world(config))
         log(format_arguments(config))
-        tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
         config = with_vocabulary(config, tokenizer, log)
-        datasets_provider(config, tokenizer, sample_targets(config), log).check()
         runtime = initialize_runtime(config, launch)
         _run(Application(config, runtime, tokenizer, model_provider, datasets_provider, forward_step, log), start_time)
     except InputError as error:
-        return refuse_in_run(_reasons(error), launch)
+        return refuse_in_run(reasons_of(error), launch)
     except MegatronError as error:
-        return refuse_in_run(_reasons(error), launch, status=1)
+        return refuse_in_run(reasons_of(error), launch, status=1)
     except Exception:  # noqa: BLE001 the last thing that this process prints is what went wrong
         if is_first_failure():
             traceback.print_exc()
@@ -104,6 +100,16 @@ def with_vocabulary(config: RunConfig, tokenizer: Tokenizer, log: Log) -> RunCon
 
 
 def _run(application: Application, start_time: float) -> None:
+    run, datasets = _set_up(application)
+    try:
+        _train_and_evaluate(application, run, datasets, start_time)
+    finally:
+        if run.metrics is not None:
+            run.metrics.close()
+
+
+def _set_up(application: Application) -> tuple[TrainingRun, DatasetSplits]:
+    """Build what the run works on, and bring it to where its checkpoint stands."""
     config, runtime, log = application.config, application.runtime, application.log
     timers = Timers(
         config.logging.timing_log_level, config.logging.timing_log_option, synchronize=runtime.device.synchronize
@@ -120,34 +126,32 @@ def _run(application: Application, start_time: float) -> None:
         datasets = build_datasets(builder, targets, runtime)
     log(timers.report(runtime.state.world))
 
-    evaluates = config.validation.eval_iters > 0
-    metrics = _open_metrics(config, runtime, train_state.iteration)
+    has_validation = config.validation.eval_iters > 0
     run = TrainingRun(
         config=config,
         runtime=runtime,
         parts=parts,
         forward_step=application.forward_step,
         train_state=train_state,
-        valid_source=application.source(datasets.valid, train_state.consumed_valid_samples) if evaluates else None,
-        metrics=metrics,
+        valid_source=application.source(datasets.valid, train_state.consumed_valid_samples) if has_validation else None,
+        metrics=_open_metrics(config, runtime, train_state.iteration),
         timers=timers,
         save=lambda: checkpoints.save(train_state),
     )
-    try:
-        stop_reason = None
-        if not config.training.skip_train and train_state.iteration < config.train_iters:
-            stop_reason = _train(
-                run, application.source(datasets.train, train_state.consumed_train_samples), start_time
-            )
-        if stop_reason is not None:
-            log(stop_reason)
-        elif evaluates:
-            moment = f"iteration {train_state.iteration}"
-            evaluate_and_report(run, run.valid_source, "validation", moment)
-            evaluate_and_report(run, application.source(datasets.test, 0), "test", moment)
-    finally:
-        if metrics is not None:
-            metrics.close()
+    return run, datasets
+
+
+def _train_and_evaluate(application: Application, run: TrainingRun, datasets: DatasetSplits, start_time: float) -> None:
+    config, train_state = run.config, run.train_state
+    stop_reason = None
+    if not config.training.skip_train and train_state.iteration < config.train_iters:
+        stop_reason = _train(run, application.source(datasets.train, train_state.consumed_train_samples), start_time)
+    if stop_reason is not None:
+        run.log(stop_reason)
+    elif config.validation.eval_iters > 0:
+        moment = f"iteration {train_state.iteration}"
+        evaluate_and_report(run, run.valid_source, "validation", moment)
+        evaluate_and_report(run, application.source(datasets.test, 0), "test", moment)
 
 
 def _open_metrics(config: RunConfig, runtime: Runtime, start_iteration: int) -> MetricsWriter | None:
@@ -200,7 +204,3 @@ def _printer(launch: LaunchEnvironment) -> Log:
             print(text, flush=True)
 
     return log
-
-
-def _reasons(error: MegatronError) -> tuple[str, ...]:
-    return error.problems if isinstance(error, ConfigurationError) else (str(error),)

@@ -9,9 +9,23 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from megatron.training.initialize import LaunchEnvironment, is_first_failure
+from megatron.core.errors import ConfigurationError, MegatronError
+from megatron.training.initialize import LaunchEnvironment, is_first_failure, read_launch_environment
 
 _WAIT_FOR_REPORT_S = 2.0
+
+
+def launch_environment_or_exit() -> LaunchEnvironment:
+    """Return what the launcher says, or end the program with status 2 where it cannot be understood."""
+    try:
+        return read_launch_environment()
+    except ConfigurationError as error:
+        sys.exit(refuse(error.problems, rank=0))
+
+
+def reasons_of(error: MegatronError) -> tuple[str, ...]:
+    """Return the lines that an error is reported by."""
+    return error.problems if isinstance(error, ConfigurationError) else (str(error),)
 
 
 def refuse(reasons: Sequence[str], rank: int, status: int = 2) -> int:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megatron.training.checkpointing import TrainProgress
+
+@dataclass(frozen=True, kw_only=True)
+class TrainProgress:
+    """Hold how far a run has come, as a checkpoint stores it: the data position is ``consumed_train_samples``."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+    floating_point_operations_so_far: float = 0
 
 
 @dataclass

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 from megatron.core.device import Device
 from megatron.core.parallel_state import create_parallel_state
+from megatron.core.process_group import Observer
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
-from megatron.training.data_setup import dataset_config
+from megatron.training.data_plan import dataset_config
 from megatron.training.initialize import Runtime
 from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
 from megatron.training.train_state import TrainState
@@ -50,8 +51,8 @@ def run_cell(
     Raises:
         ConfigurationError: the configuration is refused.
     """
-    config = _resolve(flags, world_size, dtype)
-    runtime = _runtime(config)
+    config = resolve_cell(flags, world_size, dtype)
+    runtime = make_runtime(config)
     parts = build_training_parts(config, runtime, model_provider, log=lambda line: None)
     result = CellResult()
 
@@ -60,10 +61,7 @@ def run_cell(
             result.gradients = gradient_fragments(parts, runtime.state.rank)
 
     step = TrainingStep(config, runtime, parts, forward_step, Timers(), copy_first_gradients)
-    tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
-    source = SyntheticSource(
-        dataset_config(config, tokenizer), data == "uneven", config.training.micro_batch_size, runtime.state.dp
-    )
+    source = make_source(config, runtime, data)
     train_state = TrainState()
     for _ in range(NUM_STEPS):
         report, _ = step.run(train_state, source, config.training.global_batch_size, None)
@@ -88,7 +86,12 @@ def gradient_fragments(parts: TrainingParts, rank: int) -> list[Fragment]:
     ]
 
 
-def _resolve(flags: Sequence[str], world_size: int, dtype: str) -> RunConfig:
+def resolve_cell(flags: Sequence[str], world_size: int, dtype: str) -> RunConfig:
+    """Return the configuration of a command line, in a number format that need not be one of the command line's.
+
+    Raises:
+        ConfigurationError: the configuration is refused.
+    """
     config = resolve_arguments(flags, world_size).config
     tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
     model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size, params_dtype=dtype)
@@ -96,10 +99,14 @@ def _resolve(flags: Sequence[str], world_size: int, dtype: str) -> RunConfig:
     return dataclasses.replace(config, model=model, optimizer=optimizer)
 
 
-def _runtime(config: RunConfig) -> Runtime:
+def make_runtime(config: RunConfig, observer: Observer | None = None) -> Runtime:
+    """Return this process's part of the run, on the CPU; the process group is initialised unless it is alone."""
     model = config.model
     state = create_parallel_state(
-        model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.context_parallel_size,
+        observer=observer,
     )
     device = Device("cpu")
     rng = RngStreams(
@@ -111,3 +118,11 @@ def _runtime(config: RunConfig) -> Runtime:
         pp_rank=state.pp.rank,
     )
     return Runtime(device, state, rng)
+
+
+def make_source(config: RunConfig, runtime: Runtime, data: str) -> SyntheticSource:
+    """Return this rank's samples of a kind of ``cells.DATA``."""
+    tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
+    return SyntheticSource(
+        dataset_config(config, tokenizer), data == "uneven", config.training.micro_batch_size, runtime.state.dp
+    )

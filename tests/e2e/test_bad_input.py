@@ -9,16 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.training.command_lines import MINIMAL, write_data_set
+from tests.harness.training_run import launch_prefix, run_command
+from tests.unit.training.command_lines import MINIMAL, SHAPE, TRAINING, write_data_set
 
 ROOT = Path(__file__).parents[2]
 ENTRY_SCRIPT = ROOT / "pretrain_gpt.py"
-
-WITHOUT_ENTRY_SCRIPT = """
-import os, sys
-from megatron.training.arguments import parse_arguments_or_exit
-parse_arguments_or_exit(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0")))
-"""
 
 WATCH_TORCH = """
 import runpy, sys
@@ -26,15 +21,23 @@ sys.argv = sys.argv[1:]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 finally:
-    print("torch" in sys.modules)
+    if "torch" in sys.modules:
+        print("torch was imported")
 """
 
 
 def run(argv: list[str], world_size: int = 1, rank: int = 0) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    program = [str(ENTRY_SCRIPT)] if ENTRY_SCRIPT.is_file() else ["-c", WITHOUT_ENTRY_SCRIPT]
+    return run_in({"WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": str(rank)}, argv)
+
+
+def run_in(environment: dict[str, str], argv: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *program, *argv], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", WATCH_TORCH, str(ENTRY_SCRIPT), *argv],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -92,11 +95,59 @@ def test_wrong_data_files(tmp_path: Path) -> None:
     (tmp_path / "text.bin").write_bytes(b"")
     truncated = run([*argv, "--data-path", str(prefix)])
     assert (truncated.returncode, len(truncated.stderr.splitlines())) == (2, 1)
-    assert "is cut short" in truncated.stderr
+    assert f"{prefix}.bin is truncated" in truncated.stderr
     write_data_set(prefix, lengths=(50,) * 8)
     empty = run([*argv, "--data-path", str(prefix), "--split", "969,30,1"])
     assert (empty.returncode, len(empty.stderr.splitlines())) == (2, 1)
     assert "leaves the validation set empty" in empty.stderr
+    assert missing.stdout == truncated.stdout == empty.stdout == ""
+
+
+def assert_refused_before_torch(done: subprocess.CompletedProcess[str], message: str) -> None:
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_data_that_its_headers_do_not_give_away(tmp_path: Path) -> None:
+    argv = [word for word in MINIMAL if word != "--mock-data"]
+    argv += ["--data-path", str(tmp_path / "text"), "--split", "80,10,10"]
+    write_data_set(tmp_path / "text", lengths=(3,) * 100)
+    assert_refused_before_torch(run(argv), "too little valid data: need 200 samples of 40 + 1 tokens, have 30 tokens")
+    write_data_set(tmp_path / "text", lengths=(30,) * 100)
+    tokens = tmp_path / "text.bin"
+    tokens.write_bytes(b"\x88\x01" * (tokens.stat().st_size // 2))
+    assert_refused_before_torch(run(argv), "holds token id 392, but the vocabulary has")
+
+
+def test_tokenizers_whose_files_are_not_theirs(tmp_path: Path) -> None:
+    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    vocab.write_text("not a vocabulary")
+    merges.write_text("#version: 0.2\n")
+    argv = [*SHAPE, *TRAINING, "--mock-data", "--vocab-file", str(vocab), "--merge-file", str(merges)]
+    assert_refused_before_torch(run(argv), str(vocab))
+    vocab.write_text('{"a": 0, "<|endoftext|>": 1}')
+    assert_refused_before_torch(run(argv), "is not a byte-level vocabulary")
+
+
+def test_every_rank_refuses_data_and_the_first_says_why(tmp_path: Path) -> None:
+    write_data_set(tmp_path / "text")
+    argv = [word for word in MINIMAL if word != "--mock-data"]
+    argv += ["--data-path", str(tmp_path / "text"), "--split", "80,10,10"]
+    done = run_command([*launch_prefix(2), ENTRY_SCRIPT, *argv], env={"MEGATRON_DEVICE": "cpu"})
+    output = done.stdout + done.stderr
+    assert output.count("too little valid data") == 1
+    assert "using world size" not in output
+    assert output.count("exitcode  : 2") == 2
+
+
+@pytest.mark.parametrize("environment", [{"RANK": "x"}, {"RANK": "4", "WORLD_SIZE": "2"}, {"WORLD_SIZE": ""}])
+def test_a_launch_that_cannot_be(environment: dict[str, str]) -> None:
+    (name, text), *_ = environment.items()
+    done = run_in(environment, MINIMAL)
+    assert_refused_before_torch(done, f"{name} is {text if text.isdecimal() else repr(text)}")
 
 
 def test_several_problems_are_printed_together() -> None:
@@ -109,16 +160,3 @@ def test_other_ranks_end_with_status_2_in_silence() -> None:
     done = run([*MINIMAL, "--tensor-model-parallel-size", "4"], world_size=4, rank=3)
     assert done.returncode == 2
     assert done.stdout == done.stderr == ""
-
-
-@pytest.mark.skipif(not ENTRY_SCRIPT.is_file(), reason="the entry script does not exist yet")
-def test_torch_is_not_imported_to_refuse_a_command_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WATCH_TORCH, str(ENTRY_SCRIPT), *MINIMAL, "--lr", "0"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2
-    assert done.stdout == "False\n"

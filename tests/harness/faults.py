@@ -32,8 +32,10 @@ from megatron.core.sharding import spec_of
 from megatron.training import signals
 from megatron.training.arguments import parse_arguments_or_exit
 from megatron.training.config.run_config import RunConfig
-from megatron.training.initialize import Runtime, read_launch_environment
+from megatron.training.initialize import Runtime
+from megatron.training.preflight import prepare_data_or_exit
 from megatron.training.pretrain import pretrain
+from megatron.training.refusal import launch_environment_or_exit
 
 VARIABLE = "TEST_FAULTS"
 POLL_INTERVAL_S = 0.002
@@ -44,7 +46,8 @@ class Faults:
     """Name what goes wrong and where; micro-batches are those of training on one rank, counted from 1.
 
     ``weights`` is an npz file of global tensors that the model begins with. On ``rank`` happen ``nan_loss_at``,
-    ``nan_gradient_at`` (a micro-batch in which ``nan_parameter``'s gradient is spoilt), ``raise_at``,
+    ``nan_gradient_at`` (a micro-batch in which ``nan_parameter``'s gradient is spoilt), ``drift_at`` (one before which
+    an element of ``drifting_parameter`` changes), ``raise_at``,
     ``data_error_at``, ``sigterm_at`` and ``hour_passes_at`` (for the time limit); ``deaf_at`` keeps the other ranks
     from answering anything for a minute, as a collective on a GPU does whose peer is gone. ``kill_after_s`` (from the
     first micro-batch on) and ``kill_at_checkpoint`` (an iteration in the tracker file ``tracker``) kill every rank
@@ -57,6 +60,8 @@ class Faults:
     nan_loss_at: tuple[int, ...] = ()
     nan_gradient_at: int | None = None
     nan_parameter: str = "decoder.final_layernorm.weight"
+    drift_at: int | None = None
+    drifting_parameter: str = "decoder.final_layernorm.weight"
     raise_at: int | None = None
     deaf_at: int | None = None
     data_error_at: int | None = None
@@ -74,9 +79,10 @@ class Faults:
 
 def run_with_faults(argv: Sequence[str], faults: Faults) -> int:
     """Do what ``pretrain_gpt.py`` does, with faults; return the exit status."""
-    launch = read_launch_environment()
+    launch = launch_environment_or_exit()
     _prepare_death(faults)
     config = parse_arguments_or_exit(argv, launch.world_size, launch.rank)
+    tokenizer = prepare_data_or_exit(config, launch, pretrain_gpt.provide_datasets)
 
     def provide_model(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
         model = pretrain_gpt.provide_model(config, runtime, contents)
@@ -85,7 +91,7 @@ def run_with_faults(argv: Sequence[str], faults: Faults) -> int:
         return model
 
     forward_step = _FaultyForwardStep(faults, launch.rank)
-    return pretrain(config, launch, provide_model, pretrain_gpt.provide_datasets, forward_step)
+    return pretrain(config, launch, tokenizer, provide_model, pretrain_gpt.provide_datasets, forward_step)
 
 
 class _FaultyForwardStep:
@@ -117,6 +123,9 @@ class _FaultyForwardStep:
             os.kill(os.getpid(), signal.SIGTERM)
         if self.microbatch == faults.hour_passes_at:
             signals.time = SimpleNamespace(time=lambda: time.time() + 3600.0)
+        if self.microbatch == faults.drift_at:
+            with torch.no_grad():
+                _parameter_named(model, faults.drifting_parameter)[0] += 0.5
         handle = None
         if self.microbatch == faults.nan_gradient_at:
             handle = _spoil_gradient(model, faults.nan_parameter)
@@ -139,12 +148,15 @@ def _be_deaf() -> None:
 
 
 def _spoil_gradient(model: GPTModel, name: str) -> object:
-    (parameter,) = (p for p in model.parameters() if spec_of(p).name == name)
-
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
         return torch.full_like(gradient, float("nan"))
 
-    return parameter.register_hook(spoil)
+    return _parameter_named(model, name).register_hook(spoil)
+
+
+def _parameter_named(model: GPTModel, name: str) -> torch.nn.Parameter:
+    (parameter,) = (p for p in model.parameters() if spec_of(p).name == name)
+    return parameter
 
 
 def _uneven_mask(batch: Batch, share: float) -> torch.Tensor:

@@ -34,6 +34,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/core/parallel_state.py",
         "megatron/core/pipeline_parallel/p2p_communication.py",
         "megatron/training/initialize.py",
+        "megatron/verification/collective_recorder.py",
         "megatron/verification/worker_pool.py",
     ),
     # Optional or heavy packages: each is known to one file, so that its absence is handled in one place.
@@ -46,12 +47,18 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "torch.load": (),
 }
 
-# These run before torch is imported, so that a wrong command line is answered at once.
+# These run before torch is imported, so that a wrong command line or wrong data is answered at once.
 TORCH_FREE_PATTERNS = (
     "megatron/core/errors.py",
     "megatron/core/config_base.py",
     "megatron/core/**/*_config.py",
+    "megatron/core/datasets/blended_dataset_builder.py",
+    "megatron/core/tokenizers/*.py",
     "megatron/training/arguments.py",
+    "megatron/training/data_plan.py",
+    "megatron/training/initialize.py",
+    "megatron/training/preflight.py",
+    "megatron/training/refusal.py",
     "megatron/training/config/*.py",
     "megatron/training/validation*",
     "megatron/training/validation/*.py",

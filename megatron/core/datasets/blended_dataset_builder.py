@@ -187,7 +187,7 @@ class BlendedDatasetBuilder:
         if blend.weights is not None and wanted is None:
             raise DataError(f"{name} data is blended by weight, which needs a number of samples; leave the weights out")
         weights: Sequence[float | None] = blend.weights or [None] * len(blend.prefixes)
-        sources = []
+        sources, empty = [], []
         for prefix, weight in zip(blend.prefixes, weights, strict=True):
             dataset = self._open(prefix)
             sequences = self._sequences_of(dataset, split)
@@ -198,12 +198,14 @@ class BlendedDatasetBuilder:
                 problem = self._describe_empty_split(dataset, split)
                 if not self._may_be_off(split):
                     raise DataError(problem)
-                report(f" > {problem}")
+                empty.append(problem)
                 continue
             sources.append(_Source(dataset, sequences, count_tokens(dataset, sequences), weight))
         if not any(len(source.sequences) for source in sources):
-            report(f" > no {name} data: {', '.join(blend.prefixes)} has no sequences for it")
+            report(f" > no {name} data: {'; '.join(empty) or ', '.join(blend.prefixes) + ' has no sequences'}")
             return None
+        for problem in empty:
+            report(f" > {problem}")
         shortage = self._find_shortage(sources, split)
         if shortage is not None:
             if not self._may_be_off(split):

@@ -5,16 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.config_base import flag
-
-TOKENIZER_TYPES = (
-    "GPT2BPETokenizer",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "TikTokenizer",
-    "NullTokenizer",
-)
+from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.datasets.gpt_dataset_config import parse_blend, parse_split, split_boundaries, suggest_split
-from megatron.core.errors import ConfigurationError
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.errors import ConfigurationError, DataError
 from megatron.training.config.resolution import DEFAULT_SPLIT
 from megatron.training.config.run_config import RunConfig
 from megatron.training.validation.check import Check
-from megatron.training.validation.index_header import DamagedIndexError, read_index_header
 
 _SET_NAMES = ("training", "validation", "test")
 
@@ -67,21 +67,21 @@ def _check_blends(config: RunConfig) -> Iterator[str]:
 def _check_data_set(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
     """Report a data set whose files cannot be used, or that leaves a wanted set empty.
 
-    An empty test set is no problem (see `empty_set_notes`): small data sets have one with everyday splits.
+    An empty test set is no problem, and building the data reports it: small data sets have one with everyday splits.
     """
     try:
-        header = read_index_header(prefix)
-    except DamagedIndexError as error:
+        num_sequences = len(IndexedDataset(prefix))
+    except DataError as error:
         yield f"{name} {prefix}: {error}"
         return
-    if header.num_sequences == 0:
+    if num_sequences == 0:
         yield f"{name} {prefix}: the data set holds no documents"
         return
-    for set_name, size in _wanted_sets(config, header.num_sequences):
+    for set_name, size in _wanted_sets(config, num_sequences):
         if size == 0 and set_name != "test":
             yield (
-                f"--split {config.data.split} of the {header.num_sequences} documents of {prefix} leaves the "
-                f"{set_name} set empty; {_split_that_works(config, header.num_sequences)}"
+                f"--split {config.data.split} of the {num_sequences} documents of {prefix} leaves the "
+                f"{set_name} set empty; {_split_that_works(config, num_sequences)}"
             )
 
 
@@ -107,19 +107,6 @@ def _shares(config: RunConfig) -> tuple[float, float, float] | None:
         return parse_split(config.data.split)
     except ConfigurationError:
         return None  # _check_split reports it
-
-
-def empty_set_notes(config: RunConfig) -> list[str]:
-    """Return one line for each set of a valid configuration that is empty, so that no evaluation reads it."""
-    if config.data.mock_data or not config.data.data_path:
-        return []
-    prefixes = parse_blend(config.data.data_path).prefixes
-    all_sizes = [_wanted_sets(config, read_index_header(prefix).num_sequences) for prefix in prefixes]
-    return [
-        f"--split {config.data.split} leaves the {sizes[0][0]} set empty: no evaluation on it"
-        for sizes in zip(*all_sizes)
-        if not any(size for _, size in sizes)
-    ]
 
 
 def _split_that_works(config: RunConfig, num_sequences: int) -> str:

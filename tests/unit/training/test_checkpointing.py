@@ -18,7 +18,6 @@ from megatron.core.parallel_state import describe_parallel_state
 from megatron.training.checkpointing import (
     CommonState,
     LoadedCheckpoint,
-    TrainProgress,
     load_checkpoint,
     load_model_weights,
     prepare_save_directory,
@@ -26,6 +25,7 @@ from megatron.training.checkpointing import (
     save_checkpoint,
 )
 from megatron.training.config.checkpoint_config import CheckpointConfig
+from megatron.training.train_state import TrainProgress
 from tests.unit.core.dist_checkpointing.toy import (
     ToyModel,
     ToyOptimizer,

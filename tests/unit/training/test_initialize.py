@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.device import Device
+from megatron.core.errors import ConfigurationError
 from megatron.training import initialize
 from megatron.training.arguments import resolve_arguments
 from megatron.training.initialize import LaunchEnvironment, initialize_runtime, read_launch_environment
@@ -31,6 +32,31 @@ def test_local_rank_is_the_launchers_or_the_flags(
     monkeypatch.setattr(initialize, "initialize_device", note)
     initialize_runtime(resolve_arguments([*MINIMAL, *flags.split()], 1).config, read_launch_environment())
     assert [rank or 0 for rank in seen] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"RANK": "x"},
+            "RANK is 'x' in the environment; start the processes with torchrun, or unset RANK to",
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "two", "LOCAL_RANK": ""}, "WORLD_SIZE is 'two', LOCAL_RANK is '' in the"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is '-1' in the environment"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2 in the environment"),
+        ({"RANK": "3"}, "RANK is 3 and WORLD_SIZE is 1 in the environment"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError) as caught:
+        read_launch_environment()
+    assert message in str(caught.value)
 
 
 def test_one_process_needs_no_backend_and_says_nothing_of_one(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.training.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
-from megatron.training.data_setup import SampleTargets, sample_targets
+from megatron.training.data_plan import SampleTargets, sample_targets
 from megatron.training.train_state import TrainState
 from tests.unit.training.command_lines import MINIMAL
 

@@ -16,7 +16,6 @@ from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.training.checkpointing import (
     CommonState,
-    TrainProgress,
     load_checkpoint,
     load_model_weights,
     prepare_save_directory,
@@ -24,6 +23,7 @@ from megatron.training.checkpointing import (
     save_checkpoint,
 )
 from megatron.training.config.checkpoint_config import CheckpointConfig
+from megatron.training.train_state import TrainProgress
 from tests.harness.distributed import RankFailure, run_distributed
 from tests.unit.core.dist_checkpointing.toy import ToyModel, assert_equal_runs, empty_run, filled_run
 

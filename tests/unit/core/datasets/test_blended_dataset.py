@@ -117,9 +117,8 @@ def test_a_test_split_without_data_is_off_and_named(tmp_path: Path) -> None:
     few, lines = Blend((write_text(tmp_path / "few", 30, 30),)), list[str]()
     assert build(tmp_path, (10, 2, 4), lines, blend=few, split="949,50,1").test is None
     assert [line for line in lines if "test" in line] == [
-        f" > 4 test samples are asked for, but {tmp_path / 'few'} has 30 sequences, of which --split 949,50,1 leaves "
-        "none for test; use --split 27,2,1",
-        f" > no test data: {tmp_path / 'few'} has no sequences for it",
+        f" > no test data: 4 test samples are asked for, but {tmp_path / 'few'} has 30 sequences, of which --split "
+        "949,50,1 leaves none for test; use --split 27,2,1",
     ]
     short = Blend((write_text(tmp_path / "short", 10, 7),))
     lines.clear()
