@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.errors import DataError, InputError
-
-
-class Parser(argparse.ArgumentParser):
-    """Report wrong usage in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message and exit with status 2."""
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
+from megatron.core.errors import DataError
+from tools.command_line import Parser, exit_status_of
 
 
 def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:
@@ -65,15 +56,7 @@ def main() -> int:
     parser.add_argument("--input", required=True, type=Path, metavar="DIR", help="folder of .bin/.idx pairs")
     parser.add_argument("--output-prefix", required=True, type=Path, metavar="PREFIX", help="path without suffix")
     arguments = parser.parse_args()
-    try:
-        merge(arguments.input, arguments.output_prefix)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status_of(lambda: merge(arguments.input, arguments.output_prefix))
 
 
 if __name__ == "__main__":

@@ -18,15 +18,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.datasets.indexed_dataset import optimal_dtype
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.errors import ConfigurationError, DataError, InputError, TokenizerError
+from megatron.core.errors import ConfigurationError, DataError, TokenizerError
 from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer
+from tools.command_line import Parser, exit_status_of
 
 BATCH_BYTES_PER_WORKER = 1 << 20
 MAX_BATCH_BYTES = 8 << 20
@@ -41,14 +41,6 @@ class Document:
     file: str
     line: int
     num_bytes: int
-
-
-class Parser(argparse.ArgumentParser):
-    """Report wrong usage in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message and exit with status 2."""
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
 def build_parser() -> Parser:
@@ -297,15 +289,7 @@ def main() -> int:
     # The engine sizes its thread pool once, at its first use; the shell's settings do not overrule --workers.
     os.environ["RAYON_NUM_THREADS"] = str(max(arguments.workers, 1))
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    try:
-        preprocess(arguments)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status_of(lambda: preprocess(arguments))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
-from typing import NoReturn
 from xml.sax.saxutils import escape
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -19,6 +18,7 @@ from megatron.core.pipeline_parallel.action import Pass
 from megatron.core.pipeline_parallel.schedules import SCHEDULES, build_schedule, default_schedule
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.core.pipeline_parallel.timeline import Event, Timeline, read_timeline
+from tools.command_line import Parser
 
 LETTERS = {Pass.FORWARD: "F", Pass.BACKWARD: "B", Pass.BACKWARD_INPUT: "B", Pass.BACKWARD_WEIGHT: "W"}
 # Hue of each pass; chunks differ in lightness.
@@ -26,14 +26,6 @@ HUES = {Pass.FORWARD: 210, Pass.BACKWARD: 140, Pass.BACKWARD_INPUT: 140, Pass.BA
 FORMATS = ("text", "svg", "png")
 ROW_HEIGHT, LABEL_WIDTH, SUMMARY_WIDTH, MARGIN = 24, 60, 210, 10
 LARGEST = 1 << 22
-
-
-class Parser(argparse.ArgumentParser):
-    """Report wrong usage in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message and exit with status 2."""
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
 def build_parser() -> Parser:

@@ -1,0 +1,1 @@
+"""Commands around training; each is a script."""
