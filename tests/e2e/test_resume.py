@@ -99,6 +99,13 @@ LAYOUTS = [
     pytest.param(2, SHARDED, 2, "--tensor-model-parallel-size 2", id="dp2-sharded-to-tp2"),
     pytest.param(1, "", 2, "--use-distributed-optimizer", id="dp1-to-dp2-sharded"),
     pytest.param(
+        2,
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        4,
+        "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --use-distributed-optimizer",
+        id="pp2-virtual-stages-to-zero-bubble-dp2-sharded",
+    ),
+    pytest.param(
         4, "--tensor-model-parallel-size 2", 1, "--micro-batch-size 4", id="tp2-dp2-to-one-process-larger-micro-batch"
     ),
 ]

@@ -71,6 +71,40 @@ LAYOUTS = [
         id="cp2-tp2-sp-full-recompute",
     ),
     pytest.param(4, "--context-parallel-size 2", "dp2", id="cp2-dp2"),
+    pytest.param(2, "--pipeline-model-parallel-size 2", "tp1", id="pp2"),
+    pytest.param(2, "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", "tp1", id="pp2-zero-bubble"),
+    pytest.param(
+        2,
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t|t|L",
+        "tp1",
+        id="pp2-virtual-stages-embedding-layer-layer-loss",
+    ),
+    pytest.param(
+        4,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        "tp2pp2_from_tp1",
+        id="tp2-pp2",
+    ),
+    pytest.param(
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
+        " --pipeline-model-parallel-layout E|t|t|L --recompute-granularity full --recompute-method uniform"
+        " --recompute-num-layers 1",
+        "tp2pp2_from_tp1",
+        id="tp2-sp-pp2-virtual-stages-full-recompute",
+    ),
+    pytest.param(
+        4,
+        "--pipeline-model-parallel-size 2 --context-parallel-size 2",
+        "tp1",
+        id="pp2-cp2",
+    ),
+    pytest.param(
+        4,
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --use-distributed-optimizer",
+        "dp2",
+        id="pp2-zero-bubble-dp2-distributed-optimizer",
+    ),
 ]
 
 
