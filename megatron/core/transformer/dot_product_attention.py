@@ -105,7 +105,7 @@ def describe_missing_flash(config: TransformerConfig, device_type: str) -> str |
         reason = "the package cannot be imported"
     else:
         return None
-    return f"flash-attn is not used: {reason}; torch's own attention is"
+    return f"flash-attn is not used, since {reason}: torch's own attention takes its place"
 
 
 def _with_flash(

@@ -81,9 +81,9 @@ def test_absent_package_is_passed_over_in_silence(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("backend", "device_type", "dtype", "expected"),
     [
-        ("flash", "cuda", "bfloat16", "flash-attn is not used: the package cannot be imported"),
-        ("flash", "cuda", "float32", "flash-attn is not used: it needs --bf16 or --fp16"),
-        ("flash", "cpu", "bfloat16", "flash-attn is not used: it needs CUDA"),
+        ("flash", "cuda", "bfloat16", "the package cannot be imported"),
+        ("flash", "cuda", "float32", "it needs --bf16 or --fp16"),
+        ("flash", "cpu", "bfloat16", "it needs CUDA"),
         ("auto", "cuda", "bfloat16", None),
         ("auto", "cpu", "float32", None),
     ],
@@ -96,7 +96,7 @@ def test_one_line_says_why_it_is_not_used_where_it_was_asked_for(
         num_layers=2, hidden_size=12, num_attention_heads=3, attention_backend=backend, params_dtype=dtype
     )
     line = describe_missing_flash(config, device_type)
-    assert line == (None if expected is None else f"{expected}; torch's own attention is")
+    assert line == (expected and f"flash-attn is not used, since {expected}: torch's own attention takes its place")
 
 
 def test_nothing_is_said_where_it_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
