@@ -68,23 +68,28 @@ def main(argv: Sequence[str]) -> int:
 def verify(cells: Sequence[Cell], arguments: argparse.Namespace) -> int:
     """Run the cells and print one line each."""
     import pretrain_gpt
-    from megatron.verification.verifier import Verifier
+    from megatron.verification.verifier import Tolerance, Verifier
     from megatron.verification.worker_pool import WorkerPool
 
     counts = {"passed": 0, "failed": 0, "refused": 0}
     start_time = time.perf_counter()
+    tolerance = None if arguments.tolerance is None else Tolerance.of_all(arguments.tolerance)
+    worst = [0.0] * 4
     with WorkerPool(max(cell.world_size for cell in cells)) as pool:
-        verifier = Verifier(
-            pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step, arguments.dtype, arguments.tolerance
-        )
+        verifier = Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step, arguments.dtype, tolerance)
         for cell in cells:
             report = verifier.check(cell)
             counts[report.outcome] += 1
+            worst = [max(pair) for pair in zip(worst, report.differences)]
             print(report.describe(), flush=True)
     elapsed_s = time.perf_counter() - start_time
+    allowed = verifier.tolerance
     print(
         f"{counts['passed']} passed, {counts['failed']} failed, {counts['refused']} refused at parse time, "
-        f"{arguments.dtype} within {verifier.tolerance:.0e} relative, {elapsed_s:.0f} s"
+        f"{arguments.dtype}, {elapsed_s:.0f} s\n"
+        f"worst relative difference (allowed): loss {worst[0]:.1e} ({allowed.loss:.0e}), norm {worst[1]:.1e} "
+        f"({allowed.norm:.0e}), gradients {worst[2]:.1e} ({allowed.gradient:.0e}), parameters {worst[3]:.1e} "
+        f"({allowed.parameter:.0e})"
     )
     # A layout of the matrix is there to run; a random one may be impossible, and is then refused.
     return 1 if counts["failed"] or (counts["refused"] and not arguments.fuzz) else 0

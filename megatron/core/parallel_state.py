@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.process_group import Group
+from megatron.core.process_group import Group, Observer
 
 GRID_AXES: tuple[str, ...] = ("pp", "dp", "cp", "tp")
 """Mesh axes from slowest to fastest varying: neighbouring ranks share a tensor-parallel group."""
@@ -78,14 +78,17 @@ def describe_parallel_state(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     context_parallel_size: int = 1,
+    observer: Observer | None = None,
 ) -> ParallelState:
     """Return the groups of any rank of a world, without processes or communicators.
+
+    ``observer`` is told of every communication over any of them.
 
     Raises:
         ConfigurationError: the world does not factor into the given sizes.
     """
     sizes = _grid_sizes(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
-    return _build(rank, world_size, sizes, lambda ranks: None)
+    return _build(rank, world_size, sizes, lambda ranks: None, observer)
 
 
 def create_parallel_state(
@@ -93,18 +96,19 @@ def create_parallel_state(
     pipeline_model_parallel_size: int = 1,
     context_parallel_size: int = 1,
     timeout: timedelta | None = None,
+    observer: Observer | None = None,
 ) -> ParallelState:
     """Create this process's communicators; ``torch.distributed`` must be initialised unless the world is one process.
 
     One communicator is made for each distinct set of ranks, none for a set of one, and the set of all ranks uses the
-    default group. Only the members of a group take part in making it.
+    default group. Only the members of a group take part in making it. ``observer`` is told of every communication.
 
     Raises:
         ConfigurationError: the world does not factor into the given sizes.
     """
     if not dist.is_initialized():
         return describe_parallel_state(
-            0, 1, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
+            0, 1, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size, observer
         )
     world_size = dist.get_world_size()
     sizes = _grid_sizes(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
@@ -117,7 +121,7 @@ def create_parallel_state(
             handles[ranks] = dist.new_group(ranks=list(ranks), timeout=timeout, use_local_synchronization=True)
         return handles[ranks]
 
-    state = _build(dist.get_rank(), world_size, sizes, communicator)
+    state = _build(dist.get_rank(), world_size, sizes, communicator, observer)
     if state.pp.size > 2 and state.embedding.size == 1:
         # torch names a group by how many its members have made before, and waits for ever where they disagree: stages
         # that have no part in the embedding group make one too, or no group of the whole pipeline could follow.
@@ -148,11 +152,14 @@ def _build(
     world_size: int,
     sizes: dict[str, int],
     communicator: Callable[[tuple[int, ...]], dist.ProcessGroup | None],
+    observer: Observer | None,
 ) -> ParallelState:
     groups: dict[str, Group] = {}
+
+    def add(name: str, axes: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+        groups[name] = Group(axes, ranks, ranks.index(rank), communicator(ranks), observer)
+
     for name, axes in _GROUP_AXES.items():
-        ranks = group_ranks(sizes, axes, rank)
-        groups[name] = Group(axes=axes, ranks=ranks, rank=ranks.index(rank), handle=communicator(ranks))
-    ends = _pipeline_ends(groups["pp"])
-    groups["embedding"] = Group(axes=("embedding",), ranks=ends, rank=ends.index(rank), handle=communicator(ends))
+        add(name, axes, group_ranks(sizes, axes, rank))
+    add("embedding", ("embedding",), _pipeline_ends(groups["pp"]))
     return ParallelState(rank=rank, world_size=world_size, **groups)

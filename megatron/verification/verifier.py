@@ -14,8 +14,27 @@ from megatron.verification.fragments import Array, assemble, compare, gradient_f
 from megatron.verification.run_cell import CellResult, run_cell
 from megatron.verification.worker_pool import WorkerPool
 
-TOLERANCES: dict[str, float] = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.15}
-"""How far a layout may be off by default, relative, in each number format."""
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Say how far a layout may be off, relative: losses and norms of every step, gradients, parameters at the end."""
+
+    loss: float
+    norm: float
+    gradient: float
+    parameter: float
+
+    @classmethod
+    def of_all(cls, value: float) -> Tolerance:
+        """Return one value for everything."""
+        return cls(value, value, value, value)
+
+
+TOLERANCES: dict[str, Tolerance] = {
+    "float64": Tolerance.of_all(1e-9),
+    "float32": Tolerance.of_all(1e-4),
+    "bfloat16": Tolerance.of_all(0.15),
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +48,11 @@ class CellReport:
     gradient_difference: float = 0.0
     parameter_difference: float = 0.0
     reasons: tuple[str, ...] = ()
+
+    @property
+    def differences(self) -> tuple[float, float, float, float]:
+        """Return the worst difference of losses, norms, gradients and parameters."""
+        return self.loss_difference, self.norm_difference, self.gradient_difference, self.parameter_difference
 
     def describe(self) -> str:
         """Return one line, and one more for each reason."""
@@ -58,7 +82,7 @@ class Verifier:
         model_provider: ModelProvider,
         forward_step: ForwardStep,
         dtype: str = "float64",
-        tolerance: float | None = None,
+        tolerance: Tolerance | None = None,
     ) -> None:
         self.pool = pool
         self.model_provider = model_provider
@@ -81,17 +105,18 @@ class Verifier:
         return self._compare(cell, results, reference)
 
     def _compare(self, cell: Cell, results: Sequence[CellResult], reference: _Reference) -> CellReport:
+        allowed = self.tolerance
         floor = gradient_floor(reference.gradients)
         gradients = [fragment for result in results for fragment in result.gradients]
         parameters = [fragment for result in results for fragment in result.parameters]
-        wrong_gradients, gradient_worst = compare(gradients, reference.gradients, self.tolerance, floor)
-        wrong_parameters, parameter_worst = compare(parameters, reference.parameters, self.tolerance)
+        wrong_gradients, gradient_worst = compare(gradients, reference.gradients, allowed.gradient, floor)
+        wrong_parameters, parameter_worst = compare(parameters, reference.parameters, allowed.parameter)
         loss_worst = max(_scalar_difference(result.losses, reference.losses) for result in results)
         norm_worst = max(_scalar_difference(result.grad_norms, reference.grad_norms) for result in results)
         reasons = []
-        if not loss_worst <= self.tolerance:
+        if not loss_worst <= allowed.loss:
             reasons.append(f"losses {results[0].losses} instead of {reference.losses}")
-        if not norm_worst <= self.tolerance:
+        if not norm_worst <= allowed.norm:
             reasons.append(f"gradient norms {results[0].grad_norms} instead of {reference.grad_norms}")
         reasons += [f"gradient of {mismatch.describe()}" for mismatch in wrong_gradients]
         reasons += [f"after the steps {mismatch.describe()}" for mismatch in wrong_parameters]

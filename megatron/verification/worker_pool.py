@@ -7,8 +7,10 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,12 +22,23 @@ from megatron.core.errors import TrainingError
 
 Job = Callable[..., Any]
 
+_GRACE_S = 1.0
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Hold what is wrong with a rank; of several failures the one of the lowest order, then the first, is reported."""
+
+    order: int
+    text: str
+
 
 class WorkerPool:
     """Run functions on 1 to ``size`` ranks; the processes are started once and warm from the first job on.
 
     A job is a module-level function that is called on every rank with the given arguments; the process group is
-    initialised before it and destroyed after it.
+    initialised before it and destroyed after it. A job that fails ends the processes, whatever they are doing; the
+    next one gets new ones.
     """
 
     def __init__(self, size: int, timeout_s: float = 120.0) -> None:
@@ -33,54 +46,68 @@ class WorkerPool:
         self.timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="verify-")
         self._num_jobs = 0
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["megatron.verification.run_cell"])
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["megatron.verification.run_cell"])
         self._connections: list[Connection] = []
-        self._processes = []
-        for _ in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self._processes.append(process)
+        self._processes: list[BaseProcess] = []
 
     def run(self, job: Job, world_size: int, *args: Any) -> list[Any]:
         """Return what the job returned on each rank.
 
         Raises:
-            TrainingError: a rank raised, died, or did not answer in time; the pool cannot be used after that.
+            TrainingError: a rank raised, died, or did not answer in time; the message says which.
         """
+        if not self._processes:
+            self._start()
         self._num_jobs += 1
         store = Path(self._folder.name) / f"store-{self._num_jobs}"
         for rank in range(world_size):
             self._connections[rank].send((job, rank, world_size, str(store), self.timeout_s, args))
         results: list[Any] = [None] * world_size
+        failures: list[_Failure] = []
         waiting = {self._connections[rank]: rank for rank in range(world_size)}
         while waiting:
-            ready = wait(list(waiting), timeout=self.timeout_s)
+            # Where one rank fails its peers soon do: they are heard too, to tell who was first from who followed.
+            ready = wait(list(waiting), timeout=_GRACE_S if failures else self.timeout_s)
             if not ready:
-                self.close(kill=True)
-                raise TrainingError(f"ranks {sorted(waiting.values())} did not answer within {self.timeout_s:.0f} s")
+                break
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
-                results[rank] = self._receive(connection, rank)
+                try:
+                    failed, value = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    failures.append(_Failure(0, f"rank {rank} died"))
+                    continue
+                if failed:
+                    failures.append(_Failure(1, f"rank {rank} raised:\n{value}"))
+                else:
+                    results[rank] = value
+        if waiting and not failures:
+            failures.append(
+                _Failure(0, f"ranks {sorted(waiting.values())} did not answer within {self.timeout_s:.0f} s")
+            )
+        if failures:
+            self._stop(kill=True)
+            # A rank that died, then the first that raised: the others lost their connection to it.
+            raise TrainingError(min(failures, key=lambda failure: failure.order).text)
         return results
 
-    def _receive(self, connection: Connection, rank: int) -> Any:
-        try:
-            failed, value = connection.recv()
-        except EOFError as error:
-            self.close(kill=True)
-            raise TrainingError(f"rank {rank} died") from error
-        if failed:
-            self.close(kill=True)
-            raise TrainingError(f"rank {rank} raised:\n{value}")
-        return value
-
-    def close(self, kill: bool = False) -> None:
+    def close(self) -> None:
         """End the processes."""
+        self._stop(kill=False)
+        self._folder.cleanup()
+
+    def _start(self) -> None:
+        for _ in range(self.size):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def _stop(self, kill: bool) -> None:
         for connection, process in zip(self._connections, self._processes):
             if kill:
                 process.kill()
@@ -89,7 +116,6 @@ class WorkerPool:
             process.join()
             connection.close()
         self._connections, self._processes = [], []
-        self._folder.cleanup()
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -97,8 +123,10 @@ class WorkerPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._processes:
-            self.close(kill=kind is not None)
+        if kind is not None:
+            # A job that was interrupted would keep the processes from hearing that they should end.
+            self._stop(kill=True)
+        self.close()
 
 
 def _serve(connection: Connection) -> None:
@@ -112,7 +140,8 @@ def _serve(connection: Connection) -> None:
                     init_method=f"file://{store}",
                     rank=rank,
                     world_size=world_size,
-                    timeout=timedelta(seconds=timeout_s),
+                    # Longer than the pool's own: a rank that hangs is named, not those that wait for it.
+                    timeout=timedelta(seconds=2 * timeout_s),
                 )
             answer = (False, job(*args))
         except Exception:  # noqa: BLE001 the parent process raises it

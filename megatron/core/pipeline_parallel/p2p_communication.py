@@ -16,7 +16,7 @@ from megatron.core.process_group import Group
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """Join two ranks in one direction; ``handle`` is a communicator in which neither has another link.
+    """Join two ranks of ``pipeline`` in one direction; ``handle`` is a communicator in which neither has another link.
 
     It is ``None`` where the world is only described.
     """
@@ -24,6 +24,7 @@ class Link:
     sender: int
     receiver: int
     handle: dist.ProcessGroup | None
+    pipeline: Group
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +62,7 @@ def create_pipeline_links(pp: Group, *, wraps_around: bool = False, timeout: tim
             if index < num_links:
                 ends = pp.ranks[index], pp.ranks[(index + 1) % pp.size]
                 sender, receiver = ends[::-1] if is_gradient else ends
-                links[is_gradient, index] = Link(sender, receiver, handles[_turn_of(pp)(index)])
+                links[is_gradient, index] = Link(sender, receiver, handles[_turn_of(pp)(index)], pp)
     return PipelineLinks(
         activations_in=links.get((False, previous)),
         activations_out=links.get((False, own)),
@@ -121,6 +122,7 @@ class SendQueue:
 
     def send(self, tensor: torch.Tensor) -> None:
         """Start sending a contiguous tensor, then wait for the oldest sends where too many are unfinished."""
+        self._link.pipeline.observe("send", tensor.nbytes)
         work = dist.isend(tensor, dst=self._link.receiver, group=self._link.handle)
         assert work is not None, "this rank is not the sender of its link"
         self._unfinished.append((work, tensor))
