@@ -200,7 +200,8 @@ def _mixed() -> Iterator[Cell]:
         layout = Layout(tp=2, sequence_parallel=True, pp=2, cp=2, cp_comm_type=exchange)
         yield make_cell("llama", layout, "packed")
         yield make_cell("gpt2", Layout(pp=2, cp=2, dp=2, cp_comm_type=exchange, recompute=RECOMPUTE[2]), "uneven")
-    yield make_cell("gpt2", Layout(pp=2, schedule="zero-bubble", dp=2, sharding="optim"))
+    for sharding, overlap in itertools.product(SHARDING, (False, True)):
+        yield make_cell("gpt2", Layout(pp=2, schedule="zero-bubble", dp=2, sharding=sharding, overlap=overlap))
     yield make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True, pp=2))
     yield make_cell("gpt2", Layout(tp=8), extra=("--num-attention-heads", "8"))
 

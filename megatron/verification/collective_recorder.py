@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.process_group import CollectiveCall
 from megatron.core.timers import Timers
@@ -49,7 +49,7 @@ def record_step(
     that the numbers of the step mean nothing and only what is sent, and how much, does.
     """
     recorder = CollectiveRecorder()
-    with _fake_world(rank, config.world_size), _ZeroedMemory():
+    with _fake_world(rank, config.world_size), _ZeroedMemory():  # type: ignore[no-untyped-call]
         runtime = make_runtime(config, recorder)
         parts = build_training_parts(config, runtime, model_provider, log=lambda line: None)
         step = TrainingStep(config, runtime, parts, forward_step, Timers())
@@ -72,21 +72,14 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-_ZEROED: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.empty: torch.zeros,
-    torch.empty_like: torch.zeros_like,
-    torch.Tensor.new_empty: torch.Tensor.new_zeros,
-}
+_ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided}
 
 
-class _ZeroedMemory(TorchFunctionMode):
+class _ZeroedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fill new memory with zeros: the fake backend leaves what it should fill as it is, and a NaN ends the step."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _ZEROED.get(func, func)(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        return result.zero_() if func.overloadpacket in _ALLOCATIONS else result

@@ -1,0 +1,94 @@
+"""The matrix covers what it must, and random configurations are the same each time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.core.errors import ConfigurationError
+from megatron.training.arguments import resolve_arguments
+from megatron.training.config.run_config import RunConfig
+from megatron.verification.cells import DATA, EXCHANGES, MAX_WORLD_SIZE, Layout, fuzz, make_cell, matrix
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def configs() -> list[RunConfig]:
+    return [resolve_arguments(cell.flags, cell.world_size).config for cell in matrix()]
+
+
+def test_the_matrix_has_150_cells_or_more_each_once_on_up_to_eight_ranks() -> None:
+    cells = matrix()
+    assert len(cells) >= 150
+    assert len({cell.name for cell in cells}) == len({(cell.flags, cell.data, cell.world_size) for cell in cells})
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert max(cell.world_size for cell in cells) == MAX_WORLD_SIZE
+
+
+def test_the_matrix_covers_every_way_to_cut_a_model(configs: list[RunConfig]) -> None:
+    models = [config.model for config in configs]
+    assert {m.tensor_model_parallel_size for m in models} >= {1, 2, 4}
+    assert {(m.tensor_model_parallel_size, m.sequence_parallel) for m in models} >= {(2, False), (2, True), (4, True)}
+    assert {m.pipeline_model_parallel_size for m in models} >= {1, 2, 4}
+    assert {config.stage_layout.num_chunks for config in configs} >= {1, 2}
+    assert {(m.context_parallel_size, m.cp_comm_type[0]) for m in models} >= {(c, e) for c in (2, 4) for e in EXCHANGES}
+    shardings = {
+        (config.data_parallel_size, config.ddp.shards_optimizer, config.ddp.shards_gradients) for config in configs
+    }
+    assert shardings >= {(d, *kind) for d in (2, 4) for kind in ((False, False), (True, False), (True, True))}
+    assert {m.recompute_granularity for m in models} == {None, "selective", "full"}
+    assert {m.untie_embeddings_and_output_weights for m in models} == {False, True}
+    assert {m.num_query_groups < m.tensor_model_parallel_size for m in models} == {False, True}
+    assert any(len({len(stage.layer_numbers) for stage in config.stage_layout.stages}) > 1 for config in configs)
+    assert {cell.data for cell in matrix()} == set(DATA)
+    assert "zero-bubble" in {config.pipeline_schedule for config in configs}
+
+
+def test_nothing_of_the_layout_is_in_the_reference() -> None:
+    cell = make_cell("llama", Layout(tp=2, pp=2, cp=2), "packed", ("--global-batch-size", "6"))
+    assert cell.world_size == 8
+    assert not any("parallel" in flag for flag in cell.reference_flags)
+    assert "--reset-position-ids" in cell.reference_flags
+    assert cell.reference_flags == cell.flags[: len(cell.reference_flags)]
+    resolve_arguments(cell.reference_flags, 1)
+
+
+def test_random_configurations_follow_from_the_seed_and_their_number() -> None:
+    assert fuzz(3, 40) == fuzz(3, 40)
+    assert fuzz(3, 60)[:40] == fuzz(3, 40)
+    assert fuzz(4, 40) != fuzz(3, 40)
+
+
+def test_most_random_configurations_run_and_a_refusal_says_what_would_work() -> None:
+    runs = 0
+    for cell in fuzz(0, 100):
+        try:
+            resolve_arguments(cell.flags, cell.world_size)
+            runs += 1
+        except ConfigurationError as error:
+            for problem in error.problems:
+                assert any(word in problem for word in ("work", "use ", "leave it out", "raise", "lower")), problem
+    assert 75 <= runs < 100
+
+
+def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "verify_parallelism.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_command_lists_the_cells_that_every_word_fits() -> None:
+    listed = tool("--list", "--filter", "sp zero-bubble dp").stdout.splitlines()
+    everything = tool("--list").stdout.splitlines()
+    assert [cell.name for cell in matrix()] == everything
+    assert listed == [name for name in everything if all(word in name for word in ("sp", "zero-bubble", "dp"))]
+    assert tool("--list", "--fuzz", "3").stdout.splitlines() == [cell.name for cell in fuzz(0, 3)]
+
+
+def test_the_command_says_that_no_cell_fits() -> None:
+    result = tool("--filter", "no such layout")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "--list" in result.stderr
