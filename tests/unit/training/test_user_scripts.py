@@ -1,4 +1,4 @@
-"""Every script that users launch parses as it stands, or is refused only for what is not supported yet."""
+"""Every script that users launch parses as it stands, or is refused only for what is not supported."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ script = words.index("pretrain_gpt.py")
 print(json.dumps([words[:script], words[script + 1:]]))
 """
 
-TRAINED_NOW = (
-    "gpt2_345m.sh",
-    "gpt2_345m_dp4.sh",
-    "gpt2_345m_tp4.sh",
-    "gpt2_345m_tp4_sp.sh",
-    "gpt2_345m_tp2_dp2.sh",
-)
+GPT2_SCRIPTS = {
+    "gpt2_345m.sh": (1, 1),
+    "gpt2_345m_dp4.sh": (1, 1),
+    "gpt2_345m_tp4.sh": (4, 1),
+    "gpt2_345m_tp4_sp.sh": (4, 1),
+    "gpt2_345m_tp2_dp2.sh": (2, 1),
+    "gpt2_345m_tp2_pp2.sh": (2, 2),
+    "gpt2_345m_pp4.sh": (1, 4),
+    "gpt2_345m_tp2_pp3_zero1.sh": (2, 3),
+}
 NULL_TOKENIZER = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "128")
 
 
@@ -70,17 +73,22 @@ def expand(workplace: Path, script: str, *extra: str, **choices: str) -> tuple[l
     return arguments, world_size
 
 
-@pytest.mark.parametrize("script", TRAINED_NOW)
-def test_script_is_accepted(script: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("script", "layout"), GPT2_SCRIPTS.items())
+def test_script_is_accepted(
+    script: str, layout: tuple[int, int], workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(workplace)
     arguments, world_size = expand(workplace, script)
     parsed = resolve_arguments(arguments, world_size)
     assert (parsed.config.model.num_layers, parsed.config.model.hidden_size) == (24, 1024)
-    assert parsed.config.model.params_dtype == "float16"
+    model = parsed.config.model
+    assert (model.tensor_model_parallel_size, model.pipeline_model_parallel_size) == layout
+    assert parsed.config.ddp.use_distributed_optimizer == ("zero1" in script)
+    assert model.params_dtype == "float16"
     assert parsed.config.checkpoint.save == parsed.config.checkpoint.load == "checkpoints/gpt2_345m"
     small = [
         "--num-layers",
-        "4",
+        "12",
         "--hidden-size",
         "64",
         "--num-attention-heads",
@@ -92,7 +100,7 @@ def test_script_is_accepted(script: str, workplace: Path, monkeypatch: pytest.Mo
     ]
     arguments, _ = expand(workplace, script, *small)
     config = resolve_arguments(arguments, world_size).config
-    assert (config.model.num_layers, config.data.seq_length, config.training.train_iters) == (4, 64, 20)
+    assert (config.model.num_layers, config.data.seq_length, config.training.train_iters) == (12, 64, 20)
 
 
 def refusals(arguments: list[str], world_size: int) -> tuple[str, ...]:
@@ -103,15 +111,19 @@ def refusals(arguments: list[str], world_size: int) -> tuple[str, ...]:
     return ()
 
 
-@pytest.mark.parametrize(
-    "script", ["gpt2_345m_tp2_pp2.sh", "gpt2_345m_pp4.sh", "gpt2_345m_tp2_pp3_zero1.sh", "llama_7b_domains.sh"]
-)
-def test_script_is_refused_only_for_what_is_not_supported_yet(
-    script: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
+def test_domains_script_is_refused_only_for_its_validation_sets(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(workplace)
-    problems = refusals(*expand(workplace, script))
+    problems = refusals(*expand(workplace, "llama_7b_domains.sh"))
+    assert [problem.split()[0] for problem in problems] == [
+        "--extra-valid-datalist",
+        "--extra-valid-data-samples",
+        "--extra-valid-data-names",
+    ]
     assert all(" is not supported yet" in problem for problem in problems), problems
+    for choices in ({"TP": "4", "PP": "2"}, {"TP": "1", "CP": "2", "PP": "4"}):
+        assert refusals(*expand(workplace, "llama_7b_domains.sh", EXTRA_VALID_ARGS=" ", **choices)) == ()
 
 
 @pytest.mark.parametrize("script", ["llama3_1.sh", "qwen2_5.sh"])
@@ -121,6 +133,9 @@ def test_scripts_with_choices(script: str, workplace: Path, monkeypatch: pytest.
     variants = [
         ({}, True),
         ({"TP": "2"}, True),
+        ({"PP": "4"}, True),
+        ({"PP": "2", "TP": "2", "VP": "4", "DO": "true"}, True),
+        ({"CP": "2", "TP": "2", "DO": "true"}, True),
         ({"PR": "fp16"}, True),
         ({"AC": "sel"}, True),
         ({"AC": "full"}, True),
