@@ -97,8 +97,8 @@ class Verifier:
             resolve_arguments(cell.flags, cell.world_size)
         except ConfigurationError as error:
             return CellReport(cell, "refused", reasons=error.problems)
-        reference = self._reference(cell)
         try:
+            reference = self._reference(cell)
             results = self._run(cell.flags, cell.data, cell.world_size)
         except TrainingError as error:
             return CellReport(cell, "failed", reasons=tuple(str(error).splitlines()))

@@ -106,6 +106,8 @@ class WorkerPool:
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
+        for connection in self._connections:
+            connection.recv()
 
     def _stop(self, kill: bool) -> None:
         for connection, process in zip(self._connections, self._processes):
@@ -131,6 +133,8 @@ class WorkerPool:
 
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
+    # The time that a job may take is counted from when all are there.
+    connection.send("ready")
     while (message := connection.recv()) is not None:
         job, rank, world_size, store, timeout_s, args = message
         try:
@@ -143,6 +147,8 @@ def _serve(connection: Connection) -> None:
                     # Longer than the pool's own: a rank that hangs is named, not those that wait for it.
                     timeout=timedelta(seconds=2 * timeout_s),
                 )
+                # A short job could end, and its connections with it, while another rank still connects.
+                dist.barrier()
             answer = (False, job(*args))
         except Exception:  # noqa: BLE001 the parent process raises it
             answer = (True, traceback.format_exc())

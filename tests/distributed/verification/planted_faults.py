@@ -1,0 +1,77 @@
+"""Model providers with one thing wrong: what the verification must find, or survive."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+import pretrain_gpt
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.sharding import attach_spec, spec_of
+from megatron.training.config.run_config import RunConfig
+from megatron.training.initialize import Runtime
+
+NORM = "decoder.layers.2.pre_mlp_layernorm.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def _without_sum(model: GPTModel, name: str) -> GPTModel:
+    for parameter in model.parameters():
+        spec = spec_of(parameter)
+        if spec.name == name:
+            attach_spec(parameter, replace(spec, gradient_sum_axes=()))
+    return model
+
+
+def norm_is_not_summed(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+    """Forget that a tensor-parallel rank's gradient of one norm is only its part of the sequence."""
+    return _without_sum(pretrain_gpt.provide_model(config, runtime, contents), NORM)
+
+
+def tied_embedding_is_not_summed(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+    """Forget that both ends of the pipeline hold the word embedding."""
+    return _without_sum(pretrain_gpt.provide_model(config, runtime, contents), EMBEDDING)
+
+
+def one_rank_scales_a_gradient(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+    """Multiply one norm's gradient on rank 1."""
+    model = pretrain_gpt.provide_model(config, runtime, contents)
+    if runtime.state.rank == 1:
+        for parameter in model.parameters():
+            if spec_of(parameter).name == NORM:
+                parameter.register_hook(lambda grad: grad * (1 + 1e-6))
+    return model
+
+
+def one_weight_starts_otherwise(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+    """Change one element of one weight on the last rank of a world of several."""
+    model = pretrain_gpt.provide_model(config, runtime, contents)
+    if 1 < runtime.state.world_size == runtime.state.rank + 1:
+        with torch.no_grad():
+            model.decoder.layers["3"].mlp.linear_fc2.weight[5, 7] += 1e-5
+    return model
+
+
+def raises_on_rank_1(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+    """Raise where the model should be made; the others wait for this rank in a collective."""
+    if runtime.state.rank == 1:
+        raise ZeroDivisionError("planted")
+    return pretrain_gpt.provide_model(config, runtime, contents)
+
+
+def dies_on_rank_1(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+    """End the process as a signal would."""
+    if runtime.state.rank == 1:
+        os._exit(7)
+    return pretrain_gpt.provide_model(config, runtime, contents)
+
+
+def hang_on_rank_1() -> None:
+    """Never come back, as a job."""
+    if dist.get_rank() == 1:
+        time.sleep(600)

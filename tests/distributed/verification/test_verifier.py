@@ -1,0 +1,155 @@
+"""Layouts verified in float64, faults found and named, and workers that fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pretrain_gpt
+from megatron.core.errors import TrainingError
+from megatron.training.model_setup import ModelProvider
+from megatron.verification.cells import MAX_WORLD_SIZE, Cell, Layout, fuzz, make_cell, matrix
+from megatron.verification.verifier import CellReport, Verifier
+from megatron.verification.worker_pool import WorkerPool
+from tests.distributed.verification import planted_faults
+from tests.distributed.verification.planted_faults import EMBEDDING, NORM
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(MAX_WORLD_SIZE, timeout_s=60) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def verifier(pool: WorkerPool) -> Verifier:
+    return make_verifier(pool)
+
+
+def make_verifier(pool: WorkerPool, provider: ModelProvider = pretrain_gpt.provide_model) -> Verifier:
+    return Verifier(pool, provider, pretrain_gpt.forward_step)
+
+
+SP = Layout(tp=2, sequence_parallel=True)
+REPRESENTATIVE = (
+    make_cell("gpt2", Layout(tp=2)),
+    make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True)),
+    make_cell("qwen", Layout(tp=4, recompute=("selective",))),
+    make_cell("qwen", Layout(tp=2, sequence_parallel=True, recompute=("full", "uniform", "1"))),
+    make_cell("gpt2", Layout(pp=2)),
+    make_cell("gpt2", Layout(pp=2, virtual_stages=2, recompute=("full", "block", "1"))),
+    make_cell("gpt2", Layout(pp=4, schedule="zero-bubble")),
+    make_cell("llama", Layout(pp=2, first_stage_layers=1)),
+    make_cell("gpt2-untied", Layout(pp=2, pipeline_layout="E|tt|tt|L", virtual_stages=2)),
+    make_cell("gpt2", Layout(pp=2, virtual_stages=2), extra=("--global-batch-size", "6")),
+    *(make_cell("llama", Layout(cp=2, cp_comm_type=exchange), "packed") for exchange in ("p2p", "all_gather", "a2a")),
+    make_cell("gpt2", Layout(cp=4), "uneven"),
+    *(make_cell("gpt2", Layout(dp=2, sharding=sharding)) for sharding in ("no_shard", "optim", "optim_grads")),
+    make_cell("gpt2", Layout(dp=4, sharding="optim_grads", overlap=True), "uneven"),
+    make_cell("qwen", Layout(dp=2, sharding="optim", overlap=True), "packed"),
+    make_cell("gpt2", Layout(pp=2, dp=2, schedule="zero-bubble", sharding="optim_grads", overlap=True)),
+    make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2, dp=2, sharding="optim_grads")),
+    make_cell("qwen", Layout(tp=2, sequence_parallel=True, cp=2, dp=2, sharding="optim"), "uneven"),
+    make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, cp_comm_type="all_gather"), "packed"),
+    make_cell("gpt2", Layout(pp=2, cp=2, dp=2, cp_comm_type="a2a", recompute=("full", "uniform", "1")), "uneven"),
+)
+
+
+@pytest.mark.parametrize("cell", REPRESENTATIVE, ids=lambda cell: cell.name)
+def test_a_layout_computes_what_one_process_computes(verifier: Verifier, cell: Cell) -> None:
+    report = verifier.check(cell)
+    assert report.outcome == "passed", report.describe()
+    assert max(report.differences) < 1e-9
+
+
+@pytest.mark.long
+def test_the_whole_matrix(verifier: Verifier) -> None:
+    reports = [verifier.check(cell) for cell in matrix()]
+    assert not [report.describe() for report in reports if report.outcome != "passed"]
+
+
+@pytest.mark.long
+def test_300_random_configurations_run_and_match_or_are_refused(verifier: Verifier) -> None:
+    reports = [verifier.check(cell) for cell in fuzz(0, 300)]
+    assert not [report.describe() for report in reports if report.outcome == "failed"]
+    assert sum(report.outcome == "passed" for report in reports) > 250
+
+
+def check_fault(pool: WorkerPool, provider: ModelProvider, cell: Cell) -> CellReport:
+    report = make_verifier(pool, provider).check(cell)
+    assert report.outcome == "failed", report.describe()
+    return report
+
+
+def test_a_norm_that_is_not_summed_is_named_with_rank_and_element(pool: WorkerPool) -> None:
+    report = check_fault(pool, planted_faults.norm_is_not_summed, make_cell("gpt2", SP))
+    wrong = [reason for reason in report.reasons if reason.startswith("gradient of ")]
+    assert {reason.split(":")[0] for reason in wrong} == {f"gradient of {NORM}"}
+    assert [f"rank {rank}, first differing element [0]" in reason for rank, reason in enumerate(wrong)] == [True, True]
+    assert NORM in report.describe()
+
+
+def test_a_tied_embedding_that_is_not_summed_is_named_on_both_stages(pool: WorkerPool) -> None:
+    report = check_fault(pool, planted_faults.tied_embedding_is_not_summed, make_cell("gpt2", Layout(pp=2)))
+    wrong = [reason for reason in report.reasons if reason.startswith("gradient of ")]
+    assert {reason.split(":")[0] for reason in wrong} == {f"gradient of {EMBEDDING}"}
+    assert ["rank 0" in wrong[0], "rank 1" in wrong[1]] == [True, True]
+    assert any(reason.startswith("gradient norms") for reason in report.reasons)
+
+
+def test_a_gradient_that_is_a_millionth_off_on_one_rank_is_found_there(pool: WorkerPool) -> None:
+    report = check_fault(pool, planted_faults.one_rank_scales_a_gradient, make_cell("gpt2", Layout(tp=2)))
+    (wrong,) = [reason for reason in report.reasons if reason.startswith("gradient of ")]
+    assert wrong.startswith(f"gradient of {NORM}: rank 1, first differing element [0]")
+    assert 0.9e-6 < report.gradient_difference < 1.1e-6
+
+
+def test_a_weight_that_starts_otherwise_is_found(pool: WorkerPool) -> None:
+    report = check_fault(pool, planted_faults.one_weight_starts_otherwise, make_cell("gpt2", Layout(pp=2)))
+    assert any(reason.startswith("losses [") for reason in report.reasons)
+    assert any("decoder.layers.3.mlp.linear_fc2.weight: rank 1" in reason for reason in report.reasons)
+
+
+def test_workers_that_fail_are_reported_and_replaced() -> None:
+    cell = make_cell("gpt2", Layout(tp=2))
+    with WorkerPool(2, timeout_s=60) as pool:
+        report = check_fault(pool, planted_faults.raises_on_rank_1, cell)
+        assert report.reasons[0] == "rank 1 raised:"
+        assert report.reasons[-1] == "ZeroDivisionError: planted"
+        assert check_fault(pool, planted_faults.dies_on_rank_1, cell).reasons == ("rank 1 died",)
+        assert make_verifier(pool).check(cell).outcome == "passed"
+
+
+def test_workers_that_hang_are_named_and_replaced() -> None:
+    with WorkerPool(2, timeout_s=3) as pool:
+        with pytest.raises(TrainingError, match=r"^ranks \[1\] did not answer within 3 s$"):
+            pool.run(planted_faults.hang_on_rank_1, 2)
+        assert pool.run(abs, 2, -5) == [5, 5]
+
+
+def test_the_pool_raises_what_a_rank_raised() -> None:
+    with WorkerPool(1) as pool, pytest.raises(TrainingError, match=r"rank 0 raised:\n(.|\n)*ValueError"):
+        pool.run(int, 1, "not a number")
+
+
+def test_an_impossible_layout_is_refused_with_what_would_work(verifier: Verifier) -> None:
+    report = verifier.check(make_cell("gpt2", Layout(tp=3, pp=2, cp=1)))
+    assert report.outcome == "refused"
+    assert "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3" in report.describe()
+    assert "sizes that work: 1, 2, 4" in report.describe()
+
+
+def test_the_command_counts_the_cells_and_fails_where_one_is_off() -> None:
+    tool = str(ROOT / "tools" / "verify_parallelism.py")
+    flags = ("--shape", "gpt2", "--filter", "first1", "--tolerance", "1e-30")
+    result = subprocess.run([sys.executable, tool, *flags], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (1, "")
+    assert result.stdout.startswith("failed  gpt2 plain tp1 pp2 first1 cp1 dp1 | loss")
+    assert "first differing element" in result.stdout
+    assert "\n0 passed, 1 failed, 0 refused at parse time, float64" in result.stdout
