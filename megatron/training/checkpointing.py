@@ -44,7 +44,6 @@ from megatron.training.checkpoint_choice import (
 from megatron.training.checkpoint_directory import (
     create_saving_folder,
     publish,
-    recover,
     remove_expired,
     saving_folder,
 )
@@ -83,23 +82,6 @@ class CommonState:
     config: Mapping[str, Any]
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     write_tokenizer: Callable[[Path], None] | None = None
-
-
-def prepare_save_directory(directory: str | Path, state: ParallelState, log: Log) -> None:
-    """Create the directory of a run and bring it in order after an interrupted save; call it before anything loads.
-
-    Raises:
-        CheckpointError: it cannot be created or written to.
-    """
-    directory = Path(directory)
-    error = None
-    if state.world.is_first:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            recover(directory, log)
-        except OSError as failure:
-            error = CheckpointError(f"cannot prepare {directory}: {failure.strerror}; change --save")
-    raise_on_all_ranks(error, state.world)
 
 
 def save_checkpoint(

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.collectives import broadcast_object
 from megatron.core.datasets.batch import Batch, MicroBatchReader
 from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.data_samplers import DataloaderType, MicroBatchSampler, SampleOrder
 from megatron.core.datasets.gpt_dataset import SampleDataset
-from megatron.core.errors import MegatronError
+from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
+from megatron.core.errors import DataError, MegatronError
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data_plan import DatasetSplitsBuilder, SampleTargets
 from megatron.training.initialize import Runtime
@@ -25,25 +25,29 @@ _PREFETCHED_BATCHES = 4
 
 
 def build_datasets(builder: DatasetSplitsBuilder, targets: SampleTargets, runtime: Runtime) -> DatasetSplits:
-    """Build the data sets, rank 0 first so that the others find its index cache.
+    """Build the data sets: rank 0 first, then one process of each machine, so that the others find its index cache.
+
+    Machines need not share a file system: each may hold a copy of the data and keep a cache of its own.
 
     Raises:
-        DataError: on every rank alike, where rank 0 cannot build them.
+        DataError: on every rank alike, where one of them cannot build them.
     """
-    error: MegatronError | None = None
     if runtime.is_reporter:
         print(" > datasets target sizes (minimum size):", flush=True)
         print(f"    train:      {targets.train}", flush=True)
         print(f"    validation: {targets.valid}", flush=True)
         print(f"    test:       {targets.test}", flush=True)
-        try:
-            datasets = builder.build()
-        except MegatronError as failure:
-            error = failure
-    error = broadcast_object(error, runtime.state.world)
-    if error is not None:
-        raise error
-    return datasets if runtime.is_reporter else builder.build()
+    datasets: DatasetSplits | None = None
+    for is_due in (runtime.is_reporter, runtime.is_first_on_machine, True):
+        error: MegatronError | None = None
+        if is_due and datasets is None:
+            try:
+                datasets = builder.build()
+            except MegatronError as failure:
+                error = failure if runtime.is_reporter else DataError(f"rank {runtime.state.rank}: {failure}")
+        raise_on_all_ranks(error, runtime.state.world)
+    assert datasets is not None, "every rank is due in the end"
+    return datasets
 
 
 class BatchSource:

@@ -36,16 +36,25 @@ class LaunchEnvironment:
 
 @dataclass(frozen=True, eq=False)
 class Runtime:
-    """Hold what the rest of the run is given of this process: its device, its groups and its random streams."""
+    """Hold what the rest of the run is given of this process: its device, its groups and its random streams.
+
+    ``local_rank`` counts the processes of this machine.
+    """
 
     device: Device
     state: ParallelState
     rng: RngStreams
+    local_rank: int = 0
 
     @property
     def is_reporter(self) -> bool:
         """Return whether this process prints and writes for all."""
         return self.state.rank == 0
+
+    @property
+    def is_first_on_machine(self) -> bool:
+        """Return whether this process does for its machine what one process should do alone."""
+        return self.local_rank == 0
 
 
 def read_launch_environment() -> LaunchEnvironment:
@@ -168,7 +177,7 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment) -> Runtime:
         cp_rank=state.cp.rank,
         pp_rank=state.pp.rank,
     )
-    return Runtime(device, state, rng)
+    return Runtime(device, state, rng, launch.local_rank or 0)
 
 
 def shut_down() -> None:

@@ -12,12 +12,12 @@ from megatron.core.tokenizers.tokenizer_record import record_tokenizer
 from megatron.training.checkpointing import (
     CommonState,
     load_checkpoint,
-    prepare_save_directory,
     save_checkpoint,
 )
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime
 from megatron.training.model_setup import TrainingParts
+from megatron.training.save_directory import prepare_save_directory
 from megatron.training.train_state import TrainState
 
 

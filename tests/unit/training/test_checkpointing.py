@@ -20,11 +20,11 @@ from megatron.training.checkpointing import (
     LoadedCheckpoint,
     load_checkpoint,
     load_model_weights,
-    prepare_save_directory,
     read_common,
     save_checkpoint,
 )
 from megatron.training.config.checkpoint_config import CheckpointConfig
+from megatron.training.save_directory import prepare_save_directory
 from megatron.training.train_state import TrainProgress
 from tests.unit.core.dist_checkpointing.toy import (
     ToyModel,

@@ -18,11 +18,11 @@ from megatron.training.checkpointing import (
     CommonState,
     load_checkpoint,
     load_model_weights,
-    prepare_save_directory,
     read_common,
     save_checkpoint,
 )
 from megatron.training.config.checkpoint_config import CheckpointConfig
+from megatron.training.save_directory import prepare_save_directory
 from megatron.training.train_state import TrainProgress
 from tests.harness.distributed import RankFailure, run_distributed
 from tests.unit.core.dist_checkpointing.toy import ToyModel, assert_equal_runs, empty_run, filled_run
