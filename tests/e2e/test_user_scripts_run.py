@@ -40,20 +40,20 @@ def line(pattern: str) -> re.Pattern[str]:
     return re.compile(f"^{pattern}$", re.MULTILINE)
 
 
-def expected_lines(num_processes: int, dp: int, tp: int, folder: Path) -> list[re.Pattern[str]]:
+def expected_lines(num_processes: int, dp: int, tp: int, pp: int, folder: Path) -> list[re.Pattern[str]]:
     """Return what CONTRACT-minded users grep in a first run's log."""
     checkpoints = re.escape(str(folder))
     padded = -(-50257 // (128 * tp)) * 128 * tp
     patterns = [
         rf"using world size: {num_processes}, data-parallel size: {dp}, context-parallel size: 1, "
-        rf"tensor-model-parallel size: {tp}, pipeline-model-parallel size: 1",
+        rf"tensor-model-parallel size: {tp}, pipeline-model-parallel size: {pp}",
         r"------------------------ arguments ------------------------",
         r"  adam_beta1 \.{38} 0\.9",
-        r"  num_layers \.{38} 2",
+        rf"  num_layers \.{{38}} {max(pp, 2)}",
         r"-------------------- end of arguments ---------------------",
         rf" > padded vocab \(size: 50257\) with {padded - 50257} dummy tokens \(new size: {padded}\)",
         rf"> initialized tensor model parallel with size {tp}",
-        r"> initialized pipeline model parallel with size 1",
+        rf"> initialized pipeline model parallel with size {pp}",
         r"> setting random seeds to 1234 \.\.\.",
         rf"WARNING: could not find the metadata file {checkpoints}/latest_checkpointed_iteration\.txt",
         r"    will not load any checkpoints and will start from random",
@@ -73,7 +73,9 @@ def expected_lines(num_processes: int, dp: int, tp: int, folder: Path) -> list[r
         rf"  successfully saved checkpoint at iteration       6 to {checkpoints}",
     ]
     patterns += [
-        rf" > number of parameters on \(tensor, pipeline\) model parallel rank \({rank}, 0\): \d+" for rank in range(tp)
+        rf" > number of parameters on \(tensor, pipeline\) model parallel rank \({rank}, {stage}\): \d+"
+        for stage in range(pp)
+        for rank in range(tp)
     ]
     return [line(pattern) for pattern in patterns]
 
@@ -108,23 +110,27 @@ LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(
-    ("script", "num_processes", "dp", "tp"),
+    ("script", "num_processes", "dp", "tp", "pp"),
     [
-        ("gpt2_345m.sh", 1, 1, 1),
-        pytest.param("gpt2_345m_dp4.sh", 4, 4, 1, marks=LONG),
-        pytest.param("gpt2_345m_tp4.sh", 4, 1, 4, marks=LONG),
-        pytest.param("gpt2_345m_tp4_sp.sh", 4, 1, 4, marks=LONG),
-        pytest.param("gpt2_345m_tp2_dp2.sh", 4, 2, 2, marks=LONG),
+        ("gpt2_345m.sh", 1, 1, 1, 1),
+        pytest.param("gpt2_345m_dp4.sh", 4, 4, 1, 1, marks=LONG),
+        pytest.param("gpt2_345m_tp4.sh", 4, 1, 4, 1, marks=LONG),
+        pytest.param("gpt2_345m_tp4_sp.sh", 4, 1, 4, 1, marks=LONG),
+        pytest.param("gpt2_345m_tp2_dp2.sh", 4, 2, 2, 1, marks=LONG),
+        pytest.param("gpt2_345m_tp2_pp2.sh", 4, 1, 2, 2, marks=LONG),
+        pytest.param("gpt2_345m_pp4.sh", 4, 1, 1, 4, marks=LONG),
+        pytest.param("gpt2_345m_tp2_pp3_zero1.sh", 6, 1, 2, 3, marks=LONG),
     ],
 )
 def test_script_trains_saves_and_resumes(
-    script: str, num_processes: int, dp: int, tp: int, text: Path, tmp_path: Path
+    script: str, num_processes: int, dp: int, tp: int, pp: int, text: Path, tmp_path: Path
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    run = run_script(script, tmp_path, *SMALL.split(), DATA_PATH=text, CHECKPOINT_PATH=checkpoints).check()
+    small = [*SMALL.split(), "--num-layers", str(max(pp, 2))]
+    run = run_script(script, tmp_path, *small, DATA_PATH=text, CHECKPOINT_PATH=checkpoints).check()
     missing = [
         pattern.pattern
-        for pattern in expected_lines(num_processes, dp, tp, checkpoints)
+        for pattern in expected_lines(num_processes, dp, tp, pp, checkpoints)
         if not pattern.search(run.stdout)
     ]
     assert not missing, run.stdout
@@ -137,7 +143,7 @@ def test_script_trains_saves_and_resumes(
     assert stored["model.embedding.word_embeddings.weight"].global_shape == (50257, 32)
     if num_processes == 1:
         return
-    longer = [*SMALL.split(), "--train-iters", "8"]
+    longer = [*small, "--train-iters", "8"]
     resumed = run_script(script, tmp_path, *longer, DATA_PATH=text, CHECKPOINT_PATH=checkpoints).check()
     assert "at iteration 6" in resumed.stdout
     iterations = [record for record in read_metrics(checkpoints / "metrics.jsonl") if "split" not in record]
