@@ -12,7 +12,8 @@ from typing import NoReturn
 from megatron.core.errors import ConfigurationError, MegatronError
 from megatron.training.initialize import LaunchEnvironment, is_first_failure, read_launch_environment
 
-_WAIT_FOR_REPORT_S = 2.0
+# torchrun ends the others within a fraction of a second of rank 0: this is how late rank 0 may be on a busy machine.
+_WAIT_FOR_REPORT_S = 5.0
 
 
 def launch_environment_or_exit() -> LaunchEnvironment:
