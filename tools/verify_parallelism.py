@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 def verify(cells: Sequence[Cell], arguments: argparse.Namespace) -> int:
     """Run the cells and print one line each."""
     import pretrain_gpt
-    from megatron.verification.verifier import Tolerance, Verifier
+    from megatron.verification.verifier import NOT_HELD, Tolerance, Verifier
     from megatron.verification.worker_pool import WorkerPool
 
     counts = {"passed": 0, "failed": 0, "refused": 0}
@@ -89,7 +89,7 @@ def verify(cells: Sequence[Cell], arguments: argparse.Namespace) -> int:
         f"{arguments.dtype}, {elapsed_s:.0f} s\n"
         f"worst relative difference (allowed): loss {worst[0]:.1e} ({allowed.loss:.0e}), norm {worst[1]:.1e} "
         f"({allowed.norm:.0e}), gradients {worst[2]:.1e} ({allowed.gradient:.0e}), parameters {worst[3]:.1e} "
-        f"({allowed.parameter:.0e})"
+        f"({'any' if allowed.parameter == NOT_HELD else f'{allowed.parameter:.0e}'})"
     )
     # A layout of the matrix is there to run; a random one may be impossible, and is then refused.
     return 1 if counts["failed"] or (counts["refused"] and not arguments.fuzz) else 0
