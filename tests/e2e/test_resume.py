@@ -106,23 +106,85 @@ LAYOUTS = [
         id="pp2-virtual-stages-to-zero-bubble-dp2-sharded",
     ),
     pytest.param(
+        4,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel",
+        1,
+        "",
+        id="tp2-sp-pp2-to-one-process",
+    ),
+    pytest.param(
+        1,
+        "",
+        4,
+        "--context-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer",
+        id="one-process-to-cp2-pp2-sharded",
+    ),
+    pytest.param(
         4, "--tensor-model-parallel-size 2", 1, "--micro-batch-size 4", id="tp2-dp2-to-one-process-larger-micro-batch"
     ),
 ]
 
 
-@pytest.mark.parametrize(("before", "flags", "after", "new_flags"), LAYOUTS)
-def test_resume_at_another_layout(before: int, flags: str, after: int, new_flags: str, tmp_path: Path) -> None:
-    no_dropout = "--hidden-dropout 0 --attention-dropout 0"
-    whole = fork_training(toy_args(tmp_path / "whole", flags, no_dropout), before).check()
-    folder = tmp_path / "parts"
-    fork_training(toy_args(folder, flags, no_dropout, "--exit-interval 10"), before).check()
-    second = fork_training(toy_args(folder, new_flags, no_dropout), after).check()
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+
+
+def assert_same_run(second: ForkedRun, whole: ForkedRun) -> None:
+    """Assert that a run in two layouts read the samples of one that ran through, and got its losses."""
     assert [line["iteration"] for line in second.iterations()] == list(range(1, 21))
-    for ours, expected in zip(second.metrics, whole.metrics):
+    for ours, expected in zip(second.metrics, whole.metrics, strict=True):
         assert ours["iteration"] == expected["iteration"]
         assert ours["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-5, abs=0.0)
         if "split" not in ours:
             assert ours["sample_ids_hash"] == expected["sample_ids_hash"]
             assert ours["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5, abs=0.0)
             assert ours["learning_rate"] == expected["learning_rate"]
+
+
+@pytest.mark.parametrize(("before", "flags", "after", "new_flags"), LAYOUTS)
+def test_resume_at_another_layout(before: int, flags: str, after: int, new_flags: str, tmp_path: Path) -> None:
+    whole = fork_training(toy_args(tmp_path / "whole", flags, NO_DROPOUT), before).check()
+    folder = tmp_path / "parts"
+    fork_training(toy_args(folder, flags, NO_DROPOUT, "--exit-interval 10"), before).check()
+    second = fork_training(toy_args(folder, new_flags, NO_DROPOUT), after).check()
+    assert_same_run(second, whole)
+
+
+ON_EIGHT_RANKS = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("after", "new_flags"),
+    [
+        pytest.param(1, "", id="one-process"),
+        pytest.param(
+            8,
+            "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer",
+            id="pp4-virtual-stages-dp2",
+        ),
+        pytest.param(
+            8,
+            "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --overlap-grad-reduce"
+            " --data-parallel-sharding-strategy optim_grads",
+            id="cp2-tp2-sp-dp2-sharded-gradients",
+        ),
+        pytest.param(
+            8,
+            "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+            id="tp4-pp2-zero-bubble",
+        ),
+        pytest.param(
+            6,
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3"
+            " --pipeline-model-parallel-layout Ettt|tttt|tL",
+            id="tp2-pp3-uneven",
+        ),
+    ],
+)
+def test_resume_of_eight_ranks_at_another_layout(after: int, new_flags: str, tmp_path: Path) -> None:
+    eight_layers = f"--num-layers 8 --global-batch-size 8 {NO_DROPOUT}"
+    whole = fork_training(toy_args(tmp_path / "whole", eight_layers)).check()
+    folder = tmp_path / "parts"
+    fork_training(toy_args(folder, eight_layers, ON_EIGHT_RANKS, "--exit-interval 10"), 8).check()
+    second = fork_training(toy_args(folder, eight_layers, new_flags), after).check()
+    assert_same_run(second, whole)

@@ -52,14 +52,14 @@ def save(folder: Path, flags: str, iteration: int = 10, seed: int = 77, with_tok
     """Save an untrained model as a training run saves its own, on one rank or on every rank of a job."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     config, tokenizer = run_config(flags, world_size)
-    state = create_parallel_state(config.model.tensor_model_parallel_size)
-    model = build(config.model, state.tp, seed=seed)
+    state = create_parallel_state(config.model.tensor_model_parallel_size, config.model.pipeline_model_parallel_size)
+    models = [build(config.model, state.tp, seed, contents) for contents in config.stage_layout.chunks(state.pp.rank)]
     common = CommonState(
         progress=TrainProgress(iteration=iteration),
         config=config.to_dict(),
         write_tokenizer=(lambda copies: _record(tokenizer, copies)) if with_tokenizer else None,
     )
-    save_checkpoint(folder, RunTensors(models=[model]), common, state, config.checkpoint, lambda line: None)
+    save_checkpoint(folder, RunTensors(models=models), common, state, config.checkpoint, lambda line: None)
 
 
 def _record(tokenizer: Tokenizer, copies: Path) -> None:
@@ -134,9 +134,19 @@ def test_four_processes_print_the_same_once(llama: Path) -> None:
     assert result.stdout == expected_text(f"{LLAMA_SHAPE} {NULL_TOKENIZER}", "3 14 15", 9) + "\n"
 
 
-def test_a_tensor_parallel_checkpoint_generates_on_one_process(tmp_path: Path, monkeypatch, capsys) -> None:
-    flags = f"{LLAMA_SHAPE} {NULL_TOKENIZER}"
-    run_distributed(2, save, tmp_path, f"{flags} --tensor-model-parallel-size 2 --sequence-parallel")
+@pytest.mark.parametrize(
+    ("num_processes", "shape", "layout"),
+    [
+        (2, LLAMA_SHAPE, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        (2, LLAMA_SHAPE, "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t|L"),
+        (4, GPT2_SHAPE, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
+    ],
+)
+def test_a_checkpoint_of_several_processes_generates_on_one(
+    num_processes: int, shape: str, layout: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    flags = f"{shape} {NULL_TOKENIZER}"
+    run_distributed(num_processes, save, tmp_path, f"{flags} {layout}")
     words = ("--load", tmp_path, "--prompt", "8 1", "--tokens-to-generate", "7", "--greedy")
     assert call_tool(monkeypatch, capsys, *words) == (0, expected_text(flags, "8 1", 7) + "\n", "")
 

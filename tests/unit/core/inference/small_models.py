@@ -13,6 +13,7 @@ import torch
 from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import Group
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
@@ -20,11 +21,22 @@ from megatron.core.tensor_parallel.random import RngStreams
 GOLDEN_FOLDER = Path(__file__).resolve().parents[3] / "golden" / "model"
 
 
-def build(config: GPTConfig, tp: Group, seed: int | None = 11) -> GPTModel:
-    """Build a model for inference on this rank."""
+def build(config: GPTConfig, tp: Group, seed: int | None = 11, contents: StageContents | None = None) -> GPTModel:
+    """Build a model, or the part of one that ``contents`` names, for inference on this rank."""
+    if contents is None:
+        contents = StageContents(tuple(range(config.num_layers)), has_embedding=True, has_loss=True)
     config = dataclasses.replace(config, tensor_model_parallel_size=tp.size, hidden_dropout=0.0, attention_dropout=0.0)
     rng = RngStreams(Device("cpu"), 1, tp_rank=tp.rank, dp_rank=0, cp_rank=0, pp_rank=0)
-    return GPTModel(config, tp, rng, seed=seed).eval()
+    model = GPTModel(
+        config,
+        tp,
+        rng,
+        seed=seed,
+        layer_numbers=contents.layer_numbers,
+        pre_process=contents.has_embedding,
+        post_process=contents.has_loss,
+    )
+    return model.eval()
 
 
 def odd_config(**changes: object) -> GPTConfig:
