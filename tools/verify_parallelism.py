@@ -25,7 +25,10 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
     parser.add_argument(
-        "--filter", default="", metavar="TEXT", help="only cells whose name contains every word of TEXT"
+        "--filter",
+        default="",
+        metavar="TEXT",
+        help="only cells whose name contains every word of TEXT; '#7' with --fuzz is the random cell of that number",
     )
     parser.add_argument("--shape", choices=tuple(SHAPES), help="only this model shape")
     parser.add_argument("--max-world-size", type=int, default=MAX_WORLD_SIZE, metavar="N", help="only cells of up to N")
@@ -47,9 +50,14 @@ def choose_cells(arguments: argparse.Namespace) -> list[Cell]:
         cell
         for cell in cells
         if cell.world_size <= arguments.max_world_size
-        and all(word in cell.name for word in words)
+        and all(fits(cell, word) for word in words)
         and (arguments.shape is None or cell.name.split()[0 if not arguments.fuzz else 1] == arguments.shape)
     ]
+
+
+def fits(cell: Cell, word: str) -> bool:
+    """Return whether a word is in a cell's name; the number of a random cell is meant whole."""
+    return word == cell.name.split()[0] if word.startswith("#") else word in cell.name
 
 
 def main(argv: Sequence[str]) -> int:

@@ -81,11 +81,13 @@ def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_lists_the_cells_that_every_word_fits() -> None:
-    listed = tool("--list", "--filter", "sp zero-bubble dp").stdout.splitlines()
+    listed = tool("--list", "--filter", "gpt2 zero-bubble dp2").stdout.splitlines()
     everything = tool("--list").stdout.splitlines()
     assert [cell.name for cell in matrix()] == everything
-    assert listed == [name for name in everything if all(word in name for word in ("sp", "zero-bubble", "dp"))]
+    assert listed == [name for name in everything if all(word in name for word in ("gpt2", "zero-bubble", "dp2"))]
+    assert 0 < len(listed) < len(everything)
     assert tool("--list", "--fuzz", "3").stdout.splitlines() == [cell.name for cell in fuzz(0, 3)]
+    assert tool("--list", "--fuzz", "30", "--filter", "#2").stdout.splitlines() == [fuzz(0, 3)[2].name]
 
 
 def test_the_command_says_that_no_cell_fits() -> None:
