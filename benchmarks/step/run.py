@@ -1,0 +1,158 @@
+"""Measure the training step: this project against itself and, where it is there, megatron-core.
+
+Contestants run alternately, each time in fresh processes: A B C A B C ... Medians over all measured steps are printed
+with their quartiles, and written as JSON and Markdown under benchmarks/results.
+
+    python benchmarks/step/run.py --reference-python /path/to/venv/bin/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from report import markdown, summarize
+from workload import Workload, add_workload_arguments, workload_of, workload_options
+
+_HERE = Path(__file__).parent
+_ROOT = _HERE.parents[1]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Name one thing to measure: whose code, on which workload, by how many processes of how many threads."""
+
+    name: str
+    workload: Workload
+    is_reference: bool
+    threads: int
+
+    @property
+    def num_processes(self) -> int:
+        """Return the number of processes."""
+        return self.workload.tensor_model_parallel_size
+
+
+def contestants(base: Workload, dtypes: list[str], with_tensor_parallel: bool) -> list[Contestant]:
+    """Return all contestants, in the order in which each round runs them."""
+    result = []
+    for dtype in dtypes:
+        one = replace(base, dtype=dtype)
+        two = replace(one, tensor_model_parallel_size=2)
+        result.append(Contestant(f"ours {dtype}", one, False, 2))
+        result.append(Contestant(f"megatron-core {dtype}", replace(one, fused_adam=False), True, 2))
+        result.append(Contestant(f"megatron-core {dtype}, fused AdamW", one, True, 2))
+        if with_tensor_parallel:
+            sequence_parallel = replace(two, sequence_parallel=True)
+            result.append(Contestant(f"ours {dtype}, TP 2", two, False, 1))
+            result.append(Contestant(f"ours {dtype}, TP 2, sequence parallel", sequence_parallel, False, 1))
+            result.append(Contestant(f"megatron-core {dtype}, TP 2, fused AdamW", two, True, 1))
+    return result
+
+
+def measure(contestant: Contestant, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Run a contestant once and return what each of its processes measured."""
+    script = "megatron_core_reference.py" if contestant.is_reference else "ours.py"
+    command = [str(options.reference_python) if contestant.is_reference else sys.executable]
+    if contestant.num_processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(contestant.num_processes)]
+    command += [str(_HERE / script), *workload_options(contestant.workload)]
+    command += ["--num-warmup", str(options.num_warmup), "--num-steps", str(options.num_steps)]
+    command += ["--output", str(folder / "run")]
+    if contestant.is_reference:
+        command += ["--initial-weights", str(folder / "weights.npz")]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(contestant.threads)}
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if finished.returncode != 0:
+        raise SystemExit(f"{contestant.name} failed with status {finished.returncode}:\n{finished.stderr[-4000:]}")
+    return [json.loads((folder / f"run.{rank}.json").read_text()) for rank in range(contestant.num_processes)]
+
+
+def write_initial_weights(workload: Workload, path: Path) -> None:
+    """Save the weights that all contestants start from."""
+    command = [sys.executable, str(_HERE / "ours.py"), *workload_options(workload)]
+    subprocess.run([*command, "--write-initial-weights", str(path)], check=True, stdout=subprocess.DEVNULL)
+
+
+def describe_machine() -> dict[str, str]:
+    """Return what of the machine the numbers depend on."""
+    fields: dict[str, str] = {}
+    for line in subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout.splitlines():
+        key, _, value = line.partition(":")
+        fields[key.strip()] = value.strip()
+    names = ("Model name", "CPU family", "Model", "CPU(s)", "L2 cache", "L3 cache")
+    described = {name: fields[name] for name in names if name in fields}
+    commit = subprocess.run(["git", "-C", str(_ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return {**described, "kernel": platform.release(), "commit": commit.stdout.strip()}
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_workload_arguments(parser)
+    parser.add_argument("--reference-python", type=Path, help="python of an environment with megatron-core")
+    parser.add_argument("--num-rounds", type=int, default=5)
+    parser.add_argument("--num-warmup", type=int, default=2)
+    parser.add_argument("--num-steps", type=int, default=4)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--no-tensor-parallel", action="store_true")
+    parser.add_argument("--hardware", default="cpu", help="word for the hardware in the names of the result files")
+    parser.add_argument("--results", type=Path, default=_ROOT / "benchmarks" / "results")
+    options = parser.parse_args()
+    selected = contestants(workload_of(options), options.dtypes, not options.no_tensor_parallel)
+    if options.reference_python is None:
+        print("SKIPPED: megatron-core, for --reference-python was not given")
+        selected = [contestant for contestant in selected if not contestant.is_reference]
+
+    runs: dict[str, list[list[dict[str, Any]]]] = {contestant.name: [] for contestant in selected}
+    loads = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_initial_weights(selected[0].workload, folder / "weights.npz")
+        for number in range(options.num_rounds):
+            for contestant in selected:
+                loads.append(os.getloadavg()[0])
+                runs[contestant.name].append(measure(contestant, options, folder))
+                latest = summarize(contestant.workload.tokens_per_step, runs[contestant.name][-1:])
+                rate, loss = latest["tokens_per_second"]["median"], latest["final_loss"]
+                print(
+                    f"round {number + 1}, {contestant.name}: {rate:.0f} tokens/s, final loss {loss:.6f}, "
+                    f"load before {loads[-1]:.1f}",
+                    flush=True,
+                )
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    result = {
+        "date": today,
+        "machine": describe_machine(),
+        "load_average": {"min": min(loads), "max": max(loads)},
+        "rounds": options.num_rounds,
+        "warmup_steps": options.num_warmup,
+        "measured_steps": options.num_steps,
+        "contestants": [
+            {
+                "name": contestant.name,
+                "threads_per_process": contestant.threads,
+                "workload": vars(contestant.workload),
+                **summarize(contestant.workload.tokens_per_step, runs[contestant.name]),
+            }
+            for contestant in selected
+        ],
+    }
+    options.results.mkdir(parents=True, exist_ok=True)
+    stem = options.results / f"step_{options.hardware}_{today}"
+    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(markdown(result))
+    print(markdown(result))
+
+
+if __name__ == "__main__":
+    main()
