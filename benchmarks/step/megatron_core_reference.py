@@ -69,7 +69,6 @@ def build_model(workload: Workload) -> torch.nn.Module:
         params_dtype=getattr(torch, workload.dtype),
         pipeline_dtype=getattr(torch, workload.dtype),
         use_cpu_initialization=True,
-        perform_initialization=False,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=True,
         bias_dropout_fusion=True,
@@ -171,7 +170,6 @@ def run(workload: Workload, num_warmup: int, num_steps: int, weights: Path, outp
     config.finalize_model_grads_func = finalize
     config.grad_scale_func = optimizer.scale_loss
     model.train()
-    # As in the other contestant, batches are made outside of the measured part only as far as they are prefetched.
     source = batches(workload, num_warmup + num_steps)
     for _ in range(num_warmup + num_steps):
         with stopwatch.step():

@@ -85,28 +85,24 @@ def run(workload: Workload, num_warmup: int, num_steps: int, output: Path) -> No
     config = configure(workload, num_warmup + num_steps, launch.world_size, launch.rank)
     runtime = initialize_runtime(config, launch)
 
-    import time
-
     import torch
 
     from megatron.core.timers import Timers
     from megatron.training.data_setup import BatchSource
     from megatron.training.model_setup import build_training_parts
-    from megatron.training.signals import ExitRequest
     from megatron.training.train_state import TrainState
     from megatron.training.training_step import TrainingStep
     from pretrain_gpt import forward_step, provide_model
 
     timers = Timers(config.logging.timing_log_level, synchronize=runtime.device.synchronize)
-    parts = build_training_parts(config, runtime, provide_model)
+    parts = build_training_parts(config, runtime, provide_model, lambda line: None)
     dataset = WorkloadDataset(workload, (num_warmup + num_steps) * workload.micro_batch_size)
     source = BatchSource(dataset, config, runtime, workload.vocab_size, 0)
     step = TrainingStep(config, runtime, parts, forward_step, timers)
-    state, exit_request = TrainState(), ExitRequest(config.training, time.time())
-    stopwatch, losses = Stopwatch(), []
+    state, stopwatch, losses = TrainState(), Stopwatch(), []
     for _ in range(num_warmup + num_steps):
         with stopwatch.step():
-            report, _ = step.run(state, source, workload.micro_batch_size, exit_request)
+            report, _ = step.run(state, source, workload.micro_batch_size, None)
             forward = timers("forward-compute", log_level=2).elapsed_s()
             stopwatch.add("forward", forward)
             stopwatch.add("backward", timers("forward-backward", log_level=1).elapsed_s() - forward)
@@ -121,10 +117,12 @@ def run(workload: Workload, num_warmup: int, num_steps: int, output: Path) -> No
 def write_initial_weights(workload: Workload, path: Path) -> None:
     """Save the weights that every layout starts from, padded rows included, for a contestant to load."""
     from megatron.training.initialize import LaunchEnvironment, initialize_runtime
+    from megatron.training.model_setup import build_training_parts
     from pretrain_gpt import provide_model
 
     config = configure(workload, 1, 1, 0)
-    model = provide_model(config, initialize_runtime(config, LaunchEnvironment()))
+    runtime = initialize_runtime(config, LaunchEnvironment())
+    (model,) = build_training_parts(config, runtime, provide_model, lambda line: None).modules
     weights = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
     with path.open("wb") as file:
         np.savez(file, **weights)

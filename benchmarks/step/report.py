@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -21,26 +22,39 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def summarize(tokens_per_step: int, runs: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Summarize a contestant's runs, each a list of what its processes measured.
+def steps_of(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, float]]:
+    """Return every measured step of a contestant's runs, each a list of what its processes measured.
 
-    Rates and parts are rank 0's; processor time and memory are summed over the processes.
+    Times are rank 0's; processor time is summed over the processes. ``others`` is the share of the machine's
+    processors that other work took meanwhile.
     """
-    leaders = [step for run in runs for step in run[0]["steps"]]
-    processor = [
-        sum(process["steps"][index]["processor_s"] for process in run)
-        for run in runs
-        for index in range(len(run[0]["steps"]))
-    ]
-    return {
-        "tokens_per_second": spread([tokens_per_step / step["wall_s"] for step in leaders]),
-        "step_s": spread([step["wall_s"] for step in leaders]),
-        "processor_s": spread(processor),
-        "parts_s": {part: spread([step[f"{part}_s"] for step in leaders]) for part in _PARTS},
+    steps = []
+    for run in runs:
+        for index, leader in enumerate(run[0]["steps"]):
+            processor_s = sum(process["steps"][index]["processor_s"] for process in run)
+            others_s = max(leader["machine_busy_s"] - processor_s, 0.0)
+            others = others_s / leader["wall_s"] / (os.cpu_count() or 1)
+            steps.append({**leader, "processor_s": processor_s, "others": others})
+    return steps
+
+
+def summarize(tokens_per_step: int, runs: Sequence[Sequence[dict[str, Any]]], max_others: float) -> dict[str, Any]:
+    """Summarize a contestant's runs over the steps during which other work took at most ``max_others``."""
+    measured = steps_of(runs)
+    steps = [step for step in measured if step["others"] <= max_others]
+    summary: dict[str, Any] = {
+        "num_measured_steps": len(measured),
+        "num_counted_steps": len(steps),
         "peak_memory_mib": statistics.median(sum(process["peak_memory_mib"] for process in run) for run in runs),
         "final_loss": runs[-1][0]["losses"][-1],
         "versions": runs[-1][0]["versions"],
     }
+    if steps:
+        summary["tokens_per_second"] = spread([tokens_per_step / step["wall_s"] for step in steps])
+        summary["others"] = spread([step["others"] for step in steps])
+        for name in ("wall", "processor", *_PARTS):
+            summary[f"{name}_s"] = spread([step[f"{name}_s"] for step in steps])
+    return summary
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -64,28 +78,39 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         f"{size}; tied embeddings, AdamW, no dropout. {result['rounds']} alternating rounds in fresh processes, each "
         f"{result['measured_steps']} steps after {result['warmup_steps']} of warm-up. Medians, quartiles in brackets; "
-        "processor time is user + system over all processes (waiting threads spin, which counts).",
+        "processor time is user + system over all processes (threads that wait spin, which counts).",
         "",
         "Machine: " + ", ".join(f"{key} {value}" for key, value in result["machine"].items()) + ". "
-        f"Load average before the runs: {load['min']:.1f} to {load['max']:.1f}.",
+        f"Load average before the runs: {load['min']:.1f} to {load['max']:.1f}. Steps count during which other work "
+        f"took at most {result['max_others']:.0%} of the machine's processors, for every contestant alike.",
         "",
-        "| | tokens/s | processor s | forward s | backward s | reduction s | optimizer s | peak MiB | final loss |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| | steps counted | tokens/s | processor s | forward s | backward s | reduction s | optimizer s | peak MiB "
+        "| final loss |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for entry in result["contestants"]:
-        rate, processor, parts = entry["tokens_per_second"], entry["processor_s"], entry["parts_s"]
-        name = f"{entry['name']} ({entry['versions']['threads']} threads a process)"
-        cells = [
-            f"{name} | {rate['median']:.0f} [{rate['lower_quartile']:.0f}–{rate['upper_quartile']:.0f}]",
-            f"{processor['median']:.2f} [{processor['lower_quartile']:.2f}–{processor['upper_quartile']:.2f}]",
-            *(f"{parts[part]['median']:.3f}" for part in _PARTS),
-            f"{entry['peak_memory_mib']:.0f}",
-            f"{entry['final_loss']:.6f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(_cells(entry))} |")
     lines += [
         "",
         "The reference lets the padded rows of the vocabulary take part in the softmax, this project does not: at the "
         "first steps its loss is higher by nearly ln(padded/real vocabulary).",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _cells(entry: dict[str, Any]) -> list[str]:
+    cells = [
+        f"{entry['name']} ({entry['versions']['threads']} threads a process)",
+        f"{entry['num_counted_steps']} of {entry['num_measured_steps']}",
+    ]
+    if entry["num_counted_steps"]:
+        cells += [_with_quartiles(entry["tokens_per_second"], 0), _with_quartiles(entry["processor_s"], 2)]
+        cells += [f"{entry[f'{part}_s']['median']:.3f}" for part in _PARTS]
+    else:
+        cells += ["–"] * (2 + len(_PARTS))
+    return [*cells, f"{entry['peak_memory_mib']:.0f}", f"{entry['final_loss']:.6f}"]
+
+
+def _with_quartiles(values: dict[str, float], digits: int) -> str:
+    median, lower, upper = (f"{values[name]:.{digits}f}" for name in ("median", "lower_quartile", "upper_quartile"))
+    return f"{median} [{lower}–{upper}]"

@@ -13,6 +13,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from report import markdown, summarize
+from report import markdown, steps_of, summarize
 from workload import Workload, add_workload_arguments, workload_of, workload_options
 
 _HERE = Path(__file__).parent
@@ -42,7 +43,7 @@ class Contestant:
         return self.workload.tensor_model_parallel_size
 
 
-def contestants(base: Workload, dtypes: list[str], with_tensor_parallel: bool) -> list[Contestant]:
+def contestants(base: Workload, dtypes: list[str]) -> list[Contestant]:
     """Return all contestants, in the order in which each round runs them."""
     result = []
     for dtype in dtypes:
@@ -51,11 +52,10 @@ def contestants(base: Workload, dtypes: list[str], with_tensor_parallel: bool) -
         result.append(Contestant(f"ours {dtype}", one, False, 2))
         result.append(Contestant(f"megatron-core {dtype}", replace(one, fused_adam=False), True, 2))
         result.append(Contestant(f"megatron-core {dtype}, fused AdamW", one, True, 2))
-        if with_tensor_parallel:
-            sequence_parallel = replace(two, sequence_parallel=True)
-            result.append(Contestant(f"ours {dtype}, TP 2", two, False, 1))
-            result.append(Contestant(f"ours {dtype}, TP 2, sequence parallel", sequence_parallel, False, 1))
-            result.append(Contestant(f"megatron-core {dtype}, TP 2, fused AdamW", two, True, 1))
+        sequence_parallel = replace(two, sequence_parallel=True)
+        result.append(Contestant(f"ours {dtype}, TP 2", two, False, 1))
+        result.append(Contestant(f"ours {dtype}, TP 2, sequence parallel", sequence_parallel, False, 1))
+        result.append(Contestant(f"megatron-core {dtype}, TP 2, fused AdamW", two, True, 1))
     return result
 
 
@@ -83,6 +83,12 @@ def write_initial_weights(workload: Workload, path: Path) -> None:
     subprocess.run([*command, "--write-initial-weights", str(path)], check=True, stdout=subprocess.DEVNULL)
 
 
+def describe(run: list[dict[str, Any]]) -> str:
+    """Return a line about one run."""
+    steps = [f"{step['wall_s']:.2f} s (others {step['others']:.0%})" for step in steps_of([run])]
+    return f"{', '.join(steps)}; final loss {run[0]['losses'][-1]:.6f}"
+
+
 def describe_machine() -> dict[str, str]:
     """Return what of the machine the numbers depend on."""
     fields: dict[str, str] = {}
@@ -104,11 +110,14 @@ def main() -> None:
     parser.add_argument("--num-warmup", type=int, default=2)
     parser.add_argument("--num-steps", type=int, default=4)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--no-tensor-parallel", action="store_true")
+    parser.add_argument("--only", default="", help="run the contestants whose names this regular expression finds")
+    parser.add_argument(
+        "--max-others", type=float, default=1.0, help="count steps during which other work took at most this share"
+    )
     parser.add_argument("--hardware", default="cpu", help="word for the hardware in the names of the result files")
     parser.add_argument("--results", type=Path, default=_ROOT / "benchmarks" / "results")
     options = parser.parse_args()
-    selected = contestants(workload_of(options), options.dtypes, not options.no_tensor_parallel)
+    selected = [c for c in contestants(workload_of(options), options.dtypes) if re.search(options.only, c.name)]
     if options.reference_python is None:
         print("SKIPPED: megatron-core, for --reference-python was not given")
         selected = [contestant for contestant in selected if not contestant.is_reference]
@@ -122,17 +131,12 @@ def main() -> None:
             for contestant in selected:
                 loads.append(os.getloadavg()[0])
                 runs[contestant.name].append(measure(contestant, options, folder))
-                latest = summarize(contestant.workload.tokens_per_step, runs[contestant.name][-1:])
-                rate, loss = latest["tokens_per_second"]["median"], latest["final_loss"]
-                print(
-                    f"round {number + 1}, {contestant.name}: {rate:.0f} tokens/s, final loss {loss:.6f}, "
-                    f"load before {loads[-1]:.1f}",
-                    flush=True,
-                )
+                print(f"round {number + 1}, {contestant.name}: {describe(runs[contestant.name][-1])}", flush=True)
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     result = {
         "date": today,
         "machine": describe_machine(),
+        "max_others": options.max_others,
         "load_average": {"min": min(loads), "max": max(loads)},
         "rounds": options.num_rounds,
         "warmup_steps": options.num_warmup,
@@ -142,7 +146,7 @@ def main() -> None:
                 "name": contestant.name,
                 "threads_per_process": contestant.threads,
                 "workload": vars(contestant.workload),
-                **summarize(contestant.workload.tokens_per_step, runs[contestant.name]),
+                **summarize(contestant.workload.tokens_per_step, runs[contestant.name], options.max_others),
             }
             for contestant in selected
         ],
