@@ -187,7 +187,7 @@ def generate_texts(
         InputError: the checkpoint, the tokenizer or the prompts cannot be used.
     """
     from megatron.core.inference.engine import check_request, generate
-    from megatron.training.checkpointing import read_common
+    from megatron.training.checkpoint_loading import read_common
 
     common = read_common(arguments.load, arguments.ckpt_step, log)
     config = inference_config(RunConfig.from_dict(common["config"]), launch.world_size)
@@ -206,7 +206,7 @@ def load_model(
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.parallel_state import create_parallel_state
     from megatron.core.tensor_parallel.random import RngStreams
-    from megatron.training.checkpointing import load_model_weights
+    from megatron.training.checkpoint_loading import load_model_weights
 
     device = initialize_device(launch)
     initialize_distributed(launch, device, device.default_backend, TIMEOUT_MINUTES)

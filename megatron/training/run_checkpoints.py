@@ -9,11 +9,8 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
-from megatron.training.checkpointing import (
-    CommonState,
-    load_checkpoint,
-    save_checkpoint,
-)
+from megatron.training.checkpoint_loading import load_checkpoint
+from megatron.training.checkpoint_saving import CommonState, save_checkpoint
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime
 from megatron.training.model_setup import TrainingParts

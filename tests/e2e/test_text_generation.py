@@ -20,7 +20,7 @@ from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT, byte_charac
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
 from megatron.training.arguments import parse_arguments
-from megatron.training.checkpointing import CommonState, save_checkpoint
+from megatron.training.checkpoint_saving import CommonState, save_checkpoint
 from megatron.training.config.run_config import RunConfig
 from megatron.training.train_state import TrainProgress
 from tests.harness.distributed import run_distributed

@@ -15,14 +15,13 @@ from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import describe_parallel_state
-from megatron.training.checkpointing import (
-    CommonState,
+from megatron.training.checkpoint_loading import (
     LoadedCheckpoint,
     load_checkpoint,
     load_model_weights,
     read_common,
-    save_checkpoint,
 )
+from megatron.training.checkpoint_saving import CommonState, save_checkpoint
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.save_directory import prepare_save_directory
 from megatron.training.train_state import TrainProgress

@@ -1,25 +1,17 @@
-"""Save and load a run: what goes into a checkpoint, when one may be loaded, and which one."""
+"""Load a run: which checkpoint, when one may be loaded, and what it fills."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.index import CheckpointIndex, encode_common
+from megatron.core.dist_checkpointing.index import CheckpointIndex
 from megatron.core.dist_checkpointing.mapping import whole_tensor
-from megatron.core.dist_checkpointing.serialization import (
-    load_index,
-    load_tensors,
-    raise_on_all_ranks,
-    save_tensors,
-)
+from megatron.core.dist_checkpointing.serialization import load_index, load_tensors
 from megatron.core.dist_checkpointing.state_dict import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
@@ -29,10 +21,8 @@ from megatron.core.dist_checkpointing.state_dict import (
     model_tensors,
     optimizer_tensors,
     rng_prefix,
-    rng_tensors,
 )
-from megatron.core.dist_checkpointing.storage import sync_folder
-from megatron.core.errors import CheckpointError, MegatronError
+from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
 from megatron.training.checkpoint_choice import (
     Log,
@@ -41,17 +31,9 @@ from megatron.training.checkpoint_choice import (
     first_undamaged,
     report_missing,
 )
-from megatron.training.checkpoint_directory import (
-    create_saving_folder,
-    publish,
-    remove_expired,
-    saving_folder,
-)
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config_changes import compare_configs
 from megatron.training.train_state import TrainProgress
-
-TOKENIZER_FOLDER = "tokenizer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,64 +50,6 @@ class LoadedCheckpoint:
     optimizer_loaded: bool
     scheduler: Mapping[str, Any] | None
     rng: Mapping[str, torch.Tensor] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommonState:
-    """Hold the plain values that a run saves beside its tensors.
-
-    ``config`` is the configuration as JSON values, ``scheduler`` the scheduler's state. ``write_tokenizer`` is given
-    a folder to leave the tokenizer's files in; rank 0 calls it.
-    """
-
-    progress: TrainProgress
-    config: Mapping[str, Any]
-    scheduler: Mapping[str, Any] = field(default_factory=dict)
-    write_tokenizer: Callable[[Path], None] | None = None
-
-
-def save_checkpoint(
-    directory: str | Path,
-    tensors: RunTensors,
-    common: CommonState,
-    state: ParallelState,
-    options: CheckpointConfig,
-    log: Log,
-) -> None:
-    """Save a checkpoint, collectively: it appears under its name only when all of all ranks is on disk.
-
-    Raises:
-        CheckpointError: it could not be written, on every rank alike; what was saved before is still in place.
-    """
-    directory = Path(directory)
-    iteration = common.progress.iteration
-    optimizer = None if options.no_save_optim else tensors.optimizer
-    rng = {} if options.no_save_rng else tensors.rng
-    content = {
-        "progress": dataclasses.asdict(common.progress),
-        "config": common.config,
-        "layout": describe_layout(state),
-        "optimizer": None if optimizer is None else optimizer.scalar_state(),
-        "scheduler": None if optimizer is None else common.scheduler,
-        "tokenizer": None if common.write_tokenizer is None else TOKENIZER_FOLDER,
-    }
-    encode_common(content)  # a value that is not plain data must fail before anything is written
-    described = model_tensors(tensors.models) + rng_tensors(rng, state)
-    if optimizer is not None:
-        described += optimizer_tensors(optimizer)
-
-    log(f"saving checkpoint at iteration {iteration:7d} to {directory}")
-    try:
-        _on_first_rank(state, f"cannot create a folder in {directory}", lambda: _begin(directory, common))
-        save_tensors(saving_folder(directory, iteration), described, content, state.world)
-        _on_first_rank(state, f"cannot publish in {directory}", lambda: publish(directory, iteration))
-    except CheckpointError:
-        if state.world.is_first:
-            shutil.rmtree(saving_folder(directory, iteration), ignore_errors=True)
-        raise
-    log(f"  successfully saved checkpoint at iteration {iteration:7d} to {directory}")
-    if state.world.is_first:
-        _apply_retention(directory, iteration, options, log)
 
 
 def load_checkpoint(
@@ -204,39 +128,6 @@ def read_common(directory: str | Path, ckpt_step: int | None = None, log: Log = 
         return common | {"folder": folder, "tokenizer": None if tokenizer is None else folder / tokenizer}
 
     return first_undamaged(agree_on_required_candidates(Path(directory), ckpt_step, alone), load, log)
-
-
-def _begin(directory: Path, common: CommonState) -> None:
-    folder = create_saving_folder(directory, common.progress.iteration)
-    if common.write_tokenizer is None:
-        return
-    tokenizer = folder / TOKENIZER_FOLDER
-    tokenizer.mkdir()
-    common.write_tokenizer(tokenizer)
-    for path in tokenizer.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    sync_folder(tokenizer)
-
-
-def _on_first_rank(state: ParallelState, complaint: str, action: Callable[[], None]) -> None:
-    """Run an action on rank 0 and let every rank learn whether the file system refused it."""
-    error: MegatronError | None = None
-    if state.world.is_first:
-        try:
-            action()
-        except OSError as failure:
-            error = CheckpointError(f"{complaint}: {failure.strerror or failure}")
-        except MegatronError as failure:
-            error = failure
-    raise_on_all_ranks(error, state.world)
-
-
-def _apply_retention(directory: Path, iteration: int, options: CheckpointConfig, log: Log) -> None:
-    try:
-        remove_expired(directory, iteration, options.keep_last, options.keep_every)
-    except OSError as error:
-        log(f"WARNING: could not remove an old checkpoint in {directory}: {error.strerror}")
 
 
 def _load_folder(
