@@ -14,7 +14,7 @@ from torch import nn
 from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
-from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
+from megatron.core.tensor_parallel.linear import Region, tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -55,7 +55,7 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.region = InputRegion.SEQUENCE if sequence_parallel else InputRegion.REPLICATED
+        self.region = Region.SEQUENCE if sequence_parallel else Region.REPLICATED
         out_per_rank = (padded_out_features or out_features) // tp.size
 
         def pieces(shape: tuple[int, ...]) -> tuple[Piece, ...]:
@@ -79,8 +79,6 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Multiply by a weight whose input features are cut over the tensor-parallel group, and sum the partial products.
 
-    The bias is added after the sum, by every rank alike.
-
     Shapes: ``[s, b, in/tp] -> [s, b, out]``; with sequence parallelism ``-> [s/tp, b, out]``.
     """
 
@@ -98,7 +96,7 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.sequence_parallel = sequence_parallel
+        self.output_region = Region.SEQUENCE if sequence_parallel else Region.REPLICATED
         shape = (out_features, in_features)
         spec = ParamSpec("weight", shape, even_pieces(shape, 1, tp.rank, tp.size), init_std=init_std)
         self.weight = make_parameter((out_features, in_features // tp.size), spec, dtype, device)
@@ -113,14 +111,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the summed output, cut along the sequence under sequence parallelism."""
-        if self.tp.size == 1:
-            return tensor_parallel_linear(x, self.weight, self.bias, InputRegion.SPLIT, self.tp)
-        partial = tensor_parallel_linear(x, self.weight, None, InputRegion.SPLIT, self.tp)
-        if self.sequence_parallel:
-            output = reduce_scatter_to_sequence_parallel_region(partial, self.tp)
-        else:
-            output = reduce_from_tensor_parallel_region(partial, self.tp)
-        return output if self.bias is None else output + self.bias
+        return tensor_parallel_linear(x, self.weight, self.bias, Region.SPLIT, self.tp, self.output_region)
 
 
 class _EmbeddingLookup(torch.autograd.Function):
