@@ -5,39 +5,19 @@ Both are collective: every rank calls them, and every rank learns when one of th
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core.collectives import all_gather_objects, broadcast_object
-from megatron.core.dist_checkpointing.index import CheckpointIndex, read_index, write_index
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedTensor,
-    StoredFile,
-    StoredPiece,
-    StoredTensor,
-    dtype_of,
-    piece_key,
-)
-from megatron.core.dist_checkpointing.planner import (
-    MAX_PIECE_BYTES,
-    PlannedTensor,
-    plan_reads,
-    plan_writes,
-)
-from megatron.core.dist_checkpointing.storage import (
-    ShardEntry,
-    ShardReader,
-    check_file,
-    shard_bytes,
-    sync_folder,
-    write_shard,
-)
+from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, read_index, write_index
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES, plan_reads
+from megatron.core.dist_checkpointing.rank_share import CheckpointWriteError, build_index, plan_share, write_error
+from megatron.core.dist_checkpointing.storage import ShardReader, check_file, sync_folder
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError, find_misfits
 from megatron.core.errors import CheckpointError, MegatronError
 from megatron.core.process_group import Group
-from megatron.core.sharding import Box
 
 
 def save_tensors(
@@ -52,31 +32,20 @@ def save_tensors(
     Raises:
         CheckpointError: any rank could not write (raised on every rank), or the tensors leave a gap.
     """
-    plan = plan_writes(all_gather_objects([tensor.describe() for tensor in tensors], world), max_piece_bytes)
-    places, entries = _entries_of_rank(plan, tensors, world.ranks[world.rank], world)
-    file_name = f"shard_{world.ranks[world.rank]:05d}.safetensors"
-    file: StoredFile | None = None
-    pieces: list[tuple[str, StoredPiece]] = []
-    error = None
-    if entries:
-        try:
-            file, written = write_shard(folder / file_name, entries)
-            pieces = [
-                (name, StoredPiece(box, file_name, entry.key, place.start, place.num_bytes, place.checksum))
-                for (name, box), entry, place in zip(places, entries, written, strict=True)
-            ]
-        except OSError as failure:
-            error = _write_error(folder / file_name, shard_bytes(entries), failure)
+    share = plan_share(tensors, world, max_piece_bytes)
+    written, error = None, None
+    try:
+        written = share.write(folder)
+    except CheckpointWriteError as failure:
+        error = failure
     raise_on_all_ranks(error, world)
-    gathered = all_gather_objects((file_name, file, pieces), world)
-    error = None
+    shares = all_gather_objects(written, world)
     if world.is_first:
-        index = _build_index(plan, gathered, common)
         try:
-            write_index(folder, index)
+            write_index(folder, build_index(share.plan, shares, common))
             sync_folder(folder)
         except OSError as failure:
-            error = _write_error(folder / "index.json", 0, failure)
+            error = write_error(folder / INDEX_FILE, failure)
     raise_on_all_ranks(error, world)
 
 
@@ -147,52 +116,3 @@ def raise_on_all_ranks(error: MegatronError | None, world: Group) -> None:
     for reported in all_gather_objects(error, world):
         if reported is not None:
             raise reported
-
-
-def _entries_of_rank(
-    plan: Sequence[PlannedTensor], tensors: Sequence[ShardedTensor], rank: int, world: Group
-) -> tuple[list[tuple[str, Box]], list[ShardEntry]]:
-    """Return what this rank writes: (name, box) and the entry of each, wide types first."""
-    by_name: dict[str, list[ShardedTensor]] = {}
-    for tensor in tensors:
-        if tensor.is_owner:
-            by_name.setdefault(tensor.name, []).append(tensor)
-    own = [(tensor, box) for tensor in plan for box, writer in tensor.writes if world.ranks[writer] == rank]
-    own.sort(key=lambda item: -dtype_of(item[0].dtype).itemsize)
-    entries = []
-    for planned, box in own:
-        views = [tensor.view(box) for tensor in by_name[planned.name]]
-        values = next(view for view in views if view is not None)
-        entries.append(ShardEntry(piece_key(planned.name, planned.global_shape, box), values))
-    return [(planned.name, box) for planned, box in own], entries
-
-
-def _build_index(
-    plan: Sequence[PlannedTensor],
-    gathered: Sequence[tuple[str, StoredFile | None, list[tuple[str, StoredPiece]]]],
-    common: Mapping[str, Any],
-) -> CheckpointIndex:
-    pieces: dict[str, list[StoredPiece]] = {tensor.name: [] for tensor in plan}
-    for _, _, written in gathered:
-        for name, piece in written:
-            pieces[name].append(piece)
-    tensors = {
-        tensor.name: StoredTensor(
-            tensor.name,
-            tensor.global_shape,
-            tensor.dtype,
-            tuple(sorted(pieces[tensor.name], key=lambda piece: piece.box.offset)),
-        )
-        for tensor in plan
-    }
-    files = {name: file for name, file, _ in gathered if file is not None}
-    return CheckpointIndex(tensors, files, common)
-
-
-def _write_error(path: Path, num_bytes: int, failure: OSError) -> CheckpointError:
-    need = f"; {num_bytes} bytes are needed for it" if num_bytes else ""
-    try:
-        free = f", {shutil.disk_usage(path.parent).free} are free"
-    except OSError:
-        free = ""
-    return CheckpointError(f"cannot write {path}: {failure.strerror}{need}{free}")

@@ -32,6 +32,7 @@ _SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 _LENGTH_BYTES = 8
+_WRITE_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,17 +84,47 @@ def write_shard(path: Path, entries: Sequence[ShardEntry]) -> tuple[StoredFile, 
     """
     header = shard_header(entries)
     written = []
-    with open(path, "wb") as file:
-        file.write(header)
-        start = len(header)
+    with open(path, "wb", buffering=0) as file:
+        output = _SequentialOutput(file)
+        output.append(memoryview(header))
         for entry in entries:
-            data = _bytes_of(entry.values)
-            file.write(data)
-            written.append(WrittenEntry(start, len(data), checksum(data)))
-            start += len(data)
-        file.flush()
+            start, data = output.num_bytes, _bytes_of(entry.values)
+            written.append(WrittenEntry(start, len(data), f"{output.append(data):08x}"))
         os.fsync(file.fileno())
-    return StoredFile(start, len(header), checksum(header)), written
+    return StoredFile(output.num_bytes, len(header), checksum(header)), written
+
+
+class _SequentialOutput:
+    """Append to a file, and let the disk work on what is appended while the next bytes are prepared.
+
+    Left alone, the system keeps written pages in memory until the closing fsync, and processor and disk take turns.
+    """
+
+    def __init__(self, file: io.FileIO) -> None:
+        self.num_bytes = 0
+        self._file = file
+        self._num_started = 0
+
+    def append(self, data: memoryview) -> int:
+        """Append the bytes and return their CRC-32."""
+        crc = 0
+        for start in range(0, len(data), _WRITE_BYTES):
+            part = data[start : start + _WRITE_BYTES]
+            written = 0
+            while written < len(part):
+                written += self._file.write(part[written:])
+            self.num_bytes += len(part)
+            if self.num_bytes - self._num_started >= _WRITE_BYTES:
+                self._start_writing_back()
+            crc = zlib.crc32(part, crc)
+        return crc
+
+    def _start_writing_back(self) -> None:
+        # Pages that are not clean yet, as these, are not dropped by this advice: their way to the disk begins.
+        if hasattr(os, "posix_fadvise"):
+            length = self.num_bytes - self._num_started
+            os.posix_fadvise(self._file.fileno(), self._num_started, length, os.POSIX_FADV_DONTNEED)
+        self._num_started = self.num_bytes
 
 
 def shard_bytes(entries: Sequence[ShardEntry]) -> int:
