@@ -1,0 +1,1 @@
+"""The native format as a source and as a sink, one tensor at a time."""

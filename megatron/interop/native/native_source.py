@@ -1,0 +1,115 @@
+"""Read a native checkpoint by name and box, checksums compared."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing.index import INDEX_FILE, read_index
+from megatron.core.dist_checkpointing.mapping import StoredPiece, StoredTensor, dtype_of
+from megatron.core.dist_checkpointing.planner import describe_box, uncovered
+from megatron.core.dist_checkpointing.state_dict import RNG_PREFIX
+from megatron.core.dist_checkpointing.storage import check_file, checksum
+from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
+from megatron.core.sharding import Box
+from megatron.interop.checkpoint_source import TensorInfo
+
+
+class NativeSource:
+    """Offer the tensors of an iteration's folder; a `CheckpointSource`.
+
+    A stored piece (at most 64 MiB, or a row) is read whole and compared with its checksum even where only a part of it
+    is wanted; the last one is kept for the next read. Without ``verify`` nothing is compared.
+
+    Raises:
+        DamagedCheckpointError: the index or a shard file is missing, cut short or changed.
+    """
+
+    def __init__(self, folder: str | Path, verify: bool = True) -> None:
+        self.folder = Path(folder)
+        index = read_index(self.folder)
+        for name, file in index.files.items():
+            check_file(self.folder / name, file, index.pieces_of(name), verify)
+        if verify and not index.is_intact:
+            raise DamagedCheckpointError(f"{self.folder / INDEX_FILE}: does not match its checksum")
+        self.common: Mapping[str, Any] = index.common
+        self.stored: Mapping[str, StoredTensor] = {
+            name: tensor for name, tensor in index.tensors.items() if not name.startswith(RNG_PREFIX)
+        }
+        self.tensors = {
+            name: TensorInfo(tensor.global_shape, dtype_of(tensor.dtype)) for name, tensor in self.stored.items()
+        }
+        self.bytes_read = 0
+        self._verify = verify
+        self._files: dict[str, io.FileIO] = {}
+        self._piece: StoredPiece | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Return a box of a tensor, or all of it.
+
+        Raises:
+            KeyError: there is no tensor of this name.
+            DamagedCheckpointError: a file is missing, cut short or changed, or no piece holds a part of the box.
+        """
+        info = self.tensors[name]
+        box = info.whole if box is None else box
+        values = torch.empty(box.shape, dtype=info.dtype)
+        found = []
+        for piece in self.stored[name].pieces:
+            common = box.intersect(piece.box)
+            if common is None:
+                continue
+            found.append(common)
+            stored = self._bytes_of(piece).view(info.dtype).view(piece.box.shape)
+            place = common.relative_to(piece.box.offset)
+            values[common.relative_to(box.offset).slices] = stored[place.slices]
+        gaps = uncovered(box, found)
+        if gaps:
+            raise DamagedCheckpointError(f"{self.folder}: no piece holds {name}{describe_box(gaps[0])}")
+        return values
+
+    def close(self) -> None:
+        """Close the shard files."""
+        for file in self._files.values():
+            file.close()
+        self._piece, self._buffer = None, torch.empty(0, dtype=torch.uint8)
+
+    def _bytes_of(self, piece: StoredPiece) -> torch.Tensor:
+        if piece is self._piece:
+            return self._buffer[: piece.num_bytes]
+        if self._buffer.numel() < piece.num_bytes:
+            self._buffer = torch.empty(piece.num_bytes, dtype=torch.uint8)
+        self._piece = None  # what the buffer holds is not whole until the end
+        data = self._buffer.numpy().data[: piece.num_bytes]
+        path = self.folder / piece.file
+        try:
+            received = self._fill(data, piece)
+        except OSError as error:
+            raise DamagedCheckpointError(f"{path}: cannot read {piece.key}: {error.strerror}") from error
+        if received != piece.num_bytes:
+            raise DamagedCheckpointError(f"{path}: ends within {piece.key}")
+        if self._verify and checksum(data) != piece.checksum:
+            raise DamagedCheckpointError(f"{path}: the bytes of {piece.key} do not match their checksum")
+        self.bytes_read += received
+        self._piece = piece
+        return self._buffer[: piece.num_bytes]
+
+    def _fill(self, data: memoryview, piece: StoredPiece) -> int:
+        """Fill ``data`` with the piece's bytes; return how many the file had."""
+        if piece.file not in self._files:
+            # Closed by close(). Unbuffered: the bytes go straight to their place.
+            self._files[piece.file] = open(self.folder / piece.file, "rb", buffering=0)  # noqa: SIM115
+        file = self._files[piece.file]
+        file.seek(piece.start)
+        received = 0
+        while received < len(data):
+            count = file.readinto(data[received:])
+            if not count:
+                break
+            received += count
+        return received

@@ -1,0 +1,78 @@
+"""Write a native checkpoint from any source, in the memory of one tensor."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Literal
+
+from megatron.core.dist_checkpointing.index import CheckpointIndex, encode_common, write_index
+from megatron.core.dist_checkpointing.mapping import StoredPiece, StoredTensor, dtype_name
+from megatron.core.dist_checkpointing.storage import sync_folder, write_text
+from megatron.core.errors import CheckpointError
+from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
+from megatron.interop.checkpoint_source import CheckpointSource
+from megatron.interop.native.streamed_shard import plan_files, write_streamed_shard
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+RELEASE: Literal["release"] = "release"
+MAX_FILE_BYTES = 4 * 1024**3
+"""Size at which the next shard file begins; a larger tensor has a file of its own."""
+
+
+def write_native(
+    source: CheckpointSource,
+    directory: str | Path,
+    iteration: int | Literal["release"],
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Path:
+    """Write the source's tensors and shared state as an iteration of ``directory`` and return the iteration's folder.
+
+    What is written loads at any layout: ``source.common`` says which one the run records. The tracker file is written
+    last, when everything else is on disk; nothing of that name may be there before.
+
+    Raises:
+        CheckpointError: the file system refused, or the shared state is not plain data.
+    """
+    directory = Path(directory)
+    folder = directory / (iteration if isinstance(iteration, str) else f"iter_{iteration:07d}")
+    needed = sum(info.num_bytes for info in source.tensors.values())
+    try:
+        folder.mkdir(parents=True)
+        _write_folder(source, folder, max_file_bytes)
+        write_text(directory / TRACKER_FILE, str(iteration))
+        sync_folder(directory)
+    except OSError as error:
+        free = shutil.disk_usage(directory).free if directory.is_dir() else 0
+        raise CheckpointError(
+            f"cannot write {error.filename or folder}: {error.strerror}; {needed} bytes are needed in all, "
+            f"{free} are free"
+        ) from error
+    return folder
+
+
+def _write_folder(source: CheckpointSource, folder: Path, max_file_bytes: int) -> None:
+    common = dict(source.common) | {"tokenizer": _copy_tokenizer(source, folder)}
+    encode_common(common)
+    pieces: dict[str, list[StoredPiece]] = {name: [] for name in source.tensors}
+    files = {}
+    for number, planned in enumerate(plan_files(list(source.tensors.items()), max_file_bytes)):
+        path = folder / f"shard_{number:05d}.safetensors"
+        files[path.name], written = write_streamed_shard(path, planned, source)
+        for name, piece in written:
+            pieces[name].append(piece)
+    tensors = {
+        name: StoredTensor(name, info.global_shape, dtype_name(info.dtype), tuple(pieces[name]))
+        for name, info in source.tensors.items()
+    }
+    write_index(folder, CheckpointIndex(tensors, files, common))
+    sync_folder(folder)
+
+
+def _copy_tokenizer(source: CheckpointSource, folder: Path) -> str | None:
+    """Copy the tokenizer's record and files where the source has them; return the name of their folder."""
+    recorded = source.common["tokenizer"]
+    if recorded is None:
+        return None
+    shutil.copytree(source.folder / recorded, folder / TOKENIZER_FOLDER)
+    return TOKENIZER_FOLDER

@@ -1,0 +1,54 @@
+"""Tell the formats of checkpoint folders apart and open them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from megatron.core.dist_checkpointing.index import INDEX_FILE
+from megatron.core.errors import CheckpointError
+from megatron.interop.checkpoint_source import CheckpointSource
+from megatron.interop.native.native_source import NativeSource
+
+CheckpointFormat = Literal["native", "torch", "hf"]
+
+_MARKS: tuple[tuple[str, CheckpointFormat], ...] = (
+    (INDEX_FILE, "native"),
+    ("mp_rank_*", "torch"),
+    ("config.json", "hf"),
+)
+FORMAT_NAMES: dict[CheckpointFormat, str] = {
+    "native": "the native format",
+    "torch": "Megatron's torch format",
+    "hf": "Hugging Face's format",
+}
+
+
+def detect_format(folder: str | Path) -> CheckpointFormat | None:
+    """Return the format of a folder that holds the files of one checkpoint, or None where there are none.
+
+    Raises:
+        CheckpointError: it is a format that cannot be read.
+    """
+    folder = Path(folder)
+    for pattern, name in _MARKS:
+        if next(folder.glob(pattern), None) is not None:
+            return name
+    if (folder / "metadata.json").is_file() and (folder / ".metadata").is_file():
+        raise CheckpointError(
+            f"{folder} is in Megatron's torch_dist format, which cannot be read; load it in Megatron-LM and save it "
+            "with --ckpt-format torch"
+        )
+    return None
+
+
+def open_checkpoint(folder: str | Path, verify: bool = True) -> CheckpointSource:
+    """Open a folder that holds the files of one checkpoint, of any format; without ``verify`` checksums are ignored.
+
+    Raises:
+        CheckpointError: there is no checkpoint in it, or it is damaged.
+    """
+    found = detect_format(folder)
+    if found == "native":
+        return NativeSource(folder, verify)
+    raise CheckpointError(f"{folder} holds no checkpoint: no {', '.join(mark for mark, _ in _MARKS)} is in it")
