@@ -1,13 +1,13 @@
-"""Who writes which box, and which stored boxes make up the wanted ones: pure functions of boxes."""
+"""Who writes which box: pure functions of boxes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.core.dist_checkpointing.mapping import StoredPiece, StoredTensor, TensorDescription, dtype_of
+from megatron.core.dist_checkpointing.mapping import TensorDescription, dtype_of
 from megatron.core.errors import CheckpointError
-from megatron.core.sharding import Box, Piece
+from megatron.core.sharding import Box
 
 MAX_PIECE_BYTES = 64 * 1024 * 1024
 """Larger boxes are cut along dim 0: it bounds the memory of reading and writing, and evens out the writers."""
@@ -21,27 +21,6 @@ class PlannedTensor:
     global_shape: tuple[int, ...]
     dtype: str
     writes: tuple[tuple[Box, int], ...]
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Say where a part of a stored piece goes: ``source`` is a box of the piece, ``destination`` of the local tensor.
-
-    ``target`` is the place of the local tensor in the list that the plan was made for.
-    """
-
-    target: int
-    source: Box
-    destination: Box
-
-
-@dataclass(frozen=True)
-class PieceRead:
-    """Pair a stored piece with everything that this rank takes from it; a plan holds every piece at most once."""
-
-    tensor: StoredTensor
-    piece: StoredPiece
-    copies: tuple[Copy, ...]
 
 
 def plan_writes(
@@ -85,39 +64,6 @@ def plan_writes(
         )
         for name in sorted(tensors)
     )
-
-
-def plan_reads(
-    wanted: Sequence[tuple[str, Sequence[Piece]]], stored: Mapping[str, StoredTensor]
-) -> tuple[PieceRead, ...]:
-    """Intersect the wanted pieces of local tensors with what is stored, in the order in which it lies on disk.
-
-    Raises:
-        CheckpointError: a wanted box, named with its tensor, is not stored or only in part.
-    """
-    copies: dict[tuple[str, int], list[Copy]] = {}
-    for target, (name, pieces) in enumerate(wanted):
-        if name not in stored:
-            raise CheckpointError(f"the checkpoint has no tensor {name}")
-        for piece in pieces:
-            found = []
-            for number, stored_piece in enumerate(stored[name].pieces):
-                common = piece.global_box.intersect(stored_piece.box)
-                if common is None:
-                    continue
-                found.append(common)
-                destination = common.relative_to(piece.global_box.offset)
-                start = tuple(o + base for o, base in zip(destination.offset, piece.local_offset, strict=True))
-                copies.setdefault((name, number), []).append(
-                    Copy(target, common.relative_to(stored_piece.box.offset), Box(start, common.shape))
-                )
-            gaps = uncovered(piece.global_box, found)
-            if gaps:
-                raise CheckpointError(f"the checkpoint lacks {name}{describe_box(gaps[0])}")
-    reads = [
-        PieceRead(stored[name], stored[name].pieces[number], tuple(found)) for (name, number), found in copies.items()
-    ]
-    return tuple(sorted(reads, key=lambda read: (read.piece.file, read.piece.start)))
 
 
 def split_box(box: Box, itemsize: int, max_bytes: int) -> list[Box]:

@@ -12,9 +12,11 @@ from typing import Any
 from megatron.core.collectives import all_gather_objects, broadcast_object
 from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, read_index, write_index
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES, plan_reads
+from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES
 from megatron.core.dist_checkpointing.rank_share import CheckpointWriteError, build_index, plan_share, write_error
-from megatron.core.dist_checkpointing.storage import ShardReader, check_file, sync_folder
+from megatron.core.dist_checkpointing.read_plan import plan_reads
+from megatron.core.dist_checkpointing.shard_reader import ShardReader, check_pieces
+from megatron.core.dist_checkpointing.storage import check_file, sync_folder
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError, find_misfits
 from megatron.core.errors import CheckpointError, MegatronError
 from megatron.core.process_group import Group
@@ -80,7 +82,7 @@ def load_tensors(
     verify: bool = True,
     allow_cast: bool = False,
 ) -> int:
-    """Fill every rank's tensors in place and return how many bytes this rank read.
+    """Fill every rank's tensors in place and return how many bytes this rank read: those that it needs, each once.
 
     A stored tensor whose name begins with one of ``namespaces`` and that no rank wants is refused. With ``allow_cast``
     values are converted to the dtype of the tensors that they fill.
@@ -97,18 +99,17 @@ def load_tensors(
     if misfits:
         raise CheckpointError(f"checkpoint {folder} does not fit this run:{problems}")
     error: MegatronError | None = None
-    bytes_read = 0
-    try:
-        reads = plan_reads([(tensor.name, tensor.pieces) for tensor in tensors], index.tensors)
-        targets = [tensor.data for tensor in tensors]
-        with ShardReader(folder, verify) as reader:
-            for read in reads:
+    with ShardReader(folder, verify) as reader:
+        try:
+            wanted = [(tensor.name, tensor.pieces) for tensor in tensors]
+            targets = [tensor.data for tensor in tensors]
+            for read in plan_reads(wanted, index.tensors, descriptions, world.rank, verify):
                 reader.read(read, targets)
-            bytes_read = reader.bytes_read
-    except CheckpointError as failure:
-        error = failure
+        except CheckpointError as failure:
+            error = failure
     raise_on_all_ranks(error, world)
-    return bytes_read
+    check_pieces(folder, index.tensors, all_gather_objects(reader.cell_checksums, world))
+    return reader.bytes_read
 
 
 def raise_on_all_ranks(error: MegatronError | None, world: Group) -> None:

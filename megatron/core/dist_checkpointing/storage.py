@@ -1,4 +1,4 @@
-"""Shard files: safetensors written one piece at a time, read piece by piece and checked."""
+"""Shard files: safetensors written one piece at a time, and whether one is as it was written."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
-from megatron.core.dist_checkpointing.mapping import StoredFile, StoredPiece, StoredTensor, dtype_of
-from megatron.core.dist_checkpointing.planner import PieceRead
+from megatron.core.dist_checkpointing.mapping import StoredFile, StoredPiece
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 
 _SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
@@ -133,88 +131,6 @@ def shard_bytes(entries: Sequence[ShardEntry]) -> int:
     return len(shard_header(entries)) + data_bytes
 
 
-class ShardReader:
-    """Read pieces from the shard files of one checkpoint folder; a context manager that closes them.
-
-    With ``verify`` a piece is read whole and its checksum compared, else only the rows that are needed are read.
-    ``bytes_read`` counts the bytes of tensors that came from disk. One buffer, of the largest piece, serves all reads.
-    """
-
-    def __init__(self, folder: Path, verify: bool = True) -> None:
-        self.bytes_read = 0
-        self._folder = folder
-        self._verify = verify
-        self._open: dict[str, io.FileIO] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def __enter__(self) -> ShardReader:
-        """Return the reader itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the files."""
-        for file in self._open.values():
-            file.close()
-
-    def read(self, read: PieceRead, targets: Sequence[torch.Tensor]) -> None:
-        """Read one piece and copy its parts to where the plan wants them, in place.
-
-        Raises:
-            DamagedCheckpointError: the file is missing, cut short or changed.
-        """
-        piece = read.piece
-        rows = _all_rows(piece) if self._verify else _needed_rows(read)
-        values = self._read_rows(read.tensor, piece, rows)
-        for copy in read.copies:
-            source = copy.source
-            if source.shape:
-                first, *others = source.slices
-                values_part = values[(slice(first.start - rows.start, first.stop - rows.start), *others)]
-            else:
-                values_part = values
-            targets[copy.target][copy.destination.slices].copy_(values_part)
-
-    def _read_rows(self, tensor: StoredTensor, piece: StoredPiece, rows: slice) -> torch.Tensor:
-        num_rows = piece.box.shape[0] if piece.box.shape else 1
-        row_bytes = piece.num_bytes // num_rows
-        num_bytes = row_bytes * (rows.stop - rows.start)
-        if self._buffer.numel() < num_bytes:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        data = self._buffer.numpy().data[:num_bytes]
-        try:
-            received = self._fill(data, piece.file, piece.start + row_bytes * rows.start)
-        except OSError as error:
-            raise DamagedCheckpointError(
-                f"{self._folder / piece.file}: cannot read {piece.key}: {error.strerror}"
-            ) from error
-        if received != num_bytes:
-            raise DamagedCheckpointError(f"{self._folder / piece.file}: ends within {piece.key}")
-        if self._verify and checksum(data) != piece.checksum:
-            raise DamagedCheckpointError(
-                f"{self._folder / piece.file}: the bytes of {piece.key} do not match their checksum"
-            )
-        self.bytes_read += num_bytes
-        shape = (rows.stop - rows.start, *piece.box.shape[1:]) if piece.box.shape else ()
-        return self._buffer[:num_bytes].view(dtype_of(tensor.dtype)).view(shape)
-
-    def _fill(self, data: memoryview, name: str, start: int) -> int:
-        """Read into ``data`` from byte ``start`` on; return how many bytes the file had for it."""
-        if name not in self._open:
-            # Closed by __exit__. Unbuffered: bytes go straight into the target, and no others are read.
-            self._open[name] = open(self._folder / name, "rb", buffering=0)  # noqa: SIM115
-        file = self._open[name]
-        file.seek(start)
-        received = 0
-        while received < len(data):
-            count = file.readinto(data[received:])
-            if not count:
-                break
-            received += count
-        return received
-
-
 def check_file(path: Path, expected: StoredFile, pieces: Sequence[StoredPiece], verify: bool = True) -> None:
     """Compare a shard file's size, and with ``verify`` its header, with what the index says.
 
@@ -276,14 +192,3 @@ def write_text(path: Path, text: str) -> None:
 def _bytes_of(values: torch.Tensor) -> memoryview:
     flat = values.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
-
-
-def _all_rows(piece: StoredPiece) -> slice:
-    return slice(0, piece.box.shape[0] if piece.box.shape else 1)
-
-
-def _needed_rows(read: PieceRead) -> slice:
-    if not read.piece.box.shape:
-        return slice(0, 1)
-    spans = [copy.source.slices[0] for copy in read.copies]
-    return slice(min(span.start for span in spans), max(span.stop for span in spans))

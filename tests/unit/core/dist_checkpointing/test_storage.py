@@ -10,10 +10,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron.core.dist_checkpointing.mapping import StoredFile, StoredPiece, StoredTensor, dtype_name
-from megatron.core.dist_checkpointing.planner import plan_reads
+from megatron.core.dist_checkpointing.read_plan import plan_reads
+from megatron.core.dist_checkpointing.shard_reader import ShardReader
 from megatron.core.dist_checkpointing.storage import (
     ShardEntry,
-    ShardReader,
     check_file,
     shard_bytes,
     write_shard,
@@ -70,18 +70,18 @@ def test_special_values_keep_their_bits(tmp_path: Path) -> None:
     assert torch.equal(target.view(torch.int32), bits)
 
 
-def test_without_verification_only_the_needed_rows_are_read(tmp_path: Path) -> None:
+def test_without_verification_only_the_needed_bytes_are_read(tmp_path: Path) -> None:
     values = torch.arange(70.0).view(10, 7)
     _, stored = write(tmp_path / "s.safetensors", a=values)
     target = torch.zeros(3, 2)
-    (read,) = plan_reads([("a", [Piece(Box((4, 5), (3, 2)), (0, 0))])], stored)
-    with ShardReader(tmp_path, verify=False) as reader:
-        reader.read(read, [target])
-        assert reader.bytes_read == 3 * 7 * 4
-    assert torch.equal(target, values[4:7, 5:7])
-    with ShardReader(tmp_path, verify=True) as reader:
-        reader.read(read, [target])
-        assert reader.bytes_read == 10 * 7 * 4
+    wanted = [("a", [Piece(Box((4, 5), (3, 2)), (0, 0))])]
+    for verify, num_bytes in ((False, 3 * 2 * 4), (True, 10 * 7 * 4)):
+        target.zero_()
+        (read,) = plan_reads(wanted, stored, verify=verify)
+        with ShardReader(tmp_path, verify) as reader:
+            reader.read(read, [target])
+            assert reader.bytes_read == num_bytes
+        assert torch.equal(target, values[4:7, 5:7])
 
 
 def test_flipped_byte_is_named_with_file_and_tensor(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_truncated_file_names_what_is_lost(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpointError, match=r"bytes, \d+ were written; lost: second, third"):
         check_file(path, file, pieces)
     target = torch.zeros(4)
-    (read,) = plan_reads([("second", full_pieces((4,)))], stored)
+    (read,) = plan_reads([("second", full_pieces((4,)))], stored, verify=False)
     with ShardReader(tmp_path, verify=False) as reader, pytest.raises(DamagedCheckpointError, match="ends within"):
         reader.read(read, [target])
 

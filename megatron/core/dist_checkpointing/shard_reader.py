@@ -1,0 +1,172 @@
+"""Read what a plan asks for from shard files, exactly, and compare checksums."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from megatron.core.dist_checkpointing.mapping import StoredPiece, StoredTensor, dtype_of
+from megatron.core.dist_checkpointing.partial_checksum import join_checksums, partial_checksum
+from megatron.core.dist_checkpointing.read_plan import Cell, PieceRead
+from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
+from megatron.core.sharding import Box
+
+
+@dataclass(frozen=True)
+class CellChecksum:
+    """Hold what a cell that one rank read adds to the checksum of the piece at ``start`` in ``file``."""
+
+    file: str
+    start: int
+    box: Box
+    checksum: int
+
+
+class ShardReader:
+    """Read pieces from the shard files of one checkpoint folder; a context manager that closes them.
+
+    Exactly the bytes of a plan's cells are read. With ``verify`` the checksum of a piece that is read whole is compared
+    at once; what the cells of other pieces add to theirs is collected in ``cell_checksums``, for `check_pieces`.
+    ``bytes_read`` counts what came from disk. One buffer, of the largest cell, serves all reads.
+    """
+
+    def __init__(self, folder: Path, verify: bool = True) -> None:
+        self.bytes_read = 0
+        self.cell_checksums: list[CellChecksum] = []
+        self._folder = folder
+        self._verify = verify
+        self._open: dict[str, io.FileIO] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> ShardReader:
+        """Return the reader itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the files."""
+        for file in self._open.values():
+            file.close()
+
+    def read(self, read: PieceRead, targets: Sequence[torch.Tensor]) -> None:
+        """Read one piece's cells and copy them to where the plan wants them, in place.
+
+        Raises:
+            DamagedCheckpointError: the file is missing, cut short or changed.
+        """
+        piece = read.piece
+        checksums = []
+        for cell in read.cells:
+            values, checksum = self._read_cell(read.tensor, piece, cell)
+            checksums.append(CellChecksum(piece.file, piece.start, cell.box, checksum))
+            for copy in cell.copies:
+                targets[copy.target][copy.destination.slices].copy_(values)
+        if not self._verify:
+            return
+        if read.is_whole and join_checksums((cell.checksum for cell in checksums), piece.num_bytes) != piece.checksum:
+            raise _mismatch(self._folder, piece)
+        if not (read.is_whole and len(checksums) == 1):
+            # Other ranks may read some of these cells, and need the rest for their comparison.
+            self.cell_checksums += checksums
+
+    def _read_cell(self, tensor: StoredTensor, piece: StoredPiece, cell: Cell) -> tuple[torch.Tensor, int]:
+        """Return the values of a cell, in the buffer, and what they add to the checksum of the piece."""
+        dtype = dtype_of(tensor.dtype)
+        num_bytes = cell.box.num_elements * dtype.itemsize
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        data = self._buffer.numpy().data[:num_bytes]
+        run_bytes, starts = contiguous_runs(piece.box.shape, cell.box, dtype.itemsize)
+        runs = self._read_runs(piece, data, run_bytes, starts)
+        try:
+            checksum = 0
+            if self._verify:
+                checksum = partial_checksum(runs, piece.num_bytes)
+            else:
+                for _ in runs:
+                    pass
+        except OSError as error:
+            raise DamagedCheckpointError(
+                f"{self._folder / piece.file}: cannot read {piece.key}: {error.strerror}"
+            ) from error
+        return self._buffer[:num_bytes].view(dtype).view(cell.box.shape), checksum
+
+    def _read_runs(
+        self, piece: StoredPiece, data: memoryview, run_bytes: int, starts: Iterable[int]
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Fill ``data`` run by run; yield where in the piece each one starts, and its bytes."""
+        for number, start in enumerate(starts):
+            run = data[number * run_bytes : (number + 1) * run_bytes]
+            received = self._fill(run, piece.file, piece.start + start)
+            self.bytes_read += received
+            if received != run_bytes:
+                raise DamagedCheckpointError(f"{self._folder / piece.file}: ends within {piece.key}")
+            yield start, run
+
+    def _fill(self, data: memoryview, name: str, start: int) -> int:
+        """Read into ``data`` from byte ``start`` on; return how many bytes the file had for it."""
+        if name not in self._open:
+            # Closed by __exit__. Unbuffered: bytes go straight into the target, and no others are read.
+            self._open[name] = open(self._folder / name, "rb", buffering=0)  # noqa: SIM115
+        descriptor = self._open[name].fileno()
+        received = 0
+        while received < len(data):
+            count = os.preadv(descriptor, [data[received:]], start + received)
+            if not count:
+                break
+            received += count
+        return received
+
+
+def contiguous_runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[int, Iterable[int]]:
+    """Return the bytes of each contiguous run of a box in a row-major tensor of ``shape``, and where the runs start."""
+    split = len(shape)
+    while split and box.shape[split - 1] == shape[split - 1]:
+        split -= 1
+    # All dims behind the last one that the box cuts are whole: that one's stretch is contiguous.
+    split = max(split - 1, 0)
+    strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
+    base = sum(offset * stride for offset, stride in zip(box.offset, strides, strict=True))
+    steps = [range(0, length * stride, stride) for length, stride in zip(box.shape[:split], strides)]
+    run_bytes = math.prod(box.shape[split:]) * itemsize
+    return run_bytes, (base + sum(step) for step in itertools.product(*steps))
+
+
+def check_pieces(
+    folder: Path, tensors: Mapping[str, StoredTensor], cell_checksums: Iterable[Sequence[CellChecksum]]
+) -> None:
+    """Compare the checksums of pieces that no rank read whole with what all ranks' cells add up to.
+
+    Raises:
+        DamagedCheckpointError: the bytes of a piece are not those that were written, or two ranks read different ones.
+    """
+    cells: dict[tuple[str, int], dict[Box, int]] = {}
+    differing: set[tuple[str, int]] = set()
+    for cell in itertools.chain.from_iterable(cell_checksums):
+        place = (cell.file, cell.start)
+        if cells.setdefault(place, {}).setdefault(cell.box, cell.checksum) != cell.checksum:
+            differing.add(place)
+    if not cells:
+        return
+    pieces = {
+        (piece.file, piece.start): piece for tensor in tensors.values() for piece in tensor.pieces if piece.num_bytes
+    }
+    for place in sorted(cells):
+        piece, found = pieces[place], cells[place]
+        covered = sum(box.num_elements for box in found)
+        assert covered == piece.box.num_elements, f"{piece.key}: {covered} elements were read"
+        if place in differing or join_checksums(found.values(), piece.num_bytes) != piece.checksum:
+            raise _mismatch(folder, piece)
+
+
+def _mismatch(folder: Path, piece: StoredPiece) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"{folder / piece.file}: the bytes of {piece.key} do not match their checksum")
