@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState
-from megatron.training.checkpoint_directory import TRACKER_FILE, candidate_folders, saved_iterations
+from megatron.training.checkpoint_folders import TRACKER_FILE, candidate_folders, saved_iterations
 
 Log = Callable[[str], None]
 """Prints a line, on rank 0 only."""

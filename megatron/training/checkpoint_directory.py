@@ -1,4 +1,4 @@
-"""The folder that a run saves into: names, the tracker file, publication by rename, recovery and retention.
+"""The folder that a run saves into: publication by rename, recovery and retention.
 
 Everything here runs on one rank; nothing communicates.
 """
@@ -11,73 +11,17 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.index import INDEX_FILE
+from megatron.core.dist_checkpointing.index_file import INDEX_FILE
 from megatron.core.dist_checkpointing.storage import sync_folder, write_text
-from megatron.core.errors import CheckpointError
-
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
-RELEASE = "release"
+from megatron.training.checkpoint_folders import TRACKER_FILE, iteration_folder, saved_iterations
 
 _PENDING_TRACKER = f".{TRACKER_FILE}.pending"
-_ITERATION_FOLDER = re.compile(r"iter_(\d{7,})")
 _LEFTOVER = re.compile(r"\.(iter_\d{7,})\.(saving|replaced|removing)")
-
-
-def iteration_folder(directory: Path, iteration: int) -> Path:
-    """Return the folder of an iteration's checkpoint."""
-    return directory / f"iter_{iteration:07d}"
 
 
 def saving_folder(directory: Path, iteration: int) -> Path:
     """Return the hidden folder that an iteration's checkpoint is written into before it is published."""
     return directory / f".iter_{iteration:07d}.saving"
-
-
-def iteration_of_folder(folder: Path) -> int | None:
-    """Return the iteration that a folder's name gives, or None where it is not a checkpoint's."""
-    match = _ITERATION_FOLDER.fullmatch(folder.name)
-    return int(match.group(1)) if match else None
-
-
-def saved_iterations(directory: Path) -> list[int]:
-    """Return the iterations that have a folder, oldest first."""
-    if not directory.is_dir():
-        return []
-    found = (iteration_of_folder(entry) for entry in directory.iterdir() if entry.is_dir())
-    return sorted(iteration for iteration in found if iteration is not None)
-
-
-def candidate_folders(directory: Path, ckpt_step: int | None = None) -> list[Path]:
-    """Return the checkpoint that is asked for and then the older ones to fall back to, newest first.
-
-    The tracker file names the newest one; where there is no tracker file, nothing is returned. With ``ckpt_step``
-    that iteration's folder is the only one. A tracker file that holds neither a number nor ``release`` is taken to be
-    damaged, and all folders are candidates.
-    """
-    if ckpt_step is not None:
-        folder = iteration_folder(directory, ckpt_step)
-        if not folder.is_dir():
-            there = ", ".join(map(str, saved_iterations(directory))) or "none"
-            raise CheckpointError(f"there is no checkpoint {folder}; change --ckpt-step {ckpt_step} to one of: {there}")
-        return [folder]
-    try:
-        text = (directory / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"cannot read {directory / TRACKER_FILE}: {error.strerror}") from error
-    if text == RELEASE:
-        return [directory / RELEASE]
-    iterations = saved_iterations(directory)
-    if text.isascii() and text.isdigit():
-        newest = int(text)
-        iterations = [iteration for iteration in iterations if iteration < newest] + [newest]
-    elif not iterations:
-        raise CheckpointError(
-            f"{directory / TRACKER_FILE} holds {text!r}, which is neither an iteration nor {RELEASE!r}, and there "
-            "is no checkpoint beside it"
-        )
-    return [iteration_folder(directory, iteration) for iteration in reversed(iterations)]
 
 
 def create_saving_folder(directory: Path, iteration: int) -> Path:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.index_file import FORMAT_VERSION, INDEX_FILE, read_index_file
 from megatron.core.dist_checkpointing.mapping import StoredFile, StoredPiece, StoredTensor
 from megatron.core.dist_checkpointing.storage import checksum, write_text
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
 from megatron.core.sharding import Box
-
-INDEX_FILE = "index.json"
-FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -67,19 +63,8 @@ def read_index(folder: Path) -> CheckpointIndex:
         DamagedCheckpointError: it is missing or cannot be understood.
         CheckpointError: a newer version of the format wrote it.
     """
-    path = folder / INDEX_FILE
+    content = read_index_file(folder)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DamagedCheckpointError(f"{path}: {os.strerror(error.errno or 0)}") from error
-    except ValueError as error:
-        raise DamagedCheckpointError(f"{path}: not readable as JSON ({error})") from error
-    try:
-        version = int(content.pop("format_version"))
-        if version > FORMAT_VERSION:
-            raise CheckpointError(
-                f"{path}: format version {version} is newer than {FORMAT_VERSION}, the newest that this program reads"
-            )
         stored_checksum = content.pop("checksum")
         return CheckpointIndex(
             tensors={name: _decode_tensor(name, entry) for name, entry in content["tensors"].items()},
@@ -88,7 +73,7 @@ def read_index(folder: Path) -> CheckpointIndex:
             is_intact=_content_checksum(content) == stored_checksum,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedCheckpointError(f"{path}: not an index of a checkpoint ({error!r})") from error
+        raise DamagedCheckpointError(f"{folder / INDEX_FILE}: not an index of a checkpoint ({error!r})") from error
 
 
 def _content_checksum(content: Mapping[str, Any]) -> str:

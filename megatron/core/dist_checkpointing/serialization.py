@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.collectives import all_gather_objects, broadcast_object
-from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, read_index, write_index
+from megatron.core.dist_checkpointing.index import CheckpointIndex, read_index, write_index
+from megatron.core.dist_checkpointing.index_file import INDEX_FILE
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES
 from megatron.core.dist_checkpointing.rank_share import CheckpointWriteError, build_index, plan_share, write_error

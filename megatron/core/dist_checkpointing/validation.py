@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from megatron.core.dist_checkpointing.mapping import StoredTensor, TensorDescription
 from megatron.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import StoredTensor, TensorDescription
 
 
 class DamagedCheckpointError(CheckpointError):

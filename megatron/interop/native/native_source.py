@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.index import INDEX_FILE, read_index
+from megatron.core.dist_checkpointing.index import read_index
+from megatron.core.dist_checkpointing.index_file import INDEX_FILE
 from megatron.core.dist_checkpointing.mapping import StoredPiece, StoredTensor, dtype_of
 from megatron.core.dist_checkpointing.planner import describe_box, uncovered
 from megatron.core.dist_checkpointing.state_dict import RNG_PREFIX

@@ -10,15 +10,13 @@ import pytest
 from megatron.core.errors import CheckpointError
 from megatron.training import checkpoint_directory
 from megatron.training.checkpoint_directory import (
-    candidate_folders,
     create_saving_folder,
     expired_iterations,
-    iteration_folder,
     publish,
     recover,
     remove_expired,
-    saved_iterations,
 )
+from megatron.training.checkpoint_folders import candidate_folders, iteration_folder, saved_iterations
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
