@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron.core.inference.request import TokenPairs
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.precision import arithmetic_dtype
 
@@ -28,6 +29,20 @@ def choose_tokens(
         for row, generator in zip(probabilities, generators, strict=True)
     ]
     return torch.cat(drawn)
+
+
+def forbid_pairs(logits: torch.Tensor, last: Sequence[int], never: TokenPairs) -> torch.Tensor:
+    """Return the logits with the tokens at minus infinity that must not follow each row's ``last`` one.
+
+    Shapes: ``[b, v] -> [b, v]``.
+    """
+    rows = [row for row, token in enumerate(last) if token in never.first]
+    if not rows or not never.second:
+        return logits
+    logits = logits.clone()
+    place = (torch.tensor(rows)[:, None], torch.tensor(sorted(never.second))[None, :])
+    logits[place] = -torch.inf
+    return logits
 
 
 def token_probabilities(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:

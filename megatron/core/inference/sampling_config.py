@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,8 +23,20 @@ class SamplingConfig:
     """Draw from this many most probable tokens; 0 draws from all."""
     top_p: float = 0.0
     """Draw from the fewest most probable tokens whose probabilities sum to this; 0 draws from all."""
+    top_p_decay: float = 0.0
+    """Multiplies ``top_p`` after each token; 0 leaves it as it is."""
+    top_p_bound: float = 0.0
+    """What the decay leaves of ``top_p`` at least."""
     seed: int = 1234
     """Seed of the draws."""
+
+    def at_step(self, step: int) -> SamplingConfig:
+        """Return how the token with this number, from 0, is chosen."""
+        if self.top_p_decay == 0.0 or self.top_p == 0.0:
+            return self
+        # Not down to 0, which would draw from all tokens.
+        lowest = max(self.top_p_bound, sys.float_info.min)
+        return dataclasses.replace(self, top_p=max(self.top_p * self.top_p_decay**step, lowest))
 
     def problems(self) -> tuple[str, ...]:
         """Return what is wrong with the values, one line each."""
@@ -36,6 +49,12 @@ class SamplingConfig:
             found.append(f"--top-k {self.top_k} is negative; 0 draws from all tokens")
         if not 0.0 <= self.top_p <= 1.0:
             found.append(f"--top-p {self.top_p:g} is not between 0 and 1")
+        if not 0.0 <= self.top_p_decay <= 1.0:
+            found.append(f"--top-p-decay {self.top_p_decay:g} is not between 0 and 1")
+        if not 0.0 <= self.top_p_bound <= self.top_p:
+            found.append(f"--top-p-bound {self.top_p_bound:g} is not between 0 and --top-p {self.top_p:g}")
+        if self.top_p_decay and not self.top_p:
+            found.append(f"--top-p-decay {self.top_p_decay:g} needs --top-p")
         if self.seed < 0:
             found.append(f"--seed {self.seed} is negative")
         if self.greedy and (self.temperature, self.top_k, self.top_p) != (1.0, 0, 0.0):

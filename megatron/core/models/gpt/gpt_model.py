@@ -96,6 +96,7 @@ class GPTModel(nn.Module):
         *,
         labels: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
         hidden: torch.Tensor | None = None,
         cache: KeyValueCache | None = None,
         last_position_only: bool = False,
@@ -104,16 +105,22 @@ class GPTModel(nn.Module):
 
         ``document_ids`` number the documents that are packed into a sequence: attention then stays inside each. Under
         context parallelism they are those of the whole sequence in its own order, unlike all else, which is cut.
+        ``attention_mask`` says in their place which positions each one looks at (inference only).
         ``hidden`` is the previous stage's output. ``last_position_only`` computes the logits of the last position
         alone (``s`` is then 1 in their shape): generation needs no others.
 
-        Shapes: ``tokens, position_ids, labels, document_ids: [b, s]``; loss ``-> [b, s]`` float32; logits
-        ``-> [s, b, v/tp]``; hidden states ``-> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
+        Shapes: ``tokens, position_ids, labels, document_ids: [b, s]``; ``attention_mask: [b, 1, s, all]`` of bool; loss
+        ``-> [b, s]`` float32; logits ``-> [s, b, v/tp]``; hidden states ``-> [s, b, h]`` (``[s/tp, b, h]`` under
+        sequence parallelism).
         """
         if self.embedding is not None:
             hidden = self.embedding(tokens, position_ids)
         assert hidden is not None, "a later stage is given the previous stage's output"
         mask = document_mask(document_ids) if document_ids is not None and self.cp.size == 1 else document_ids
+        if attention_mask is not None:
+            assert document_ids is None, "a mask or documents"
+            assert self.cp.size == 1, "a mask covers whole sequences"
+            mask = attention_mask
         hidden = self.decoder(hidden, mask, self._angles(position_ids, hidden.dtype), cache)
         if not self.post_process:
             return hidden

@@ -1,0 +1,104 @@
+"""What generation is asked for and what it gives: plain values that can be handed from one process to others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.core.errors import ConfigurationError, InputError, MegatronError
+from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.models.gpt.gpt_config import GPTConfig
+
+
+class GenerationCancelled(MegatronError):
+    """Report a generation that was given up because a process was asked to."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenPairs:
+    """Hold every pair of a token of ``first`` and, right behind it, one of ``second``."""
+
+    first: frozenset[int] = frozenset()
+    second: frozenset[int] = frozenset()
+
+    def contain(self, before: int, token: int) -> bool:
+        """Return whether two neighbouring tokens are such a pair."""
+        return before in self.first and token in self.second
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StopRule:
+    """Hold which tokens end a text before it has its full length.
+
+    ``end_tokens`` are left out of it, such as the end of a document; ``closing_tokens`` and the second token of
+    ``closing_pairs`` are its last.
+    """
+
+    end_tokens: frozenset[int] = frozenset()
+    closing_tokens: frozenset[int] = frozenset()
+    closing_pairs: TokenPairs = TokenPairs()
+
+    def closes(self, before: int, token: int) -> bool:
+        """Return whether a token is the last one of its text."""
+        return token in self.closing_tokens or self.closing_pairs.contain(before, token)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """Hold prompts and how each of them is to be continued.
+
+    ``max_new_tokens`` is 0 where only the log-probabilities of the prompts are wanted. ``never`` are pairs of which
+    the second token is not chosen behind the first.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_new_tokens: int
+    sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
+    stop: StopRule = StopRule()
+    never: TokenPairs = TokenPairs()
+    log_probabilities: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """Hold what follows one prompt.
+
+    Where they were asked for, ``log_probabilities`` are the natural logarithms of what the model, at temperature 1,
+    gives to every token of the prompt but the first, then to every token of ``tokens``.
+    """
+
+    tokens: list[int]
+    log_probabilities: list[float] | None = None
+
+
+def check_request(config: GPTConfig, request: GenerationRequest) -> None:
+    """Refuse what the model cannot do.
+
+    Raises:
+        ConfigurationError: the sampling cannot be.
+        InputError: a prompt is empty, holds a token outside the vocabulary or leaves too few learned positions; or
+            nothing is asked for.
+    """
+    if problems := request.sampling.problems():
+        raise ConfigurationError(problems)
+    count = request.max_new_tokens
+    if count < 0 or (count == 0 and not request.log_probabilities):
+        raise InputError(f"{count} tokens to generate is not positive; change --tokens-to-generate")
+    for number, prompt in enumerate(request.prompts, start=1):
+        _check_prompt(config, prompt, count, f"prompt {number} of {len(request.prompts)}")
+
+
+def _check_prompt(config: GPTConfig, prompt: tuple[int, ...], count: int, place: str) -> None:
+    if not prompt:
+        raise InputError(f"{place} has no tokens; give it at least one")
+    for token in prompt:
+        if not 0 <= token < config.vocab_size:
+            raise InputError(
+                f"{place} has token {token}, the model knows 0..{config.vocab_size - 1}; "
+                "use the tokenizer that the model was trained with"
+            )
+    length = len(prompt) + count
+    if config.position_embedding_type == "learned_absolute" and length > config.max_position_embeddings:
+        raise InputError(
+            f"{place} has {len(prompt)} tokens: with {count} to generate that is {length}, and the model "
+            f"has {config.max_position_embeddings} learned positions; shorten it or lower --tokens-to-generate"
+        )

@@ -1,0 +1,86 @@
+"""A model whose layers are spread over pipeline stages, as one forward pass."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.errors import ConfigurationError
+from megatron.core.inference.kv_cache import PreallocatedKeyValueCache
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.p2p_communication import PipelineLinks, ReceiveQueue, SendQueue
+from megatron.core.precision import dtype_from_name
+
+
+class StagedModel:
+    """Run this rank's stage between the stage before and the one after; the whole model where there is no pipeline.
+
+    Every rank of the pipeline must make the same calls. ``links`` are those of `create_pipeline_links`.
+
+    Raises:
+        ConfigurationError: the model was built for training over several processes, or the links are missing.
+    """
+
+    def __init__(self, model: GPTModel, state: ParallelState, links: PipelineLinks | None = None) -> None:
+        if problems := _problems(model, state, links):
+            raise ConfigurationError(problems)
+        self.model = model
+        self.state = state
+        self.device = next(model.parameters()).device
+        self._dtype = dtype_from_name(model.config.params_dtype)
+        self._in = None if links is None else links.activations_in
+        out = None if links is None else links.activations_out
+        self._out = None if out is None else SendQueue(out, max_unfinished=1)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: PreallocatedKeyValueCache,
+        last_position_only: bool,
+    ) -> torch.Tensor | None:
+        """Return the logits on the last stage and None on the others.
+
+        Shapes: ``tokens, position_ids: [b, s] -> [s or 1, b, v/tp]``.
+        """
+        hidden = None
+        if self._in is not None:
+            shape = (tokens.shape[1], tokens.shape[0], self.model.config.hidden_size)
+            hidden = ReceiveQueue(self._in, [shape], self._dtype, self.device).take()
+        output: torch.Tensor = self.model(
+            tokens,
+            position_ids,
+            attention_mask=mask,
+            hidden=hidden,
+            cache=cache,
+            last_position_only=last_position_only,
+        )
+        if self._out is None:
+            return output
+        self._out.send(output.contiguous())
+        return None
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has left."""
+        if self._out is not None:
+            self._out.finish()
+
+
+def _problems(model: GPTModel, state: ParallelState, links: PipelineLinks | None) -> list[str]:
+    problems = []
+    if model.config.sequence_parallel:
+        problems.append("sequence parallelism cannot cut single tokens; build the model with sequence_parallel=False")
+    if state.cp.size > 1 or state.dp.size > 1:
+        problems.append(
+            f"generation runs over tensor- and pipeline-parallel processes, here context({state.cp.size}) x "
+            f"data({state.dp.size}); change the number of processes"
+        )
+    if (model.pre_process, model.post_process) != (state.is_first_stage, state.is_last_stage):
+        problems.append(
+            f"stage {state.pp.rank} of pipeline({state.pp.size}) is not what the model holds; build it with "
+            "pre_process on the first stage and post_process on the last"
+        )
+    if state.pp.size > 1 and links is None:
+        problems.append(f"pipeline({state.pp.size}) has no links between its stages; make them once for the model")
+    return problems
