@@ -82,7 +82,7 @@ def check_request(config: GPTConfig, request: GenerationRequest) -> None:
         raise ConfigurationError(problems)
     count = request.max_new_tokens
     if count < 0 or (count == 0 and not request.log_probabilities):
-        raise InputError(f"{count} tokens to generate is not positive; change --tokens-to-generate")
+        raise InputError(f"{count} tokens to generate is not positive; ask for at least one")
     for number, prompt in enumerate(request.prompts, start=1):
         _check_prompt(config, prompt, count, f"prompt {number} of {len(request.prompts)}")
 
@@ -100,5 +100,5 @@ def _check_prompt(config: GPTConfig, prompt: tuple[int, ...], count: int, place:
     if config.position_embedding_type == "learned_absolute" and length > config.max_position_embeddings:
         raise InputError(
             f"{place} has {len(prompt)} tokens: with {count} to generate that is {length}, and the model "
-            f"has {config.max_position_embeddings} learned positions; shorten it or lower --tokens-to-generate"
+            f"has {config.max_position_embeddings} learned positions; shorten it or generate fewer"
         )

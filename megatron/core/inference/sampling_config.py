@@ -51,7 +51,7 @@ class SamplingConfig:
             found.append(f"--top-p {self.top_p:g} is not between 0 and 1")
         if not 0.0 <= self.top_p_decay <= 1.0:
             found.append(f"--top-p-decay {self.top_p_decay:g} is not between 0 and 1")
-        if not 0.0 <= self.top_p_bound <= self.top_p:
+        if self.top_p_bound and not 0.0 < self.top_p_bound <= self.top_p:
             found.append(f"--top-p-bound {self.top_p_bound:g} is not between 0 and --top-p {self.top_p:g}")
         if self.top_p_decay and not self.top_p:
             found.append(f"--top-p-decay {self.top_p_decay:g} needs --top-p")

@@ -1,62 +1,150 @@
-"""Generation over tensor-parallel ranks gives what one process gives."""
+"""Generation over tensor- and pipeline-parallel ranks gives what one process gives."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from megatron.core.inference.engine import generate
+from megatron.core.errors import InputError
+from megatron.core.inference.engine import InferenceEngine
+from megatron.core.inference.request import Continuation, GenerationCancelled, GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
-from megatron.core.process_group import single_rank_group
+from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
+from megatron.interop.inference_model import inference_stage
 from tests.harness.distributed import run_distributed
-from tests.unit.core.inference.small_models import build, golden_model, odd_config
+from tests.unit.core.inference.small_models import build, golden_config, golden_model, odd_config, whole_logits
 
-PROMPTS = [[3, 1, 4], [15, 92, 6, 53, 58], [9], [79, 32, 38]]
+PROMPTS = ((3, 1, 4), (15, 92, 6, 53, 58), (9,), (79, 32, 38))
 GREEDY = SamplingConfig(greedy=True)
 DRAWN = SamplingConfig(temperature=1.3, top_k=60, top_p=0.97, seed=5)
+ALONE = describe_parallel_state(0, 1)
 
 
-def texts(name: str, state: ParallelState, eod_id: int | None) -> list[list[list[int]]]:
-    model = build(odd_config(), state.tp) if name == "odd" else golden_model(name, state.tp)
-    return [generate(model, PROMPTS, 7, sampling, eod_id, state) for sampling in (GREEDY, DRAWN)]
+def engine_of(name: str, state: ParallelState) -> InferenceEngine:
+    config = odd_config() if name == "odd" else golden_config(name)
+    stage = inference_stage(config.num_layers, state.pp.size, state.pp.rank)
+    model = build(config, state.tp, contents=stage) if name == "odd" else golden_model(name, state.tp, stage)
+    links = create_pipeline_links(state.pp) if state.pp.size > 1 else None
+    return InferenceEngine(model, state, links)
 
 
-def texts_of_rank(names: list[str], eod_id: int | None) -> dict[str, list[list[list[int]]]]:
-    state = create_parallel_state(tensor_model_parallel_size=dist.get_world_size())
-    return {name: texts(name, state, eod_id) for name in names}
+def texts(name: str, state: ParallelState, eod_id: int | None, scored: bool = False) -> list[list[Continuation]]:
+    engine = engine_of(name, state)
+    stop = StopRule(end_tokens=frozenset(() if eod_id is None else (eod_id,)))
+    return [
+        engine.generate(
+            GenerationRequest(prompts=PROMPTS, max_new_tokens=7, sampling=sampling, stop=stop, log_probabilities=scored)
+        )
+        for sampling in (GREEDY, DRAWN)
+    ]
 
 
-@pytest.mark.parametrize(("tp", "names"), [(2, ["gpt2", "qwen", "odd"]), (4, ["llama", "odd"])])
-def test_any_tensor_parallel_size_gives_the_text_of_one_process(tp: int, names: list[str]) -> None:
-    """All but gpt2 have two key-value groups: of four ranks two share one. The vocabulary of odd is padded."""
-    alone = {name: texts(name, describe_parallel_state(0, 1), None) for name in names}
-    for result in run_distributed(tp, texts_of_rank, names, None, timeout_s=60.0):
+def texts_of_rank(
+    names: list[str], eod_id: int | None, pp: int = 1, scored: bool = False
+) -> dict[str, list[list[Continuation]]]:
+    state = create_parallel_state(dist.get_world_size() // pp, pp)
+    return {name: texts(name, state, eod_id, scored) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "names"),
+    [
+        (2, 1, ["gpt2", "qwen", "odd"]),
+        (4, 1, ["llama", "odd"]),
+        (1, 2, ["gpt2", "llama", "odd"]),
+        (1, 3, ["odd"]),
+        (2, 2, ["qwen", "odd"]),
+    ],
+)
+def test_any_layout_gives_the_text_of_one_process(tp: int, pp: int, names: list[str]) -> None:
+    """All but gpt2 have two key-value groups: of four ranks two share one. The vocabulary of odd is padded.
+
+    odd has three layers: two stages are unequal. Its two embeddings are one, on two stages.
+    """
+    alone = {name: texts(name, ALONE, None) for name in names}
+    for result in run_distributed(tp * pp, texts_of_rank, names, None, pp, timeout_s=60.0):
         assert result == alone
 
 
-def test_all_ranks_stop_at_the_end_of_document() -> None:
-    free = texts("odd", describe_parallel_state(0, 1), None)
-    eod_id = free[0][0][3]
-    alone = texts("odd", describe_parallel_state(0, 1), eod_id)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_log_probabilities_are_those_of_one_whole_forward_pass(tp: int, pp: int) -> None:
+    """Against the model without a cache, without padding and without other prompts."""
+    model = engine_of("odd", ALONE).model
+    results = run_distributed(tp * pp, texts_of_rank, ["odd"], None, pp, True)
+    assert results[0] == results[-1]
+    for continuations in results[0]["odd"]:
+        for prompt, continuation in zip(PROMPTS, continuations, strict=True):
+            tokens = torch.tensor([[*prompt, *continuation.tokens]])
+            logits = whole_logits(model, tokens)[:-1, 0, : model.config.vocab_size]
+            expected = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)
+            assert continuation.log_probabilities == pytest.approx(expected.tolist(), rel=1e-11, abs=1e-11)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_all_ranks_stop_at_the_end_of_document(pp: int) -> None:
+    free = texts("odd", ALONE, None)
+    eod_id = free[0][0].tokens[3]
+    alone = texts("odd", ALONE, eod_id)
     assert alone != free
-    assert run_distributed(2, texts_of_rank, ["odd"], eod_id) == [{"odd": alone}] * 2
+    assert run_distributed(2, texts_of_rank, ["odd"], eod_id, pp) == [{"odd": alone}] * 2
 
 
-def text_drawn_with_own_seed() -> list[list[int]]:
-    state = create_parallel_state(tensor_model_parallel_size=dist.get_world_size())
-    sampling = SamplingConfig(temperature=5.0, seed=state.rank)
-    return generate(build(odd_config(), state.tp), PROMPTS, 5, sampling, None, state)
+def text_drawn_with_own_seed(pp: int) -> list[Continuation]:
+    state = create_parallel_state(dist.get_world_size() // pp, pp)
+    # The first rank of the last stage chooses.
+    seed = int((state.pp.rank, state.tp.rank) != (pp - 1, 0))
+    return drawn_with_seed(state, seed)
 
 
-def test_ranks_that_would_choose_otherwise_follow_the_first() -> None:
+def drawn_with_seed(state: ParallelState, seed: int) -> list[Continuation]:
+    sampling = SamplingConfig(temperature=5.0, seed=seed)
+    return engine_of("odd", state).generate(GenerationRequest(prompts=PROMPTS, max_new_tokens=5, sampling=sampling))
+
+
+@pytest.mark.parametrize(("world_size", "pp"), [(2, 1), (2, 2)])
+def test_ranks_that_would_choose_otherwise_follow_one(world_size: int, pp: int) -> None:
     """As where a GPU's sums differ in their last bit from rank to rank: all must go on with one text."""
-    alone = generate(
-        build(odd_config(), single_rank_group()),
-        PROMPTS,
-        5,
-        SamplingConfig(temperature=5.0, seed=0),
-        None,
-        describe_parallel_state(0, 1),
-    )
-    assert run_distributed(2, text_drawn_with_own_seed) == [alone] * 2
+    alone = drawn_with_seed(ALONE, 0)
+    assert run_distributed(world_size, text_drawn_with_own_seed, pp) == [alone] * world_size
+
+
+def failures_of_rank(pp: int) -> tuple[str, list[Continuation]]:
+    """Ask for what cannot be, give a generation up that only the last rank wants to end, then generate."""
+    state = create_parallel_state(dist.get_world_size() // pp, pp)
+    engine = engine_of("odd", state)
+    request = GenerationRequest(prompts=PROMPTS, max_new_tokens=7, sampling=GREEDY)
+    count = 0
+
+    def is_cancelled() -> bool:
+        nonlocal count
+        count += 1
+        return state.world.is_last and count > 4
+
+    with pytest.raises(GenerationCancelled):
+        engine.generate(request, is_cancelled=is_cancelled)
+    assert count == 5
+    weights = [parameter.clone() for parameter in engine.model.parameters()]
+    if state.is_last_stage:
+        with torch.no_grad():
+            engine.model.output_weight.fill_(torch.nan)
+    message = ""
+    try:
+        engine.generate(request)
+    except InputError as error:
+        message = str(error)
+    with torch.no_grad():
+        for parameter, weight in zip(engine.model.parameters(), weights):
+            parameter.copy_(weight)
+    return message, engine.generate(request)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_all_ranks_go_on_after_a_generation_that_was_given_up_or_failed(pp: int) -> None:
+    expected = texts("odd", ALONE, None)[0]
+    results = run_distributed(2, failures_of_rank, pp)
+    assert [result for _, result in results] == [expected] * 2
+    messages = {message for message, _ in results}
+    assert len(messages) == 1
+    assert messages.pop().startswith("the model's logits are not finite at position ")

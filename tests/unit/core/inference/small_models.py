@@ -56,8 +56,20 @@ def odd_config(**changes: object) -> GPTConfig:
     return GPTConfig(**(values | changes))  # type: ignore[arg-type]
 
 
-def golden_model(name: str, tp: Group) -> GPTModel:
-    """Build one of the golden models with this rank's part of its weights."""
+def golden_model(name: str, tp: Group, contents: StageContents | None = None) -> GPTModel:
+    """Build one of the golden models, or a stage of it, with this rank's part of its weights."""
+    config, weights = _read_golden(name)
+    built = build(config, tp, seed=None, contents=contents)
+    fill(built, weights)
+    return built
+
+
+def golden_config(name: str) -> GPTConfig:
+    """Describe one of the golden models."""
+    return _read_golden(name)[0]
+
+
+def _read_golden(name: str) -> tuple[GPTConfig, dict[str, np.ndarray]]:
     with np.load(GOLDEN_FOLDER / f"{name}.npz") as arrays:
         description = json.loads(str(arrays["config"]))
         weights = {key[2:]: arrays[key] for key in arrays.files if key.startswith("w/")}
@@ -82,9 +94,7 @@ def golden_model(name: str, tp: Group) -> GPTModel:
         untie_embeddings_and_output_weights="output_layer.weight" in weights,
         params_dtype="float64",
     )
-    built = build(config, tp, seed=None)
-    fill(built, weights)
-    return built
+    return config, weights
 
 
 def fill(model: GPTModel, weights: Mapping[str, np.ndarray]) -> None:

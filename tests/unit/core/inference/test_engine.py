@@ -6,8 +6,14 @@ import pytest
 import torch
 
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.core.inference.engine import gather_logits, generate
+from megatron.core.inference.engine import InferenceEngine, gather_logits, generate
 from megatron.core.inference.kv_cache import PreallocatedKeyValueCache
+from megatron.core.inference.request import (
+    GenerationCancelled,
+    GenerationRequest,
+    StopRule,
+    TokenPairs,
+)
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import describe_parallel_state
@@ -125,7 +131,7 @@ def test_tokens_are_given_out_as_they_are_known() -> None:
     prompts = [[3, 1], [4, 1], [5]]
     results = generate(model, prompts, 5, GREEDY, None, STATE, on_token=lambda *pair: seen.append(pair))
     assert [[token for number, token in seen if number == prompt] for prompt in range(3)] == results
-    assert [number for number, _ in seen] == [0, 1] * 5 + [2] * 5
+    assert [number for number, _ in seen] == [0, 1, 2] * 5
 
 
 def test_padded_columns_are_never_chosen() -> None:
@@ -214,6 +220,121 @@ def test_low_precision_models_generate(dtype: str) -> None:
     model = build(odd_config(params_dtype=dtype), single_rank_group())
     results = generate(model, UNEQUAL_PROMPTS, 6, DRAWN, None, STATE)
     assert [len(result) for result in results] == [6] * 5
+
+
+def request(**values: object) -> GenerationRequest:
+    defaults: dict[str, object] = {
+        "prompts": tuple(map(tuple, UNEQUAL_PROMPTS)),
+        "max_new_tokens": 9,
+        "sampling": GREEDY,
+    }
+    return GenerationRequest(**(defaults | values))  # type: ignore[arg-type]
+
+
+def whole_log_probabilities(model: GPTModel, tokens: list[int]) -> torch.Tensor:
+    """Without a cache, padding or neighbours; one number for every token but the first."""
+    logits = whole_logits(model, torch.tensor([tokens]))[:, 0, : model.config.vocab_size]
+    return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen", "odd"])
+def test_log_probabilities_are_those_of_a_whole_forward_pass(name: str, sampling: SamplingConfig) -> None:
+    model = make_model(name)
+    asked = request(sampling=sampling, log_probabilities=True)
+    results = InferenceEngine(model, STATE).generate(asked)
+    for prompt, result in zip(asked.prompts, results, strict=True):
+        expected = whole_log_probabilities(model, [*prompt, *result.tokens])
+        assert result.log_probabilities is not None
+        torch.testing.assert_close(
+            torch.tensor(result.log_probabilities, dtype=torch.float64), expected, rtol=1e-11, atol=1e-11
+        )
+
+
+def test_log_probabilities_change_no_text_and_are_not_given_unasked() -> None:
+    engine = InferenceEngine(make_model("odd"), STATE)
+    without = engine.generate(request(sampling=DRAWN))
+    with_them = engine.generate(request(sampling=DRAWN, log_probabilities=True))
+    assert [result.tokens for result in without] == [result.tokens for result in with_them]
+    assert {result.log_probabilities for result in without} == {None}
+
+
+def test_prompts_alone_can_be_scored() -> None:
+    model = make_model("odd")
+    results = InferenceEngine(model, STATE).generate(request(max_new_tokens=0, log_probabilities=True))
+    for prompt, result in zip(UNEQUAL_PROMPTS, results, strict=True):
+        assert result.tokens == []
+        expected = whole_log_probabilities(model, prompt).tolist()
+        assert result.log_probabilities == pytest.approx(expected, rel=1e-11)
+    assert results[2].log_probabilities == []
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 13])
+def test_prompts_that_are_shown_bit_by_bit_give_the_same(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = InferenceEngine(make_model("llama"), STATE, max_batch_size=3)
+    asked = request(sampling=DRAWN, log_probabilities=True)
+    whole = engine.generate(asked)
+    monkeypatch.setattr("megatron.core.inference.engine._PROMPT_TOKENS_AT_ONCE", at_once)
+    for result, expected in zip(engine.generate(asked), whole, strict=True):
+        assert result.tokens == expected.tokens
+        assert result.log_probabilities == pytest.approx(expected.log_probabilities, rel=1e-10)
+
+
+def test_a_closing_token_is_the_last_one() -> None:
+    engine = InferenceEngine(make_model("odd"), STATE)
+    free = [result.tokens for result in engine.generate(request())]
+    closing = free[0][3]
+    results = engine.generate(request(stop=StopRule(closing_tokens=frozenset((closing,))), log_probabilities=True))
+    expected = [tokens[: tokens.index(closing) + 1] if closing in tokens else tokens for tokens in free]
+    assert [result.tokens for result in results] == expected
+    assert expected != free
+    for prompt, result in zip(UNEQUAL_PROMPTS, results, strict=True):
+        assert len(result.log_probabilities or ()) == len(prompt) - 1 + len(result.tokens)
+
+
+def test_a_closing_pair_may_begin_in_the_prompt() -> None:
+    engine = InferenceEngine(make_model("odd"), STATE)
+    free = [result.tokens for result in engine.generate(request())]
+    pair = TokenPairs(first=frozenset((UNEQUAL_PROMPTS[1][-1],)), second=frozenset((free[1][0],)))
+    stopped = engine.generate(request(stop=StopRule(closing_pairs=pair)))
+    assert stopped[1].tokens == free[1][:1]
+    assert stopped[4].tokens == free[4]
+
+
+def test_a_token_that_may_not_follow_is_not_chosen() -> None:
+    engine = InferenceEngine(make_model("odd"), STATE)
+    free = [result.tokens for result in engine.generate(request())]
+    never = TokenPairs(first=frozenset((UNEQUAL_PROMPTS[1][-1],)), second=frozenset((free[1][0],)))
+    results = [result.tokens for result in engine.generate(request(never=never))]
+    assert results[1][0] != free[1][0]
+    assert results[0] == free[0]
+
+
+def test_generation_can_be_given_up_between_two_tokens() -> None:
+    seen: list[int] = []
+    engine = InferenceEngine(make_model("odd"), STATE)
+    with pytest.raises(GenerationCancelled):
+        engine.generate(
+            request(), on_token=lambda number, token: seen.append(token), is_cancelled=lambda: len(seen) >= 10
+        )
+    assert len(seen) == 10
+    assert len(engine.generate(request())[0].tokens) == 9
+
+
+def test_a_decaying_top_p_ends_with_the_likeliest_tokens() -> None:
+    engine = InferenceEngine(make_model("odd"), STATE)
+    sampling = SamplingConfig(temperature=3.0, top_p=1.0, top_p_decay=1e-9)
+    (result,) = engine.generate(request(prompts=((3, 1),), sampling=sampling, max_new_tokens=8))
+    assert result.tokens[1:] == greedy_without_cache(engine.model, [3, 1, result.tokens[0]], 7)
+
+
+def test_a_prompt_that_is_not_finite_is_named_among_others() -> None:
+    """The position counts the prompt's own tokens, not the padding."""
+    model = make_model("odd")
+    with torch.no_grad():
+        model.output_weight[17] = torch.nan
+    with pytest.raises(InputError, match="not finite at position 2"):
+        generate(model, [[1, 2, 3], [4], [5, 6]], 3, GREEDY, None, STATE)
 
 
 def test_no_prompts_give_no_texts() -> None:

@@ -3,9 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core.inference.request import TokenPairs
 from megatron.core.inference.sampling import (
     apply_temperature,
     choose_tokens,
+    forbid_pairs,
     keep_top_k,
     keep_top_p,
     token_probabilities,
@@ -118,3 +120,13 @@ def test_draws_follow_the_distribution() -> None:
     expected = torch.tensor([0.5, 0.3, 0.15, 0.0]) / 0.95
     assert counts[3] == 0
     torch.testing.assert_close(counts / 3000, expected, atol=0.03, rtol=0)
+
+
+def test_forbidden_tokens_are_minus_infinity_behind_their_first_token_only(logits: torch.Tensor) -> None:
+    before = logits.clone()
+    never = TokenPairs(first=frozenset((3, 9)), second=frozenset((80, 2)))
+    result = forbid_pairs(logits, [9, 8, 3, 80, 2], never)
+    assert result[[0, 2]][:, [2, 80]].isneginf().all()
+    changed = (result != before).nonzero().tolist()
+    assert changed == [[0, 2], [0, 80], [2, 2], [2, 80]]
+    assert torch.equal(logits, before)

@@ -31,6 +31,9 @@ def test_usable_values_have_no_problems(values) -> None:
         ({"top_k": -3}, "--top-k -3 "),
         ({"top_p": 1.25}, "--top-p 1.25 "),
         ({"top_p": math.nan}, "--top-p nan "),
+        ({"top_p": 0.9, "top_p_decay": 1.5}, "--top-p-decay 1.5 "),
+        ({"top_p_decay": 0.5}, "--top-p-decay 0.5 needs --top-p"),
+        ({"top_p": 0.3, "top_p_bound": 0.4}, "--top-p-bound 0.4 "),
         ({"seed": -1}, "--seed -1 "),
         ({"greedy": True, "top_k": 5}, "--greedy "),
         ({"greedy": True, "temperature": 0.5}, "--greedy "),
@@ -43,3 +46,18 @@ def test_a_problem_names_the_flag_and_the_value(values, flag: str) -> None:
 
 def test_all_problems_are_found_at_once() -> None:
     assert len(SamplingConfig(temperature=0.0, top_k=-1, top_p=2.0).problems()) == 3
+
+
+def test_top_p_decays_down_to_its_bound() -> None:
+    sampling = SamplingConfig(top_p=0.8, top_p_decay=0.5, top_p_bound=0.3)
+    assert [sampling.at_step(step).top_p for step in range(4)] == [0.8, 0.4, 0.3, 0.3]
+
+
+def test_top_p_never_decays_to_drawing_from_all() -> None:
+    assert 0.0 < SamplingConfig(top_p=0.8, top_p_decay=0.5).at_step(5000).top_p < 1e-300
+
+
+@pytest.mark.parametrize("values", [{"top_p": 0.8}, {"top_k": 3}])
+def test_without_a_decay_every_token_is_chosen_alike(values) -> None:
+    sampling = SamplingConfig(**values)
+    assert sampling.at_step(7) == sampling

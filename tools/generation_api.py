@@ -1,0 +1,257 @@
+"""The JSON of Megatron's PUT /api: from a request's body to what the engine is asked for, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron.core.errors import InputError
+from megatron.core.inference.request import (
+    Continuation,
+    GenerationRequest,
+    StopRule,
+    TokenPairs,
+    check_request,
+)
+from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.tokenizers.tokenizer import Tokenizer
+
+MAX_PROMPTS = 128
+MAX_TEMPERATURE = 100.0
+
+
+class BadRequest(Exception):
+    """Report a request that cannot be answered; the text goes to the client."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ApiRequest:
+    """Hold the fields of a request's body under their names there."""
+
+    prompts: tuple[str, ...]
+    tokens_to_generate: int = 64
+    logprobs: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    top_p_decay: float = 0.0
+    top_p_bound: float = 0.0
+    add_BOS: bool = False
+    stop_on_double_eol: bool = False
+    stop_on_eol: bool = False
+    prevent_newline_after_colon: bool = False
+    random_seed: int = -1
+    no_log: bool = False
+    stop_token: int | None = None
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "int": (lambda value: type(value) is int, "a whole number"),
+    "int | None": (lambda value: type(value) is int, "a whole number"),
+    "float": (lambda value: type(value) in (int, float), "a number"),
+}
+_NOT_SUPPORTED = {
+    "beam_width": "beam search is not offered: leave beam_width out",
+    "length_penalty": "length_penalty belongs to beam search, which is not offered: leave it out",
+    "max_len": "max_len is tokens_to_generate now",
+    "sentences": "sentences is prompts now",
+}
+
+
+def read_body(body: bytes) -> ApiRequest:
+    """Return the fields of a request's body.
+
+    Raises:
+        BadRequest: it is not JSON, a field has no such name, or a value cannot be.
+    """
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise BadRequest("the body is not a JSON object")
+    _check_names(values)
+    fields = {field.name: field for field in dataclasses.fields(ApiRequest)}
+    given: dict[str, Any] = {"prompts": _prompts(values)}
+    for name, value in values.items():
+        if name == "prompts":
+            continue
+        is_kind, description = _KINDS[str(fields[name].type)]
+        if not is_kind(value):
+            raise BadRequest(f"{name} must be {description}")
+        given[name] = value
+    request = ApiRequest(**given)
+    _check_values(request, values)
+    return request
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    known = [field.name for field in dataclasses.fields(ApiRequest)]
+    for name in values:
+        if name in _NOT_SUPPORTED:
+            raise BadRequest(_NOT_SUPPORTED[name])
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
+            raise BadRequest(f"{name} is not a known field; {hint}")
+
+
+def _prompts(values: Mapping[str, Any]) -> tuple[str, ...]:
+    if "prompts" not in values:
+        raise BadRequest(f"prompts is missing: give a list of 1 to {MAX_PROMPTS} strings")
+    prompts = values["prompts"]
+    if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+        raise BadRequest("prompts must be a list of strings")
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise BadRequest(f"prompts has {len(prompts)} strings; 1 to {MAX_PROMPTS} are taken")
+    for number, prompt in enumerate(prompts, start=1):
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise BadRequest(f"prompt {number} holds half of a surrogate pair, which is no character")
+    return tuple(prompts)
+
+
+def _check_values(request: ApiRequest, given: Mapping[str, Any]) -> None:
+    problems = {
+        "tokens_to_generate must be 0 or more": request.tokens_to_generate < 0,
+        "tokens_to_generate 0 is of use with logprobs true only": (
+            request.tokens_to_generate == 0 and not request.logprobs
+        ),
+        f"temperature must be above 0 and at most {MAX_TEMPERATURE:g}": (
+            not 0.0 < request.temperature <= MAX_TEMPERATURE
+        ),
+        "top_k must be 0 or more": request.top_k < 0,
+        "top_p must be between 0 and 1": not 0.0 <= request.top_p <= 1.0,
+        "top_p_decay must be between 0 and 1": not 0.0 <= request.top_p_decay <= 1.0,
+        "top_p_decay needs top_p": request.top_p_decay != 0.0 and request.top_p == 0.0,
+        "top_p_bound must be between 0 and top_p": not 0.0 <= request.top_p_bound <= request.top_p,
+        "random_seed must be 0 or more": "random_seed" in given and not -1 <= request.random_seed < 2**63,
+        "empty prompts need add_BOS true": not request.add_BOS and not all(request.prompts),
+    }
+    for problem, is_so in problems.items():
+        if is_so:
+            raise BadRequest(problem)
+
+
+class ApiTranslator:
+    """Turn the fields of requests into token ids for one model, and tokens into answers; safe in several threads.
+
+    ``max_tokens`` limits prompts x (longest prompt + tokens to generate) of what runs together.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, config: GPTConfig, max_tokens: int, max_batch_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.config = config
+        self.max_tokens = max_tokens
+        self.max_batch_size = max_batch_size
+        self._lock = threading.Lock()
+        self._line_tokens: _LineTokens | None = None
+
+    def generation_request(self, request: ApiRequest, default_seed: int) -> GenerationRequest:
+        """Return what the engine is asked for.
+
+        Raises:
+            BadRequest: the model or the tokenizer cannot do it.
+        """
+        with self._lock:
+            try:
+                prompts = tuple(self._tokenize(prompt, request.add_BOS) for prompt in request.prompts)
+                result = self._assemble(request, prompts, default_seed)
+                check_request(self.config, result)
+            except InputError as error:
+                raise BadRequest("; ".join(str(error).splitlines())) from error
+        longest = max(map(len, prompts)) + request.tokens_to_generate
+        together = longest * min(len(prompts), self.max_batch_size)
+        if together > self.max_tokens:
+            raise BadRequest(
+                f"{min(len(prompts), self.max_batch_size)} prompts x {longest} tokens = {together} at once, at most "
+                f"{self.max_tokens} are taken; send fewer or shorter prompts, or lower tokens_to_generate"
+            )
+        return result
+
+    def answer(self, asked: GenerationRequest, api: ApiRequest, given: Sequence[Continuation]) -> dict[str, Any]:
+        """Return the body of the response: the texts, their tokens as texts, and the log-probabilities.
+
+        A text leaves out the token of add_BOS; its ``segments`` begin with it. ``logprobs`` has one number for every
+        segment but the first, or is null where it was not asked for.
+        """
+        ids = [[*prompt, *continuation.tokens] for prompt, continuation in zip(asked.prompts, given, strict=True)]
+        with self._lock:
+            return {
+                "text": [self.tokenizer.detokenize(row[int(api.add_BOS) :]) for row in ids],
+                "segments": [[self.tokenizer.detokenize([token]) for token in row] for row in ids],
+                "logprobs": [continuation.log_probabilities for continuation in given] if api.logprobs else None,
+            }
+
+    def _tokenize(self, prompt: str, add_bos: bool) -> tuple[int, ...]:
+        ids = self.tokenizer.tokenize(prompt) if prompt else []
+        if not add_bos:
+            return tuple(ids)
+        if self.tokenizer.eod_id is None:
+            raise BadRequest(f"add_BOS: {self.tokenizer.name} has no token that stands between documents")
+        return (self.tokenizer.eod_id, *ids)
+
+    def _assemble(
+        self, request: ApiRequest, prompts: tuple[tuple[int, ...], ...], default_seed: int
+    ) -> GenerationRequest:
+        lines = _NO_LINES
+        if request.stop_on_eol or request.stop_on_double_eol or request.prevent_newline_after_colon:
+            lines = self._lines()
+        closing = lines.newline if request.stop_on_eol else lines.blank_line if request.stop_on_double_eol else ()
+        pairs = TokenPairs(first=lines.ends_line, second=lines.begins_line) if request.stop_on_double_eol else None
+        never = TokenPairs(first=lines.colon, second=lines.newline) if request.prevent_newline_after_colon else None
+        end = self.tokenizer.eod_id if request.stop_token is None else request.stop_token
+        return GenerationRequest(
+            prompts=prompts,
+            max_new_tokens=request.tokens_to_generate,
+            sampling=SamplingConfig(
+                temperature=float(request.temperature),
+                top_k=request.top_k,
+                top_p=float(request.top_p),
+                top_p_decay=float(request.top_p_decay),
+                top_p_bound=float(request.top_p_bound),
+                seed=default_seed if request.random_seed < 0 else request.random_seed,
+            ),
+            stop=StopRule(
+                end_tokens=frozenset() if end is None else frozenset((end,)),
+                closing_tokens=frozenset(closing),
+                closing_pairs=pairs or TokenPairs(),
+            ),
+            never=never or TokenPairs(),
+            log_probabilities=request.logprobs,
+        )
+
+    def _lines(self) -> _LineTokens:
+        if self._line_tokens is None:
+            self._line_tokens = _find_line_tokens(self.tokenizer)
+        return self._line_tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _LineTokens:
+    """Hold which ids of a vocabulary have to do with lines, whatever the tokenizer."""
+
+    newline: frozenset[int] = frozenset()
+    blank_line: frozenset[int] = frozenset()
+    ends_line: frozenset[int] = frozenset()
+    begins_line: frozenset[int] = frozenset()
+    colon: frozenset[int] = frozenset()
+
+
+_NO_LINES = _LineTokens()
+
+
+def _find_line_tokens(tokenizer: Tokenizer) -> _LineTokens:
+    texts = {token: tokenizer.detokenize([token]) for token in range(tokenizer.vocab_size)}
+    return _LineTokens(
+        newline=frozenset(token for token, text in texts.items() if "\n" in text),
+        blank_line=frozenset(token for token, text in texts.items() if "\n\n" in text),
+        ends_line=frozenset(token for token, text in texts.items() if text.endswith("\n")),
+        begins_line=frozenset(token for token, text in texts.items() if text.startswith("\n")),
+        colon=frozenset(token for token, text in texts.items() if text.endswith(":")),
+    )

@@ -1,0 +1,226 @@
+"""What the tools that generate text share: their flags for model and layout, and the way from these to an engine.
+
+torch is imported where the model is built, so that wrong usage is answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron.core.errors import CheckpointError, ConfigurationError, InputError
+from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers.tokenizer_record import load_recorded_tokenizer
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.tokenizer_config import TokenizerConfig
+from megatron.training.initialize import LaunchEnvironment, initialize_device, initialize_distributed
+from megatron.training.refusal import launch_environment_or_exit, refuse
+from megatron.training.validation import layout
+
+if TYPE_CHECKING:
+    from megatron.core.device import Device
+    from megatron.core.inference.engine import InferenceEngine
+    from megatron.core.models.gpt.gpt_config import GPTConfig
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.parallel_state import ParallelState
+
+TIMEOUT_MINUTES = 10
+TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size")
+
+Log = Callable[[str], None]
+
+
+class Parser(argparse.ArgumentParser):
+    """Report wrong usage in one line, once for all processes."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and exit with status 2."""
+        self.exit(refuse([f"{message}; see --help"], launch_environment_or_exit().rank))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """Hold what is known of a checkpoint before its weights are read.
+
+    ``load_model`` is called on every rank once the processes have met, and returns this rank's stage.
+    """
+
+    config: GPTConfig
+    tokenizer: Tokenizer
+    load_model: Callable[[ParallelState, Device], GPTModel]
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare where the model comes from and how it is cut."""
+    parser.add_argument("--load", required=True, metavar="DIR", help="folder that the run saved its checkpoints to")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (the newest)")
+    cut = parser.add_argument_group("layout: as many processes as tensor x pipeline, started by torchrun")
+    cut.add_argument(
+        "--tensor-model-parallel-size",
+        type=int,
+        metavar="N",
+        help="processes over which each layer is cut (all that the pipeline leaves)",
+    )
+    cut.add_argument(
+        "--pipeline-model-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="stages over which the layers are spread (1)",
+    )
+    tokenizer = parser.add_argument_group("tokenizer, in place of the checkpoint's own")
+    tokenizer.add_argument("--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}")
+    tokenizer.add_argument("--vocab-file", metavar="FILE", help="vocabulary (GPT2BPETokenizer)")
+    tokenizer.add_argument("--merge-file", metavar="FILE", help="byte-pair merges (GPT2BPETokenizer)")
+    tokenizer.add_argument("--tokenizer-model", metavar="PATH", help="model file, or folder with tokenizer.json")
+    tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="size (NullTokenizer, TikTokenizer)")
+
+
+def check_model_flags(arguments: argparse.Namespace) -> None:
+    """Refuse a folder that is not there.
+
+    Raises:
+        CheckpointError: so it is.
+    """
+    if not Path(arguments.load).is_dir():
+        raise CheckpointError(f"--load {arguments.load} is not a folder; name the folder that a run saved to")
+
+
+def layout_sizes(arguments: argparse.Namespace, num_processes: int) -> tuple[int, int]:
+    """Return the tensor- and the pipeline-parallel size.
+
+    Raises:
+        ConfigurationError: they do not make the number of processes.
+    """
+    tensor, pipeline = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
+    for name, size in (("tensor", tensor), ("pipeline", pipeline)):
+        if size is not None and size < 1:
+            raise ConfigurationError(f"--{name}-model-parallel-size {size} is not 1 or more")
+    if tensor is None:
+        if num_processes % pipeline:
+            raise ConfigurationError(
+                f"{num_processes} processes do not divide into --pipeline-model-parallel-size {pipeline}; "
+                "change it or the number of processes"
+            )
+        tensor = num_processes // pipeline
+    if tensor * pipeline != num_processes:
+        raise ConfigurationError(
+            f"tensor({tensor}) x pipeline({pipeline}) = {tensor * pipeline} and the number of processes is "
+            f"{num_processes}; start them with torchrun --nproc_per_node {tensor * pipeline}, or change "
+            "--tensor-model-parallel-size or --pipeline-model-parallel-size"
+        )
+    return tensor, pipeline
+
+
+def open_checkpoint(arguments: argparse.Namespace, launch: LaunchEnvironment, log: Log) -> Checkpoint:
+    """Read what a checkpoint says of itself; only this process reads.
+
+    Raises:
+        InputError: it cannot be read, its tokenizer cannot be built, or its model cannot be cut like this.
+    """
+    from megatron.training.checkpoint_loading import read_common
+
+    sizes = layout_sizes(arguments, launch.world_size)
+    common = read_common(arguments.load, arguments.ckpt_step, log)
+    config = check_layout(RunConfig.from_dict(common["config"]), *sizes)
+    tokenizer = load_tokenizer(arguments, config.tokenizer, common["tokenizer"])
+    check_tokenizer(tokenizer, config.model.vocab_size)
+
+    def load_model(state: ParallelState, device: Device) -> GPTModel:
+        from megatron.interop.inference_model import build_inference_model
+        from megatron.training.checkpoint_loading import load_model_weights
+
+        model = build_inference_model(config.model, state, device)
+        load_model_weights(arguments.load, [model], state, log, arguments.ckpt_step)
+        return model
+
+    return Checkpoint(config.model, tokenizer, load_model)
+
+
+def check_layout(config: RunConfig, tensor: int, pipeline: int) -> RunConfig:
+    """Return the configuration of a run as it is for generation.
+
+    Raises:
+        ConfigurationError: the model cannot be cut so.
+    """
+    from megatron.interop.inference_model import inference_config, inference_stage
+
+    inference_stage(config.model.num_layers, pipeline, 0)
+    model = inference_config(config.model, tensor, pipeline)
+    config = dataclasses.replace(config, model=model, world_size=tensor * pipeline)
+    problems = [problem for check in layout.CHECKS for problem in check.find(config)]
+    if problems:
+        raise ConfigurationError(f"{tensor * pipeline} processes cut each layer {tensor} ways: {'; '.join(problems)}")
+    return config
+
+
+def load_tokenizer(arguments: argparse.Namespace, recorded: TokenizerConfig, folder: Path | None) -> Tokenizer:
+    """Return the checkpoint's tokenizer, or the one that the flags describe; ``folder`` holds the checkpoint's copy.
+
+    Raises:
+        TokenizerError: it cannot be built.
+    """
+    given = {name: getattr(arguments, name) for name in TOKENIZER_FLAGS if getattr(arguments, name) is not None}
+    if not given and folder is not None:
+        return load_recorded_tokenizer(folder.parent)
+    if given.get("tokenizer_type", recorded.tokenizer_type) != recorded.tokenizer_type:
+        recorded = TokenizerConfig()
+    elif {"vocab_file", "merge_file", "tokenizer_model"} & given.keys() and "vocab_size" not in given:
+        recorded = dataclasses.replace(recorded, vocab_size=None)
+    return build_tokenizer(**dataclasses.asdict(dataclasses.replace(recorded, **given)))
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuse a tokenizer whose ids the model does not know.
+
+    Raises:
+        InputError: so it is.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise InputError(
+            f"{tokenizer.name} has {tokenizer.vocab_size} ids, the model was trained with {vocab_size}; give the "
+            "tokenizer of its training, or leave the tokenizer's flags out"
+        )
+
+
+def load_engine(checkpoint: Checkpoint, launch: LaunchEnvironment) -> InferenceEngine:
+    """Join the process group, load this rank's part of the model and connect the stages.
+
+    Raises:
+        InputError: the weights cannot be loaded.
+    """
+    from megatron.core.inference.engine import InferenceEngine
+    from megatron.core.parallel_state import create_parallel_state
+    from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
+
+    device = initialize_device(launch)
+    initialize_distributed(launch, device, device.default_backend, TIMEOUT_MINUTES)
+    config = checkpoint.config
+    state = create_parallel_state(config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
+    model = checkpoint.load_model(state, device)
+    links = create_pipeline_links(state.pp) if state.pp.size > 1 else None
+    return InferenceEngine(model, state, links)
+
+
+def log_once(launch: LaunchEnvironment, write: Log) -> Log:
+    """Return what passes each line on once, on the first rank.
+
+    The configuration and the weights are read one after the other: a damaged checkpoint is met twice.
+    """
+    said: set[str] = set()
+
+    def log(line: str) -> None:
+        if launch.rank == 0 and line not in said:
+            said.add(line)
+            write(line)
+
+    return log
+
+
+def one_line(error: InputError) -> str:
+    """Return an error's message without line breaks."""
+    return "; ".join(str(error).splitlines())
