@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch.distributed as dist
@@ -80,12 +81,12 @@ def run_tool(*words: str | Path, nproc: int = 1) -> CommandResult:
     return run_command([*launch_prefix(nproc), TOOL, *words], env={"MEGATRON_DEVICE": "cpu"})
 
 
-def call_tool(monkeypatch, capsys, *words: str | Path) -> tuple[int, str, str]:
-    """Run the tool in this process and return status, output and error output."""
-    monkeypatch.setattr(sys, "argv", ["text_generation_cli.py", *map(str, words)])
+def call_tool(monkeypatch, capsys, *words: str | Path, tool: ModuleType = text_generation_cli) -> tuple[int, str, str]:
+    """Run a tool in this process and return status, output and error output."""
+    monkeypatch.setattr(sys, "argv", [str(tool.__file__), *map(str, words)])
     monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
     try:
-        status = text_generation_cli.main()
+        status = tool.main()
     except SystemExit as ending:
         status = int(ending.code or 0)
     captured = capsys.readouterr()
@@ -236,6 +237,12 @@ def test_half_precision_checkpoints_generate(tmp_path: Path, flag: str, monkeypa
         ),
         ("--load {llama} --prompt 5 --greedy --top-k 3", "--greedy draws nothing"),
         ("--load {llama} --prompt 5 --gredy", "unrecognized arguments: --gredy"),
+        ("--load {llama} --prompt 5 --tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 is not 1 or more"),
+        ("--load {llama} --prompt 5 --pipeline-model-parallel-size 2", "1 processes do not divide into"),
+        (
+            "--load {llama} --prompt 5 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 3",
+            "tensor(2) x pipeline(3) = 6 and the number of processes is 1; start them with torchrun --nproc_per_node 6",
+        ),
         ("--load {llama} --prompt five", "NullTokenizer reads ids"),
         ("--load {llama} --prompt 100", "id 100 is not in 0..99"),
         ("--load {llama} --prompt 5 --vocab-size 200", "NullTokenizer has 201 ids, the model was trained with 100"),
