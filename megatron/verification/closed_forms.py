@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.distributed.param_layout import ParamLayout, default_bucket_size, parts_of_range, plan_layout
-from megatron.core.pipeline_parallel.action import Pass
-from megatron.core.pipeline_parallel.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.training.config.run_config import RunConfig
 
@@ -325,13 +323,13 @@ def _add_gradients(total: _Sum, place: _Place, chunks: tuple[StageContents, ...]
     ddp, d = place.config.ddp, place.dp * place.cp
     is_sharded = ddp.shards_optimizer and d > 1
     partial_bytes = 0
-    for index, chunk in enumerate(chunks):
+    for chunk in chunks:
         parameters = list(_parameters(place, chunk))
         layout = _layout(place, parameters)
         for bucket in layout.buckets:
             grad_bytes = bucket.num_elements * place.grad_element
             if is_sharded:
-                rounds = _num_rounds(place, index, len(chunks)) if ddp.shards_gradients else 1
+                rounds = place.num_microbatches if ddp.shards_gradients else 1
                 total.add("reduce_scatter", DP_CP, grad_bytes, rounds)
                 total.add("all_gather", DP_CP, bucket.num_elements * place.element)
             else:
@@ -345,24 +343,6 @@ def _add_gradients(total: _Sum, place: _Place, chunks: tuple[StageContents, ...]
                     total.add("all_reduce", EMBEDDING, part_bytes)
     if partial_bytes:
         total.add("all_reduce", TP, partial_bytes)
-
-
-def _num_rounds(place: _Place, chunk: int, num_chunks: int) -> int:
-    """Return how often sharded gradients are reduced: m times, or more where the schedule splits the backward pass.
-
-    A round ends with every pass that brings gradients, but for the last of a kind, which the passes behind it close.
-    """
-    config = place.config
-    group_size = config.model.microbatch_group_size_per_virtual_pipeline_stage
-    schedule = SCHEDULES[config.pipeline_schedule]
-    actions = schedule(place.pp, place.stage, place.num_microbatches, num_chunks, group_size)
-    passes = [action.kind for action in actions if action.chunk == chunk and action.kind is not Pass.FORWARD]
-    last = {kind: index for index, kind in enumerate(passes)}
-    rounds, is_open = 0, False
-    for index, kind in enumerate(passes):
-        is_open = index == last[kind]
-        rounds += not is_open
-    return rounds + is_open
 
 
 def _add_scalars(total: _Sum, place: _Place) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -59,6 +60,21 @@ ForwardStep = Callable[[int, torch.Tensor | None], torch.Tensor | MicrobatchLoss
 The model's last chunk returns the loss, every other one its output. For one chunk micro-batches come in order."""
 
 
+class NoSync(Protocol):
+    """Make the context of a backward pass after which more gradients come.
+
+    Without ``ends_microbatch`` a later pass brings the rest of this micro-batch's gradients.
+    """
+
+    def __call__(self, *, ends_microbatch: bool = True) -> AbstractContextManager[None]:
+        """Return the context."""
+        ...
+
+
+def _no_reduction(*, ends_microbatch: bool = True) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @dataclass(frozen=True, eq=False)
 class ModelChunk:
     """Hold what the executor needs of one model chunk.
@@ -69,7 +85,7 @@ class ModelChunk:
     """
 
     forward_step: ForwardStep
-    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+    no_sync: NoSync = _no_reduction
     weight_grad_queue: WeightGradQueue | None = None
     on_gradients_complete: Callable[[], None] | None = None
 
@@ -225,7 +241,8 @@ class _Run:
             return self._forward(action, message)
         chunk = self.chunks[action.chunk]
         is_last = index == self._last_passes[action.kind, action.chunk]
-        with nullcontext() if is_last else chunk.no_sync():
+        ends_microbatch = action.kind is not Pass.BACKWARD_INPUT
+        with nullcontext() if is_last else chunk.no_sync(ends_microbatch=ends_microbatch):
             if action.kind is Pass.BACKWARD_WEIGHT:
                 leaving = None
                 if chunk.weight_grad_queue is not None:

@@ -14,7 +14,7 @@ from torch import nn
 from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
-from megatron.core.tensor_parallel.linear import Region, tensor_parallel_linear
+from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -55,7 +55,7 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.region = Region.SEQUENCE if sequence_parallel else Region.REPLICATED
+        self.region = InputRegion.SEQUENCE if sequence_parallel else InputRegion.REPLICATED
         out_per_rank = (padded_out_features or out_features) // tp.size
 
         def pieces(shape: tuple[int, ...]) -> tuple[Piece, ...]:
@@ -96,7 +96,7 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.output_region = Region.SEQUENCE if sequence_parallel else Region.REPLICATED
+        self.sequence_parallel = sequence_parallel
         shape = (out_features, in_features)
         spec = ParamSpec("weight", shape, even_pieces(shape, 1, tp.rank, tp.size), init_std=init_std)
         self.weight = make_parameter((out_features, in_features // tp.size), spec, dtype, device)
@@ -111,7 +111,15 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the summed output, cut along the sequence under sequence parallelism."""
-        return tensor_parallel_linear(x, self.weight, self.bias, Region.SPLIT, self.tp, self.output_region)
+        if self.sequence_parallel and self.tp.size > 1:
+            partial = tensor_parallel_linear(x, self.weight, None, InputRegion.SPLIT, self.tp)
+            output = reduce_scatter_to_sequence_parallel_region(partial, self.tp)
+            # Its gradient is of this rank's part of the sequence, as other replicated parameters' are.
+            return output if self.bias is None else output + self.bias
+        # One rank brings the bias into the sum: a product adds it for nothing, a pass of its own costs memory traffic.
+        adds_bias = self.tp.rank == 0
+        partial = tensor_parallel_linear(x, self.weight, self.bias, InputRegion.SPLIT, self.tp, adds_bias=adds_bias)
+        return reduce_from_tensor_parallel_region(partial, self.tp, in_place=True)
 
 
 class _EmbeddingLookup(torch.autograd.Function):
@@ -185,7 +193,7 @@ class VocabParallelEmbedding(nn.Module):
         partial = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(partial, self.tp)
-        return reduce_from_tensor_parallel_region(partial, self.tp)
+        return reduce_from_tensor_parallel_region(partial, self.tp, in_place=True)
 
 
 def replicated_spec(

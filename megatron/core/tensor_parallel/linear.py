@@ -15,7 +15,6 @@ from megatron.core.collectives import (
     all_gather_first_dim,
     all_gather_into,
     all_reduce,
-    reduce_scatter_first_dim,
     reduce_scatter_into,
 )
 from megatron.core.main_grad import MainGrad, main_grad_of
@@ -23,16 +22,15 @@ from megatron.core.matrix_product import linear, product
 from megatron.core.process_group import Group
 
 
-class Region(Enum):
-    """Say how the input or the output of a linear map is laid out over the tensor-parallel group."""
+class InputRegion(Enum):
+    """Say how the input of a linear map is laid out over the tensor-parallel group."""
 
     SPLIT = "split"
-    """Each rank holds features of its own; neither they nor their gradient need communication."""
+    """Each rank holds its own input; its gradient needs no communication (row-parallel)."""
     REPLICATED = "replicated"
-    """Every rank holds the same. As input, its gradient is all-reduced; as output, the ranks' products are."""
+    """Every rank holds the same input; its gradient is all-reduced."""
     SEQUENCE = "sequence"
-    """Ranks hold parts of dim 0. As input, gathered forward, and the gradient reduce-scattered backward; as output,
-    the ranks' products are reduce-scattered forward, and the gradient gathered backward."""
+    """Ranks hold parts of dim 0: gathered forward, the gradient reduce-scattered backward."""
 
 
 class _Linear(torch.autograd.Function):
@@ -42,46 +40,36 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        region: Region,
-        output_region: Region,
+        region: InputRegion,
         tp: Group,
+        adds_bias: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.region, ctx.output_region, ctx.tp, ctx.has_bias = region, output_region, tp, bias is not None
+        ctx.region, ctx.tp, ctx.has_bias = region, tp, bias is not None
         # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
         ctx.main_grad = main_grad_of(weight)
-        full_x = all_gather_first_dim(x, tp) if region is Region.SEQUENCE else x
-        if output_region is Region.SPLIT:
-            return linear(full_x, weight, bias)
-        # One rank brings the bias into the sum: the product adds it for nothing, a pass of its own would cost memory.
-        partial = linear(full_x, weight, bias if tp.rank == 0 else None)
-        if output_region is Region.SEQUENCE:
-            return reduce_scatter_first_dim(partial, tp)
-        all_reduce(partial, tp)
-        return partial
+        full_x = all_gather_first_dim(x, tp) if region is InputRegion.SEQUENCE else x
+        return linear(full_x, weight, bias if adds_bias else None)
 
     @staticmethod
     def backward(
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        region: Region = ctx.region
+        region: InputRegion = ctx.region
         tp: Group = ctx.tp
         needs_x_grad, needs_weight_grad = ctx.needs_input_grad[:2]
-        own_grad = grad
-        if ctx.output_region is Region.SEQUENCE:
-            grad = all_gather_first_dim(grad, tp)
         full_x, gathering = x, None
-        if region is Region.SEQUENCE and tp.size > 1 and needs_weight_grad:
+        if region is InputRegion.SEQUENCE and tp.size > 1 and needs_weight_grad:
             full_x = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
             gathering = all_gather_into(full_x, x.contiguous(), tp, async_op=True)
 
         x_grad, reducing = None, None
         if needs_x_grad:
             x_grad = linear(grad, weight.t())
-            if region is Region.REPLICATED:
+            if region is InputRegion.REPLICATED:
                 reducing = all_reduce(x_grad, tp, async_op=True)
-            elif region is Region.SEQUENCE and tp.size > 1:
+            elif region is InputRegion.SEQUENCE and tp.size > 1:
                 full_x_grad = x_grad
                 x_grad = x.new_empty(x.shape)
                 reducing = reduce_scatter_into(x_grad, full_x_grad.contiguous(), tp, async_op=True)
@@ -92,7 +80,7 @@ class _Linear(torch.autograd.Function):
         weight_grad = None
         if needs_weight_grad:
             weight_grad = _accumulate_weight_grad(ctx.main_grad, rows, full_x.reshape(-1, full_x.shape[-1]))
-        bias_grad = own_grad.reshape(-1, own_grad.shape[-1]).sum(dim=0) if ctx.has_bias else None
+        bias_grad = rows.sum(dim=0) if ctx.has_bias else None
         if reducing is not None:
             reducing.wait()
         return x_grad, weight_grad, bias_grad, None, None, None
@@ -109,17 +97,18 @@ def tensor_parallel_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    region: Region,
+    region: InputRegion,
     tp: Group,
-    output_region: Region = Region.SPLIT,
+    *,
+    adds_bias: bool = True,
 ) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` on this rank's shard of the weight, or its sum over the group.
+    """Return ``x @ weight.T + bias`` on this rank's shard of the weight.
 
-    ``region`` is where ``x`` is laid out, ``output_region`` the result. The input's gradient is communicated while the
-    weight's gradient is computed. A bias under ``output_region`` SEQUENCE has the gradient of this rank's part of s.
+    Where the ranks' results are to be summed, only one of them ``adds_bias``; the bias has its gradient on all.
 
-    Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` where its region is SEQUENCE) ``-> [s, b, out]`` (``[s/tp, b, out]``)
-    with the shard's own ``in`` and ``out``.
+    Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` where the region is SEQUENCE) ``-> [s, b, out]`` with the shard's own
+    ``in`` and ``out``. Backward: the input's gradient is all-reduced (REPLICATED) or reduce-scattered along s
+    (SEQUENCE) while the weight's gradient is computed.
     """
-    result: torch.Tensor = _Linear.apply(x, weight, bias, region, output_region, tp)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Linear.apply(x, weight, bias, region, tp, adds_bias)  # type: ignore[no-untyped-call]
     return result

@@ -56,6 +56,15 @@ class _ReduceFromRegion(torch.autograd.Function):
         return grad, None
 
 
+class _ReduceFromRegionInPlace(_ReduceFromRegion):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
+        # Not mark_dirty: what comes out of a linear map may be a view, which autograd lets nobody change.
+        result = tensor.detach()
+        all_reduce(result, tp)
+        return result
+
+
 class _ScatterToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
@@ -123,9 +132,12 @@ def copy_to_tensor_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Ten
     return _apply(_CopyToRegion, tensor, tp)
 
 
-def reduce_from_tensor_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Leave a tensor-parallel region. Forward: all-reduce; backward: identity."""
-    return _apply(_ReduceFromRegion, tensor, tp)
+def reduce_from_tensor_parallel_region(tensor: torch.Tensor, tp: Group, in_place: bool = False) -> torch.Tensor:
+    """Leave a tensor-parallel region. Forward: all-reduce; backward: identity.
+
+    With ``in_place`` the sum is written into ``tensor``, which must be contiguous and which nothing else reads.
+    """
+    return _apply(_ReduceFromRegionInPlace if in_place else _ReduceFromRegion, tensor, tp)
 
 
 def scatter_to_sequence_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:

@@ -12,7 +12,7 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import Box, ParamSpec, Piece
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, make_parameter
-from megatron.core.tensor_parallel.linear import Region, tensor_parallel_linear
+from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -48,7 +48,7 @@ class SharedGroupQueryKeyValue(nn.Module):
     def __init__(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
         super().__init__()
         self.tp = tp
-        self.region = Region.SEQUENCE if config.sequence_parallel else Region.REPLICATED
+        self.region = InputRegion.SEQUENCE if config.sequence_parallel else InputRegion.REPLICATED
         dtype = dtype_from_name(config.params_dtype)
         width = config.hidden_size
         ranks_per_group = tp.size // config.num_query_groups

@@ -16,7 +16,7 @@ from megatron.core.sharding import attach_spec, spec_of, tie_over_pipeline
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.initialization import initialize_module
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.linear import Region, tensor_parallel_linear
+from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.attention import KeyValueCache
 from megatron.core.transformer.dot_product_attention import document_mask
@@ -140,7 +140,7 @@ class GPTModel(nn.Module):
             # Called as a module: its parameters may still be on their way from other ranks.
             logits: torch.Tensor = self.output_layer(hidden)
             return logits
-        region = Region.SEQUENCE if self.config.sequence_parallel else Region.REPLICATED
+        region = InputRegion.SEQUENCE if self.config.sequence_parallel else InputRegion.REPLICATED
         return tensor_parallel_linear(hidden, self.output_weight, None, region, self.tp)
 
 

@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_li
 from megatron.core.pipeline_parallel.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.stage_place import StagePlace
 from megatron.core.process_group import single_rank_group
-from megatron.core.tensor_parallel.linear import Region, tensor_parallel_linear
+from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
 from tests.harness.distributed import run_distributed
 
 WIDTH, INNER = 5, 7
@@ -48,8 +48,8 @@ class Stage(nn.Module):
     def forward(self, microbatch: int, hidden: torch.Tensor | None) -> torch.Tensor | MicrobatchLoss:
         x = model_input(microbatch) if hidden is None else hidden
         tp = single_rank_group()
-        inner = torch.tanh(tensor_parallel_linear(x, self.up, None, Region.SPLIT, tp))
-        x = x + self.scale * tensor_parallel_linear(inner, self.down, self.bias, Region.SPLIT, tp)
+        inner = torch.tanh(tensor_parallel_linear(x, self.up, None, InputRegion.SPLIT, tp))
+        x = x + self.scale * tensor_parallel_linear(inner, self.down, self.bias, InputRegion.SPLIT, tp)
         if not self.is_last:
             return x
         mask = loss_mask(microbatch)

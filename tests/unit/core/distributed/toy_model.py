@@ -9,7 +9,7 @@ from megatron.core.main_grad import set_gradient_uses
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
 from megatron.core.tensor_parallel.layers import embedding_lookup
-from megatron.core.tensor_parallel.linear import Region, tensor_parallel_linear
+from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
 
 VOCAB, WIDTH, INNER = 13, 6, 10
 
@@ -39,9 +39,9 @@ class ToyModel(nn.Module):
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the summed loss. Shapes: both ``[n]``."""
         hidden = embedding_lookup(tokens, self.embedding) * self.norm
-        hidden = torch.tanh(tensor_parallel_linear(hidden, self.fc1, self.fc1_bias, Region.REPLICATED, self.tp))
-        hidden = tensor_parallel_linear(hidden, self.fc2, None, Region.SPLIT, self.tp)
-        logits = tensor_parallel_linear(hidden, self.embedding, None, Region.REPLICATED, self.tp)
+        hidden = torch.tanh(tensor_parallel_linear(hidden, self.fc1, self.fc1_bias, InputRegion.REPLICATED, self.tp))
+        hidden = tensor_parallel_linear(hidden, self.fc2, None, InputRegion.SPLIT, self.tp)
+        logits = tensor_parallel_linear(hidden, self.embedding, None, InputRegion.REPLICATED, self.tp)
         return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
 
 
