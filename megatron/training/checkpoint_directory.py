@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.index_file import INDEX_FILE
-from megatron.core.dist_checkpointing.storage import sync_folder, write_text
+from megatron.core.dist_checkpointing.storage import checksum, sync_folder, write_text
 from megatron.training.checkpoint_folders import TRACKER_FILE, iteration_folder, saved_iterations
 
 _PENDING_TRACKER = f".{TRACKER_FILE}.pending"
@@ -59,6 +59,22 @@ def publish(directory: Path, iteration: int) -> None:
     sync_folder(directory)
     os.rename(pending, directory / TRACKER_FILE)
     sync_folder(directory)
+
+
+def sealed_iterations(directory: Path) -> dict[int, str]:
+    """Return the iterations that were written completely and not published, each with the checksum of its index."""
+    found: dict[int, str] = {}
+    for entry in sorted(directory.glob(".iter_*.saving")):
+        match = _LEFTOVER.fullmatch(entry.name)
+        if match is not None and (entry / INDEX_FILE).exists():
+            found[int(match.group(1).removeprefix("iter_"))] = checksum((entry / INDEX_FILE).read_bytes())
+    return found
+
+
+def index_checksum(directory: Path, iteration: int) -> str | None:
+    """Return the checksum of a published checkpoint's index, or None where there is none."""
+    path = iteration_folder(directory, iteration) / INDEX_FILE
+    return checksum(path.read_bytes()) if path.exists() else None
 
 
 def recover(directory: Path, log: Callable[[str], None]) -> None:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron.core.dist_checkpointing.index import encode_common
-from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks, save_tensors
+from megatron.core.collectives import all_gather_objects
+from megatron.core.dist_checkpointing.background_task import BackgroundTask
+from megatron.core.dist_checkpointing.index import INDEX_FILE, encode_common, write_index
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.rank_share import (
+    RankShare,
+    WrittenShare,
+    build_index,
+    plan_share,
+    write_error,
+)
+from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
+from megatron.core.dist_checkpointing.staging import StagingArea
 from megatron.core.dist_checkpointing.state_dict import (
     RunTensors,
     describe_layout,
@@ -20,19 +32,24 @@ from megatron.core.dist_checkpointing.state_dict import (
     rng_tensors,
 )
 from megatron.core.dist_checkpointing.storage import sync_folder
-from megatron.core.errors import CheckpointError, MegatronError
+from megatron.core.errors import MegatronError
 from megatron.core.parallel_state import ParallelState
+from megatron.core.process_group import Group
 from megatron.training.checkpoint_choice import Log
 from megatron.training.checkpoint_directory import (
     create_saving_folder,
+    iteration_folder,
     publish,
     remove_expired,
     saving_folder,
 )
 from megatron.training.config.checkpoint_config import CheckpointConfig
+from megatron.training.save_directory import SaveFolders, one_folder
 from megatron.training.train_state import TrainProgress
 
 TOKENIZER_FOLDER = "tokenizer"
+_THREAD_NAME = "checkpoint writer"
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +57,33 @@ class CommonState:
     """Hold the plain values that a run saves beside its tensors.
 
     ``config`` is the configuration as JSON values, ``scheduler`` the scheduler's state. ``write_tokenizer`` is given
-    a folder to leave the tokenizer's files in; rank 0 calls it.
+    a folder to leave the tokenizer's files in; the first rank of each folder calls it, in the thread that writes.
     """
 
     progress: TrainProgress
     config: Mapping[str, Any]
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     write_tokenizer: Callable[[Path], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveTarget:
+    """Hold where the checkpoints of a run go, and who does what there.
+
+    With an ``area`` the tensors are copied into it first, and may change as soon as the first step has been taken.
+    """
+
+    directory: Path
+    folders: SaveFolders
+    state: ParallelState
+    options: CheckpointConfig
+    log: Log
+    area: StagingArea | None = None
+
+    @property
+    def is_leader(self) -> bool:
+        """Return whether this rank does what is done once in its folder."""
+        return self.folders.is_leader(self.state.rank)
 
 
 def save_checkpoint(
@@ -56,71 +93,170 @@ def save_checkpoint(
     state: ParallelState,
     options: CheckpointConfig,
     log: Log,
+    folders: SaveFolders | None = None,
 ) -> None:
     """Save a checkpoint, collectively: it appears under its name only when all of all ranks is on disk.
 
     Raises:
-        CheckpointError: it could not be written, on every rank alike; what was saved before is still in place.
+        CheckpointWriteError: it could not be written, on every rank alike; what was saved before is still in place.
     """
-    directory = Path(directory)
-    iteration = common.progress.iteration
-    optimizer = None if options.no_save_optim else tensors.optimizer
-    rng = {} if options.no_save_rng else tensors.rng
+    target = SaveTarget(
+        directory=Path(directory),
+        folders=one_folder(state) if folders is None else folders,
+        state=state,
+        options=options,
+        log=log,
+    )
+    for _ in save_in_steps(tensors, common, target):
+        pass  # each step waits for the task before it
+
+
+def save_in_steps(tensors: RunTensors, common: CommonState, target: SaveTarget) -> Iterator[BackgroundTask[Any]]:
+    """Save a checkpoint in steps that all ranks take together, each as soon as the tasks before it are done everywhere.
+
+    Yields this rank's task between two steps. Only the steps communicate, so that whoever takes them decides from
+    which thread; only the tasks touch the shards, so that training may go on beside them.
+
+    Raises:
+        CheckpointWriteError: the checkpoint could not be written, on every rank alike.
+    """
+    world, directory, iteration = target.state.world, target.directory, common.progress.iteration
+    folder = saving_folder(directory, iteration)
+    content = _plain_content(tensors, common, target)
+    share = plan_share(_described(tensors, target), world)
+    target.log(f"saving checkpoint at iteration {iteration:7d} to {directory}")
+    try:
+        raise_on_all_ranks(_attempt(lambda: _create_folder(target, iteration)), world)
+        if target.area is not None:
+            share = share.staged(target.area)
+        write_tokenizer = common.write_tokenizer if target.is_leader else None
+        writing = BackgroundTask(lambda: _write(folder, share, write_tokenizer), _THREAD_NAME)
+        yield writing
+        shares = _results(writing, world)
+        finishing = BackgroundTask(lambda: _finish_folder(target, iteration, share, shares, content), _THREAD_NAME)
+        yield finishing
+        _results(finishing, world)
+        if not target.folders.is_shared:
+            # Every machine has the whole index by now: from here on any of them can complete the checkpoint.
+            publishing = BackgroundTask(lambda: _publish(target, iteration), _THREAD_NAME)
+            yield publishing
+            _results(publishing, world)
+    except MegatronError:
+        if target.is_leader:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    target.log(f"  successfully saved checkpoint at iteration {iteration:7d} to {directory}")
+    removing = BackgroundTask(lambda: _remove_expired(target, iteration), _THREAD_NAME)
+    yield removing
+    for warning in filter(None, _results(removing, world)):
+        target.log(warning)
+
+
+def _plain_content(tensors: RunTensors, common: CommonState, target: SaveTarget) -> dict[str, Any]:
+    """Return the shared state, as it is now.
+
+    Raises:
+        TypeError: a value is not plain data; nothing has been written yet.
+    """
+    optimizer = None if target.options.no_save_optim else tensors.optimizer
     content = {
         "progress": dataclasses.asdict(common.progress),
         "config": common.config,
-        "layout": describe_layout(state),
+        "layout": describe_layout(target.state),
         "optimizer": None if optimizer is None else optimizer.scalar_state(),
         "scheduler": None if optimizer is None else common.scheduler,
         "tokenizer": None if common.write_tokenizer is None else TOKENIZER_FOLDER,
     }
-    encode_common(content)  # a value that is not plain data must fail before anything is written
-    described = model_tensors(tensors.models) + rng_tensors(rng, state)
-    if optimizer is not None:
-        described += optimizer_tensors(optimizer)
-
-    log(f"saving checkpoint at iteration {iteration:7d} to {directory}")
-    try:
-        _on_first_rank(state, f"cannot create a folder in {directory}", lambda: _begin(directory, common))
-        save_tensors(saving_folder(directory, iteration), described, content, state.world)
-        _on_first_rank(state, f"cannot publish in {directory}", lambda: publish(directory, iteration))
-    except CheckpointError:
-        if state.world.is_first:
-            shutil.rmtree(saving_folder(directory, iteration), ignore_errors=True)
-        raise
-    log(f"  successfully saved checkpoint at iteration {iteration:7d} to {directory}")
-    if state.world.is_first:
-        _apply_retention(directory, iteration, options, log)
+    copy: dict[str, Any] = json.loads(encode_common(content))
+    return copy
 
 
-def _begin(directory: Path, common: CommonState) -> None:
-    folder = create_saving_folder(directory, common.progress.iteration)
-    if common.write_tokenizer is None:
-        return
-    tokenizer = folder / TOKENIZER_FOLDER
-    tokenizer.mkdir()
-    common.write_tokenizer(tokenizer)
-    for path in tokenizer.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    sync_folder(tokenizer)
+def _described(tensors: RunTensors, target: SaveTarget) -> list[ShardedTensor]:
+    rng = {} if target.options.no_save_rng else tensors.rng
+    described = model_tensors(tensors.models) + rng_tensors(rng, target.state)
+    if tensors.optimizer is not None and not target.options.no_save_optim:
+        described += optimizer_tensors(tensors.optimizer)
+    return described
 
 
-def _on_first_rank(state: ParallelState, complaint: str, action: Callable[[], None]) -> None:
-    """Run an action on rank 0 and let every rank learn whether the file system refused it."""
-    error: MegatronError | None = None
-    if state.world.is_first:
+def _create_folder(target: SaveTarget, iteration: int) -> None:
+    if target.is_leader:
         try:
-            action()
+            create_saving_folder(target.directory, iteration)
         except OSError as failure:
-            error = CheckpointError(f"{complaint}: {failure.strerror or failure}")
-        except MegatronError as failure:
-            error = failure
-    raise_on_all_ranks(error, state.world)
+            raise write_error(saving_folder(target.directory, iteration), failure) from failure
 
 
-def _apply_retention(directory: Path, iteration: int, options: CheckpointConfig, log: Log) -> None:
+def _write(folder: Path, share: RankShare, write_tokenizer: Callable[[Path], None] | None) -> WrittenShare:
+    if write_tokenizer is not None:
+        tokenizer = folder / TOKENIZER_FOLDER
+        try:
+            tokenizer.mkdir()
+            write_tokenizer(tokenizer)
+            for path in tokenizer.iterdir():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            sync_folder(tokenizer)
+        except OSError as failure:
+            raise write_error(tokenizer, failure) from failure
+    return share.write(folder)
+
+
+def _finish_folder(
+    target: SaveTarget, iteration: int, share: RankShare, shares: Sequence[WrittenShare], content: Mapping[str, Any]
+) -> None:
+    """Write the index and, where all ranks share the folder, publish it."""
+    if not target.is_leader:
+        return
+    folder = saving_folder(target.directory, iteration)
     try:
-        remove_expired(directory, iteration, options.keep_last, options.keep_every)
-    except OSError as error:
-        log(f"WARNING: could not remove an old checkpoint in {directory}: {error.strerror}")
+        write_index(folder, build_index(share.plan, shares, content))
+        sync_folder(folder)
+        if not target.folders.is_shared:
+            # After an interruption the hidden folder itself may have to be found again.
+            sync_folder(target.directory)
+    except OSError as failure:
+        raise write_error(folder / INDEX_FILE, failure) from failure
+    if target.folders.is_shared:
+        _publish(target, iteration)
+
+
+def _publish(target: SaveTarget, iteration: int) -> None:
+    if target.is_leader:
+        try:
+            publish(target.directory, iteration)
+        except OSError as failure:
+            raise write_error(iteration_folder(target.directory, iteration), failure) from failure
+
+
+def _remove_expired(target: SaveTarget, iteration: int) -> str | None:
+    """Apply the retention rule; return a warning where it cannot be."""
+    if target.is_leader:
+        try:
+            remove_expired(target.directory, iteration, target.options.keep_last, target.options.keep_every)
+        except OSError as error:
+            return f"WARNING: could not remove an old checkpoint in {target.directory}: {error.strerror}"
+    return None
+
+
+def _results(task: BackgroundTask[Result], world: Group) -> list[Result]:
+    """Return what every rank's task returned.
+
+    Raises:
+        MegatronError: a task failed for a reason that its rank can name; on every rank alike.
+    """
+    result: list[Result] = []
+    error = _attempt(lambda: result.append(task.result()))
+    outcomes = all_gather_objects((error, result), world)
+    for reported, _ in outcomes:
+        if reported is not None:
+            raise reported
+    return [value for _, values in outcomes for value in values]
+
+
+def _attempt(action: Callable[[], None]) -> MegatronError | None:
+    try:
+        action()
+    except MegatronError as failure:
+        return failure
+    return None

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.gpt_dataset import SampleDataset
 from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
-from megatron.core.errors import ConfigurationError, InputError, MegatronError
+from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.training.checkpoint_saver import open_saver
 from megatron.training.config.argument_block import format_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data_plan import DatasetsProvider, sample_targets
@@ -103,6 +104,11 @@ def _run(application: Application, start_time: float) -> None:
     run, datasets = _set_up(application)
     try:
         _train_and_evaluate(application, run, datasets, start_time)
+        run.checkpoints.check_last()
+    except TrainingError:
+        # Every rank comes here: a checkpoint that is being written is worth the wait.
+        run.checkpoints.finish()
+        raise
     finally:
         if run.metrics is not None:
             run.metrics.close()
@@ -116,8 +122,8 @@ def _set_up(application: Application) -> tuple[TrainingRun, DatasetSplits]:
     )
     with timers("model-and-optimizer-setup"):
         parts = build_training_parts(config, runtime, application.model_provider, log)
-    checkpoints = RunCheckpoints(config, runtime, parts, application.tokenizer, log)
-    checkpoints.prepare()
+    saver = open_saver(config.checkpoint, runtime, log)
+    checkpoints = RunCheckpoints(config, runtime, parts, application.tokenizer, saver, log)
     with timers("load-checkpoint"):
         train_state = checkpoints.resume()
     with timers("train/valid/test-data-iterators-setup"):
@@ -136,7 +142,7 @@ def _set_up(application: Application) -> tuple[TrainingRun, DatasetSplits]:
         valid_source=application.source(datasets.valid, train_state.consumed_valid_samples) if has_validation else None,
         metrics=_open_metrics(config, runtime, train_state.iteration),
         timers=timers,
-        save=lambda: checkpoints.save(train_state),
+        checkpoints=checkpoints,
     )
     return run, datasets
 

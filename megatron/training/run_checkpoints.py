@@ -10,28 +10,24 @@ from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
 from megatron.training.checkpoint_loading import load_checkpoint
-from megatron.training.checkpoint_saving import CommonState, save_checkpoint
+from megatron.training.checkpoint_saver import CheckpointSaver
+from megatron.training.checkpoint_saving import CommonState
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime
 from megatron.training.model_setup import TrainingParts
-from megatron.training.save_directory import prepare_save_directory
 from megatron.training.train_state import TrainState
 
 
 @dataclass(frozen=True, eq=False)
 class RunCheckpoints:
-    """Save a run and pick it up again, as ``--save`` and ``--load`` say."""
+    """Save a run and pick it up again, as ``--save`` and ``--load`` say; ``saver`` is None without ``--save``."""
 
     config: RunConfig
     runtime: Runtime
     parts: TrainingParts
     tokenizer: Tokenizer
+    saver: CheckpointSaver | None
     log: Callable[[str], None]
-
-    def prepare(self) -> None:
-        """Bring the folder of ``--save`` in order after an interrupted save."""
-        if self.config.checkpoint.save is not None:
-            prepare_save_directory(self.config.checkpoint.save, self.runtime.state, self.log)
 
     def resume(self) -> TrainState:
         """Fill everything from the newest checkpoint of ``--load`` and return where the run stands.
@@ -70,8 +66,8 @@ class RunCheckpoints:
         return TrainState.from_progress(loaded.progress)
 
     def save(self, train_state: TrainState) -> None:
-        """Save a checkpoint of this moment; nothing where ``--save`` is not given."""
-        if self.config.checkpoint.save is None:
+        """Save a checkpoint of this moment, or with ``--async-save`` begin to; nothing without ``--save``."""
+        if self.saver is None:
             return
         common = CommonState(
             progress=train_state.freeze(),
@@ -79,14 +75,26 @@ class RunCheckpoints:
             scheduler=self.parts.scheduler.state_dict(),
             write_tokenizer=self._write_tokenizer,
         )
-        save_checkpoint(
-            self.config.checkpoint.save,
-            self._tensors(),
-            common,
-            self.runtime.state,
-            self.config.checkpoint,
-            self.log,
-        )
+        self.saver.save(self._tensors(), common)
+
+    def poll(self) -> None:
+        """Let a save that is under way go on, without waiting for it; to be called between iterations."""
+        if self.saver is not None:
+            self.saver.poll()
+
+    def finish(self) -> None:
+        """Wait until the last save is complete or given up."""
+        if self.saver is not None:
+            self.saver.finish()
+
+    def check_last(self) -> None:
+        """Refuse to call a run done whose last checkpoint could not be written.
+
+        Raises:
+            TrainingError: the newest save failed, on every rank alike.
+        """
+        if self.saver is not None:
+            self.saver.check_last()
 
     def _tensors(self) -> RunTensors:
         for model in self.parts.models:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
@@ -18,11 +17,10 @@ from megatron.training.initialize import Runtime
 from megatron.training.metrics import MetricsWriter
 from megatron.training.model_setup import TrainingParts
 from megatron.training.reporting import IntervalAverage, StepReport, format_evaluation, format_memory, format_step
+from megatron.training.run_checkpoints import RunCheckpoints
 from megatron.training.signals import ExitRequest
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import Agreement, ForwardStep, TrainingStep
-
-Save = Callable[[], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +35,7 @@ class TrainingRun:
     valid_source: BatchSource | None
     metrics: MetricsWriter | None
     timers: Timers
-    save: Save
+    checkpoints: RunCheckpoints
 
     def log(self, text: str) -> None:
         """Print on the reporting rank."""
@@ -66,6 +64,7 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     while state.iteration < config.train_iters and reason is None:
         batch_size = batches.global_batch_size_at(state.consumed_train_samples)
         report, agreement = step.run(state, train_source, batch_size, exit_request)
+        run.checkpoints.poll()
         average.add(report)
         _write_metrics(run, report)
         if _is_due(config.training.check_weight_hash_across_dp_replicas_interval, state.iteration):
@@ -77,13 +76,14 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
             evaluate_and_report(run, run.valid_source, "validation", f"iteration {state.iteration}")
         reason = _exit_reason(config, state.iteration, agreement)
         if _is_due(config.checkpoint.save_interval, state.iteration) or reason is not None:
-            run.save()
+            run.checkpoints.save(state)
             saved_iteration = state.iteration
         _collect_garbage(config, state.iteration)
         if config.training.empty_unused_memory_level >= 1:
             run.runtime.device.empty_cache()
     if saved_iteration != state.iteration:
-        run.save()
+        run.checkpoints.save(state)
+    run.checkpoints.finish()
     return reason
 
 

@@ -292,7 +292,6 @@ NOT_SUPPORTED_FIELDS: dict[str, str] = {
     "extra_valid_data_names": "more than one validation set",
     "use_checkpoint_args": "taking the model's shape from a checkpoint",
     "dist_ckpt_strictness": "loading a checkpoint that lacks tensors or has too many",
-    "async_save": "saving while training goes on",
     "full_validation": "evaluating on the whole validation set",
 }
 """Fields whose feature is not built: any value but the default is refused, with the name of the feature."""

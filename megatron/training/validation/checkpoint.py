@@ -15,6 +15,8 @@ def _check_save(config: RunConfig) -> Iterator[str]:
         return
     if checkpoint.save_interval is not None:
         yield f"--save-interval {checkpoint.save_interval} has no effect without --save DIR; add it"
+    if checkpoint.async_save:
+        yield "--async-save has no effect without --save DIR; add it"
     for name, value in (("keep-last", checkpoint.keep_last), ("keep-every", checkpoint.keep_every)):
         if value is not None:
             yield f"--{name} {value} has no effect without --save DIR; add it"
