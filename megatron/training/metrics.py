@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from megatron.core.device import Device
 from megatron.training.config.run_config import RunConfig
@@ -19,14 +19,16 @@ class MetricsWriter:
     """Append to the metrics file and to TensorBoard; only the reporting rank makes one.
 
     A resumed run goes on where its checkpoint stands: what an interrupted run wrote beyond it is moved to
-    ``FILE.superseded``, so that every iteration stands in the file once and nothing is lost.
+    ``FILE.superseded``, so that every iteration stands in the file once and nothing is lost. A disk that takes no more
+    stops no training: it is said once, and the figures of the metrics file go on when there is room again.
     """
 
     def __init__(self, config: RunConfig, device: Device, start_iteration: int) -> None:
         self._logging = config.logging
         self._world_size = config.world_size
         self._device = device
-        self._file = None
+        self._file: TextIO | None = None
+        self._is_refused = False
         self.tensorboard: Any = None
         if config.metrics_jsonl is not None:
             path = Path(config.metrics_jsonl)
@@ -52,7 +54,12 @@ class MetricsWriter:
         """Append one JSON object with full precision; a figure that is not finite is written as null."""
         if self._file is not None:
             cleaned = {key: _finite(value) for key, value in values.items()}
-            self._file.write(json.dumps(cleaned, allow_nan=False) + "\n")
+            try:
+                # What is refused stays in the file's buffer, and is written before the next line.
+                self._file.write(json.dumps(cleaned, allow_nan=False) + "\n")
+                self._is_refused = False
+            except OSError as error:
+                self._report_refused(error)
 
     def write_step(self, step: StepReport) -> None:
         """Append the figures of one iteration."""
@@ -106,14 +113,33 @@ class MetricsWriter:
         if self.tensorboard is not None:
             for name, value in values.items():
                 if value is not None:
-                    self.tensorboard.add_scalar(name, value, iteration)
+                    self._add_scalar(name, value, iteration)
 
     def close(self) -> None:
         """Flush and close the files."""
-        if self._file is not None:
-            self._file.close()
-        if self.tensorboard is not None:
-            self.tensorboard.close()
+        try:
+            if self._file is not None:
+                self._file.close()
+            if self.tensorboard is not None:
+                self.tensorboard.close()
+        except OSError as error:
+            self._report_refused(error)
+
+    def _add_scalar(self, name: str, value: float, iteration: int) -> None:
+        if self.tensorboard is None:
+            return
+        try:
+            self.tensorboard.add_scalar(name, value, iteration)
+        except OSError as error:
+            # Its writing thread ends with the first error.
+            self.tensorboard = None
+            print(f"WARNING: cannot write to TensorBoard: {error.strerror}; it gets no more figures", flush=True)
+
+    def _report_refused(self, error: OSError) -> None:
+        if not self._is_refused:
+            name = "" if self._file is None else f" {self._file.name}"
+            print(f"WARNING: cannot write the figures of this run{name}: {error.strerror}", flush=True)
+        self._is_refused = True
 
 
 def _finite(value: Any) -> Any:

@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -39,6 +40,7 @@ from megatron.training.refusal import launch_environment_or_exit
 
 VARIABLE = "TEST_FAULTS"
 POLL_INTERVAL_S = 0.002
+FULL_DISK_BYTES = 60_000  # enough for what the tests log, too little for a shard
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Faults:
     from answering anything for a minute, as a collective on a GPU does whose peer is gone. ``kill_after_s`` (from the
     first micro-batch on) and ``kill_at_checkpoint`` (an iteration in the tracker file ``tracker``) kill every rank
     without a warning.
+    ``no_room`` gives two micro-batches: from the one to before the other no file of ``rank`` can become large.
     ``drop_share`` masks out a share of the tokens that differs from sample to sample.
     """
 
@@ -70,6 +73,7 @@ class Faults:
     kill_after_s: float | None = None
     kill_at_checkpoint: int | None = None
     tracker: str = ""
+    no_room: tuple[int, int] | None = None
     drop_share: float = 0.0
 
     def environment(self) -> dict[str, str]:
@@ -123,6 +127,9 @@ class _FaultyForwardStep:
             os.kill(os.getpid(), signal.SIGTERM)
         if self.microbatch == faults.hour_passes_at:
             signals.time = SimpleNamespace(time=lambda: time.time() + 3600.0)
+        if faults.no_room is not None and self.microbatch in faults.no_room:
+            limit = FULL_DISK_BYTES if self.microbatch == faults.no_room[0] else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         if self.microbatch == faults.drift_at:
             with torch.no_grad():
                 _parameter_named(model, faults.drifting_parameter)[0] += 0.5

@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron.core.dist_checkpointing.mapping import StoredFile, StoredPiece
+from megatron.core.dist_checkpointing.sequential_file import SequentialFile
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 
 _SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
@@ -30,7 +33,6 @@ _SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 _LENGTH_BYTES = 8
-_WRITE_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,47 +84,13 @@ def write_shard(path: Path, entries: Sequence[ShardEntry]) -> tuple[StoredFile, 
     """
     header = shard_header(entries)
     written = []
-    with open(path, "wb", buffering=0) as file:
-        output = _SequentialOutput(file)
-        output.append(memoryview(header))
+    with SequentialFile(path, shard_bytes(entries)) as file:
+        file.append(header)
         for entry in entries:
-            start, data = output.num_bytes, _bytes_of(entry.values)
-            written.append(WrittenEntry(start, len(data), f"{output.append(data):08x}"))
-        os.fsync(file.fileno())
-    return StoredFile(output.num_bytes, len(header), checksum(header)), written
-
-
-class _SequentialOutput:
-    """Append to a file, and let the disk work on what is appended while the next bytes are prepared.
-
-    Left alone, the system keeps written pages in memory until the closing fsync, and processor and disk take turns.
-    """
-
-    def __init__(self, file: io.FileIO) -> None:
-        self.num_bytes = 0
-        self._file = file
-        self._num_started = 0
-
-    def append(self, data: memoryview) -> int:
-        """Append the bytes and return their CRC-32."""
-        crc = 0
-        for start in range(0, len(data), _WRITE_BYTES):
-            part = data[start : start + _WRITE_BYTES]
-            written = 0
-            while written < len(part):
-                written += self._file.write(part[written:])
-            self.num_bytes += len(part)
-            if self.num_bytes - self._num_started >= _WRITE_BYTES:
-                self._start_writing_back()
-            crc = zlib.crc32(part, crc)
-        return crc
-
-    def _start_writing_back(self) -> None:
-        # Pages that are not clean yet, as these, are not dropped by this advice: their way to the disk begins.
-        if hasattr(os, "posix_fadvise"):
-            length = self.num_bytes - self._num_started
-            os.posix_fadvise(self._file.fileno(), self._num_started, length, os.POSIX_FADV_DONTNEED)
-        self._num_started = self.num_bytes
+            start = file.num_bytes
+            crc = file.append(_bytes_of(entry.values))
+            written.append(WrittenEntry(start, file.num_bytes - start, f"{crc:08x}"))
+    return StoredFile(file.num_bytes, len(header), checksum(header)), written
 
 
 def shard_bytes(entries: Sequence[ShardEntry]) -> int:
@@ -189,6 +157,7 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _bytes_of(values: torch.Tensor) -> memoryview:
+def _bytes_of(values: torch.Tensor) -> NDArray[np.uint8]:
     flat = values.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    bytes_of_values: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return bytes_of_values
