@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from megatron.core.collectives import all_gather_objects
 from megatron.core.dist_checkpointing.background_task import BackgroundTask
-from megatron.core.dist_checkpointing.index import INDEX_FILE, encode_common, write_index
+from megatron.core.dist_checkpointing.index import encode_common, write_index
+from megatron.core.dist_checkpointing.index_file import INDEX_FILE
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.rank_share import (
     RankShare,
@@ -38,11 +39,11 @@ from megatron.core.process_group import Group
 from megatron.training.checkpoint_choice import Log
 from megatron.training.checkpoint_directory import (
     create_saving_folder,
-    iteration_folder,
     publish,
     remove_expired,
     saving_folder,
 )
+from megatron.training.checkpoint_folders import iteration_folder
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.save_directory import SaveFolders, one_folder
 from megatron.training.train_state import TrainProgress

@@ -22,34 +22,53 @@ from tests.harness.distributed import run_distributed
 NOTHING = DatasetSplits(None, None, None)
 
 
-def prepare(folders: list[str]) -> str:
-    """Prepare ``checkpoints`` below this rank's folder; return what is wrong with it, or what it holds."""
+def prepare(folders: list[str]) -> tuple[tuple[int, ...], list[str], list[str]]:
+    """Prepare ``checkpoints`` below this rank's folder; return who shares one, what it holds, and the log."""
+    os.chdir(folders[dist.get_rank()])
+    lines: list[str] = []
+    leaders = prepare_save_directory("checkpoints", create_parallel_state(), lines.append).leaders
+    dist.barrier()
+    return leaders, sorted(os.listdir("checkpoints")), lines
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_ranks_find_out_which_of_them_share_a_folder(is_there: bool, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+        if is_there:
+            (folder / "checkpoints").mkdir()
+            (folder / "checkpoints" / ".0123.000000.shared").touch()
+    for leaders in ((0, 0, 2, 2), (0, 1, 0, 1), (0, 1, 1, 1)):
+        found = run_distributed(4, prepare, [str(folders[int(leader > 0)]) for leader in leaders])
+        for shares, content, lines in found:
+            assert shares == leaders
+            assert content == []
+            assert lines[0].startswith("--save checkpoints is a folder of its own for each of 2 machines: ")
+
+
+def test_a_shared_save_folder_is_left_clean(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / ".0123.000000.shared").touch()
+    assert run_distributed(2, prepare, [str(tmp_path)] * 2) == [((0, 0), [], [])] * 2
+
+
+def test_a_folder_that_one_machine_cannot_make_ends_the_run_everywhere(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    (folders[1] / "checkpoints").symlink_to("nowhere/at/all")
+    expected = "cannot prepare checkpoints on rank 1: File exists; change --save"
+    assert run_distributed(2, refuse, [str(folder) for folder in folders]) == [expected] * 2
+
+
+def refuse(folders: list[str]) -> str:
     os.chdir(folders[dist.get_rank()])
     try:
         prepare_save_directory("checkpoints", create_parallel_state(), lambda line: None)
     except CheckpointError as error:
         return str(error)
-    dist.barrier()
-    return str(sorted(os.listdir("checkpoints")))
-
-
-@pytest.mark.parametrize("is_there", [False, True])
-def test_a_save_folder_on_each_machine_is_refused_at_once(is_there: bool, tmp_path: Path) -> None:
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for folder in folders:
-        folder.mkdir()
-        if is_there:
-            (folder / "checkpoints").mkdir()
-    messages = run_distributed(2, prepare, [str(folder) for folder in folders])
-    assert messages[0] == messages[1]
-    assert messages[0].startswith("--save checkpoints of rank 1 is not the folder of rank 0; give --save a folder on")
-    assert list((folders[0] / "checkpoints").iterdir()) == []
-
-
-def test_a_shared_save_folder_is_left_clean(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / ".0123.shared").touch()
-    assert run_distributed(2, prepare, [str(tmp_path)] * 2) == ["[]", "[]"]
+    return "prepared"
 
 
 class Builder:
