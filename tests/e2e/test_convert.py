@@ -1,0 +1,133 @@
+"""The converter on checkpoints of real runs: what comes out is what went in, and a run goes on from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.interop.comparison import compare_sources
+from megatron.interop.native.native_source import NativeSource
+from megatron.training.config.run_config import RunConfig
+from tests.e2e.toy_run import exact_figures, newest, toy_args
+from tests.harness.forked_training import fork_training
+from tools.checkpoint import conversion
+from tools.checkpoint.conversion import convert
+from tools.checkpoint.conversion_check import ConversionMismatchError
+from tools.checkpoint.convert_arguments import parse_arguments
+
+STATE = ("progress", "optimizer", "scheduler", "tokenizer")
+HALF_WAY = "--bf16 --exit-interval 4 --num-layers 4"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run at TP 2 with the distributed optimizer, stopped at iteration 4 of 20."""
+    folder = tmp_path_factory.mktemp("trained")
+    flags = "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
+    fork_training(toy_args(folder, HALF_WAY, flags), 2).check()
+    return folder / "checkpoints"
+
+
+def run_converter(load: Path, save: Path, *more: str) -> list[str]:
+    lines: list[str] = []
+    words = ["--load-dir", str(load), "--save-dir", str(save), *" ".join(more).split()]
+    convert(parse_arguments(words).values, lines.append)
+    return lines
+
+
+def test_another_layout_holds_the_same_bits_and_is_resumed(trained: Path, tmp_path: Path) -> None:
+    lines = run_converter(
+        trained, tmp_path / "checkpoints", "--target-tensor-parallel-size 1 --target-pipeline-parallel-size 2"
+    )
+    result = newest(tmp_path / "checkpoints")
+    assert result.name == "iter_0000004"
+    assert any("writing" in line and "MB/s" in line for line in lines)
+    assert any("are equal, bit by bit" in line for line in lines)
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+    old, new = NativeSource(newest(trained)), NativeSource(result)
+    names = {name.split(".")[1] for name in new.tensors if name.startswith("optimizer.")}
+    assert names == {"exp_avg", "exp_avg_sq", "main_param"}
+    assert [str(item) for item in compare_sources(old, new) if not item.is_equal] == []
+    for key in STATE:
+        assert new.common[key] == old.common[key], key
+    model = RunConfig.from_dict(new.common["config"]).model
+    assert (model.tensor_model_parallel_size, model.pipeline_model_parallel_size) == (1, 2)
+    assert not model.sequence_parallel
+    assert new.common["layout"]["world_size"] == 2
+    old.close()
+    new.close()
+
+    flags = f"{HALF_WAY} --exit-interval 8"
+    (tmp_path / "direct").mkdir()
+    converted = fork_training([*toy_args(tmp_path, flags), "--save", str(tmp_path / "after")], 1).check()
+    words = toy_args(tmp_path / "direct", flags, "--load", trained)
+    direct = fork_training(words, 1).check()
+    assert "at iteration 4" in converted.stdout
+    assert exact_figures(converted.metrics) == exact_figures(direct.metrics)
+    assert len(converted.iterations()) == 4
+
+
+def test_there_and_back_is_the_same_checkpoint(trained: Path, tmp_path: Path) -> None:
+    there, back = tmp_path / "there", tmp_path / "back"
+    run_converter(trained, there, "--target-pipeline-parallel-size 4 --target-tensor-parallel-size 4")
+    run_converter(there, back, "--target-pipeline-parallel-size 1 --target-tensor-parallel-size 2")
+    old, new = NativeSource(newest(trained)), NativeSource(newest(back))
+    assert [str(item) for item in compare_sources(old, new) if not item.is_equal] == []
+    assert {key: old.common[key] for key in STATE} == {key: new.common[key] for key in STATE}
+    old.close()
+    new.close()
+
+
+def test_weights_alone_in_another_type(trained: Path, tmp_path: Path) -> None:
+    lines = run_converter(trained, tmp_path, "--no-save-optim --fp16")
+    assert any("without optimizer state" in line for line in lines)
+    old, new = NativeSource(newest(trained)), NativeSource(newest(tmp_path))
+    assert new.common["optimizer"] is None
+    assert new.common["scheduler"] is None
+    assert RunConfig.from_dict(new.common["config"]).model.params_dtype == "float16"
+    assert sorted(new.tensors) == sorted(name for name in old.tensors if name.startswith("model."))
+    for name in new.tensors:
+        assert torch.equal(new.read(name), old.read(name).half()), name
+    old.close()
+    new.close()
+
+
+def test_a_wrong_result_is_not_published(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "optimizer.exp_avg.decoder.layers.2.mlp.linear_fc1.weight"
+    right = conversion.write_native
+
+    class WrongSource(conversion.SourceView):
+        def read(self, wanted: str, box: object = None) -> torch.Tensor:
+            values = super().read(wanted, box)  # type: ignore[arg-type]
+            if wanted == name:
+                values.view(-1)[5] += 1e-3
+            return values
+
+    monkeypatch.setattr(
+        conversion, "write_native", lambda source, *rest: right(WrongSource(source, source.common), *rest)
+    )
+    with pytest.raises(ConversionMismatchError, match=rf"not published: {name}: 1 of \d+ elements differ"):
+        run_converter(trained, tmp_path / "result")
+    assert not (tmp_path / "result").exists()
+    run_converter(trained, tmp_path / "unchecked", "--no-verify")
+    assert newest(tmp_path / "unchecked").is_dir()
+
+
+def test_an_index_that_says_something_else_is_not_published(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = conversion.write_native
+
+    def write(source: conversion.SourceView, *rest: object) -> Path:
+        progress = json.loads(json.dumps(source.common["progress"]))
+        progress["consumed_train_samples"] += 1
+        return right(conversion.SourceView(source, {**source.common, "progress": progress}), *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(conversion, "write_native", write)
+    with pytest.raises(ConversionMismatchError, match=r"progress: .*became"):
+        run_converter(trained, tmp_path / "result")
+    assert not (tmp_path / "result").exists()

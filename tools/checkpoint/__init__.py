@@ -1,0 +1,1 @@
+"""Convert, inspect and compare checkpoints."""
