@@ -56,7 +56,13 @@ class Checkpoint:
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Declare where the model comes from and how it is cut."""
-    parser.add_argument("--load", required=True, metavar="DIR", help="folder that the run saved its checkpoints to")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument(
+        "--load",
+        metavar="DIR",
+        help="folder that a run saved its checkpoints to, natively or in Megatron's torch format",
+    )
+    model.add_argument("--load-hf", metavar="DIR", help="Hugging Face model folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (the newest)")
     cut = parser.add_argument_group("layout: as many processes as tensor x pipeline, started by torchrun")
     cut.add_argument(
@@ -85,9 +91,16 @@ def check_model_flags(arguments: argparse.Namespace) -> None:
 
     Raises:
         CheckpointError: so it is.
+        ConfigurationError: an iteration of a folder that has none is asked for.
     """
-    if not Path(arguments.load).is_dir():
+    if arguments.load is not None and not Path(arguments.load).is_dir():
         raise CheckpointError(f"--load {arguments.load} is not a folder; name the folder that a run saved to")
+    if arguments.load_hf is not None and not Path(arguments.load_hf).is_dir():
+        raise CheckpointError(f"--load-hf {arguments.load_hf} is not a folder; name a model's folder on this machine")
+    if arguments.load_hf is not None and arguments.ckpt_step is not None:
+        raise ConfigurationError(
+            f"--ckpt-step {arguments.ckpt_step} needs --load; a model of --load-hf has no iterations"
+        )
 
 
 def layout_sizes(arguments: argparse.Namespace, num_processes: int) -> tuple[int, int]:
@@ -117,14 +130,44 @@ def layout_sizes(arguments: argparse.Namespace, num_processes: int) -> tuple[int
 
 
 def open_checkpoint(arguments: argparse.Namespace, launch: LaunchEnvironment, log: Log) -> Checkpoint:
-    """Read what a checkpoint says of itself; only this process reads.
+    """Read what a checkpoint of any format says of itself; only this process reads.
 
     Raises:
         InputError: it cannot be read, its tokenizer cannot be built, or its model cannot be cut like this.
     """
+    sizes = layout_sizes(arguments, launch.world_size)
+    folder = _folder_of_other_format(arguments)
+    if folder is not None:
+        return _open_source(arguments, folder, sizes)
+    return _open_native(arguments, sizes, log)
+
+
+def _folder_of_other_format(arguments: argparse.Namespace) -> Path | None:
+    """Return the folder that holds the model's files, or None where a run saved them natively, or there are none.
+
+    ``--load`` may also name such a folder itself, of any format.
+
+    Raises:
+        CheckpointError: a format that was asked for by name is not there, or one that cannot be read is.
+    """
+    from megatron.interop.open_checkpoint import detect_format
+    from megatron.training.checkpoint_folders import candidate_folders
+
+    if arguments.load_hf is not None:
+        folder = Path(arguments.load_hf)
+        if detect_format(folder) != "hf":
+            raise CheckpointError(f"--load-hf {folder} is not a Hugging Face model folder: it has no config.json")
+        return folder
+    candidates = candidate_folders(Path(arguments.load), arguments.ckpt_step)
+    if candidates:
+        return candidates[0] if detect_format(candidates[0]) == "torch" else None
+    folder = Path(arguments.load)
+    return None if detect_format(folder) is None else folder
+
+
+def _open_native(arguments: argparse.Namespace, sizes: tuple[int, int], log: Log) -> Checkpoint:
     from megatron.training.checkpoint_loading import read_common
 
-    sizes = layout_sizes(arguments, launch.world_size)
     common = read_common(arguments.load, arguments.ckpt_step, log)
     config = check_layout(RunConfig.from_dict(common["config"]), *sizes)
     tokenizer = load_tokenizer(arguments, config.tokenizer, common["tokenizer"])
@@ -136,6 +179,32 @@ def open_checkpoint(arguments: argparse.Namespace, launch: LaunchEnvironment, lo
 
         model = build_inference_model(config.model, state, device)
         load_model_weights(arguments.load, [model], state, log, arguments.ckpt_step)
+        return model
+
+    return Checkpoint(config.model, tokenizer, load_model)
+
+
+def _open_source(arguments: argparse.Namespace, folder: Path, sizes: tuple[int, int]) -> Checkpoint:
+    from megatron.interop import open_checkpoint
+
+    source = open_checkpoint.open_checkpoint(folder)
+    config = check_layout(RunConfig.from_dict(source.common["config"]), *sizes)
+    copies = source.common["tokenizer"]
+    tokenizer = load_tokenizer(arguments, config.tokenizer, None if copies is None else folder / copies)
+    check_tokenizer(tokenizer, config.model.vocab_size)
+
+    def load_model(state: ParallelState, device: Device) -> GPTModel:
+        from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
+        from megatron.interop.inference_model import load_model_from
+
+        failure = None
+        try:
+            model = load_model_from(source, state, device)
+        except InputError as error:
+            failure = error
+        finally:
+            source.close()
+        raise_on_all_ranks(failure, state.world)
         return model
 
     return Checkpoint(config.model, tokenizer, load_model)

@@ -187,6 +187,12 @@ def test_an_older_iteration_can_be_asked_for(llama: Path, monkeypatch, capsys) -
     assert newest != older
 
 
+def test_the_folder_of_one_checkpoint_can_be_named(llama: Path, monkeypatch, capsys) -> None:
+    words = ("--load", llama / "iter_0000005", "--prompt", "3 14", "--tokens-to-generate", "9", "--greedy")
+    expected = expected_text(f"{LLAMA_SHAPE} {NULL_TOKENIZER}", "3 14", 9, seed=78)
+    assert call_tool(monkeypatch, capsys, *words) == (0, expected + "\n", "")
+
+
 def test_a_seed_gives_its_text_again(llama: Path, monkeypatch, capsys) -> None:
     flags = ("--temperature", "0.9", "--top-k", "50", "--top-p", "0.95", "--seed", "3")
     words = ("--load", llama, "--prompt", "3 14", "--tokens-to-generate", "9", *flags)
@@ -223,7 +229,11 @@ def test_half_precision_checkpoints_generate(tmp_path: Path, flag: str, monkeypa
         ("--load {empty} --prompt 5", "{empty} holds no checkpoint"),
         ("--load {llama} --prompt 5 --ckpt-step 7", "change --ckpt-step 7 to one of: 5, 10"),
         ("--load {llama}", "one of the arguments --prompt --prompt-file is required"),
-        ("--prompt 5", "the following arguments are required: --load"),
+        ("--prompt 5", "one of the arguments --load --load-hf is required"),
+        ("--load {llama} --load-hf {llama} --prompt 5", "--load-hf: not allowed with argument --load"),
+        ("--load-hf {nowhere} --prompt 5", "--load-hf {nowhere} is not a folder"),
+        ("--load-hf {empty} --prompt 5", "--load-hf {empty} is not a Hugging Face model folder"),
+        ("--load-hf {empty} --prompt 5 --ckpt-step 3", "--ckpt-step 3 needs --load"),
         ("--load {llama} --prompt=", "--prompt is empty"),
         ("--load {llama} --prompt \udcff", "--prompt is not valid UTF-8"),
         ("--load {llama} --prompt 5 --prompt-file x", "not allowed with argument --prompt"),
