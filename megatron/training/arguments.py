@@ -17,7 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.core.config_base import FieldSpec, field_docs, field_specs
-from megatron.core.errors import ConfigurationError
+from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.training.config.checkpoint_arguments import read_checkpoint_arguments
+from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.flag_notes import (
     NO_EFFECT,
     NOT_SUPPORTED,
@@ -85,7 +87,8 @@ def resolve_arguments(argv: Sequence[str], world_size: int) -> ParsedArguments:
     problems += _unknown_flags(extras)
     notes, refused = _table_flags(given)
     problems += refused
-    values, broken = _field_values(given, problems)
+    stored = _checkpoint_values(given, notes, problems)
+    values, broken = _field_values(given, stored, problems)
     problems += _unsupported_fields(values)
     resolution = resolve(_build_config(values, broken, world_size))
     problems += resolution.problems
@@ -252,14 +255,43 @@ def _table_flags(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     return notes, problems
 
 
-def _field_values(given: Mapping[str, Any], problems: list[str]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Convert the words given for each field; return the values, and the fields that have none they can
-    use."""
+def _checkpoint_values(given: Mapping[str, Any], notes: list[str], problems: list[str]) -> Mapping[str, Any]:
+    """Return what ``--use-checkpoint-args`` takes from the checkpoint of ``--load``: fields that no flag gives."""
+    # What is malformed here is reported when all fields are converted.
+    values, _ = _field_values(given, {}, [])
+    names = {spec.name for spec in field_specs(CheckpointConfig)}
+    checkpoint = CheckpointConfig(**{name: value for name, value in values.items() if name in names})
+    if not checkpoint.use_checkpoint_args or checkpoint.load is None:
+        return {}
+    try:
+        stored = read_checkpoint_arguments(checkpoint.load, checkpoint.ckpt_step)
+    except CheckpointError as error:
+        problems.append(str(error))
+        return {}
+    taken = {name: value for name, value in stored.values.items() if name not in given}
+    if stored.folder is None:
+        notes.append(f"--use-checkpoint-args: {checkpoint.load} holds no checkpoint; the flags alone shape the model")
+    else:
+        defaults = {spec.name: spec.default for _, spec in command_line_fields()}
+        shape = ", ".join(f"{name} {value}" for name, value in taken.items() if value != defaults[name])
+        notes.append(f"--use-checkpoint-args: from {stored.folder}: {shape}")
+    return taken
+
+
+def _field_values(
+    given: Mapping[str, Any], stored: Mapping[str, Any], problems: list[str]
+) -> tuple[dict[str, Any], frozenset[str]]:
+    """Convert the words given for each field, or take what is stored for it.
+
+    Returns the values, and the fields that have none they can use.
+    """
     values: dict[str, Any] = {}
     broken = set()
     for _, spec in command_line_fields():
         if spec.name not in given:
-            if spec.is_required:
+            if spec.name in stored:
+                values[spec.name] = stored[spec.name]
+            elif spec.is_required:
                 problems.append(f"{spec.flags[0]} is missing; it has no default")
                 broken.add(spec.name)
             continue

@@ -10,18 +10,21 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.index import CheckpointIndex
-from megatron.core.dist_checkpointing.mapping import whole_tensor
-from megatron.core.dist_checkpointing.serialization import load_index, load_tensors
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.serialization import (
+    LoadedTensors,
+    load_index,
+    load_tensors,
+    raise_on_all_ranks,
+)
 from megatron.core.dist_checkpointing.state_dict import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
     RunTensors,
-    describe_layout,
-    empty_rng,
     model_tensors,
     optimizer_tensors,
-    rng_prefix,
 )
+from megatron.core.dist_checkpointing.validation import STRICT, STRICTNESS, Strictness
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
 from megatron.training.checkpoint_choice import (
@@ -31,8 +34,9 @@ from megatron.training.checkpoint_choice import (
     first_undamaged,
     report_missing,
 )
+from megatron.training.checkpoint_rng import choose_streams
 from megatron.training.config.checkpoint_config import CheckpointConfig
-from megatron.training.config_changes import compare_configs
+from megatron.training.config_changes import ConfigChange, compare_configs
 from megatron.training.train_state import TrainProgress
 
 
@@ -40,8 +44,9 @@ from megatron.training.train_state import TrainProgress
 class LoadedCheckpoint:
     """Hold what a load gives beside the tensors that it filled in place.
 
-    ``scheduler`` is None where the optimizer's state was not loaded, ``rng`` where the streams stay as they were
-    seeded. ``config`` is the configuration that the checkpoint was saved with.
+    ``scheduler`` is None where the optimizer's state was not loaded. ``rng`` holds the random number streams that go
+    on, for `RngStreams.resume`; it is None where all stay as they were seeded. ``config`` is the configuration that
+    the checkpoint was saved with.
     """
 
     folder: Path
@@ -59,13 +64,12 @@ def load_checkpoint(
     options: CheckpointConfig,
     config: Mapping[str, Any],
     log: Log,
-    verify: bool = True,
 ) -> LoadedCheckpoint | None:
     """Fill a run's tensors in place from the newest complete checkpoint that the tracker file points at.
 
     A damaged checkpoint is passed over for the next older one, unless ``options.ckpt_step`` names it. Returns None,
     after a warning, where the directory holds no tracker file. ``config`` is the run's own configuration; differences
-    are logged. Without ``verify`` checksums are not compared.
+    are logged.
 
     Raises:
         CheckpointError: there is none and ``options.exit_on_missing_checkpoint``; it is of another model; all are
@@ -78,7 +82,7 @@ def load_checkpoint(
         return None
 
     def load(folder: Path) -> LoadedCheckpoint:
-        return _load_folder(folder, tensors, state, options, config, log, verify)
+        return _load_folder(folder, tensors, state, options, config, log)
 
     loaded = first_undamaged(folders, load, log)
     log(f"  successfully loaded checkpoint from {directory} at iteration {loaded.progress.iteration}")
@@ -137,61 +141,92 @@ def _load_folder(
     options: CheckpointConfig,
     config: Mapping[str, Any],
     log: Log,
-    verify: bool,
 ) -> LoadedCheckpoint:
+    verify, strictness = options.verify_checkpoint, STRICTNESS[options.dist_ckpt_strictness]
     index = load_index(folder, state.world, verify)
     common = index.common
-    _compare_configuration(folder, common["config"], config, log)
+    changes = _compare_configuration(folder, common["config"], config, strictness)
     optimizer = None if options.finetune or options.no_load_optim else tensors.optimizer
     if optimizer is not None and common["optimizer"] is None:
         raise CheckpointError(
             f"checkpoint {folder} holds no optimizer state; add --no-load-optim to begin with a new one, or --finetune"
         )
+    progress = TrainProgress() if options.finetune else TrainProgress(**common["progress"])
     described, namespaces = model_tensors(tensors.models), [MODEL_PREFIX]
     if optimizer is not None:
         described += optimizer_tensors(optimizer)
         namespaces.append(OPTIMIZER_PREFIX)
-    rng = None if options.finetune or options.no_load_rng else _matching_rng(index, tensors, state, log)
-    if rng is not None:
-        described += [whole_tensor(rng_prefix(state) + name, tensor) for name, tensor in rng.items()]
-    load_tensors(folder, index, described, namespaces, state.world, verify)
+        if strictness.allows_missing:
+            _check_main_params(folder, described, index, state)
+    choice = None
+    if not options.finetune and not options.no_load_rng:
+        choice = choose_streams(index, tensors.rng, state, progress.iteration)
+        described += choice.tensors
+    loaded = load_tensors(folder, index, described, namespaces, state.world, verify, strictness=strictness)
+    for change in changes:
+        log(f"configuration changed since the checkpoint: {change}")
+    _report_misfits(loaded, strictness, log)
+    if choice is not None and choice.line is not None:
+        log(choice.line)
     if optimizer is not None:
         optimizer.load_scalar_state(dict(common["optimizer"]))
     return LoadedCheckpoint(
         folder=folder,
-        progress=TrainProgress() if options.finetune else TrainProgress(**common["progress"]),
+        progress=progress,
         config=common["config"],
         optimizer_loaded=optimizer is not None,
         scheduler=None if optimizer is None else common["scheduler"],
-        rng=rng,
+        rng=None if choice is None else choice.streams,
     )
 
 
-def _compare_configuration(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any], log: Log) -> None:
+def _compare_configuration(
+    folder: Path, old: Mapping[str, Any], new: Mapping[str, Any], strictness: Strictness
+) -> tuple[ConfigChange, ...]:
+    """Return what differs and is no reason to refuse the checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
     changes = compare_configs(old, new)
-    if changes.shape:
-        fields = "".join(f"\n  {change}" for change in changes.shape)
+    refused = (*changes.shape, *changes.weights) if strictness == STRICT else changes.shape
+    if refused:
+        fields = "".join(f"\n  {change}" for change in refused)
         raise CheckpointError(f"checkpoint {folder} is of another model (checkpoint -> this run):{fields}")
-    for change in changes.other:
-        log(f"configuration changed since the checkpoint: {change}")
+    return (*changes.weights, *changes.other)
 
 
-def _matching_rng(
-    index: CheckpointIndex, tensors: RunTensors, state: ParallelState, log: Log
-) -> dict[str, torch.Tensor] | None:
-    """Return room for the stored streams where they fit this run, else None, having said why."""
-    layout = describe_layout(state)
-    stored = empty_rng(index, state)
-    shapes = {name: tensor.shape for name, tensor in tensors.rng.items()}
-    if index.common["layout"] != layout:
-        old = index.common["layout"]
-        changed = [axis for axis in layout if old.get(axis) != layout[axis]]
-        reason = "layout: " + ", ".join(f"{axis} {old.get(axis)} -> {layout[axis]}" for axis in changed)
-    elif not stored:
-        reason = "the checkpoint holds no state of them"
-    elif {name: tensor.shape for name, tensor in stored.items()} != shapes:
-        reason = f"the checkpoint's are {sorted(stored)}, of another device or program than this run's {sorted(shapes)}"
-    else:
-        return stored
-    log(f"random number streams start from the seed again: {reason}")
-    return None
+def _check_main_params(
+    folder: Path, tensors: Sequence[ShardedTensor], index: CheckpointIndex, state: ParallelState
+) -> None:
+    """Refuse to leave a main parameter at its initial value where its weight is loaded: training would undo the load.
+
+    Raises:
+        CheckpointError: the checkpoint holds weights without their main parameters. On every rank alike.
+    """
+    prefix = OPTIMIZER_PREFIX + "main_param."
+    lost = [
+        tensor.name
+        for tensor in tensors
+        if tensor.name.startswith(prefix)
+        and tensor.name not in index.tensors
+        and MODEL_PREFIX + tensor.name.removeprefix(prefix) in index.tensors
+    ]
+    error = None
+    if lost:
+        error = CheckpointError(
+            f"checkpoint {folder} holds weights without their main parameters ({', '.join(sorted(set(lost))[:4])}"
+            f"{'' if len(set(lost)) <= 4 else ' ...'}); add --no-load-optim"
+        )
+    raise_on_all_ranks(error, state.world)
+
+
+def _report_misfits(loaded: LoadedTensors, strictness: Strictness, log: Log) -> None:
+    if loaded.left_alone:
+        log(f"WARNING: the checkpoint lacks {len(loaded.left_alone)} tensors of this run; left at their initial value:")
+        for name in loaded.left_alone:
+            log(f"    {name}")
+    if loaded.passed_over and strictness.lists_unexpected:
+        log(f"WARNING: the checkpoint has {len(loaded.passed_over)} tensors that this run lacks:")
+        for name in loaded.passed_over:
+            log(f"    {name}")

@@ -26,6 +26,15 @@ SHAPE_FIELDS: tuple[str, ...] = (
 )
 """Fields of the ``model`` section that decide which weights there are and what they mean."""
 
+WEIGHT_FIELDS: tuple[str, ...] = (
+    "num_layers",
+    "qk_layernorm",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+)
+"""Those of them that only decide which weights there are: what weights of other names mean does not change."""
+
 _SILENT_SECTIONS = ("checkpoint", "logging")
 
 
@@ -44,9 +53,13 @@ class ConfigChange:
 
 @dataclass(frozen=True)
 class ConfigChanges:
-    """Split the differences into those of the model's shape, which cannot be loaded, and all others."""
+    """Split the differences into those of the model's shape, which cannot be loaded, and all others.
+
+    ``weights`` are differences of shape that a load can allow which allows that weights are missing.
+    """
 
     shape: tuple[ConfigChange, ...]
+    weights: tuple[ConfigChange, ...]
     other: tuple[ConfigChange, ...]
 
 
@@ -58,6 +71,7 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> ConfigCha
     """
     old_values, new_values = _flatten(old), _flatten(new)
     shape: list[ConfigChange] = []
+    weights: list[ConfigChange] = []
     other: list[ConfigChange] = []
     for field in sorted(old_values.keys() & new_values.keys()):
         section, _, name = field.partition(".")
@@ -67,8 +81,9 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> ConfigCha
         is_shape = section == "model" and name in SHAPE_FIELDS
         if name == "max_position_embeddings":
             is_shape = is_shape and new_values.get("model.position_embedding_type") == "learned_absolute"
-        (shape if is_shape else other).append(ConfigChange(field, before, after))
-    return ConfigChanges(tuple(shape), tuple(other))
+        kind = (weights if name in WEIGHT_FIELDS else shape) if is_shape else other
+        kind.append(ConfigChange(field, before, after))
+    return ConfigChanges(tuple(shape), tuple(weights), tuple(other))
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

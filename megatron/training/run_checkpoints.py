@@ -54,7 +54,7 @@ class RunCheckpoints:
                     "state and the learning-rate schedule from its beginning"
                 )
         if loaded.rng is not None:
-            self.runtime.rng.load_state_dict(dict(loaded.rng))
+            self.runtime.rng.resume(loaded.rng, loaded.progress.iteration)
         if loaded.scheduler is not None:
             changes = self.parts.scheduler.load_state_dict(
                 loaded.scheduler,

@@ -6,6 +6,7 @@ Both are collective: every rank calls them, and every rank learns when one of th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron.core.dist_checkpointing.rank_share import CheckpointWriteError, bu
 from megatron.core.dist_checkpointing.read_plan import plan_reads
 from megatron.core.dist_checkpointing.shard_reader import ShardReader, check_pieces
 from megatron.core.dist_checkpointing.storage import check_file, sync_folder
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError, find_misfits
+from megatron.core.dist_checkpointing.validation import STRICT, DamagedCheckpointError, Strictness, find_misfits
 from megatron.core.errors import CheckpointError, MegatronError
 from megatron.core.process_group import Group
 
@@ -74,6 +75,15 @@ def load_index(folder: Path, world: Group, verify: bool = True) -> CheckpointInd
     return found
 
 
+@dataclass(frozen=True)
+class LoadedTensors:
+    """Say how many bytes this rank read, which tensors of the run keep their values, and which were passed over."""
+
+    bytes_read: int
+    left_alone: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
+
+
 def load_tensors(
     folder: Path,
     index: CheckpointIndex,
@@ -82,11 +92,13 @@ def load_tensors(
     world: Group,
     verify: bool = True,
     allow_cast: bool = False,
-) -> int:
-    """Fill every rank's tensors in place and return how many bytes this rank read: those that it needs, each once.
+    strictness: Strictness = STRICT,
+) -> LoadedTensors:
+    """Fill every rank's tensors in place; each rank reads the bytes that it needs, each once.
 
-    A stored tensor whose name begins with one of ``namespaces`` and that no rank wants is refused. With ``allow_cast``
-    values are converted to the dtype of the tensors that they fill.
+    A stored tensor whose name begins with one of ``namespaces`` and that no rank wants is refused, and so is one that
+    is wanted and not stored, unless ``strictness`` says otherwise. With ``allow_cast`` values are converted to the
+    dtype of the tensors that they fill.
 
     Raises:
         CheckpointError: names, shapes or dtypes do not fit; all of them are listed. On every rank alike.
@@ -94,23 +106,27 @@ def load_tensors(
     """
     descriptions = all_gather_objects([tensor.describe() for tensor in tensors], world)
     misfits = find_misfits(descriptions, index.tensors, namespaces, allow_cast)
-    problems = "".join(f"\n  {line}" for line in misfits)
     if verify and not index.is_intact:
-        raise DamagedCheckpointError(f"{folder / 'index.json'}: does not match its checksum{problems}")
-    if misfits:
-        raise CheckpointError(f"checkpoint {folder} does not fit this run:{problems}")
+        raise DamagedCheckpointError(
+            f"{folder / INDEX_FILE}: does not match its checksum; --no-verify-checkpoint takes it as it is"
+            + "".join(f"\n  {line}" for line in misfits.problems())
+        )
+    problems = misfits.problems(strictness)
+    if problems:
+        raise CheckpointError(f"checkpoint {folder} does not fit this run:" + "".join(f"\n  {p}" for p in problems))
+    present = [tensor for tensor in tensors if tensor.name in index.tensors]
     error: MegatronError | None = None
     with ShardReader(folder, verify) as reader:
         try:
-            wanted = [(tensor.name, tensor.pieces) for tensor in tensors]
-            targets = [tensor.data for tensor in tensors]
+            wanted = [(tensor.name, tensor.pieces) for tensor in present]
+            targets = [tensor.data for tensor in present]
             for read in plan_reads(wanted, index.tensors, descriptions, world.rank, verify):
                 reader.read(read, targets)
         except CheckpointError as failure:
             error = failure
     raise_on_all_ranks(error, world)
     check_pieces(folder, index.tensors, all_gather_objects(reader.cell_checksums, world))
-    return reader.bytes_read
+    return LoadedTensors(reader.bytes_read, misfits.missing, misfits.unexpected)
 
 
 def raise_on_all_ranks(error: MegatronError | None, world: Group) -> None:

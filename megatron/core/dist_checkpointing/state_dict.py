@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.core.dist_checkpointing.index import CheckpointIndex
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_of, from_spec, whole_tensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec, whole_tensor
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import ParamSpec, spec_of
 
@@ -68,22 +67,13 @@ def optimizer_tensors(optimizer: CheckpointableOptimizer) -> list[ShardedTensor]
 
 def rng_tensors(rng: Mapping[str, torch.Tensor], state: ParallelState) -> list[ShardedTensor]:
     """Describe this rank's random number streams, named by its place in the grid."""
-    return [whole_tensor(rng_prefix(state) + name, tensor) for name, tensor in sorted(rng.items())]
+    place = {"pp": state.pp.rank, "dp": state.dp.rank, "cp": state.cp.rank, "tp": state.tp.rank}
+    return [whole_tensor(rng_name(stream, **place), tensor) for stream, tensor in sorted(rng.items())]
 
 
-def empty_rng(index: CheckpointIndex, state: ParallelState) -> dict[str, torch.Tensor]:
-    """Return uninitialised tensors for the streams that the checkpoint holds for this rank's place, by stream name."""
-    prefix = rng_prefix(state)
-    return {
-        name.removeprefix(prefix): torch.empty(tensor.global_shape, dtype=dtype_of(tensor.dtype))
-        for name, tensor in index.tensors.items()
-        if name.startswith(prefix)
-    }
-
-
-def rng_prefix(state: ParallelState) -> str:
-    """Return what the names of a rank's random number streams begin with."""
-    return f"{RNG_PREFIX}pp{state.pp.rank}.dp{state.dp.rank}.cp{state.cp.rank}.tp{state.tp.rank}."
+def rng_name(stream: str, *, pp: int, dp: int, cp: int, tp: int) -> str:
+    """Return the name of a random number stream of the rank at a place in the grid."""
+    return f"{RNG_PREFIX}pp{pp}.dp{dp}.cp{cp}.tp{tp}.{stream}"
 
 
 def describe_layout(state: ParallelState) -> dict[str, int]:

@@ -109,16 +109,23 @@ def check_file(path: Path, expected: StoredFile, pieces: Sequence[StoredPiece], 
         with open(path, "rb") as file:
             header = file.read(expected.header_bytes) if verify else b""
     except OSError as error:
-        raise DamagedCheckpointError(f"{path}: {error.strerror}") from error
+        lost = _name_some({piece.key for piece in pieces})
+        raise DamagedCheckpointError(f"{path}: {error.strerror}{lost}") from error
     if num_bytes != expected.num_bytes:
         problem = f"has {num_bytes} bytes, {expected.num_bytes} were written"
     elif verify and checksum(header) != expected.header_checksum:
         problem = "the header does not match its checksum"
     else:
         return
-    lost = sorted({piece.key for piece in pieces} - readable_keys(path))
-    names = f"; lost: {', '.join(lost)}" if lost else ""
-    raise DamagedCheckpointError(f"{path}: {problem}{names}")
+    lost = _name_some({piece.key for piece in pieces} - readable_keys(path))
+    raise DamagedCheckpointError(f"{path}: {problem}{lost}")
+
+
+def _name_some(keys: set[str]) -> str:
+    """Return the end of a message about tensors that are lost; of very many, the first few."""
+    names = sorted(keys)
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return f"; lost: {', '.join(names[:20])}{more}" if names else ""
 
 
 def readable_keys(path: Path) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,14 @@ REPLICATED = "replicated"
 """Stream that is equal on all ranks of a tensor-parallel group: dropout of activations that they all hold."""
 TENSOR_PARALLEL = "tensor-parallel"
 """Stream that differs on every rank of a tensor-parallel group: dropout of heads or of parts of the sequence."""
+DEFAULT = "default"
+"""Torch's own generator, seeded alike on all ranks."""
+STREAM_AXES: Mapping[str, tuple[str, ...]] = {
+    DEFAULT: (),
+    REPLICATED: ("pp", "dp", "cp"),
+    TENSOR_PARALLEL: ("pp", "dp", "cp", "tp"),
+}
+"""The axes of the grid of ranks along which a stream differs."""
 
 
 def stream_seed(seed: int, stream: str, coordinates: tuple[int, ...]) -> int:
@@ -30,10 +38,9 @@ class RngStreams:
         shared = (pp_rank, dp_rank, cp_rank)
         device.seed_default_generator(seed)
         outer = device.get_rng_state()
-        self._states: dict[str, torch.Tensor] = {}
-        for stream, coordinates in ((REPLICATED, shared), (TENSOR_PARALLEL, (*shared, tp_rank))):
-            device.seed_default_generator(stream_seed(seed, stream, coordinates))
-            self._states[stream] = device.get_rng_state()
+        self._seed = seed
+        self._coordinates = {REPLICATED: shared, TENSOR_PARALLEL: (*shared, tp_rank)}
+        self._states = {stream: self._seeded(stream) for stream in self._coordinates}
         device.set_rng_state(outer)
 
     @contextmanager
@@ -49,12 +56,29 @@ class RngStreams:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the state of every stream, and of the default generator under ``default``."""
-        return {"default": self.device.get_rng_state(), **self._states}
+        return {DEFAULT: self.device.get_rng_state(), **self._states}
 
     def load_state_dict(self, states: dict[str, torch.Tensor]) -> None:
         """Restore what ``state_dict`` returned."""
-        self.device.set_rng_state(states["default"])
+        self.device.set_rng_state(states[DEFAULT])
         self._states = {stream: states[stream] for stream in self._states}
+
+    def resume(self, states: Mapping[str, torch.Tensor], iteration: int) -> None:
+        """Go on with the given states; start every other stream anew, from the seed, its place and the iteration.
+
+        A stream that starts anew draws other numbers than those that it drew at the beginning of the run.
+        """
+        outer = self.device.get_rng_state()
+        for stream in self._states:
+            if stream not in states:
+                self._states[stream] = self._seeded(stream, f"{stream}\0{iteration}")
+        self.device.set_rng_state(outer)
+        self.load_state_dict({**self.state_dict(), **states})
+
+    def _seeded(self, stream: str, label: str | None = None) -> torch.Tensor:
+        """Return the state of a stream that starts from the seed; the default generator is left seeded by it."""
+        self.device.seed_default_generator(stream_seed(self._seed, label or stream, self._coordinates[stream]))
+        return self.device.get_rng_state()
 
     @contextmanager
     def replay(self, states: dict[str, torch.Tensor]) -> Iterator[None]:

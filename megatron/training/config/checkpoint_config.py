@@ -38,11 +38,24 @@ class CheckpointConfig:
     keep_every: int | None = None
     """Keep each checkpoint whose iteration is a multiple of this number, whatever --keep-last says."""
     use_checkpoint_args: bool = False
-    """Take the model's shape from the checkpoint."""
+    """Take what shapes the model, and the sequence length, from the checkpoint where no flag gives it."""
+    verify_checkpoint: bool = flag(True, negative="--no-verify-checkpoint")
+    """Load without comparing checksums."""
     exit_on_missing_checkpoint: bool = False
     """End with an error when --load holds no checkpoint, in place of starting from random weights."""
     dist_ckpt_strictness: str = flag(
-        "raise_all", choices=("raise_all", "log_all", "ignore_all", "raise_unexpected", "log_unexpected")
+        "raise_all",
+        choices=(
+            "raise_all",
+            "raise_unexpected",
+            "log_all",
+            "log_unexpected",
+            "ignore_all",
+            "assume_ok_unexpected",
+            "return_all",
+            "return_unexpected",
+        ),
     )
-    """What tensors that the checkpoint lacks or has too many mean: an error, a line in the log, or
-    nothing."""
+    """What tensors mean that the checkpoint lacks (to Megatron, unexpected ones) or has too many. raise_all: both are
+    refused. raise_unexpected, assume_ok_unexpected: what it lacks is refused. All others leave what it lacks at its
+    initial value and list it; log_all and return_all also list what it has too many."""

@@ -290,8 +290,6 @@ NOT_SUPPORTED_FIELDS: dict[str, str] = {
     "extra_valid_datalist": "more than one validation set",
     "extra_valid_data_samples": "more than one validation set",
     "extra_valid_data_names": "more than one validation set",
-    "use_checkpoint_args": "taking the model's shape from a checkpoint",
-    "dist_ckpt_strictness": "loading a checkpoint that lacks tensors or has too many",
     "full_validation": "evaluating on the whole validation set",
 }
 """Fields whose feature is not built: any value but the default is refused, with the name of the feature."""
@@ -307,7 +305,6 @@ NOT_SUPPORTED_VALUES: dict[str, tuple[str, ...]] = {
         "SFTTokenizer",
     ),
     "ckpt_format": ("zarr", "torch_dcp", "fsdp_dtensor"),
-    "dist_ckpt_strictness": ("assume_ok_unexpected", "return_unexpected", "return_all"),
     "distributed_backend": ("ccl", "mpi", "ucc"),
     "data_parallel_sharding_strategy": ("optim_grads_params",),
 }

@@ -14,7 +14,8 @@ import torch
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 from megatron.core.errors import CheckpointError
-from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.parallel_state import ParallelState, describe_parallel_state
+from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
 from megatron.training.checkpoint_loading import (
     LoadedCheckpoint,
     load_checkpoint,
@@ -64,10 +65,10 @@ def save(
 
 
 def load(
-    directory: Path, lines: list[str], config: dict[str, Any] = CONFIG, verify: bool = True, **options: Any
+    directory: Path, lines: list[str], config: dict[str, Any] = CONFIG, **options: Any
 ) -> tuple[RunTensors, LoadedCheckpoint | None]:
     run = empty_run(STATE)
-    loaded = load_checkpoint(directory, run, STATE, CheckpointConfig(**options), config, lines.append, verify)
+    loaded = load_checkpoint(directory, run, STATE, CheckpointConfig(**options), config, lines.append)
     return run, loaded
 
 
@@ -151,8 +152,9 @@ def test_parts_that_were_not_saved(tmp_path: Path, lines: list[str]) -> None:
         load(tmp_path, lines)
     _, loaded = load(tmp_path, lines, no_load_optim=True)
     assert loaded is not None
-    assert loaded.rng is None
-    assert "random number streams start from the seed again: the checkpoint holds no state of them" in lines
+    assert loaded.rng == {}
+    line = "random number streams: default, tensor-parallel start anew, from the seed and iteration 50"
+    assert f"{line} (the checkpoint holds none of this device)" in lines
 
 
 def test_step_is_chosen(tmp_path: Path, lines: list[str]) -> None:
@@ -202,7 +204,7 @@ def test_when_all_are_damaged_nothing_is_loaded(tmp_path: Path, lines: list[str]
         flip_byte(tmp_path / f"iter_{iteration:07d}")
     with pytest.raises(CheckpointError, match="all 2 checkpoints are damaged"):
         load(tmp_path, lines)
-    _, loaded = load(tmp_path, lines, verify=False)
+    _, loaded = load(tmp_path, lines, verify_checkpoint=False)
     assert loaded is not None
     assert loaded.progress.iteration == 20
 
@@ -225,6 +227,87 @@ def test_another_model_is_refused_and_not_taken_for_damage(tmp_path: Path, lines
     assert not any("falling back" in line for line in lines)
 
 
+class LargerToyModel(ToyModel):
+    """Have one weight more than the model that is saved, and one less."""
+
+    def __init__(self, state: ParallelState) -> None:
+        super().__init__(state)
+        spec = ParamSpec("new.weight", (3,), full_pieces((3,)))
+        parameter = torch.nn.Parameter(torch.full((3,), 5.0))
+        attach_spec(parameter, spec)
+        self.register_parameter("new", parameter)
+        del self.p4
+
+
+MISSING = "missing in the checkpoint: model.new.weight"
+UNEXPECTED = "unexpected in the checkpoint: model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("choice", "refused", "listed"),
+    [
+        (
+            "raise_all",
+            ["missing in the checkpoint: model.new.weight", "unexpected in the checkpoint: model.norm.weight"],
+            [],
+        ),
+        ("raise_unexpected", ["missing in the checkpoint: model.new.weight"], []),
+        ("assume_ok_unexpected", ["missing in the checkpoint: model.new.weight"], []),
+        ("log_all", [], ["model.new.weight", "model.norm.weight"]),
+        ("return_all", [], ["model.new.weight", "model.norm.weight"]),
+        ("log_unexpected", [], ["model.new.weight"]),
+        ("return_unexpected", [], ["model.new.weight"]),
+        ("ignore_all", [], ["model.new.weight"]),
+    ],
+)
+def test_strictness(tmp_path: Path, lines: list[str], choice: str, refused: list[str], listed: list[str]) -> None:
+    save(tmp_path, 10, lines)
+    run = RunTensors(models=[LargerToyModel(STATE)], optimizer=ToyOptimizer(STATE), rng=empty_run(STATE).rng)
+    options = CheckpointConfig(dist_ckpt_strictness=choice)
+    if refused:
+        with pytest.raises(CheckpointError) as caught:
+            load_checkpoint(tmp_path, run, STATE, options, CONFIG, lines.append)
+        assert [line.strip() for line in str(caught.value).splitlines()[1:]] == refused
+        return
+    assert load_checkpoint(tmp_path, run, STATE, options, CONFIG, lines.append) is not None
+    assert [line.strip() for line in lines if line.startswith("    model.")] == listed
+    assert "WARNING: the checkpoint lacks 1 tensors of this run; left at their initial value:" in lines
+    model = run.models[0]
+    assert (model.new == 5).all()
+    assert torch.equal(model.p1, filled_run(STATE).models[0].p1)
+
+
+def test_another_shape_is_refused_however_lenient_the_load(tmp_path: Path, lines: list[str]) -> None:
+    save(tmp_path, 10, lines)
+    wide = RunTensors(models=[ToyModel(STATE, torch.float32)])
+    options = CheckpointConfig(dist_ckpt_strictness="ignore_all", no_load_optim=True)
+    with pytest.raises(CheckpointError, match=r"model\.fc1\.weight: dtype bfloat16 in the checkpoint, float32 in"):
+        load_checkpoint(tmp_path, wide, STATE, options, CONFIG, lines.append)
+
+
+def test_more_layers_are_refused_unless_that_is_asked_for(tmp_path: Path, lines: list[str]) -> None:
+    save(tmp_path, 10, lines)
+    deeper = CONFIG | {"model": {"num_layers": 6, "hidden_size": 5}}
+    with pytest.raises(CheckpointError, match=r"of another model .*\n  model\.num_layers: 4 -> 6$"):
+        load(tmp_path, lines, config=deeper)
+    load(tmp_path, lines, config=deeper, dist_ckpt_strictness="log_all")
+    assert "configuration changed since the checkpoint: model.num_layers: 4 -> 6" in lines
+    wider = CONFIG | {"model": {"num_layers": 4, "hidden_size": 7}}
+    with pytest.raises(CheckpointError, match=r"of another model .*\n  model\.hidden_size: 5 -> 7$"):
+        load(tmp_path, lines, config=wider, dist_ckpt_strictness="ignore_all")
+
+
+def test_a_main_parameter_is_not_left_behind_its_weight(tmp_path: Path, lines: list[str]) -> None:
+    save(tmp_path, 10, lines)
+    run = empty_run(STATE)
+    assert isinstance(run.optimizer, ToyOptimizer)
+    spec = ParamSpec("optimizer.main_param.norm.weight", (5,), full_pieces((5,)))
+    run.optimizer.sharded_state()["main"] = (spec, torch.zeros(5))
+    options = CheckpointConfig(dist_ckpt_strictness="log_all")
+    with pytest.raises(CheckpointError, match=r"without their main parameters \(optimizer\.main_param\.norm\.weight\)"):
+        load_checkpoint(tmp_path, run, STATE, options, CONFIG, lines.append)
+
+
 def test_a_changed_configuration_is_shown(tmp_path: Path, lines: list[str]) -> None:
     save(tmp_path, 10, lines)
     load(tmp_path, lines, config=CONFIG | {"optimizer": {"lr": 3e-4}})
@@ -237,8 +320,10 @@ def test_streams_of_another_device_or_layout_start_again(tmp_path: Path, lines: 
     other = RunTensors(models=run.models, optimizer=run.optimizer, rng={"default": torch.zeros(3, dtype=torch.uint8)})
     loaded = load_checkpoint(tmp_path, other, STATE, CheckpointConfig(), CONFIG, lines.append)
     assert loaded is not None
-    assert loaded.rng is None
-    assert any("of another device or program" in line for line in lines)
+    assert loaded.rng == {}
+    assert (
+        "random number streams: default start anew, from the seed and iteration 10 (the checkpoint holds" in lines[-2]
+    )
 
 
 def test_retention_options(tmp_path: Path, lines: list[str]) -> None:

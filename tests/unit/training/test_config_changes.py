@@ -39,7 +39,8 @@ def test_shape_is_told_from_the_rest_and_shown_old_to_new() -> None:
         "world_size": 2,
     }
     changes = compare_configs(config(), new)
-    assert [str(change) for change in changes.shape] == ["model.num_layers: 4 -> 6"]
+    assert changes.shape == ()
+    assert [str(change) for change in changes.weights] == ["model.num_layers: 4 -> 6"]
     assert [str(change) for change in changes.other] == [
         "model.tensor_model_parallel_size: 1 -> 2",
         "optimizer.lr: 0.0001 -> 0.0003",

@@ -135,9 +135,17 @@ def test_file_rewritten_without_a_tensor_names_it(tmp_path: Path) -> None:
         check_file(path, file, pieces)
 
 
-def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DamagedCheckpointError, match=r"gone\.safetensors: No such file"):
-        check_file(tmp_path / "gone.safetensors", StoredFile(10, 8, ""), [])
+def test_missing_file_is_named_with_its_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "gone.safetensors"
+    file, stored = write(path, **{f"t{number:02d}": torch.randn(2) for number in range(23)})
+    path.unlink()
+    pieces = [tensor.pieces[0] for tensor in stored.values()]
+    with pytest.raises(DamagedCheckpointError, match=r"gone\.safetensors: No such file or directory$"):
+        check_file(path, file, [])
+    with pytest.raises(DamagedCheckpointError, match=r"No such file or directory; lost: t00, t01$"):
+        check_file(path, file, pieces[:2])
+    with pytest.raises(DamagedCheckpointError, match=r"lost: t00, .*, t19 and 3 more$"):
+        check_file(path, file, pieces)
 
 
 def test_header_is_aligned(tmp_path: Path) -> None:
