@@ -1,0 +1,74 @@
+"""The families that are supported, and which of them a model belongs to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.interop.huggingface.family import Family, model_features
+from megatron.interop.huggingface.gpt2 import GPT2Family
+from megatron.interop.huggingface.llama import LlamaFamily
+from megatron.interop.huggingface.qwen2 import Qwen2Family
+from megatron.interop.huggingface.settings import Settings, read_settings
+
+FAMILIES: tuple[Family, ...] = (GPT2Family(), LlamaFamily(), Qwen2Family())
+
+
+def hugging_face_config(folder: str | Path) -> GPTConfig:
+    """Return the model that a folder's config.json describes, without importing torch.
+
+    Raises:
+        CheckpointError: the folder has no readable config.json.
+        ConfigurationError: it describes a model that is not supported; every reason.
+    """
+    return read_model(read_settings(Path(folder)))[1]
+
+
+def read_model(settings: Settings) -> tuple[Family, GPTConfig]:
+    """Return the family of a model and its configuration.
+
+    Raises:
+        CheckpointError: the family is not supported.
+        ConfigurationError: a setting is not.
+    """
+    family = _family_of(settings)
+    for name in ("quantization_config", "auto_map"):
+        if settings.values.get(name) is not None:
+            settings.refuse(f"{name} is set; only plain weights of the built-in architectures are supported")
+    config = family.read_config(settings)
+    settings.raise_problems()
+    return family, config
+
+
+def family_for(config: GPTConfig) -> Family:
+    """Return the family that can express a model completely.
+
+    Raises:
+        ConfigurationError: none can; for each one the fields that it would change.
+    """
+    wanted = model_features(config)
+    problems = []
+    for family in FAMILIES:
+        settings = Settings(family.write_settings(config), family.model_type)
+        found = model_features(family.read_config(settings))
+        changed = [f"{name} {wanted[name]!r}" for name in wanted if found.get(name, wanted[name]) != wanted[name]]
+        changed += settings.problems
+        if not changed:
+            return family
+        problems.append(f"{family.model_type} has no {', '.join(changed)}")
+    raise ConfigurationError(f"no supported Hugging Face architecture can express this model: {'; '.join(problems)}")
+
+
+def _family_of(settings: Settings) -> Family:
+    architectures = settings.values.get("architectures")
+    supported = ", ".join(family.architecture for family in FAMILIES)
+    if isinstance(architectures, list) and architectures:
+        names, wanted = ", ".join(map(str, architectures)), [str(name) for name in architectures]
+        found = [family for family in FAMILIES if wanted == [family.architecture]]
+    else:
+        names = f"model_type {settings.values.get('model_type')!r}"
+        found = [family for family in FAMILIES if family.model_type == settings.values.get("model_type")]
+    if not found:
+        raise CheckpointError(f"{settings.place}: {names} is not supported; supported are {supported}")
+    return found[0]

@@ -1,0 +1,25 @@
+"""Llama, with the scaled rotary positions of Llama 3.1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.interop.huggingface.rotary_decoder import RotaryDecoderFamily
+from megatron.interop.huggingface.settings import Settings
+
+
+class LlamaFamily(RotaryDecoderFamily):
+    """Translate Llama (``LlamaForCausalLM``): no biases."""
+
+    def __init__(self) -> None:
+        super().__init__("llama", "LlamaForCausalLM", has_qkv_bias=False, default_positions=2048, default_groups=None)
+
+    def check_settings(self, settings: Settings) -> None:
+        """Note biases."""
+        settings.require("attention_bias", False, False, "attention has no biases")
+        settings.require("mlp_bias", False, False, "the feed-forward layer has no biases")
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        return super().write_settings(config) | {"attention_bias": False, "mlp_bias": False}

@@ -1,0 +1,144 @@
+"""What Llama and its relatives share: RMSNorm, rotary positions, grouped queries and a gated feed-forward layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.interop.huggingface.family import dtype_fields
+from megatron.interop.huggingface.rope_settings import read_rope, write_rope
+from megatron.interop.huggingface.settings import Settings
+from megatron.interop.huggingface.tensor_link import TensorLink, query_key_value_rows, rows, whole
+
+_BUFFER = re.compile(r"(?:model\.)?(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+class RotaryDecoderFamily:
+    """Translate what the families have in common; each says itself what else its settings may hold.
+
+    ``has_qkv_bias`` tells whether the projections to queries, keys and values have biases. The defaults are those of
+    the family's configuration class, which its files may leave out.
+    """
+
+    base_prefix = "model."
+
+    def __init__(
+        self,
+        model_type: str,
+        architecture: str,
+        *,
+        has_qkv_bias: bool,
+        default_positions: int,
+        default_groups: int | None,
+    ) -> None:
+        self.model_type = model_type
+        self.architecture = architecture
+        self.has_qkv_bias = has_qkv_bias
+        self.default_positions = default_positions
+        self.default_groups = default_groups
+
+    def read_config(self, settings: Settings) -> GPTConfig:
+        """Return the model that the settings describe."""
+        width = settings.integer("hidden_size")
+        heads = settings.integer("num_attention_heads")
+        groups = settings.integer("num_key_value_heads", self.default_groups or heads)
+        head_dim = settings.integer("head_dim", max(width // heads, 1))
+        if not settings.problems:
+            _check_heads(settings, width, heads, groups, head_dim)
+        settings.require("hidden_act", "silu", "silu", "the feed-forward layer is gated by SiLU")
+        self.check_settings(settings)
+        positions = settings.integer("max_position_embeddings", self.default_positions)
+        return GPTConfig(
+            num_layers=settings.integer("num_hidden_layers"),
+            hidden_size=width,
+            num_attention_heads=heads,
+            num_query_groups=groups,
+            group_query_attention=groups != heads,
+            ffn_hidden_size=settings.integer("intermediate_size"),
+            kv_channels=head_dim,
+            normalization="RMSNorm",
+            norm_epsilon=settings.number("rms_norm_eps", 1e-6),
+            swiglu=True,
+            add_bias_linear=False,
+            add_qkv_bias=self.has_qkv_bias,
+            hidden_dropout=0.0,
+            attention_dropout=settings.number("attention_dropout", 0.0),
+            init_method_std=settings.number("initializer_range", 0.02),
+            vocab_size=settings.integer("vocab_size"),
+            max_position_embeddings=positions,
+            position_embedding_type="rope",
+            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", False),
+            **read_rope(settings, positions),
+            **dtype_fields(settings),
+        )
+
+    def check_settings(self, settings: Settings) -> None:
+        """Note what only this family's settings may hold and what is not supported of it."""
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        settings: dict[str, Any] = {
+            "model_type": self.model_type,
+            "architectures": [self.architecture],
+            "attention_dropout": config.attention_dropout,
+            "hidden_act": "silu",
+            "hidden_size": config.hidden_size,
+            "initializer_range": config.init_method_std,
+            "intermediate_size": config.ffn_hidden_size,
+            "max_position_embeddings": config.max_position_embeddings,
+            "num_attention_heads": config.num_attention_heads,
+            "num_hidden_layers": config.num_layers,
+            "num_key_value_heads": config.num_query_groups,
+            "rms_norm_eps": config.norm_epsilon,
+            "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+            "vocab_size": config.vocab_size,
+        }
+        if config.kv_channels * config.num_attention_heads != config.hidden_size:
+            settings["head_dim"] = config.kv_channels
+        return settings | write_rope(config)
+
+    def links(self, config: GPTConfig) -> Iterable[TensorLink]:
+        """Return every link, in the order of the tensors in their model."""
+        width, prefix = config.hidden_size, self.base_prefix
+        yield whole(
+            "model.embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight", (config.vocab_size, width)
+        )
+        for layer in range(config.num_layers):
+            yield from self._layer_links(config, f"model.decoder.layers.{layer}.", f"{prefix}layers.{layer}.")
+        yield whole("model.decoder.final_layernorm.weight", f"{prefix}norm.weight", (width,))
+        if config.untie_embeddings_and_output_weights:
+            yield whole("model.output_layer.weight", "lm_head.weight", (config.vocab_size, width))
+
+    def is_buffer(self, name: str) -> bool:
+        """Tell whether these are rotary frequencies, which older files hold."""
+        return _BUFFER.fullmatch(name) is not None
+
+    def _layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        width, ffn = config.hidden_size, config.ffn_hidden_size
+        fused = list(query_key_value_rows(config.num_attention_heads, config.num_query_groups, config.kv_channels))
+        for name in ("q", "k", "v"):
+            for kind, trailing in (("weight", (width,)), ("bias", ()))[: 2 if self.has_qkv_bias else 1]:
+                for part, native_start, foreign_start, count in fused:
+                    if part == name:
+                        native = f"{ours}self_attention.linear_qkv.{kind}"
+                        foreign = f"{theirs}self_attn.{name}_proj.{kind}"
+                        yield rows(native, native_start, foreign, foreign_start, count, trailing)
+        projection = (width, config.query_projection_size)
+        yield whole(f"{ours}self_attention.linear_proj.weight", f"{theirs}self_attn.o_proj.weight", projection)
+        gated = f"{ours}mlp.linear_fc1.weight"
+        yield rows(gated, 0, f"{theirs}mlp.gate_proj.weight", 0, ffn, (width,))
+        yield rows(gated, ffn, f"{theirs}mlp.up_proj.weight", 0, ffn, (width,))
+        yield whole(f"{ours}mlp.linear_fc2.weight", f"{theirs}mlp.down_proj.weight", (width, ffn))
+        yield whole(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", (width,))
+        yield whole(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (width,))
+
+
+def _check_heads(settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:
+    if heads % groups:
+        settings.refuse(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
+    if settings.values.get("head_dim") is None and width % heads:
+        settings.refuse(f"hidden_size {width} is not divisible by num_attention_heads {heads}; give head_dim")
+    elif head_dim % 2:
+        settings.refuse(f"heads are {head_dim} channels wide; rotary positions need an even number")

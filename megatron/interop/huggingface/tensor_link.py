@@ -1,0 +1,89 @@
+"""Which box of one of our tensors holds the values of which box of a Hugging Face tensor.
+
+One list of links serves both directions, and every box of either side that anybody wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.core.sharding import Box, full_pieces
+
+
+@dataclass(frozen=True)
+class TensorLink:
+    """Say that a box of our tensor ``native`` and a box of their tensor ``foreign`` hold the same values.
+
+    With ``is_transposed`` (two dims only) one box is the other with rows and columns exchanged.
+    """
+
+    native: str
+    native_box: Box
+    foreign: str
+    foreign_box: Box
+    is_transposed: bool = False
+
+    def foreign_part(self, native_part: Box) -> Box:
+        """Return the box of their tensor that holds a part of this link's box of ours."""
+        return _counterpart(native_part, self.native_box, self.foreign_box, self.is_transposed)
+
+
+def _counterpart(part: Box, whole: Box, other: Box, is_transposed: bool) -> Box:
+    relative = part.relative_to(whole.offset)
+    offset, shape = relative.offset, relative.shape
+    if is_transposed:
+        offset, shape = offset[::-1], shape[::-1]
+    return Box(tuple(o + base for o, base in zip(offset, other.offset, strict=True)), shape)
+
+
+def whole(native: str, foreign: str, shape: Sequence[int], *, is_transposed: bool = False) -> TensorLink:
+    """Link two whole tensors; ``shape`` is ours."""
+    box = full_pieces(shape)[0].global_box
+    foreign_box = full_pieces(tuple(reversed(box.shape)))[0].global_box if is_transposed else box
+    return TensorLink(native, box, foreign, foreign_box, is_transposed)
+
+
+def rows(
+    native: str,
+    native_start: int,
+    foreign: str,
+    foreign_start: int,
+    num_rows: int,
+    trailing: tuple[int, ...],
+    *,
+    is_transposed: bool = False,
+) -> TensorLink:
+    """Link ``num_rows`` rows of our tensor to as many rows, or transposed columns, of theirs.
+
+    ``trailing`` is the rest of our tensor's shape: one dim for a weight, none for a bias.
+    """
+    zeros = tuple(0 for _ in trailing)
+    native_box = Box((native_start, *zeros), (num_rows, *trailing))
+    foreign_box = Box((foreign_start, *zeros), (num_rows, *trailing))
+    if is_transposed and trailing:
+        foreign_box = Box(foreign_box.offset[::-1], foreign_box.shape[::-1])
+    return TensorLink(native, native_box, foreign, foreign_box, is_transposed and bool(trailing))
+
+
+def query_key_value_rows(num_heads: int, num_groups: int, head_dim: int) -> Iterator[tuple[str, int, int, int]]:
+    """Yield (``q``, ``k`` or ``v``; first row in our fused tensor; first row among all of that kind; number of rows).
+
+    Our rows are ``[q ... q, k, v]`` for every key-value group; theirs are all queries, all keys, all values.
+    """
+    query_rows = num_heads // num_groups * head_dim
+    for group in range(num_groups):
+        start = group * (query_rows + 2 * head_dim)
+        yield "q", start, group * query_rows, query_rows
+        yield "k", start + query_rows, group * head_dim, head_dim
+        yield "v", start + query_rows + head_dim, group * head_dim, head_dim
+
+
+def shapes_of(boxes: Iterable[tuple[str, Box]]) -> dict[str, tuple[int, ...]]:
+    """Return each tensor's shape: the corner of the furthest of its boxes. Names keep the order of the boxes."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, box in boxes:
+        corner = tuple(o + n for o, n in zip(box.offset, box.shape, strict=True))
+        known = shapes.get(name, corner)
+        shapes[name] = tuple(max(pair) for pair in zip(known, corner, strict=True))
+    return shapes

@@ -1,0 +1,197 @@
+"""Which models are taken, how their settings are read, and how what is not supported is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.errors import CheckpointError, ConfigurationError, InputError
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.interop.huggingface.families import FAMILIES, family_for, hugging_face_config, read_model
+from megatron.interop.huggingface.family import model_features
+from megatron.interop.huggingface.settings import Settings
+from megatron.interop.huggingface.tensor_link import shapes_of
+
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 48, "n_head": 6, "n_layer": 3}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+}
+LLAMA31_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+
+
+def config_of(folder: Path, values: dict[str, Any]) -> GPTConfig:
+    (folder / "config.json").write_text(json.dumps(values))
+    return hugging_face_config(folder)
+
+
+def test_gpt2_settings_are_those_of_our_model(tmp_path: Path) -> None:
+    config = config_of(tmp_path, GPT2 | {"activation_function": "gelu_new", "vocab_size": 50257})
+    assert (config.hidden_size, config.ffn_hidden_size, config.num_query_groups, config.kv_channels) == (48, 192, 6, 8)
+    assert (config.activation, config.position_embedding_type, config.normalization) == (
+        "gelu_tanh",
+        "learned_absolute",
+        "LayerNorm",
+    )
+    assert (config.vocab_size, config.max_position_embeddings, config.params_dtype) == (50257, 1024, "float32")
+    assert not config.untie_embeddings_and_output_weights
+    assert config_of(tmp_path, GPT2 | {"activation_function": "gelu"}).activation == "gelu"
+
+
+def test_llama_31_settings_in_both_forms(tmp_path: Path) -> None:
+    older = config_of(tmp_path, LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA31_SCALING})
+    parameters = LLAMA31_SCALING | {"rope_theta": 500000.0}
+    assert config_of(tmp_path, LLAMA | {"rope_parameters": parameters}) == older
+    assert older.rotary_base == 500000
+    assert (older.use_rope_scaling, older.rope_scaling_factor) == (True, 8.0)
+    assert older.rope_scaling_original_max_position_embeddings == 8192
+    assert (older.params_dtype, older.bf16) == ("bfloat16", True)
+    assert older.untie_embeddings_and_output_weights
+    assert (older.add_bias_linear, older.has_qkv_bias, older.swiglu) == (False, False, True)
+
+
+def test_qwen_has_biases_on_queries_keys_and_values_only(tmp_path: Path) -> None:
+    config = config_of(tmp_path, QWEN | {"tie_word_embeddings": True, "rope_theta": 1000000.0})
+    assert (config.add_bias_linear, config.has_qkv_bias) == (False, True)
+    assert (config.rotary_base, config.untie_embeddings_and_output_weights) == (1000000, False)
+
+
+def test_a_sliding_window_that_no_layer_uses_is_taken(tmp_path: Path) -> None:
+    unused = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 2}
+    late = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 3}
+    full = {"layer_types": ["full_attention"] * 3}
+    assert config_of(tmp_path, QWEN | unused) == config_of(tmp_path, QWEN | late) == config_of(tmp_path, QWEN | full)
+
+
+REFUSED = [
+    (LLAMA, {"attention_bias": True}, "attention_bias is true"),
+    (LLAMA, {"mlp_bias": True}, "mlp_bias is true"),
+    (LLAMA, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
+    (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported"),
+    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
+    (LLAMA, {"rope_scaling": LLAMA31_SCALING | {"factor": None}}, "factor is missing"),
+    (LLAMA, {"rope_theta": 10000.5}, "rope_theta is 10000.5"),
+    (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    (LLAMA, {"num_key_value_heads": 4}, "num_attention_heads 6 is not divisible by num_key_value_heads 4"),
+    (LLAMA, {"hidden_size": None}, "hidden_size is missing"),
+    (LLAMA, {"hidden_size": "48"}, "hidden_size is '48'"),
+    (LLAMA, {"head_dim": 7}, "heads are 7 channels wide"),
+    (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'"),
+    (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config is set"),
+    (LLAMA, {"auto_map": {"AutoModel": "x.py"}}, "auto_map is set"),
+    (QWEN, {"use_sliding_window": True, "max_window_layers": 2}, "use_sliding_window is true: layers 2 to 2"),
+    (QWEN, {"layer_types": ["full_attention", "sliding_attention", "x"]}, "layer_types has full_attention, sliding"),
+    (GPT2, {"activation_function": "tanh"}, "activation_function 'tanh'"),
+    (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
+    (GPT2, {"add_cross_attention": True}, "add_cross_attention is true"),
+    (GPT2, {"n_head": 7}, "n_embd 48 is not divisible by n_head 7"),
+    (LLAMA, {"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM is not supported"),
+    (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
+    (LLAMA, {"architectures": None, "model_type": "mamba"}, "model_type 'mamba' is not supported"),
+]
+
+
+@pytest.mark.parametrize(("base", "change", "message"), REFUSED, ids=[case[2] for case in REFUSED])
+def test_what_is_not_supported_is_refused_by_name(
+    tmp_path: Path, base: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        config_of(tmp_path, base | change)
+    assert message in str(caught.value)
+    assert "config.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        config_of(tmp_path, LLAMA | {"attention_bias": True, "mlp_bias": True, "hidden_act": "relu"})
+    assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[1]", "a JSON list, not an object")])
+def test_a_damaged_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        hugging_face_config(tmp_path)
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        hugging_face_config(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        hugging_face_config(tmp_path / "absent")
+
+
+MODELS = [
+    GPT2 | {"n_inner": 100, "tie_word_embeddings": False, "activation_function": "relu2"},
+    LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA31_SCALING, "head_dim": 16},
+    LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}, "tie_word_embeddings": True},
+    QWEN,
+]
+
+
+@pytest.mark.parametrize("values", MODELS, ids=["gpt2", "llama31", "llama_linear", "qwen"])
+def test_a_model_finds_its_family_and_settings_again(tmp_path: Path, values: dict[str, Any]) -> None:
+    config = config_of(tmp_path, values)
+    family = family_for(config)
+    assert family.architecture == values["architectures"][0]
+    written = Settings(json.loads(json.dumps(family.write_settings(config))), "written")
+    again, read = read_model(written)
+    assert again is family
+    assert model_features(read) == model_features(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"qk_layernorm": True}, "qk_layernorm True"),
+        ({"apply_layernorm_1p": True}, "apply_layernorm_1p True"),
+        ({"rotary_percent": 0.5}, "rotary_dim 4"),
+        ({"rotary_interleaved": True}, "rotary_interleaved True"),
+        ({"swiglu": False}, "activation 'gelu_tanh'"),
+    ],
+)
+def test_a_model_of_no_family_is_refused_with_the_reason(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    config = dataclasses.replace(config_of(tmp_path, LLAMA), **changes)
+    with pytest.raises(ConfigurationError, match="no supported Hugging Face architecture") as caught:
+        family_for(config)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("values", [GPT2, LLAMA, QWEN], ids=["gpt2", "llama", "qwen"])
+def test_links_cover_every_element_of_both_sides_once(tmp_path: Path, values: dict[str, Any]) -> None:
+    config = config_of(tmp_path, values)
+    (family,) = (family for family in FAMILIES if family.model_type == values["model_type"])
+    links = list(family.links(config))
+    for boxes in (
+        [(link.native, link.native_box) for link in links],
+        [(link.foreign, link.foreign_box) for link in links],
+    ):
+        for name, shape in shapes_of(boxes).items():
+            held = [box for other, box in boxes if other == name]
+            size = 1
+            for length in shape:
+                size *= length
+            assert sum(box.num_elements for box in held) == size, name
+            assert not any(a.intersect(b) for i, a in enumerate(held) for b in held[:i]), name
