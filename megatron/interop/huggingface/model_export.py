@@ -1,0 +1,155 @@
+"""Everything about a model folder that is decided before a byte of it is written, and then its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from megatron.core.config_base import config_from_dict
+from megatron.core.dist_checkpointing.mapping import dtype_name
+from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES, split_box
+from megatron.core.dist_checkpointing.storage import write_text
+from megatron.core.errors import CheckpointError
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.interop.checkpoint_source import CheckpointSource
+from megatron.interop.huggingface.families import family_for, read_model
+from megatron.interop.huggingface.family import Family, model_features
+from megatron.interop.huggingface.model_record import ModelRecord, decode_record, index_text
+from megatron.interop.huggingface.settings import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    dump_settings,
+    parse_settings,
+    replace_dtype,
+)
+from megatron.interop.huggingface.tensor_link import TensorLink, shapes_of
+from megatron.interop.huggingface.tokenizer_files import copy_into_model_folder, end_of_text
+from megatron.interop.huggingface.weight_files import INDEX_FILE, OUTPUT_LAYER
+from megatron.interop.huggingface.weight_writer import WeightInfo, plan_files, write_weights
+
+_WEIGHTS = "model."
+
+
+class ModelExport:
+    """Hold what a checkpoint becomes as a model folder: its family, its tensors and its files.
+
+    Raises:
+        CheckpointError: the checkpoint's tensors are not those of the model that its configuration describes.
+        ConfigurationError: no supported architecture can express the model.
+    """
+
+    def __init__(self, source: CheckpointSource, max_file_bytes: int) -> None:
+        self._source = source
+        self._config = config_from_dict(GPTConfig, source.common["config"]["model"])
+        self._family, self._record = _choose_family(self._config, decode_record(source.common))
+        links = list(self._family.links(self._config))
+        _check_tensors(source, links)
+        self._links: dict[str, list[TensorLink]] = {}
+        for link in links:
+            self._links.setdefault(link.foreign, []).append(link)
+        names = {name: name for name in self._links}
+        if self._record is not None:
+            names = self._recorded_names(self._record)
+        shapes = shapes_of((link.foreign, link.foreign_box) for link in links)
+        self._origins = names
+        self._weights = {
+            stored: WeightInfo(shapes[name], source.tensors[self._links[name][0].native].dtype)
+            for stored, name in names.items()
+        }
+        self._files = plan_files(self._weights, max_file_bytes) if self._record is None else self._record.files
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return sum(weight.num_bytes for weight in self._weights.values())
+
+    def write(self, folder: Path) -> None:
+        """Write all files into an empty folder and force them to disk."""
+        for name, file in self._files.items():
+            write_weights(folder / name, file.tensors, file.metadata, self._weights, self._values)
+        recorded = None if self._record is None else self._record.index
+        if len(self._files) > 1 or recorded is not None:
+            weight_map = {tensor: name for name, file in self._files.items() for tensor in file.tensors}
+            write_text(folder / INDEX_FILE, index_text(weight_map, self.num_bytes, recorded))
+        write_text(folder / CONFIG_FILE, self._config_text())
+        if self._record is not None and self._record.generation is not None:
+            write_text(folder / GENERATION_FILE, self._record.generation)
+        tokenizer = self._tokenizer_folder()
+        if tokenizer is not None:
+            copy_into_model_folder(tokenizer, folder)
+
+    def _values(self, stored: str) -> torch.Tensor:
+        weight = self._weights[stored]
+        result = torch.empty(weight.shape, dtype=weight.dtype)
+        for link in self._links[self._origins[stored]]:
+            for part in split_box(link.native_box, weight.dtype.itemsize, MAX_PIECE_BYTES):
+                values = self._source.read(link.native, part)
+                result[link.foreign_part(part).slices].copy_(values.t() if link.is_transposed else values)
+        return result
+
+    def _recorded_names(self, record: ModelRecord) -> dict[str, str]:
+        """Return which of the family's names each recorded tensor has: files may leave a prefix out, or hold a tied
+        output layer beside the embedding."""
+        stored = [tensor for file in record.files.values() for tensor in file.tensors]
+        names = {name: name if name in self._links else self._family.base_prefix + name for name in stored}
+        if OUTPUT_LAYER in names and not self._config.untie_embeddings_and_output_weights:
+            names[OUTPUT_LAYER] = next(iter(self._links))
+        if set(names.values()) != set(self._links):
+            raise CheckpointError(
+                f"checkpoint {self._source.folder}: its record of a Hugging Face folder lists other tensors than those "
+                "of its model"
+            )
+        return names
+
+    def _config_text(self) -> str:
+        if self._record is None:
+            end = end_of_text(self._tokenizer_folder())
+            begin = end if self._family.model_type == "gpt2" else None
+            settings = self._family.write_settings(self._config)
+            return dump_settings(
+                settings | {"bos_token_id": begin, "eos_token_id": end, "torch_dtype": self._main_dtype()}
+            )
+        recorded = parse_settings(self._record.config, CONFIG_FILE).dtype()
+        if recorded is None or any(dtype_name(weight.dtype) == recorded for weight in self._weights.values()):
+            return self._record.config
+        return dump_settings(replace_dtype(json.loads(self._record.config), self._main_dtype()))
+
+    def _main_dtype(self) -> str:
+        """Return the dtype that most bytes have."""
+        sizes: dict[str, int] = {}
+        for weight in self._weights.values():
+            name = dtype_name(weight.dtype)
+            sizes[name] = sizes.get(name, 0) + weight.num_bytes
+        return max(sizes, key=lambda name: sizes[name])
+
+    def _tokenizer_folder(self) -> Path | None:
+        name = self._source.common["tokenizer"]
+        return None if name is None else self._source.folder / name
+
+
+def _choose_family(config: GPTConfig, record: ModelRecord | None) -> tuple[Family, ModelRecord | None]:
+    """Return the family of a model, and the record of the folder that it came from if it is still the same model."""
+    if record is not None:
+        family, recorded = read_model(parse_settings(record.config, CONFIG_FILE))
+        if model_features(recorded) == model_features(config):
+            return family, record
+    return family_for(config), None
+
+
+def _check_tensors(source: CheckpointSource, links: Iterable[TensorLink]) -> None:
+    wanted = shapes_of((link.native, link.native_box) for link in links)
+    found: Mapping[str, tuple[int, ...]] = {
+        name: info.global_shape for name, info in source.tensors.items() if name.startswith(_WEIGHTS)
+    }
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} has no place in the model" for name in found if name not in wanted]
+    problems += [
+        f"{name} is {list(found[name])}, expected {list(shape)}"
+        for name, shape in wanted.items()
+        if found.get(name, shape) != shape
+    ]
+    if problems:
+        raise CheckpointError(f"checkpoint {source.folder} does not fit its configuration: {'; '.join(problems)}")

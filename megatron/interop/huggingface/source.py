@@ -1,0 +1,182 @@
+"""A Hugging Face model folder as a checkpoint: weights under our names, and what it takes to write the folder again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.config_base import config_to_dict
+from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES, split_box
+from megatron.core.errors import CheckpointError
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.sharding import Box
+from megatron.interop.checkpoint_source import TensorInfo
+from megatron.interop.huggingface.families import read_model
+from megatron.interop.huggingface.family import Family
+from megatron.interop.huggingface.model_record import MODEL_RECORD, FileRecord, record_model
+from megatron.interop.huggingface.settings import CONFIG_FILE, read_settings
+from megatron.interop.huggingface.tensor_link import TensorLink, shapes_of
+from megatron.interop.huggingface.tokenizer_files import copy_into_checkpoint, tokenizer_settings
+from megatron.interop.huggingface.weight_files import OUTPUT_LAYER, WeightFiles
+
+_MOST_NAMED = 8
+
+
+class HuggingFaceSource:
+    """Read a Hugging Face model as the native format sees it (see `CheckpointSource`).
+
+    Nothing but headers is read before a box is asked for.
+
+    Raises:
+        CheckpointError: the folder lacks files, or its tensors are not those of the model that config.json describes.
+        ConfigurationError: config.json describes a model that is not supported.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.family, self.config = read_model(read_settings(self.folder))
+        self.files = WeightFiles(self.folder)
+        self._links: dict[str, list[TensorLink]] = {}
+        links = list(self.family.links(self.config))
+        self._stored = _find_names(self.family, self.config, links, self.files)
+        for link in links:
+            self._links.setdefault(link.native, []).append(link)
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(shape, self._dtype_of(name))
+            for name, shape in shapes_of((link.native, link.native_box) for link in links).items()
+        }
+        self._check_tied_copy()
+        files = {name: FileRecord(self.files.names_in(name), texts) for name, texts in self.files.metadata.items()}
+        record = record_model(self.folder, self.files.index_text, files, self.family.is_buffer)
+        self.common: Mapping[str, Any] = _common(self.folder, self.config) | {MODEL_RECORD: record.encode()}
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Return a box of a tensor, or all of it, contiguous on the CPU.
+
+        Raises:
+            KeyError: there is no tensor of this name.
+            CheckpointError: the file that holds it is missing or damaged.
+        """
+        info = self.tensors[name]
+        wanted = info.whole if box is None else box
+        result = torch.empty(wanted.shape, dtype=info.dtype)
+        for link in self._links[name]:
+            common = link.native_box.intersect(wanted)
+            if common is None:
+                continue
+            for part in split_box(common, info.dtype.itemsize, MAX_PIECE_BYTES):
+                values = self.files.read(self._stored[link.foreign], link.foreign_part(part))
+                result[part.relative_to(wanted.offset).slices].copy_(values.t() if link.is_transposed else values)
+        return result
+
+    def write_tokenizer(self, checkpoint: Path) -> bool:
+        """Leave the tokenizer's record and files in ``checkpoint/tokenizer``; return whether the model has one.
+
+        Raises:
+            TokenizerError: it cannot be built.
+        """
+        return copy_into_checkpoint(self.folder, self.common["config"]["tokenizer"], checkpoint)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.files.close()
+
+    def _dtype_of(self, native: str) -> torch.dtype:
+        names = list(dict.fromkeys(self._stored[link.foreign] for link in self._links[native]))
+        dtypes = {name: self.files.entries[name].dtype for name in names}
+        if len(set(dtypes.values())) > 1:
+            listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+            raise CheckpointError(f"{self.folder}: these tensors make up one of ours and must share a dtype: {listed}")
+        return dtypes[names[0]]
+
+    def _check_tied_copy(self) -> None:
+        """Refuse a file that holds an output layer of its own although config.json says that it is tied."""
+        if self.config.untie_embeddings_and_output_weights or OUTPUT_LAYER not in self.files.entries:
+            return
+        (link,) = self._links["model.embedding.word_embeddings.weight"]
+        embedding = self._stored[link.foreign]
+        for box in split_box(link.foreign_box, self.files.entries[embedding].dtype.itemsize, MAX_PIECE_BYTES):
+            ours, theirs = (self.files.read(name, box).view(torch.uint8) for name in (embedding, OUTPUT_LAYER))
+            if not torch.equal(ours, theirs):
+                raise CheckpointError(
+                    f"{self.folder}: {CONFIG_FILE} ties the output layer to the embedding, but {OUTPUT_LAYER} differs "
+                    f"from {embedding}; set tie_word_embeddings to false"
+                )
+
+
+def _find_names(family: Family, config: GPTConfig, links: list[TensorLink], files: WeightFiles) -> dict[str, str]:
+    """Return the name in the files of every tensor of the model.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected or of another shape; all by name.
+    """
+    shapes = shapes_of((link.foreign, link.foreign_box) for link in links)
+    stored: dict[str, str] = {}
+    for name in shapes:
+        bare = name.removeprefix(family.base_prefix)
+        stored[name] = bare if name not in files.entries and bare in files.entries else name
+    known = set(stored.values())
+    if not config.untie_embeddings_and_output_weights and OUTPUT_LAYER in files.entries:
+        known.add(OUTPUT_LAYER)
+        embedding = links[0].foreign
+        shapes[OUTPUT_LAYER], stored[OUTPUT_LAYER] = shapes[embedding], OUTPUT_LAYER
+    missing = [name for name in stored.values() if name not in files.entries]
+    unexpected = [name for name in files.entries if name not in known and not family.is_buffer(name)]
+    problems = [f"missing: {_listed(missing)}"] if missing else []
+    problems += [f"unexpected: {_listed(unexpected)}"] if unexpected else []
+    problems += [
+        f"{stored[name]} has the shape {list(files.entries[stored[name]].shape)}, {CONFIG_FILE} makes it {list(shape)}"
+        for name, shape in shapes.items()
+        if stored[name] in files.entries and files.entries[stored[name]].shape != shape
+    ][:_MOST_NAMED]
+    if problems:
+        raise CheckpointError(
+            f"{files.folder} is not the model that its {CONFIG_FILE} describes: {'; '.join(problems)}"
+        )
+    return stored
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
+
+
+def _common(folder: Path, config: GPTConfig) -> dict[str, Any]:
+    """Return what a native checkpoint would say beside its tensors: a run that has not begun."""
+    length = config.max_position_embeddings
+    return {
+        "progress": {
+            "iteration": 0,
+            "consumed_train_samples": 0,
+            "consumed_valid_samples": 0,
+            "skipped_iterations": 0,
+            "floating_point_operations_so_far": 0,
+        },
+        "config": {
+            "model": config_to_dict(config),
+            "training": {"micro_batch_size": 1},
+            "optimizer": {},
+            "scheduler": {},
+            "ddp": {},
+            "data": {"seq_length": length},
+            "tokenizer": tokenizer_settings(folder, config.vocab_size),
+            "validation": {},
+            "checkpoint": {},
+            "logging": {},
+            "initialization": {},
+            "world_size": 1,
+        },
+        "layout": {
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "context_parallel_size": 1,
+            "data_parallel_size": 1,
+            "world_size": 1,
+        },
+        "optimizer": None,
+        "scheduler": None,
+        "tokenizer": None,
+    }

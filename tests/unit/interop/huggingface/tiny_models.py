@@ -1,0 +1,151 @@
+"""Tiny random models made by transformers, one of each kind that is supported, and what it computes with them.
+
+transformers takes seconds to import and is a development dependency only: nothing here imports it before it is asked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# (Sizes differ from each other, so that no transposed dimension can pass.)
+_LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_DECODER = {"hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 3, "vocab_size": 101}
+
+KINDS: dict[str, dict[str, Any]] = {
+    "gpt2": {"class": "GPT2", "n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 320, "vocab_size": 101},
+    "gpt2_untied": {
+        "class": "GPT2",
+        "n_embd": 40,
+        "n_head": 4,
+        "n_layer": 2,
+        "n_inner": 72,
+        "n_positions": 96,
+        "vocab_size": 83,
+        "activation_function": "gelu",
+        "tie_word_embeddings": False,
+    },
+    "llama31": {
+        "class": "Llama",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": _LLAMA3_SCALING,
+        "tie_word_embeddings": False,
+    },
+    "llama_tied": {
+        "class": "Llama",
+        **_DECODER,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 500000.0, "factor": 4.0},
+        "tie_word_embeddings": True,
+    },
+    "qwen_untied": {
+        "class": "Qwen2",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": False,
+    },
+    "qwen_tied": {
+        "class": "Qwen2",
+        **_DECODER,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def import_transformers() -> Any:
+    """Return the package, or skip the test where it is not installed."""
+    return pytest.importorskip("transformers", reason="transformers is not installed (requirements/dev.txt has it)")
+
+
+def make_model(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """Build a model whose every value is random, norms and biases too, and large enough to matter."""
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: requirements/dev.txt has it"
+    )
+    settings = KINDS[kind] | changes
+    family = settings["class"]
+    config_class = getattr(transformers, f"{family}Config")
+    model_class = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM"))
+    config = config_class(**{name: value for name, value in settings.items() if name != "class"})
+    model = model_class(config).to(dtype).eval()
+    generator = torch.Generator().manual_seed(sum(map(ord, kind)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_norm = parameter.dim() == 1 and name.endswith("weight")
+            parameter.copy_(1 + 0.2 * noise if is_norm else 0.25 * noise)
+    return model
+
+
+def save_model(kind: str, folder: Path, *, max_shard_size: str = "1GB", **changes: Any) -> Any:
+    """Write a model as transformers does, with tokenizer files that are told apart from others, and return it."""
+    model = make_model(kind, **changes)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def tokens_of(kind: str, batch: int, length: int) -> torch.Tensor:
+    """Return random tokens ``[batch, length]`` of the model's vocabulary."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(0, KINDS[kind]["vocab_size"], (batch, length), generator=generator)
+
+
+def their_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits that transformers computes, ``[b, s, v]``."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(tokens, use_cache=False).logits
+    return logits
+
+
+def their_greedy_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Return the tokens that transformers chooses after a prompt."""
+    tokens = torch.tensor([prompt])
+    with torch.no_grad():
+        new = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return new[0, len(prompt) :].tolist()
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    """Return every file of a folder."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def edit_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a folder's config.json."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
