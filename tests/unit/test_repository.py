@@ -25,7 +25,11 @@ PACKAGE = REPOSITORY / "megatron"
 # Which files may touch what. A module covers everything below it; imports for type checkers only are free.
 OWNERS: dict[str, tuple[str, ...]] = {
     "argparse": ("megatron/training/arguments.py",),
-    "os.environ": ("megatron/training/initialize.py", "megatron/core/device.py"),
+    "os.environ": (
+        "megatron/training/initialize.py",
+        "megatron/core/device.py",
+        "megatron/interop/huggingface/parallelize.py",
+    ),
     "os.getenv": ("megatron/training/initialize.py", "megatron/core/device.py"),
     "torch.cuda": ("megatron/core/device.py", "megatron/core/timers.py"),
     "torch.distributed": (
@@ -33,6 +37,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/core/distributed/param_and_grad_buffer.py",
         "megatron/core/parallel_state.py",
         "megatron/core/pipeline_parallel/p2p_communication.py",
+        "megatron/interop/huggingface/parallelize.py",
         "megatron/training/initialize.py",
         "megatron/verification/collective_recorder.py",
         "megatron/verification/worker_pool.py",
@@ -41,6 +46,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "apex": ("megatron/core/extensions/apex.py",),
     "flash_attn": ("megatron/core/extensions/flash_attn.py",),
     "transformer_engine": ("megatron/core/extensions/transformer_engine.py",),
+    # What it computes is compared with in tests only.
+    "transformers": (),
     # Checkpoints hold no pickles.
     "pickle": (),
     "torch.save": (),

@@ -1,0 +1,134 @@
+"""A Hugging Face model, cut over tensor-parallel ranks that read their own parts, computes what transformers does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.collectives import all_gather_last_dim
+from megatron.core.device import Device
+from megatron.core.errors import ConfigurationError
+from megatron.core.inference.engine import generate
+from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.parallel_state import create_parallel_state, describe_parallel_state
+from megatron.core.sharding import spec_of
+from megatron.interop.huggingface.loading import load_hugging_face_model
+from megatron.interop.huggingface.parallelize import parallelize
+from megatron.interop.huggingface.source import HuggingFaceSource
+from megatron.interop.inference_model import load_model_from
+from tests.harness.distributed import run_distributed
+from tests.unit.interop.huggingface.tiny_models import (
+    KINDS,
+    save_model,
+    their_greedy_tokens,
+    their_logits,
+    tokens_of,
+)
+
+TOLERANCE = 1e-4
+GREEDY_TOKENS = 64
+LEAST_DISTINCT = 10
+# Of two key-value heads four ranks share each.
+SIZES = {kind: (1, 2, 4) if kind in ("llama_tied", "qwen_tied", "gpt2_untied") else (1, 2) for kind in KINDS}
+LENGTHS = {"gpt2": 300, "llama31": 400, "qwen_untied": 400}
+"""Long enough for the slow rotary frequencies, which Llama 3.1 scales, to turn far."""
+
+
+def prompt_of(kind: str) -> list[int]:
+    return tokens_of(kind, 1, 9)[0].tolist()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.Tensor, list[int]]]:
+    """Return of every kind of model its folder, and what transformers computes and writes with it."""
+    results = {}
+    for kind in KINDS:
+        folder = tmp_path_factory.mktemp("models") / kind
+        model = save_model(kind, folder)
+        logits = their_logits(model, tokens_of(kind, 2, LENGTHS.get(kind, 80)))
+        tokens = their_greedy_tokens(model, prompt_of(kind), GREEDY_TOKENS)
+        assert len(set(tokens)) >= LEAST_DISTINCT, f"{kind} repeats itself: agreeing with it would mean little"
+        results[kind] = (folder, logits, tokens)
+    return results
+
+
+def compute(kind: str, folder: Path, num_tokens: int) -> tuple[torch.Tensor, list[int]]:
+    """Return our logits ``[b, s, v]`` and greedy tokens, on as many ranks as there are."""
+    model = parallelize(folder)
+    tokens = tokens_of(kind, 2, LENGTHS.get(kind, 80))
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    with torch.no_grad():
+        logits = all_gather_last_dim(model(tokens, positions), model.tp)[..., : model.config.vocab_size]
+    state = create_parallel_state(tensor_model_parallel_size=model.tp.size)
+    (written,) = generate(model, [prompt_of(kind)], num_tokens, SamplingConfig(greedy=True), None, state)
+    return logits.transpose(0, 1), written
+
+
+def compute_all(folders: dict[str, Path], counts: dict[str, int]) -> dict[str, tuple[torch.Tensor, list[int]]]:
+    return {kind: compute(kind, folder, counts[kind]) for kind, folder in folders.items()}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_logits_and_greedy_tokens_are_those_of_transformers(expected: Any, tp: int) -> None:
+    kinds = [kind for kind in KINDS if tp in SIZES[kind]]
+    folders = {kind: expected[kind][0] for kind in kinds}
+    # Generating over four processes on the two cores of a small machine is slow, and shows nothing new.
+    counts = dict.fromkeys(kinds, GREEDY_TOKENS if tp < 4 else 8)
+    for results in run_distributed(tp, compute_all, folders, counts, timeout_s=120.0):
+        for kind in kinds:
+            _, logits, tokens = expected[kind]
+            ours, written = results[kind]
+            assert ours.dtype == torch.float32
+            difference = (ours - logits).abs().max().item()
+            assert difference <= TOLERANCE * logits.abs().max().item(), f"{kind}: {difference}"
+            assert written == tokens[: counts[kind]], kind
+
+
+def test_the_scaling_of_the_rotary_frequencies_matters_here(expected: Any, tmp_path: Path) -> None:
+    """Without it the same weights give other logits: the agreement above would not be possible by chance."""
+    folder = Path(shutil.copytree(expected["llama31"][0], tmp_path / "model"))
+    values = json.loads((folder / "config.json").read_text())
+    values["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps(values))
+    logits, _ = compute("llama31", folder, 1)
+    assert (logits - expected["llama31"][1]).abs().max() > 0.05 * expected["llama31"][1].abs().max()
+
+
+def bytes_and_parameters(folder: Path) -> tuple[int, int]:
+    """Return the bytes that this rank read, and those of the real values that it holds."""
+    state = create_parallel_state(tensor_model_parallel_size=dist.get_world_size())
+    source = HuggingFaceSource(folder)
+    model = load_model_from(source, state, Device("cpu"))
+    held = sum(
+        piece.global_box.num_elements * parameter.element_size()
+        for parameter in model.parameters()
+        for piece in spec_of(parameter).pieces
+    )
+    return source.files.bytes_read, held
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama31"])
+def test_a_rank_reads_what_it_holds_and_no_more(expected: Any, kind: str) -> None:
+    for read, held in run_distributed(2, bytes_and_parameters, expected[kind][0]):
+        assert read == held
+
+
+def test_a_model_can_be_loaded_in_another_precision(expected: Any) -> None:
+    state = describe_parallel_state(0, 1)
+    model = load_hugging_face_model(expected["qwen_tied"][0], state, Device("cpu"), params_dtype="bfloat16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    exact = load_hugging_face_model(expected["qwen_tied"][0], state, Device("cpu"))
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        assert torch.equal(ours, theirs.bfloat16())
+
+
+def test_a_model_that_cannot_be_cut_is_refused(expected: Any) -> None:
+    folder = expected["llama31"][0]
+    with pytest.raises(ConfigurationError, match="6 attention heads are not divisible by tensor-parallel size 4"):
+        load_hugging_face_model(folder, describe_parallel_state(0, 4, 4), Device("cpu"))
