@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.core.collectives import broadcast_object
+from megatron.core.collectives import all_gather_objects, broadcast_object
 from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 from megatron.core.errors import CheckpointError
@@ -33,7 +33,18 @@ def agree_on_candidates(directory: Path, ckpt_step: int | None, state: ParallelS
             error = failure
     raise_on_all_ranks(error, state.world)
     found: list[Path] = broadcast_object(folders, state.world)
+    if not found:
+        _refuse_where_others_have_some(directory, state)
     return found
+
+
+def _refuse_where_others_have_some(directory: Path, state: ParallelState) -> None:
+    trackers = all_gather_objects((directory / TRACKER_FILE).exists(), state.world)
+    if any(trackers):
+        raise CheckpointError(
+            f"rank {trackers.index(True)} finds checkpoints in {directory} and rank 0, on another machine, none: bring "
+            "back the folder of rank 0, or remove the others to begin anew"
+        )
 
 
 def agree_on_required_candidates(directory: Path, ckpt_step: int | None, state: ParallelState) -> list[Path]:

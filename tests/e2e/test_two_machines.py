@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.toy_run import DATA, MODEL, TRAINING, exact_figures
+from megatron.training.checkpoint_folders import saved_iterations
+from tests.e2e.toy_run import DATA, MODEL, TRAINING, exact_figures, leftovers
 from tests.harness.forked_training import fork_training
 from tests.harness.training_run import LAUNCHER_VARIABLES, REPOSITORY, read_metrics
 
@@ -97,3 +98,23 @@ def test_two_agents_train_what_one_does(nproc: int, layout: str, folders: list[P
     words += ["--metrics-jsonl", str(tmp_path / "alone.jsonl"), "--data-cache-path", str(tmp_path / "cache")]
     alone = fork_training(words, 2 * nproc).check()
     assert exact_figures(read_metrics(folders[0] / "metrics.jsonl")) == exact_figures(alone.metrics)
+
+
+@pytest.mark.long
+def test_checkpoints_stay_on_their_machines_and_resume_there(folders: list[Path], tmp_path: Path) -> None:
+    flags = "--save checkpoints --load checkpoints --save-interval 1 --keep-last 2 --async-save --data-cache-path cache"
+    sharded = f"{flags} --use-distributed-optimizer"
+    for last in (2, 4):
+        statuses, outputs = finish(start_agents(folders, 1, f"{sharded} --exit-interval {last}"))
+        assert statuses == [0, 0], "\n".join(output[-4000:] for output in outputs)
+    assert "successfully loaded checkpoint from checkpoints at iteration 2" in outputs[0]
+    for rank, folder in enumerate(folders):
+        assert saved_iterations(folder / "checkpoints") == [3, 4]
+        shards = [path.name for path in (folder / "checkpoints" / "iter_0000004").glob("*.safetensors")]
+        assert shards == [f"shard_{rank:05d}.safetensors"]
+        assert leftovers(folder / "checkpoints") == []
+    words = [*MODEL.split(), *TRAINING.split(), "--train-iters", "4", "--data-path", str(DATA)]
+    words += ["--use-distributed-optimizer", "--data-cache-path", str(tmp_path / "cache")]
+    alone = fork_training([*words, "--metrics-jsonl", str(tmp_path / "alone.jsonl")], 2).check()
+    kept = read_metrics(folders[0] / "checkpoints" / "metrics.jsonl")
+    assert exact_figures(kept)[-2:] == exact_figures(alone.metrics)[-2:]

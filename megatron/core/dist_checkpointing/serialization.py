@@ -5,7 +5,7 @@ Both are collective: every rank calls them, and every rank learns when one of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from megatron.core.dist_checkpointing.index_file import INDEX_FILE
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES
 from megatron.core.dist_checkpointing.rank_share import CheckpointWriteError, build_index, plan_share, write_error
-from megatron.core.dist_checkpointing.read_plan import plan_reads
+from megatron.core.dist_checkpointing.read_plan import PieceRead, plan_reads
+from megatron.core.dist_checkpointing.remote_pieces import read_remote_pieces
 from megatron.core.dist_checkpointing.shard_reader import ShardReader, check_pieces
 from megatron.core.dist_checkpointing.storage import check_file, sync_folder
 from megatron.core.dist_checkpointing.validation import STRICT, DamagedCheckpointError, Strictness, find_misfits
@@ -56,6 +57,8 @@ def save_tensors(
 def load_index(folder: Path, world: Group, verify: bool = True) -> CheckpointIndex:
     """Return the index, read and compared with the files beside it by the first rank, on every rank.
 
+    Files that the first rank does not see are compared by those that do: each machine may hold its own.
+
     Raises:
         DamagedCheckpointError: the index or a shard file is missing or damaged; an index that was changed but still
             reads is returned, with ``is_intact`` False.
@@ -65,13 +68,13 @@ def load_index(folder: Path, world: Group, verify: bool = True) -> CheckpointInd
     if world.is_first:
         try:
             index = read_index(folder)
-            for name, file in index.files.items():
-                check_file(folder / name, file, index.pieces_of(name), verify)
+            _check_files(folder, index, [name for name in index.files if (folder / name).exists()], verify)
         except CheckpointError as failure:
             error = failure
     raise_on_all_ranks(error, world)
     found = broadcast_object(index, world)
     assert isinstance(found, CheckpointIndex)
+    _check_files_elsewhere(folder, found, world, verify)
     return found
 
 
@@ -117,13 +120,20 @@ def load_tensors(
     present = [tensor for tensor in tensors if tensor.name in index.tensors]
     error: MegatronError | None = None
     with ShardReader(folder, verify) as reader:
+        remote: list[PieceRead] = []
+        targets = [tensor.data for tensor in present]
         try:
             wanted = [(tensor.name, tensor.pieces) for tensor in present]
-            targets = [tensor.data for tensor in present]
-            for read in plan_reads(wanted, index.tensors, descriptions, world.rank, verify):
-                reader.read(read, targets)
+            reads = plan_reads(wanted, index.tensors, descriptions, world.rank, verify)
+            absent = {name for name in {read.piece.file for read in reads} if not (folder / name).exists()}
+            remote = [read for read in reads if read.piece.file in absent]
+            for read in reads:
+                if read.piece.file not in absent:
+                    reader.read(read, targets)
         except CheckpointError as failure:
             error = failure
+        raise_on_all_ranks(error, world)
+        error = read_remote_pieces(reader, folder, remote, targets, world)
     raise_on_all_ranks(error, world)
     check_pieces(folder, index.tensors, all_gather_objects(reader.cell_checksums, world))
     return LoadedTensors(reader.bytes_read, misfits.missing, misfits.unexpected)
@@ -134,3 +144,25 @@ def raise_on_all_ranks(error: MegatronError | None, world: Group) -> None:
     for reported in all_gather_objects(error, world):
         if reported is not None:
             raise reported
+
+
+def _check_files(folder: Path, index: CheckpointIndex, names: Iterable[str], verify: bool) -> None:
+    for name in names:
+        check_file(folder / name, index.files[name], index.pieces_of(name), verify)
+
+
+def _check_files_elsewhere(folder: Path, index: CheckpointIndex, world: Group, verify: bool) -> None:
+    """Compare the files that the first rank does not see; collective."""
+    absent = [name for name in index.files if not (folder / name).exists()] if world.is_first else []
+    absent = broadcast_object(absent, world)
+    if not absent:
+        return
+    here = [name for name in absent if (folder / name).exists()]
+    seen = {name for names in all_gather_objects(here, world) for name in names}
+    error = None
+    try:
+        # The first rank answers for those that nobody sees.
+        _check_files(folder, index, here or [name for name in absent if world.is_first and name not in seen], verify)
+    except CheckpointError as failure:
+        error = failure
+    raise_on_all_ranks(error, world)

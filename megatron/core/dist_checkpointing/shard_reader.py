@@ -44,6 +44,7 @@ class ShardReader:
         self._folder = folder
         self._verify = verify
         self._open: dict[str, io.FileIO] = {}
+        self._piece_bytes: bytes | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> ShardReader:
@@ -57,13 +58,16 @@ class ShardReader:
         for file in self._open.values():
             file.close()
 
-    def read(self, read: PieceRead, targets: Sequence[torch.Tensor]) -> None:
+    def read(self, read: PieceRead, targets: Sequence[torch.Tensor], piece_bytes: bytes | None = None) -> None:
         """Read one piece's cells and copy them to where the plan wants them, in place.
+
+        With ``piece_bytes``, the bytes of the whole piece, the file is not touched.
 
         Raises:
             DamagedCheckpointError: the file is missing, cut short or changed.
         """
         piece = read.piece
+        self._piece_bytes = piece_bytes
         checksums = []
         for cell in read.cells:
             values, checksum = self._read_cell(read.tensor, piece, cell)
@@ -106,7 +110,12 @@ class ShardReader:
         """Fill ``data`` run by run; yield where in the piece each one starts, and its bytes."""
         for number, start in enumerate(starts):
             run = data[number * run_bytes : (number + 1) * run_bytes]
-            received = self._fill(run, piece.file, piece.start + start)
+            if self._piece_bytes is None:
+                received = self._fill(run, piece.file, piece.start + start)
+            else:
+                part = self._piece_bytes[start : start + run_bytes]
+                run[: len(part)] = part
+                received = len(part)
             self.bytes_read += received
             if received != run_bytes:
                 raise DamagedCheckpointError(f"{self._folder / piece.file}: ends within {piece.key}")
