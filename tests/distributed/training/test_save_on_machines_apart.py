@@ -61,7 +61,7 @@ def save(machines: list[str], tp: int, iterations: tuple[int, ...], keep_last: i
         save_checkpoint("run", run, content(state, run, iteration), state, options, lambda line: None, folders)
 
 
-def load(machines: list[str], tp: int) -> tuple[int | None, str, list[str]]:
+def load(machines: list[str], tp: int, same_layout: bool = True) -> tuple[int | None, str, list[str]]:
     """Prepare and load; return the iteration, the error and the log."""
     state = enter_machine(machines, tp)
     lines: list[str] = []
@@ -75,7 +75,8 @@ def load(machines: list[str], tp: int) -> tuple[int | None, str, list[str]]:
         return None, "", lines
     expected = filled_run(state)
     assert_equal_runs(run, expected)
-    if loaded.rng is not None:
+    if same_layout:
+        assert loaded.rng is not None
         assert all(torch.equal(loaded.rng[name], tensor) for name, tensor in expected.rng.items())
     return loaded.progress.iteration, "", lines
 
@@ -107,7 +108,7 @@ def test_another_layout_on_the_same_machines_reads_over_the_network(
     num_ranks: int, tp: int, machines: list[Path]
 ) -> None:
     run_distributed(4, save, on(machines), 2, (10,))
-    for iteration, error, _ in run_distributed(num_ranks, load, on(machines), tp):
+    for iteration, error, _ in run_distributed(num_ranks, load, on(machines), tp, False):
         assert (iteration, error) == (10, "")
 
 
@@ -127,7 +128,7 @@ def test_a_byte_that_no_machine_has_is_refused_by_the_name_of_its_file(machines:
     (machines[1] / "run" / "iter_0000010" / "shard_00003.safetensors").unlink()
     for iteration, error, _ in run_distributed(4, load, on(machines), 2):
         assert iteration is None
-        assert error == "run/iter_0000010/shard_00003.safetensors: No such file or directory"
+        assert error.startswith("run/iter_0000010/shard_00003.safetensors: No such file or directory; lost: ")
 
 
 def test_a_byte_that_was_changed_on_another_machine_is_found(machines: list[Path]) -> None:
