@@ -116,6 +116,28 @@ def test_state_taken_before_is_not_changed_by_drawing() -> None:
     assert all(torch.equal(states[name], kept[name]) for name in kept)
 
 
+def test_streams_go_on_or_start_anew_at_another_place() -> None:
+    before = streams(tp_rank=1)
+    beginning = draw(streams(), TENSOR_PARALLEL)
+    draw(before, REPLICATED)
+    state = before.state_dict()
+    expected = draw(before, REPLICATED)
+
+    def resumed(iteration: int, **ranks: int) -> RngStreams:
+        rng = streams(**ranks)
+        outer = torch.get_rng_state()
+        rng.resume({REPLICATED: state[REPLICATED]}, iteration)
+        assert torch.equal(torch.get_rng_state(), outer)
+        return rng
+
+    assert torch.equal(draw(resumed(10), REPLICATED), expected)
+    anew = [draw(resumed(*place), TENSOR_PARALLEL) for place in ((10,), (11,))]
+    anew.append(draw(resumed(10, tp_rank=1), TENSOR_PARALLEL))
+    assert torch.equal(anew[0], draw(resumed(10), TENSOR_PARALLEL))
+    different = [*anew, beginning]
+    assert not any(torch.equal(a, b) for i, a in enumerate(different) for b in different[:i])
+
+
 def test_replay_draws_the_same_again_and_leaves_no_trace() -> None:
     rng = streams()
     states = rng.state_dict()

@@ -1,0 +1,228 @@
+"""A run saved at one layout goes on at every other, and back: the same samples, the same losses, the same bytes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.device import select_device
+from megatron.core.dist_checkpointing.index import CheckpointIndex, read_index
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_of, whole_tensor
+from megatron.core.dist_checkpointing.serialization import load_tensors
+from megatron.core.dist_checkpointing.state_dict import RNG_PREFIX, model_tensors, optimizer_tensors
+from megatron.core.parallel_state import create_parallel_state
+from megatron.core.process_group import single_rank_group
+from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.tokenizers.build_tokenizer import build_tokenizer
+from megatron.training.arguments import resolve_arguments
+from megatron.training.checkpoint_saver import open_saver
+from megatron.training.initialize import Runtime
+from megatron.training.model_setup import build_training_parts
+from megatron.training.pretrain import with_vocabulary
+from megatron.training.run_checkpoints import RunCheckpoints
+from pretrain_gpt import provide_model
+from tests.e2e.toy_run import newest, toy_args
+from tests.harness.distributed import run_distributed
+from tests.harness.forked_training import ForkedRun, fork_training
+
+MODEL = """
+    --num-layers 4 --micro-batch-size 1 --global-batch-size 8 --hidden-dropout 0 --attention-dropout 0
+    --eval-interval 1000 --log-interval 5
+"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Hold a number of processes and the flags that spread a run over them."""
+
+    num_processes: int
+    flags: str
+
+
+HOME = Layout(8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer")
+LAYOUTS = {
+    "tp1": Layout(1, ""),
+    "tp4": Layout(4, "--tensor-model-parallel-size 4 --sequence-parallel"),
+    "pp4": Layout(4, "--pipeline-model-parallel-size 4"),
+    "pp2-vpp2": Layout(2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "cp2-tp2": Layout(4, "--context-parallel-size 2 --tensor-model-parallel-size 2 --use-distributed-optimizer"),
+    "dp8": Layout(8, "--use-distributed-optimizer"),
+    "tp2-dp2-without-sharding": Layout(4, "--tensor-model-parallel-size 2"),
+}
+
+
+def layouts(*by_default: str) -> list[object]:
+    """Return all layouts as parameters; those that are not run by default take long."""
+    return [
+        pytest.param(layout, id=name, marks=() if name in by_default else pytest.mark.long)
+        for name, layout in LAYOUTS.items()
+    ]
+
+
+def train(folder: Path, layout: Layout, *more: str) -> ForkedRun:
+    return fork_training(toy_args(folder, MODEL, layout.flags, *more), layout.num_processes).check()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ForkedRun]:
+    """Return the checkpoints at iterations 10 and 20 of a run that was not interrupted, and the run."""
+    folder = tmp_path_factory.mktemp("home")
+    run = train(folder, HOME, "--save-interval 10")
+    return folder / "checkpoints", run
+
+
+def copy_of_iteration_10(checkpoints: Path, folder: Path) -> None:
+    target = folder / "checkpoints"
+    target.mkdir(parents=True)
+    shutil.copytree(checkpoints / "iter_0000010", target / "iter_0000010")
+    (target / "latest_checkpointed_iteration.txt").write_text("10")
+
+
+def assert_goes_on_like(run: ForkedRun, whole: ForkedRun) -> None:
+    """Compare iterations 11 to 20 of a resumed run with those of one that was not interrupted."""
+    ours = [line for line in run.iterations() if line["iteration"] > 10]
+    expected = [line for line in whole.iterations() if line["iteration"] > 10]
+    assert [line["iteration"] for line in ours] == list(range(11, 21))
+    for mine, theirs in zip(ours, expected, strict=True):
+        for name in ("iteration", "consumed_samples", "sample_ids_hash", "learning_rate", "loss_scale"):
+            assert mine[name] == theirs[name], name
+        for name in ("lm_loss", "grad_norm"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=0.0)
+
+
+@pytest.mark.parametrize("layout", layouts("tp1"))
+def test_goes_on_at_another_layout(home: tuple[Path, ForkedRun], layout: Layout, tmp_path: Path) -> None:
+    checkpoints, whole = home
+    copy_of_iteration_10(checkpoints, tmp_path)
+    assert_goes_on_like(train(tmp_path, layout), whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", layouts())
+def test_comes_back_from_another_layout(home: tuple[Path, ForkedRun], layout: Layout, tmp_path: Path) -> None:
+    train(tmp_path, layout, "--exit-interval 10")
+    assert_goes_on_like(train(tmp_path, HOME), home[1])
+
+
+def load_and_save(argv: list[str]) -> tuple[list[tuple[int, int, int]], int]:
+    """Load a checkpoint into a run's parts and save it again.
+
+    Returns (inode, first byte, number of bytes) of all that was read of shard files, and how many bytes this rank's
+    tensors are made of.
+    """
+    config = resolve_arguments(argv, torch.distributed.get_world_size()).config
+    tokenizer = build_tokenizer(tokenizer_type=config.tokenizer.tokenizer_type, vocab_size=config.tokenizer.vocab_size)
+    config = with_vocabulary(config, tokenizer, lambda line: None)
+    model = config.model
+    state = create_parallel_state(
+        model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size
+    )
+    device = select_device(0)
+    rng = RngStreams(
+        device,
+        config.initialization.seed,
+        tp_rank=state.tp.rank,
+        dp_rank=state.dp.rank,
+        cp_rank=state.cp.rank,
+        pp_rank=state.pp.rank,
+    )
+    runtime = Runtime(device, state, rng)
+    parts = build_training_parts(config, runtime, provide_model, lambda line: None)
+    saver = open_saver(config.checkpoint, runtime, lambda line: None)
+    checkpoints = RunCheckpoints(config, runtime, parts, tokenizer, saver, lambda line: None)
+    reads: list[tuple[int, int, int]] = []
+    real_preadv = os.preadv
+
+    def preadv(descriptor: int, buffers: list[memoryview], start: int) -> int:
+        received = real_preadv(descriptor, buffers, start)
+        reads.append((os.fstat(descriptor).st_ino, start, received))
+        return received
+
+    os.preadv = preadv
+    train_state = checkpoints.resume()
+    os.preadv = real_preadv
+    assert train_state.iteration == 10
+    wanted = model_tensors(parts.modules) + optimizer_tensors(parts.optimizer)
+    checkpoints.save(train_state)
+    checkpoints.finish()
+    return reads, sum(num_bytes(tensor) for tensor in wanted)
+
+
+def num_bytes(tensor: ShardedTensor) -> int:
+    return sum(piece.global_box.num_elements for piece in tensor.pieces) * tensor.data.element_size()
+
+
+def pass_through(layout: Layout, source: Path, target: Path) -> list[tuple[list[tuple[int, int, int]], int]]:
+    places = ["--load", str(source), "--save", str(target), "--no-load-rng", "--log-interval", "1"]
+    argv = [*toy_args(target, MODEL, layout.flags, save=False), *places]
+    return run_distributed(layout.num_processes, load_and_save, argv, timeout_s=90.0)
+
+
+def read_all(folder: Path, index: CheckpointIndex) -> dict[str, torch.Tensor]:
+    values = {
+        name: torch.empty(stored.global_shape, dtype=dtype_of(stored.dtype))
+        for name, stored in index.tensors.items()
+        if not name.startswith(RNG_PREFIX)
+    }
+    tensors = [whole_tensor(name, tensor) for name, tensor in values.items()]
+    load_tensors(folder, index, tensors, (), single_rank_group(("pp", "dp", "cp", "tp")))
+    return values
+
+
+def assert_same_content(left: Path, right: Path) -> None:
+    """Assert that two checkpoints of any layout hold the same bits and stand at the same point of the run."""
+    ours, theirs = read_index(left), read_index(right)
+    left_values, right_values = read_all(left, ours), read_all(right, theirs)
+    assert left_values.keys() == right_values.keys()
+    assert any(name.startswith("optimizer.exp_avg_sq.") for name in left_values)
+    for name, values in left_values.items():
+        assert values.dtype == right_values[name].dtype, name
+        assert torch.equal(values.view(torch.uint8), right_values[name].view(torch.uint8)), name
+    for key in ("progress", "optimizer", "scheduler"):
+        assert ours.common[key] == theirs.common[key], key
+
+
+@pytest.mark.parametrize(
+    "precision", [pytest.param("", id="fp32"), pytest.param("--bf16", id="bf16", marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("layout", layouts("pp2-vpp2"))
+def test_there_and_back_is_bitwise_equal_and_reads_no_byte_in_vain(
+    home: tuple[Path, ForkedRun], layout: Layout, precision: str, tmp_path: Path
+) -> None:
+    checkpoints = home[0]
+    source, there, back = tmp_path / "checkpoints", tmp_path / "there", tmp_path / "back"
+    if precision:
+        train(tmp_path, Layout(1, precision), "--exit-interval 10")
+    else:
+        copy_of_iteration_10(checkpoints, tmp_path)
+    other = Layout(layout.num_processes, f"{layout.flags} {precision}")
+    at_home = Layout(HOME.num_processes, f"{HOME.flags} {precision}")
+    assert_reads_are_exact(source, pass_through(other, source, there))
+    assert_same_content(newest(there), newest(source))
+    assert_reads_are_exact(there, pass_through(at_home, there, back))
+    assert_same_content(newest(back), newest(source))
+
+
+def assert_reads_are_exact(checkpoints: Path, ranks: list[tuple[list[tuple[int, int, int]], int]]) -> None:
+    """Assert that each rank read as many bytes as its tensors have, and none twice; and all ranks together, all."""
+    folder = newest(checkpoints)
+    index = read_index(folder)
+    stored = {
+        ((folder / piece.file).stat().st_ino, byte)
+        for name, tensor in index.tensors.items()
+        if not name.startswith(RNG_PREFIX)
+        for piece in tensor.pieces
+        for byte in range(piece.start, piece.start + piece.num_bytes, 2)
+    }
+    found = set()
+    for reads, wanted_bytes in ranks:
+        assert sum(count for _, _, count in reads) == wanted_bytes
+        own = [(inode, byte) for inode, start, count in reads for byte in range(start, start + count, 2)]
+        assert len(set(own)) == len(own)
+        found.update(own)
+    assert found == stored
