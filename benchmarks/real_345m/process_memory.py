@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import threading
 import time
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_INTERVAL_S = 0.05
+_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ def run_watched(command: Sequence[str], environment: Mapping[str, str], cwd: Pat
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
     peaks: dict[str, float] = {}
     ended = threading.Event()
@@ -54,10 +52,10 @@ def run_watched(command: Sequence[str], environment: Mapping[str, str], cwd: Pat
     return WatchedCommand(output, wall_s, dict(sorted(peaks.items())))
 
 
-def _watch(session: int, peaks: dict[str, float], ended: threading.Event) -> None:
-    """Note the high-water mark of every process of a session until the end; a mark never falls."""
+def _watch(root: int, peaks: dict[str, float], ended: threading.Event) -> None:
+    """Note the high-water mark of a process and all below it until the end; a mark never falls."""
     while not ended.wait(_INTERVAL_S):
-        for process in _processes_of(session):
+        for process in _descendants(root):
             try:
                 name = _name_of(process)
                 mark = _high_water_mib(process)
@@ -67,17 +65,21 @@ def _watch(session: int, peaks: dict[str, float], ended: threading.Event) -> Non
                 peaks[name] = max(mark, peaks.get(name, 0.0))
 
 
-def _processes_of(session: int) -> list[Path]:
-    found = []
+def _descendants(root: int) -> list[Path]:
+    """Return a process and all that it has started, torchrun's workers in sessions of their own included."""
+    children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                is_member = os.getsid(int(entry.name)) == session
+                # Behind the name in parentheses, which may hold anything: state, parent.
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
-            if is_member:
-                found.append(entry)
-    return found
+            children.setdefault(parent, []).append(int(entry.name))
+    found = [root]
+    for process in found:
+        found.extend(children.get(process, ()))
+    return [Path("/proc") / str(process) for process in found]
 
 
 def _name_of(process: Path) -> str | None:

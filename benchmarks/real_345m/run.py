@@ -148,9 +148,11 @@ def markdown(result: dict[str, Any]) -> str:
     for phase in result["phases"]:
         figures = phase["figures"]
         peaks = " / ".join(f"{peak:,.0f}" for peak in phase["peak_mib"].values())
-        said = [f"{name} {value}" for name, value in figures.items() if name in ("loss", "grad_norm", "step_s")]
+        said = [f"{name} {figures[name]:.4f}" for name in ("loss", "grad_norm", "step_s") if name in figures]
         if "checkpoint_bytes" in figures:
             said.append(f"checkpoint {figures['checkpoint_bytes']:,} bytes in {figures['checkpoint_files']} files")
+        if "text" in figures:
+            said.append(figures["text"].replace("\n", " ⏎ ").replace("|", "\\|"))
         rows.append(f"| {phase['name']} | {phase['wall_s']:.1f} | {peaks} | {'; '.join(said)} |")
     head = [
         f"{result['model']}, bfloat16, sequence {result['seq_length']}, micro-batch 1, on {result['machine']}.",
