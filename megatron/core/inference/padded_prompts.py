@@ -15,18 +15,14 @@ _PADDING = 0
 
 @dataclass(frozen=True, eq=False)
 class PaddedPrompts:
-    """Hold the tokens of a batch and the column in which each row begins.
+    """Hold the tokens of a batch, the column in which each row begins, and whether these differ.
 
     Shapes: ``tokens: [b, longest prompt]``; ``starts: [b]``.
     """
 
     tokens: torch.Tensor
     starts: torch.Tensor
-
-    @property
-    def has_padding(self) -> bool:
-        """Return whether the rows differ in length."""
-        return bool(self.starts.any())
+    has_padding: bool
 
     def positions(self, start: int, end: int) -> torch.Tensor:
         """Return each row's own positions of the columns ``[start, end)``; 0 where it has not begun.
@@ -56,7 +52,7 @@ def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> PaddedPr
     longest = max(map(len, prompts))
     rows = [[_PADDING] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     starts = [longest - len(prompt) for prompt in prompts]
-    return PaddedPrompts(torch.tensor(rows, device=device), torch.tensor(starts, device=device))
+    return PaddedPrompts(torch.tensor(rows, device=device), torch.tensor(starts, device=device), any(starts))
 
 
 def batches_of_like_length(prompts: Sequence[Sequence[int]], max_batch_size: int) -> Iterator[list[int]]:
