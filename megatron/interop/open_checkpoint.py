@@ -8,6 +8,7 @@ from typing import Literal
 from megatron.core.dist_checkpointing.index_file import INDEX_FILE
 from megatron.core.errors import CheckpointError
 from megatron.interop.checkpoint_source import CheckpointSource
+from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 from megatron.interop.native.native_source import NativeSource
 
 CheckpointFormat = Literal["native", "torch", "hf"]
@@ -51,4 +52,17 @@ def open_checkpoint(folder: str | Path, verify: bool = True) -> CheckpointSource
     found = detect_format(folder)
     if found == "native":
         return NativeSource(folder, verify)
+    if found == "torch":
+        return _open_megatron_torch(Path(folder), verify)
     raise CheckpointError(f"{folder} holds no checkpoint: no {', '.join(mark for mark, _ in _MARKS)} is in it")
+
+
+def _open_megatron_torch(folder: Path, verify: bool) -> MegatronTorchSource:
+    source = MegatronTorchSource(folder)
+    try:
+        if verify:
+            source.check_storages()
+    except CheckpointError:
+        source.close()
+        raise
+    return source

@@ -1,0 +1,156 @@
+"""What all ranks of a checkpoint share: progress, configuration, schedule, loss scale; from and to Megatron's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.config_base import config_to_dict
+from megatron.core.errors import CheckpointError
+from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
+from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig
+from megatron.interop.megatron_torch.megatron_arguments import PROGRESS
+from megatron.interop.megatron_torch.rank_files import RankFile
+from megatron.interop.megatron_torch.stored_optimizer import optimizer_scalars
+
+GPT2_VOCAB_SIZE = 50257
+TOKENIZER_FOLDER = "tokenizer"
+_HEAD_DIM_OF_OLD = 64
+
+_SCHEDULE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "max_lr": ("max_lr", "start_lr"),
+    "min_lr": ("min_lr",),
+    "lr_warmup_steps": ("lr_warmup_steps", "warmup_steps"),
+    "lr_decay_steps": ("lr_decay_steps", "decay_steps"),
+    "lr_decay_style": ("lr_decay_style", "decay_style"),
+    "start_wd": ("start_wd",),
+    "end_wd": ("end_wd",),
+    "wd_incr_steps": ("wd_incr_steps",),
+    "wd_incr_style": ("wd_incr_style",),
+}
+"""Fields of `ScheduleConfig` and their names in ``opt_param_scheduler``, the newest first."""
+
+
+def model_of_tensors(ranks: Mapping[tuple[int, int], RankFile], has_arguments: bool) -> dict[str, Any]:
+    """Return the fields of the model's configuration that the files themselves show.
+
+    Published files of 2019 have no ``args``: then everything follows from shapes, with heads of 64 channels.
+    """
+    first = ranks[0, 0]
+    tp, pp = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
+    num_chunks = len(first.chunks)
+    values: dict[str, Any] = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "num_layers": sum(ranks[0, p].num_layers(c) for p in range(pp) for c in range(num_chunks)),
+    }
+    if has_arguments:
+        return values
+    word = first.chunks[0]["embedding.word_embeddings.weight"]
+    positions = first.chunks[0].get("embedding.position_embeddings.weight")
+    hidden_size = word.shape[1]
+    values |= {
+        "hidden_size": hidden_size,
+        "num_attention_heads": hidden_size // _HEAD_DIM_OF_OLD,
+        "ffn_hidden_size": first.chunks[0]["decoder.layers.0.mlp.linear_fc1.weight"].shape[0] * tp,
+        "max_position_embeddings": 0 if positions is None else positions.shape[0],
+        "params_dtype": str(word.dtype).removeprefix("torch."),
+    }
+    return values
+
+
+def real_vocab_size(arguments: Mapping[str, Any], padded: int) -> int:
+    """Return the number of tokens of the tokenizer that the arguments name; where they do not tell, all rows."""
+    kind, given = arguments.get("tokenizer_type"), arguments.get("vocab_size")
+    if kind == "NullTokenizer" and given is not None:
+        return int(given) + 1
+    divisor, tp = arguments.get("make_vocab_size_divisible_by", 128), arguments.get("tensor_model_parallel_size", 1)
+    if kind in ("GPT2BPETokenizer", None) and padded_vocab_size(GPT2_VOCAB_SIZE, int(divisor), int(tp)) == padded:
+        return GPT2_VOCAB_SIZE
+    return padded
+
+
+def common_state(
+    ranks: Mapping[tuple[int, int], RankFile], config: Mapping[str, Any], model: GPTConfig, has_optimizer: bool
+) -> dict[str, Any]:
+    """Return the ``common`` of a native index for a checkpoint's files."""
+    first = ranks[0, 0]
+    arguments, state = first.arguments, first.file.value
+    scheduler = state.get("opt_param_scheduler", state.get("lr_scheduler"))
+    scalars = optimizer_scalars(first) if has_optimizer else None
+    world_size = int(arguments.get("world_size") or len(ranks))
+    progress = {ours: int(arguments.get(theirs) or 0) for ours, theirs in PROGRESS.items()}
+    precision = {"params_dtype": model.params_dtype}
+    sharding = {"use_distributed_optimizer": config["ddp"]["use_distributed_optimizer"]}
+    tokenizer = first.file.path.parents[1] / TOKENIZER_FOLDER
+    return {
+        "progress": {
+            "iteration": int(state.get("iteration") or 0),
+            **progress,
+            "floating_point_operations_so_far": float(state.get("num_floating_point_operations_so_far") or 0),
+        },
+        "config": {
+            "checkpoint": {},
+            "logging": {},
+            **config,
+            "model": config_to_dict(model),
+            "optimizer": {**config["optimizer"], **precision, **sharding},
+            "world_size": world_size,
+        },
+        "layout": {
+            "tensor_model_parallel_size": model.tensor_model_parallel_size,
+            "pipeline_model_parallel_size": model.pipeline_model_parallel_size,
+            "context_parallel_size": model.context_parallel_size,
+            "data_parallel_size": int(arguments.get("data_parallel_size") or 1),
+            "world_size": world_size,
+        },
+        "optimizer": None
+        if scalars is None
+        else {"num_steps": scalars.num_steps, "grad_scaler": dict(scalars.grad_scaler)},
+        "scheduler": None if scalars is None or scheduler is None else schedule_state(scheduler, arguments),
+        "tokenizer": TOKENIZER_FOLDER if tokenizer.is_dir() else None,
+    }
+
+
+def schedule_state(stored: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``opt_param_scheduler`` as the state of our scheduler; lengths are in samples on both sides.
+
+    Raises:
+        CheckpointError: it lacks a value.
+    """
+    values: dict[str, Any] = {}
+    for field, names in _SCHEDULE_NAMES.items():
+        value = next((stored[name] for name in names if stored.get(name) is not None), None)
+        if value is not None:
+            values[field] = value
+    position = stored.get("num_steps", stored.get("num_iters"))
+    if position is None or "max_lr" not in values or "lr_decay_steps" not in values:
+        raise CheckpointError(f"opt_param_scheduler is not understood: it has {', '.join(map(str, stored))}")
+    weight_decay = arguments.get("weight_decay")
+    if weight_decay is not None:
+        values.setdefault("start_wd", weight_decay)
+        values.setdefault("end_wd", weight_decay)
+    values["init_lr"] = float(arguments.get("lr_warmup_init") or 0.0)
+    if values["lr_decay_style"] == "WSD":
+        batch = int(arguments.get("global_batch_size") or 1)
+        iterations, samples = arguments.get("lr_wsd_decay_iters"), arguments.get("lr_wsd_decay_samples")
+        values["wsd_decay_steps"] = samples if samples is not None else (iterations or 0) * batch
+        values["lr_wsd_decay_style"] = arguments.get("lr_wsd_decay_style") or "exponential"
+    return {"num_samples": int(position), "schedule": config_to_dict(ScheduleConfig(**values))}
+
+
+def stored_schedule(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our scheduler's state as ``opt_param_scheduler``."""
+    schedule = state["schedule"]
+    return {
+        "max_lr": schedule["max_lr"],
+        "lr_warmup_steps": schedule["lr_warmup_steps"],
+        "num_steps": state["num_samples"],
+        "lr_decay_style": schedule["lr_decay_style"],
+        "lr_decay_steps": schedule["lr_decay_steps"],
+        "min_lr": schedule["min_lr"],
+        "start_wd": schedule["start_wd"],
+        "end_wd": schedule["end_wd"],
+        "wd_incr_style": schedule["wd_incr_style"],
+        "wd_incr_steps": schedule["wd_incr_steps"],
+    }

@@ -1,0 +1,131 @@
+"""The names of parameters in Megatron's files, of any age, and the native ones that they stand for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.core.errors import CheckpointError
+from megatron.interop.megatron_torch.stored_values import LazyTensor
+
+_LAYER = re.compile(r"(?:language_model\.)?(?:decoder|encoder|transformer)\.layers\.(\d+)\.(.+)")
+_FINAL_NORM = re.compile(
+    r"(?:language_model\.)?(?:decoder|encoder|transformer)\.(?:final_layernorm|final_norm)\.(weight|bias)"
+)
+_NORM_IN_LINEAR = re.compile(r"(.+)\.layer_norm_(weight|bias)")
+
+_LAYER_MODULES: dict[str, str] = {
+    # megatron-core
+    "input_layernorm": "input_layernorm",
+    "self_attention.linear_proj": "self_attention.linear_proj",
+    "self_attention.linear_qkv": "self_attention.linear_qkv",
+    "self_attention.q_layernorm": "self_attention.q_layernorm",
+    "self_attention.k_layernorm": "self_attention.k_layernorm",
+    "pre_mlp_layernorm": "pre_mlp_layernorm",
+    "mlp.linear_fc1": "mlp.linear_fc1",
+    "mlp.linear_fc2": "mlp.linear_fc2",
+    # before it, in the order of their age
+    "attention.query_key_value": "self_attention.linear_qkv",
+    "attention.dense": "self_attention.linear_proj",
+    "self_attention.query_key_value": "self_attention.linear_qkv",
+    "self_attention.dense": "self_attention.linear_proj",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "mlp.dense_h_to_4h": "mlp.linear_fc1",
+    "mlp.dense_4h_to_h": "mlp.linear_fc2",
+    "input_norm": "input_layernorm",
+    "post_attention_norm": "pre_mlp_layernorm",
+}
+# transformer-engine keeps a norm in the linear layer that follows it.
+_FUSED_NORMS: dict[str, str] = {
+    "self_attention.linear_qkv": "input_layernorm",
+    "self_attention.query_key_value": "input_layernorm",
+    "mlp.linear_fc1": "pre_mlp_layernorm",
+    "mlp": "pre_mlp_layernorm",
+}
+_WHOLE_MODEL: dict[str, str] = {
+    "embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight": "embedding.position_embeddings.weight",
+    "output_layer.weight": "output_layer.weight",
+    "language_model.embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
+    "language_model.embedding.position_embeddings.weight": "embedding.position_embeddings.weight",
+    "language_model.output_layer.weight": "output_layer.weight",
+    "word_embeddings_for_head.weight": "output_layer.weight",
+    "word_embeddings.weight": "output_layer.weight",
+}
+# Buffers that follow from the configuration, and the state of low-precision recipes.
+_NO_PARAMETER = re.compile(r"(.*\._extra_state|.*\.inv_freq|.*\.(?:self_)?attention\.(?:masked_)?bias)")
+
+
+def local_key(key: str) -> str | None:
+    """Return the native name of a key, with the layer's number that it has in the file; None where it is no parameter.
+
+    Raises:
+        KeyError: no GPT has a parameter of this name.
+    """
+    if _NO_PARAMETER.fullmatch(key):
+        return None
+    if key in _WHOLE_MODEL:
+        return _WHOLE_MODEL[key]
+    final = _FINAL_NORM.fullmatch(key)
+    if final:
+        return f"decoder.final_layernorm.{final.group(1)}"
+    layer = _LAYER.fullmatch(key)
+    if layer is None:
+        raise KeyError(key)
+    number, rest = layer.groups()
+    fused = _NORM_IN_LINEAR.fullmatch(rest)
+    if fused:
+        return f"decoder.layers.{number}.{_FUSED_NORMS[fused.group(1)]}.{fused.group(2)}"
+    module, _, kind = rest.rpartition(".")
+    if kind not in ("weight", "bias"):
+        raise KeyError(key)
+    return f"decoder.layers.{number}.{_LAYER_MODULES[module]}.{kind}"
+
+
+def flatten_keys(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of a model's state; older files nest the parts of a model in dictionaries."""
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from flatten_keys(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def named_tensors(state: Mapping[str, Any], where: str) -> dict[str, LazyTensor]:
+    """Return the parameters of a model chunk under native names, in the file's order.
+
+    Raises:
+        CheckpointError: it holds tensors that no GPT has; all of them are listed.
+    """
+    found: dict[str, LazyTensor] = {}
+    unknown = []
+    for key, value in flatten_keys(state):
+        if not isinstance(value, LazyTensor):
+            continue
+        try:
+            name = local_key(key)
+        except KeyError:
+            unknown.append(key)
+            continue
+        if name is not None:
+            found[name] = value
+    if unknown:
+        raise CheckpointError(f"{where} holds tensors of another kind of model: {', '.join(sorted(unknown))}")
+    return found
+
+
+def has_fused_norms(state: Mapping[str, Any]) -> bool:
+    """Return whether a model's state has its norms in the linear layers, as transformer-engine's layers do."""
+    return any(key.endswith(".layer_norm_weight") for key, _ in flatten_keys(state))
+
+
+def fused_key(key: str) -> str:
+    """Return the key that a parameter has in transformer-engine's layers; ``key`` itself where it is the same."""
+    layer = _LAYER.fullmatch(key)
+    if layer is not None:
+        module, _, kind = layer.group(2).rpartition(".")
+        for linear in ("self_attention.linear_qkv", "mlp.linear_fc1"):
+            if _FUSED_NORMS[linear] == module:
+                return f"decoder.layers.{layer.group(1)}.{linear}.layer_norm_{kind}"
+    return key

@@ -1,0 +1,194 @@
+"""Read a checkpoint of Megatron's own format as global tensors under native names, at whatever layout it was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.config_base import config_from_dict
+from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
+from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.sharding import Box
+from megatron.interop.checkpoint_source import TensorInfo
+from megatron.interop.megatron_torch.common_state import (
+    common_state,
+    model_of_tensors,
+    real_vocab_size,
+)
+from megatron.interop.megatron_torch.megatron_arguments import config_of_arguments
+from megatron.interop.megatron_torch.query_key_value_rows import native_row_blocks
+from megatron.interop.megatron_torch.rank_files import RankFile, open_rank_files
+from megatron.interop.megatron_torch.stage_parameters import WORD_EMBEDDING, LocalParameter, StageDescriber
+from megatron.interop.megatron_torch.stored_optimizer import has_optimizer, stored_states
+from megatron.interop.megatron_torch.stored_values import LazyTensor
+from megatron.interop.megatron_torch.torch_file import TorchFile
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """Say where the values of one box of a global tensor are."""
+
+    box: Box
+    file: TorchFile
+    tensor: LazyTensor
+
+
+class MegatronTorchSource:
+    """Offer the tensors of an iteration's ``mp_rank_XX`` folders; see `CheckpointSource`.
+
+    ``vocab_size`` is the tokenizer's real size: rows beyond it are padding. Without it the size is the one that the
+    file's arguments tell (see `real_vocab_size`).
+
+    Raises:
+        CheckpointError: the files hold something else than a GPT, or do not fit together.
+        DamagedCheckpointError: one is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int | None = None) -> None:
+        self.folder = folder
+        self.ranks = open_rank_files(folder)
+        try:
+            self._open(vocab_size)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, vocab_size: int | None) -> None:
+        first = self.ranks[0, 0]
+        self.tp, self.pp = (1 + max(rank[axis] for rank in self.ranks) for axis in (0, 1))
+        self.num_chunks = len(first.chunks)
+        self.has_optimizer = all(has_optimizer(rank) for rank in self.ranks.values())
+        self.padded_vocab_size = first.chunks[0][WORD_EMBEDDING].shape[0] * self.tp
+        self.config = config_of_arguments(first.arguments)
+        self.config["model"] |= model_of_tensors(self.ranks, bool(first.arguments))
+        self.config["model"]["vocab_size"] = vocab_size or real_vocab_size(first.arguments, self.padded_vocab_size)
+        self.model = _build_model_config(self.config["model"], first)
+        self.common: Mapping[str, Any] = common_state(self.ranks, self.config, self.model, self.has_optimizer)
+        self._boxes: dict[str, list[StoredBox]] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self._describer = StageDescriber(self.model, self.padded_vocab_size)
+        for rank in self.ranks.values():
+            self._add_rank(rank)
+        self._check_whole()
+
+    @property
+    def layer_numbers(self) -> dict[tuple[int, int], range]:
+        """Return the global numbers of the layers of every (pipeline rank, model chunk)."""
+        numbers, start = {}, 0
+        for chunk in range(self.num_chunks):
+            for pp_rank in range(self.pp):
+                count = self.ranks[0, pp_rank].num_layers(chunk)
+                numbers[pp_rank, chunk] = range(start, start + count)
+                start += count
+        return numbers
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Return a box of a tensor, or all of it, contiguous on the CPU; only the pages that it needs are read."""
+        info = self.tensors[name]
+        box = info.whole if box is None else box
+        result = torch.empty(box.shape, dtype=info.dtype)
+        for stored in self._boxes[name]:
+            common = stored.box.intersect(box)
+            if common is not None:
+                part = stored.tensor.box(common.relative_to(stored.box.offset).offset, common.shape)
+                result[common.relative_to(box.offset).slices] = stored.file.view(part)
+        return result
+
+    def check_storages(self, index: int = 0, count: int = 1) -> None:
+        """Compare the checksums of every ``count``-th stored block of numbers, from number ``index`` on.
+
+        Raises:
+            DamagedCheckpointError: a block does not match the checksum beside it; the tensor is named.
+        """
+        stored = {
+            (s.file.path, s.tensor.storage.key): (name, s.file) for name, boxes in self._boxes.items() for s in boxes
+        }
+        for number, ((_, key), (name, file)) in enumerate(stored.items()):
+            if number % count == index:
+                try:
+                    file.check_storage(key)
+                except DamagedCheckpointError as error:
+                    raise DamagedCheckpointError(f"{error}; it holds {name}") from error
+
+    def close(self) -> None:
+        """Close the files; the source cannot be read afterwards."""
+        for rank in self.ranks.values():
+            rank.close()
+
+    def _add_rank(self, rank: RankFile) -> None:
+        if len(rank.chunks) != self.num_chunks:
+            raise CheckpointError(f"{rank.file.path} holds {len(rank.chunks)} model chunks, others {self.num_chunks}")
+        chunks = [self._parameters(rank, chunk) for chunk in range(self.num_chunks)]
+        for parameters, tensors in zip(chunks, rank.chunks):
+            for parameter in parameters:
+                self._add(f"model.{parameter.name}", parameter, rank, rank.file, tensors[parameter.key])
+        if self.has_optimizer:
+            for state in stored_states(rank, chunks):
+                name = f"optimizer.{state.kind}.{state.parameter.name}"
+                self._add(name, state.parameter, rank, state.file, state.tensor)
+
+    def _parameters(self, rank: RankFile, chunk: int) -> list[LocalParameter]:
+        """Return the parameters of a chunk in the file's order, once name and shape of each are known to fit."""
+        described = self._describer.parameters(
+            rank.tp_rank,
+            self.layer_numbers[rank.pp_rank, chunk],
+            has_embedding=rank.pp_rank == 0 and chunk == 0,
+            has_loss=rank.pp_rank == self.pp - 1 and chunk == self.num_chunks - 1,
+        )
+        by_key = {parameter.key: parameter for parameter in described}
+        tensors = rank.chunks[chunk]
+        problems = [f"missing: {key}" for key in by_key if key not in tensors]
+        problems += [f"unexpected: {key}" for key in tensors if key not in by_key]
+        problems += [
+            f"{key}: shape {list(tensors[key].shape)} in the file, {list(parameter.local_shape)} by its arguments"
+            for key, parameter in by_key.items()
+            if key in tensors and tensors[key].shape != parameter.local_shape
+        ]
+        if problems:
+            lines = "".join(f"\n  {problem}" for problem in problems)
+            raise CheckpointError(f"{rank.file.path} is not the model that its arguments describe:{lines}")
+        return [by_key[key] for key in tensors]
+
+    def _add(self, name: str, parameter: LocalParameter, rank: RankFile, file: TorchFile, tensor: LazyTensor) -> None:
+        if parameter.is_replica:
+            return
+        info = self.tensors.setdefault(name, TensorInfo(parameter.global_shape, tensor.dtype))
+        if info.dtype != tensor.dtype:
+            raise CheckpointError(f"{file.path}: {name} is {tensor.dtype}, on other ranks {info.dtype}")
+        blocks: Sequence[tuple[int, LazyTensor]] = [(0, tensor)]
+        if ".linear_qkv." in parameter.key:
+            blocks = native_row_blocks(tensor, self.model.kv_channels, rank.version)
+        self._boxes.setdefault(name, []).extend(_stored_boxes(parameter, blocks, file))
+
+    def _check_whole(self) -> None:
+        for name, info in self.tensors.items():
+            found = sum(stored.box.num_elements for stored in self._boxes[name])
+            if found != info.num_elements:
+                raise CheckpointError(f"{self.folder}: {found} of the {info.num_elements} elements of {name} are there")
+
+
+def _stored_boxes(
+    parameter: LocalParameter, blocks: Sequence[tuple[int, LazyTensor]], file: TorchFile
+) -> Iterator[StoredBox]:
+    """Yield what each block of rows (its first row, its values) holds of the global tensor; padding is left out."""
+    for first_row, tensor in blocks:
+        local = Box((first_row, *(0 for _ in tensor.shape[1:])), tensor.shape)
+        for piece in parameter.pieces:
+            common = piece.local_box.intersect(local)
+            if common is not None:
+                moved = common.relative_to(piece.local_offset).offset
+                offset = tuple(o + base for o, base in zip(moved, piece.global_box.offset, strict=True))
+                values = tensor.box(common.relative_to(local.offset).offset, common.shape)
+                yield StoredBox(Box(offset, common.shape), file, values)
+
+
+def _build_model_config(values: Mapping[str, Any], rank: RankFile) -> GPTConfig:
+    try:
+        return config_from_dict(GPTConfig, values)
+    except ConfigurationError as error:
+        raise CheckpointError(f"{rank.file.path}: args do not describe a model: {'; '.join(error.problems)}") from error

@@ -1,0 +1,106 @@
+"""Write any source as a checkpoint of Megatron's own format, one tensor's rows at a time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from megatron.core.dist_checkpointing.planner import split_box
+from megatron.core.dist_checkpointing.storage import sync_folder, write_text
+from megatron.core.errors import CheckpointError
+from megatron.core.sharding import Box, Piece
+from megatron.interop.checkpoint_source import CheckpointSource
+from megatron.interop.megatron_torch.carried_values import CarriedValues, carried_from
+from megatron.interop.megatron_torch.common_state import TOKENIZER_FOLDER
+from megatron.interop.megatron_torch.rank_planner import PlannedFile, RankExtras, RankPlanner
+from megatron.interop.megatron_torch.rank_tree import Slot
+from megatron.interop.megatron_torch.torch_file_writer import TorchFileWriter
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+_MAX_READ_BYTES = 64 * 1024 * 1024
+
+
+def write_megatron_torch(source: CheckpointSource, directory: str | Path, iteration: int | Literal["release"]) -> Path:
+    """Write the source as an iteration of ``directory`` at the layout of its configuration; return the folder.
+
+    A source that came from such files at the same layout hands on its ``args`` and its random number states. The
+    tracker file is written last, when everything else is on disk; nothing of that name may be there before.
+
+    Raises:
+        CheckpointError: the file system refused.
+    """
+    directory = Path(directory)
+    folder = directory / (iteration if isinstance(iteration, str) else f"iter_{iteration:07d}")
+    needed = sum(info.num_bytes for info in source.tensors.values())
+    try:
+        folder.mkdir(parents=True)
+        if source.common["tokenizer"] is not None:
+            shutil.copytree(source.folder / source.common["tokenizer"], folder / TOKENIZER_FOLDER)
+        _write_ranks(source, folder, 0 if isinstance(iteration, str) else iteration)
+        sync_folder(folder)
+        write_text(directory / TRACKER_FILE, str(iteration))
+        sync_folder(directory)
+    except OSError as error:
+        free = shutil.disk_usage(directory).free if directory.is_dir() else 0
+        raise CheckpointError(
+            f"cannot write {error.filename or folder}: {error.strerror}; about {needed} bytes are needed in all, "
+            f"{free} are free"
+        ) from error
+    return folder
+
+
+def make_planner(source: CheckpointSource, carried: CarriedValues) -> RankPlanner:
+    """Return the planner of a source's files, which keeps what the source's own files had at the same layout."""
+    model = source.common["config"]["model"]
+    first = carried.ranks.get((0, 0))
+    same_tp = first is not None and 1 + max(t for t, _ in carried.ranks) == model["tensor_model_parallel_size"]
+    return RankPlanner(
+        source.common,
+        lambda name: source.tensors[name].dtype,
+        padded_vocab_size=carried.padded_vocab_size if same_tp else None,
+        fused_norms=carried.fused_norms,
+    )
+
+
+def slot_pieces(slot: Slot, max_bytes: int = _MAX_READ_BYTES) -> Iterator[Piece]:
+    """Yield the boxes that go into a slot, none of more bytes than ``max_bytes`` unless one row has more."""
+    for piece in slot.parameter.pieces:
+        for box in split_box(piece.global_box, slot.tensor.dtype.itemsize, max_bytes):
+            moved = box.relative_to(piece.global_box.offset).offset
+            yield Piece(box, tuple(o + base for o, base in zip(moved, piece.local_offset, strict=True)))
+
+
+def write_piece(writer: TorchFileWriter, slot: Slot, piece: Piece, values: torch.Tensor) -> None:
+    """Write the values of a piece of a slot's parameter where they belong in the file."""
+    box = Box(piece.local_offset, piece.global_box.shape)
+    writer.write_box(slot.tensor, slot.parameter.local_shape, slot.start, box, values)
+
+
+def _write_ranks(source: CheckpointSource, folder: Path, iteration: int) -> None:
+    carried = carried_from(source.folder)
+    planner = make_planner(source, carried)
+    is_same_layout = carried.fits(planner.tp, planner.pp, planner.stages.num_chunks)
+    for pp_rank in range(planner.pp):
+        for tp_rank in range(planner.tp):
+            extras = RankExtras(arguments=carried.arguments)
+            if is_same_layout:
+                extras = carried.ranks[tp_rank, pp_rank]
+            for planned in planner.plan_rank(folder, tp_rank, pp_rank, iteration, extras):
+                planned.file.path.parent.mkdir(exist_ok=True)
+                _write_file(source, planned)
+                sync_folder(planned.file.path.parent)
+
+
+def _write_file(source: CheckpointSource, planned: PlannedFile) -> None:
+    writer = TorchFileWriter(planned.file, create=True)
+    try:
+        for slot in planned.slots:
+            for piece in slot_pieces(slot):
+                write_piece(writer, slot, piece, source.read(slot.name, piece.global_box))
+        writer.finish()
+    finally:
+        writer.close()

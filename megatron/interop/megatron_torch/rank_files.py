@@ -1,0 +1,113 @@
+"""The files of a checkpoint folder: one for each model-parallel rank, and which part of the model is in each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
+from megatron.core.errors import CheckpointError
+from megatron.interop.megatron_torch.key_names import named_tensors
+from megatron.interop.megatron_torch.pickle_reader import NAMESPACE
+from megatron.interop.megatron_torch.stored_values import LazyTensor, Record
+from megatron.interop.megatron_torch.torch_file import TorchFile
+
+MODEL_FILE = "model_optim_rng.pt"
+OPTIMIZER_FILE = "distrib_optim.pt"
+_RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+_LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, eq=False)
+class RankFile:
+    """Hold what one model-parallel rank saved.
+
+    ``chunks`` are the parameters of its model chunks in the file's order, under native names but with the numbers that
+    layers have within a chunk. ``flat_optimizer`` is the distributed optimizer's file where there is one.
+    """
+
+    tp_rank: int
+    pp_rank: int
+    file: TorchFile
+    chunks: tuple[Mapping[str, LazyTensor], ...]
+    flat_optimizer: TorchFile | None
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """Return the values of ``args``; none where the file has no such entry."""
+        arguments = self.file.value.get("args")
+        if isinstance(arguments, Record) and arguments.kind == NAMESPACE:
+            return arguments.attributes
+        return {}
+
+    @property
+    def version(self) -> float:
+        """Return the checkpoint_version: 0 where the file does not say."""
+        return float(self.file.value.get("checkpoint_version", 0))
+
+    def num_layers(self, chunk: int) -> int:
+        """Return the number of layers of a model chunk."""
+        numbers = {int(match.group(1)) for match in map(_LAYER_NUMBER.match, self.chunks[chunk]) if match}
+        if numbers != set(range(len(numbers))):
+            missing = min(set(range(max(numbers))) - numbers)
+            raise CheckpointError(
+                f"{self.file.path} holds layer {max(numbers)} of model chunk {chunk} but not {missing}"
+            )
+        return len(numbers)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.file.close()
+        if self.flat_optimizer is not None:
+            self.flat_optimizer.close()
+
+
+def rank_folder_name(tp_rank: int, pp_rank: int, pp: int) -> str:
+    """Return the name of a rank's folder; the stage is in it only where there is a pipeline."""
+    return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "")
+
+
+def is_megatron_torch(folder: Path) -> bool:
+    """Return whether a folder is an iteration's checkpoint in this format."""
+    return any(_RANK_FOLDER.fullmatch(path.parent.name) for path in folder.glob(f"mp_rank_*/{MODEL_FILE}"))
+
+
+def open_rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
+    """Open the file of every rank, by (tensor-parallel rank, pipeline rank).
+
+    Raises:
+        CheckpointError: one holds what is not data, or another kind of model.
+        DamagedCheckpointError: a rank's file is missing or damaged.
+    """
+    paths: dict[tuple[int, int], Path] = {}
+    for entry in sorted(folder.iterdir()):
+        match = _RANK_FOLDER.fullmatch(entry.name)
+        if match:
+            paths[int(match.group(1)), int(match.group(2) or 0)] = entry
+    if not paths:
+        raise CheckpointError(f"{folder} holds no mp_rank_XX folder")
+    tp, pp = (1 + max(rank[axis] for rank in paths) for axis in (0, 1))
+    missing = [rank_folder_name(t, p, pp) for p in range(pp) for t in range(tp) if (t, p) not in paths]
+    if missing:
+        raise DamagedCheckpointError(f"{folder}: {', '.join(missing)} missing")
+    return {rank: _open(path, *rank) for rank, path in paths.items()}
+
+
+def _open(folder: Path, tp_rank: int, pp_rank: int) -> RankFile:
+    file = TorchFile(folder / MODEL_FILE)
+    state = file.value
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{file.path} holds no checkpoint of Megatron but a {type(state).__name__}")
+    chunk_names = (
+        ["model"]
+        if "model" in state
+        else sorted((str(key) for key in state if re.fullmatch(r"model\d+", str(key))), key=lambda key: int(key[5:]))
+    )
+    if not chunk_names or not all(isinstance(state[name], Mapping) for name in chunk_names):
+        raise CheckpointError(f"{file.path} holds no model; it has {', '.join(map(str, state))}")
+    chunks = tuple(named_tensors(state[name], f"{file.path} ({name})") for name in chunk_names)
+    flat = folder / OPTIMIZER_FILE
+    return RankFile(tp_rank, pp_rank, file, chunks, TorchFile(flat) if flat.exists() else None)

@@ -1,0 +1,161 @@
+"""Plan the files of every model-parallel rank of a checkpoint, from what its ranks share and the layout it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.config_base import config_from_dict
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, learning_rate, weight_decay
+from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout
+from megatron.core.precision import dtype_from_name
+from megatron.interop.megatron_torch.common_state import stored_schedule
+from megatron.interop.megatron_torch.megatron_arguments import PROGRESS, arguments_of_config, derived_arguments
+from megatron.interop.megatron_torch.pickle_writer import namespace
+from megatron.interop.megatron_torch.rank_files import MODEL_FILE, OPTIMIZER_FILE, rank_folder_name
+from megatron.interop.megatron_torch.rank_tree import (
+    OptimizerTerms,
+    PlannedValue,
+    Slot,
+    distributed_optimizer_state,
+    flat_optimizer_state,
+    model_state,
+    optimizer_state,
+    rank_value,
+)
+from megatron.interop.megatron_torch.stage_parameters import LocalParameter, StageDescriber, in_fused_order
+from megatron.interop.megatron_torch.stored_optimizer import flat_bucket_size
+from megatron.interop.megatron_torch.torch_file_writer import TorchFilePlan, plan_torch_file
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankExtras:
+    """Hold what a rank's file carries and no other format has: values of ``args``, and its random number state."""
+
+    arguments: Mapping[str, Any]
+    rng_state: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedFile:
+    """Pair a file's plan with what goes into its tensors."""
+
+    file: TorchFilePlan
+    slots: tuple[Slot, ...]
+
+
+class RankPlanner:
+    """Plan the files of any rank. ``common`` is a native index's: its configuration says the layout to write.
+
+    ``dtype_of`` gives the dtype of a tensor by native name. ``padded_vocab_size`` and ``fused_norms``
+    (transformer-engine's names of norms) follow the files that a checkpoint came from, where it came from such.
+    """
+
+    def __init__(
+        self,
+        common: Mapping[str, Any],
+        dtype_of: Callable[[str], torch.dtype],
+        *,
+        padded_vocab_size: int | None = None,
+        fused_norms: bool = False,
+    ) -> None:
+        self.common = common
+        self.model = config_from_dict(GPTConfig, common["config"]["model"])
+        self.tp, self.pp = self.model.tensor_model_parallel_size, self.model.pipeline_model_parallel_size
+        self.stages = plan_stage_layout(self.model, self.model.num_layers, self.model.pipeline_model_parallel_layout)
+        self.padded_vocab_size = padded_vocab_size or self.model.padded_vocab_size
+        self.fused_norms = fused_norms
+        self._dtype_of = dtype_of
+        self._describer = StageDescriber(self.model, self.padded_vocab_size)
+        self._terms = None if common["optimizer"] is None else self._optimizer_terms()
+
+    def plan_rank(
+        self, folder: Path, tp_rank: int, pp_rank: int, iteration: int, extras: RankExtras
+    ) -> tuple[PlannedFile, ...]:
+        """Return the plan of a rank's file, and of the distributed optimizer's where there is one."""
+        chunks = self.parameters(tp_rank, pp_rank)
+        arguments = self._arguments(extras.arguments)
+        models = [model_state(parameters, self._dtype_of, self.fused_norms) for parameters in chunks]
+        optimizer: Any = None
+        slots = [slot for model in models for slot in model.slots]
+        flat: PlannedValue | None = None
+        if self._terms is not None and self.common["config"]["ddp"].get("use_distributed_optimizer"):
+            optimizer = distributed_optimizer_state(self._terms)
+            sizes = [
+                flat_bucket_size(arguments, pp_rank, number, sum(parameter.num_elements for parameter in parameters))
+                for number, parameters in enumerate(chunks)
+            ]
+            flat = flat_optimizer_state(chunks, sizes, self._terms, self._buffer_dtypes(arguments))
+        elif self._terms is not None:
+            planned = optimizer_state(chunks, self._terms, self._dtype_of)
+            optimizer = planned.value
+            slots += planned.slots
+        scheduler = self.common["scheduler"]
+        value = rank_value(
+            namespace(arguments),
+            iteration,
+            [model.value for model in models],
+            optimizer,
+            None if scheduler is None else stored_schedule(scheduler),
+            extras.rng_state,
+            float(self.common["progress"]["floating_point_operations_so_far"]),
+        )
+        rank_folder = folder / rank_folder_name(tp_rank, pp_rank, self.pp)
+        files = [PlannedFile(plan_torch_file(rank_folder / MODEL_FILE, value), tuple(slots))]
+        if flat is not None:
+            files.append(PlannedFile(plan_torch_file(rank_folder / OPTIMIZER_FILE, flat.value), flat.slots))
+        return tuple(files)
+
+    def parameters(self, tp_rank: int, pp_rank: int) -> list[Sequence[LocalParameter]]:
+        """Return the parameters of each model chunk of a rank, in the order of its files."""
+        chunks: list[Sequence[LocalParameter]] = []
+        for contents in self.stages.chunks(pp_rank):
+            parameters = self._describer.parameters(
+                tp_rank, contents.layer_numbers, has_embedding=contents.has_embedding, has_loss=contents.has_loss
+            )
+            chunks.append(in_fused_order(parameters) if self.fused_norms else parameters)
+        return chunks
+
+    def _arguments(self, carried: Mapping[str, Any]) -> dict[str, Any]:
+        config, progress, layout = self.common["config"], self.common["progress"], self.common["layout"]
+        half = self.model.params_dtype == "bfloat16" and not config["ddp"].get("grad_reduce_in_bf16", False)
+        derived = derived_arguments(
+            self.model,
+            config["data"].get("seq_length", 0),
+            self.stages.num_chunks,
+            layout["data_parallel_size"],
+            self.padded_vocab_size,
+        )
+        defaults = {"accumulate_allreduce_grads_in_fp32": half}
+        counts = {theirs: progress[ours] for ours, theirs in PROGRESS.items()}
+        return defaults | dict(carried) | arguments_of_config(config) | derived | counts
+
+    def _buffer_dtypes(self, arguments: Mapping[str, Any]) -> tuple[torch.dtype, torch.dtype]:
+        dtype = dtype_from_name(self.model.params_dtype)
+        return dtype, torch.float32 if arguments["accumulate_allreduce_grads_in_fp32"] else dtype
+
+    def _optimizer_terms(self) -> OptimizerTerms:
+        config = config_from_dict(OptimizerConfig, self.common["config"]["optimizer"])
+        scheduler, state = self.common["scheduler"], self.common["optimizer"]
+        rate, decay = config.lr, config.weight_decay
+        if scheduler is not None:
+            schedule = config_from_dict(ScheduleConfig, scheduler["schedule"])
+            rate, decay = (f(schedule, scheduler["num_samples"]) for f in (learning_rate, weight_decay))
+        is_half = dtype_from_name(self.model.params_dtype) in _HALVES
+        has_scaler = self.model.params_dtype == "float16" or config.loss_scale is not None
+        return OptimizerTerms(
+            config=config,
+            learning_rate=rate,
+            weight_decay=decay,
+            num_steps=state["num_steps"],
+            is_half=is_half,
+            grad_scaler=state["grad_scaler"] if has_scaler else None,
+        )

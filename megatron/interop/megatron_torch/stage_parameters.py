@@ -1,0 +1,129 @@
+"""Which parameters Megatron keeps on one model-parallel rank, in its order, and which boxes of the model they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.device import Device
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.param_groups import is_decayed
+from megatron.core.process_group import Group
+from megatron.core.sharding import Piece, even_pieces, spec_of
+from megatron.core.tensor_parallel.random import RngStreams
+
+WORD_EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """Describe one parameter of a rank's model chunk.
+
+    ``key`` is its name in the chunk (layers numbered from 0 within it), ``name`` the one in the whole model. ``pieces``
+    say which boxes of the global tensor lie where in the local one; what no piece holds is padding. ``is_replica``
+    marks every copy but the first, ``is_tied`` a word embedding that the first and the last stage hold: the last one's
+    copy has the key of an output layer.
+    """
+
+    key: str
+    name: str
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    is_replica: bool
+    is_tied: bool
+
+    @property
+    def is_decayed(self) -> bool:
+        """Return whether the optimizer has it among the parameters that weight decay applies to."""
+        return len(self.local_shape) > 1 and not self.key.endswith("bias")
+
+    @property
+    def num_elements(self) -> int:
+        """Return the number of elements of the local tensor, padding included."""
+        count = 1
+        for size in self.local_shape:
+            count *= size
+        return count
+
+
+class StageDescriber:
+    """Describe the parameters of any rank of a model-parallel grid, from the model itself and without its memory.
+
+    ``padded_vocab_size`` is the number of rows of the embedding over all tensor-parallel ranks, where the files do not
+    have the one that follows from the configuration.
+    """
+
+    def __init__(self, config: GPTConfig, padded_vocab_size: int | None = None) -> None:
+        tp = config.tensor_model_parallel_size
+        if padded_vocab_size is not None:
+            config = dataclasses.replace(config, make_vocab_size_divisible_by=padded_vocab_size // tp)
+        self.config = dataclasses.replace(config, sequence_parallel=False)
+        with torch.random.fork_rng(devices=[]):
+            self._rng = RngStreams(Device("cpu"), 0, tp_rank=0, dp_rank=0, cp_rank=0, pp_rank=0)
+
+    def parameters(
+        self, tp_rank: int, layer_numbers: Sequence[int], *, has_embedding: bool, has_loss: bool
+    ) -> tuple[LocalParameter, ...]:
+        """Return the parameters of one model chunk in the order in which Megatron's optimizer lists them."""
+        tp = self.config.tensor_model_parallel_size
+        model = GPTModel(
+            self.config,
+            Group(("tp",), tuple(range(tp)), tp_rank),
+            self._rng,
+            seed=0,
+            device="meta",
+            layer_numbers=layer_numbers,
+            pre_process=has_embedding,
+            post_process=has_loss,
+        )
+        local_numbers = {number: local for local, number in enumerate(layer_numbers)}
+        found: dict[str, LocalParameter] = {}
+        for parameter_name, parameter in model.named_parameters():
+            spec = spec_of(parameter)
+            is_copy = spec.is_tied_over_pipeline and parameter_name == OUTPUT_LAYER
+            local_shape, pieces, is_replica = tuple(parameter.shape), spec.pieces, not spec.is_owner
+            if parameter_name.rsplit(".", 1)[-1] not in ("weight", "bias"):
+                # Ranks that share a key-value group keep it apart here; Megatron cuts the rows of the whole evenly.
+                rows = spec.global_shape[0] // tp
+                local_shape, is_replica = (rows, *spec.global_shape[1:]), False
+                pieces = even_pieces(spec.global_shape, 0, tp_rank, tp)
+            key = OUTPUT_LAYER if is_copy else _with_layer(spec.name, local_numbers)
+            is_tied = spec.is_tied_over_pipeline
+            found.setdefault(
+                key, LocalParameter(key, spec.name, spec.global_shape, local_shape, pieces, is_replica, is_tied)
+            )
+            assert found[key].is_decayed == is_decayed(spec.name, parameter), key
+        return tuple(found.values())
+
+
+def _with_layer(name: str, numbers: dict[int, int]) -> str:
+    """Return a parameter's name with its layer's number in the whole model replaced by the one in the chunk."""
+    words = name.split(".")
+    if words[:2] == ["decoder", "layers"]:
+        words[2] = str(numbers[int(words[2])])
+    return ".".join(words)
+
+
+def in_fused_order(parameters: Sequence[LocalParameter]) -> tuple[LocalParameter, ...]:
+    """Return a chunk's parameters in the order of transformer-engine's layers.
+
+    There the norm before the attention belongs to its first linear layer, which comes after the last one.
+    """
+    norms: dict[str, list[LocalParameter]] = {}
+    ordered: list[LocalParameter] = []
+    for parameter in parameters:
+        layer, _, rest = parameter.key.partition(".input_layernorm.")
+        if rest:
+            norms.setdefault(layer, []).append(parameter)
+            continue
+        layer, _, rest = parameter.key.partition(".self_attention.linear_qkv.")
+        if rest:
+            ordered += norms.pop(layer, [])
+        ordered.append(parameter)
+    return tuple(ordered)

@@ -1,0 +1,201 @@
+"""The optimizer's state in a rank's files, found for each of the rank's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.errors import CheckpointError
+from megatron.interop.megatron_torch.flat_buffer import FlatBuffer, plan_flat_buffer
+from megatron.interop.megatron_torch.rank_files import RankFile
+from megatron.interop.megatron_torch.stage_parameters import LocalParameter
+from megatron.interop.megatron_torch.stored_values import LazyTensor
+from megatron.interop.megatron_torch.torch_file import TorchFile
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+_FLAT_STATES = {"param": "main_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """Hold one tensor of the optimizer's state: of which parameter, of which kind, and where it is."""
+
+    parameter: LocalParameter
+    kind: str
+    file: TorchFile
+    tensor: LazyTensor
+
+
+@dataclass(frozen=True)
+class OptimizerScalars:
+    """Hold the number of updates made, and the state of a dynamic loss scale where there is one."""
+
+    num_steps: int
+    grad_scaler: Mapping[str, Any]
+
+
+def has_optimizer(rank: RankFile) -> bool:
+    """Return whether a rank's file holds an optimizer's state."""
+    return isinstance(rank.file.value.get("optimizer"), Mapping)
+
+
+def stored_states(rank: RankFile, chunks: Sequence[Sequence[LocalParameter]]) -> Iterator[StoredState]:
+    """Yield every tensor of the optimizer's state that a rank has; ``chunks`` are its parameters in the file's order.
+
+    Raises:
+        CheckpointError: the state does not fit the parameters.
+    """
+    if isinstance(rank.file.value.get("optimizer"), list):
+        raise CheckpointError(
+            f"{rank.file.path}: the state of several optimizers (mixture of experts) is not supported"
+        )
+    if rank.flat_optimizer is not None:
+        yield from _flat_states(rank, rank.flat_optimizer, chunks)
+    else:
+        yield from _states_by_parameter(rank, chunks)
+
+
+def optimizer_scalars(rank: RankFile) -> OptimizerScalars:
+    """Return the step count and the loss scale of a rank's file."""
+    optimizer = rank.file.value["optimizer"]
+    inner = _inner(optimizer)
+    steps: list[Any] = [group["step"] for group in inner["param_groups"] if group.get("step") is not None]
+    state = inner.get("state", {})
+    steps += [entry["step"] for entry in state.values() if isinstance(entry, Mapping) and "step" in entry]
+    if "common_step" in state:
+        steps.append(state["common_step"])
+    scaler = {name: _number(rank.file, value) for name, value in optimizer.get("grad_scaler", {}).items()}
+    if "scale" in scaler:
+        scaler["scale"] = float(scaler["scale"])
+    num_steps = int(_number(rank.file, steps[0])) if steps else int(rank.file.value.get("iteration", 0))
+    return OptimizerScalars(num_steps, scaler)
+
+
+def in_optimizer_order(chunks: Sequence[Sequence[LocalParameter]]) -> list[list[LocalParameter]]:
+    """Return the parameters that weight decay applies to, and the others, each over all chunks."""
+    parameters = [parameter for chunk in chunks for parameter in chunk]
+    return [[p for p in parameters if p.is_decayed], [p for p in parameters if not p.is_decayed]]
+
+
+def flat_bucket_size(arguments: Mapping[str, Any], pp_rank: int, chunk: int, num_elements: int) -> int | None:
+    """Return the size at which Megatron closes a bucket, or None where a chunk's buffer is one bucket."""
+    if not arguments.get("overlap_grad_reduce") or pp_rank > 0 or chunk > 0:
+        return None
+    if arguments.get("ddp_num_buckets"):
+        return max(1, num_elements // int(arguments["ddp_num_buckets"]))
+    if arguments.get("ddp_bucket_size"):
+        return int(arguments["ddp_bucket_size"])
+    replicas = int(arguments.get("data_parallel_size") or 1) * int(arguments.get("context_parallel_size") or 1)
+    return max(40_000_000, 1_000_000 * replicas)
+
+
+def alone_in_bucket(parameters: Sequence[LocalParameter]) -> set[int]:
+    """Return the places of the parameters that have a bucket each: a tied embedding whose copies two stages hold."""
+    return {place for place, parameter in enumerate(parameters) if parameter.is_tied}
+
+
+def _inner(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return torch's own state, whatever is wrapped around it."""
+    for name in ("optimizer", "optimizer_state_dict"):
+        if isinstance(optimizer.get(name), Mapping):
+            inner: Mapping[str, Any] = optimizer[name]
+            return inner
+    return optimizer
+
+
+def _number(file: TorchFile, value: Any) -> Any:
+    return file.view(value).item() if isinstance(value, LazyTensor) else value
+
+
+def _states_by_parameter(rank: RankFile, chunks: Sequence[Sequence[LocalParameter]]) -> Iterator[StoredState]:
+    optimizer = rank.file.value["optimizer"]
+    inner = _inner(optimizer)
+    groups = [group["params"] for group in inner["param_groups"]]
+    ordered = in_optimizer_order(chunks)
+    if len(groups) != len(ordered):
+        groups, ordered = [g for g in groups if g], [o for o in ordered if o]
+    if [len(group) for group in groups] != [len(parameters) for parameters in ordered]:
+        raise CheckpointError(
+            f"{rank.file.path}: the optimizer has groups of {[len(group) for group in groups]} parameters, the model "
+            f"{[len(parameters) for parameters in ordered]} with weight decay and without"
+        )
+    for group, parameters in zip(groups, ordered):
+        for number, parameter in zip(group, parameters):
+            for kind in MOMENTS:
+                tensor = inner["state"].get(number, {}).get(kind)
+                if isinstance(tensor, LazyTensor):
+                    yield StoredState(parameter, kind, rank.file, _shaped(tensor, parameter, rank))
+    main = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
+    if main is not None:
+        main = [tensors for tensors in main if tensors] if len(main) != len(ordered) else main
+        for tensors, parameters in zip(main, ordered, strict=True):
+            for tensor, parameter in zip(tensors, parameters, strict=True):
+                yield StoredState(parameter, "main_param", rank.file, _shaped(tensor, parameter, rank))
+
+
+def _shaped(tensor: LazyTensor, parameter: LocalParameter, rank: RankFile) -> LazyTensor:
+    if tensor.shape != parameter.local_shape:
+        raise CheckpointError(
+            f"{rank.file.path}: the optimizer's state of {parameter.key} has the shape {list(tensor.shape)}, the "
+            f"parameter {list(parameter.local_shape)}"
+        )
+    return tensor
+
+
+def _flat_states(rank: RankFile, file: TorchFile, chunks: Sequence[Sequence[LocalParameter]]) -> Iterator[StoredState]:
+    if not file.value.get("buckets_coalesced"):
+        raise CheckpointError(f"{file.path} was written before February 2024, in a layout that is not supported")
+    for number, parameters in enumerate(chunks):
+        if number not in file.value:
+            raise CheckpointError(f"{file.path} holds no buffer {number}, of model chunk {number}")
+        buffers = list(file.value[number].values())
+        if len(buffers) != 1:
+            raise CheckpointError(f"{file.path}: buffer {number} is of {len(buffers)} types, one is expected")
+        tensors = buffers[0]
+        layout = _find_layout(rank, file, number, parameters, tensors)
+        is_half = any(t.dtype in (torch.float16, torch.bfloat16) for t in rank.chunks[number].values())
+        for name, kind in _FLAT_STATES.items():
+            if kind == "main_param" and not is_half:
+                continue  # the weights themselves, which the model's file holds too
+            for parameter, start in zip(parameters, layout.starts):
+                yield StoredState(parameter, kind, file, tensors[name].flat_part(start, parameter.local_shape))
+
+
+def _find_layout(
+    rank: RankFile, file: TorchFile, number: int, parameters: Sequence[LocalParameter], tensors: Mapping[str, Any]
+) -> FlatBuffer:
+    """Return the layout that gives the buffer's length and puts the weights where they are in it."""
+    sizes = [parameter.num_elements for parameter in parameters]
+    by_arguments = flat_bucket_size(rank.arguments, rank.pp_rank, number, sum(sizes))
+    alone = alone_in_bucket(parameters)
+    length = tensors["param"].shape[0]
+    for bucket_size, own_bucket in ((by_arguments, alone), (None, alone), (by_arguments, set()), (None, set())):
+        layout = plan_flat_buffer(sizes, bucket_size, own_bucket)
+        if layout.num_elements == length and _puts_weights_right(rank, file, number, parameters, tensors, layout):
+            return layout
+    raise CheckpointError(
+        f"{file.path}: buffer {number} has {length} elements, which do not lie as Megatron lays out the "
+        f"{sum(sizes)} parameters of {rank.file.path}"
+    )
+
+
+def _puts_weights_right(
+    rank: RankFile,
+    file: TorchFile,
+    number: int,
+    parameters: Sequence[LocalParameter],
+    tensors: Mapping[str, Any],
+    layout: FlatBuffer,
+) -> bool:
+    """Return whether the first and the last element of every parameter in the buffer are those of the model's file."""
+    flat = file.view(tensors["param"])
+    for parameter, start in zip(parameters, layout.starts):
+        weight = rank.file.view(rank.chunks[number][parameter.key]).reshape(-1)
+        for at in (0, parameter.num_elements - 1):
+            main = flat[start + at].to(weight.dtype)
+            if not torch.equal(main, weight[at]) and not (main.isnan() and weight[at].isnan()):
+                return False
+    return True

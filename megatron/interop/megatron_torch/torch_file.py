@@ -1,0 +1,172 @@
+"""A file that torch.save wrote, opened without running it: its value at once, its tensors when they are asked for."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
+from megatron.core.errors import CheckpointError
+from megatron.interop.megatron_torch.pickle_reader import read_pickle, storage_dtype
+from megatron.interop.megatron_torch.stored_values import LazyTensor, StorageKey
+
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_LEGACY_VERSION = 1001
+_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+_CHECK_CHUNK_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class StoragePlace:
+    """Say where a storage's bytes lie in a file; ``checksum`` is the CRC-32 that the file gives, where it does."""
+
+    start: int
+    num_bytes: int
+    checksum: int | None = None
+
+
+class TorchFile:
+    """Hold an open file of torch's zip format, or of the one before it: ``value`` is what was saved.
+
+    Tensors in ``value`` are `LazyTensor`; `view` maps their bytes, so that only the pages that are looked at are read.
+
+    Raises:
+        DamagedCheckpointError: the file is missing, cut short or no such file.
+        CheckpointError: it asks for something that is not data.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.places: dict[str, StoragePlace] = {}
+        self._map: mmap.mmap | None = None
+        try:
+            with open(path, "rb") as file:
+                self.value = self._read(file)
+        except OSError as error:
+            raise DamagedCheckpointError(f"{path}: {os.strerror(error.errno or 0)}") from error
+        except (zipfile.BadZipFile, ValueError, EOFError, KeyError, struct.error) as error:
+            raise DamagedCheckpointError(f"{path}: not a whole file of torch's format ({error})") from error
+
+    def close(self) -> None:
+        """Close the file; views of it must not be used any more."""
+        self._map = None
+
+    def view(self, tensor: LazyTensor) -> torch.Tensor:
+        """Return a tensor whose memory is the file's.
+
+        Raises:
+            DamagedCheckpointError: the file has no such storage, or ends before it does.
+        """
+        place = self.places.get(tensor.storage.key)
+        itemsize = tensor.dtype.itemsize
+        if place is None or place.num_bytes < tensor.storage.num_elements * itemsize:
+            raise DamagedCheckpointError(f"{self.path}: the values of storage {tensor.storage.key} are missing")
+        if tensor.num_elements == 0:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides))
+        if tensor.offset + reach > place.num_bytes // itemsize:
+            raise DamagedCheckpointError(f"{self.path}: a tensor reaches beyond storage {tensor.storage.key}")
+        flat = torch.frombuffer(
+            self._mapped(), dtype=tensor.dtype, count=reach, offset=place.start + tensor.offset * itemsize
+        )
+        return flat.as_strided(tensor.shape, tensor.strides)
+
+    def check_storage(self, key: str) -> None:
+        """Compare a storage's bytes with the checksum beside them, where the format has one.
+
+        Raises:
+            DamagedCheckpointError: they differ.
+        """
+        place = self.places[key]
+        if place.checksum is None:
+            return
+        found = 0
+        mapped = memoryview(self._mapped())
+        for start in range(place.start, place.start + place.num_bytes, _CHECK_CHUNK_BYTES):
+            found = zlib.crc32(mapped[start : min(start + _CHECK_CHUNK_BYTES, place.start + place.num_bytes)], found)
+        if found != place.checksum:
+            raise DamagedCheckpointError(f"{self.path}: the bytes of storage {key} do not match their checksum")
+
+    def _mapped(self) -> mmap.mmap:
+        if self._map is None:
+            with open(self.path, "rb") as file:
+                # Private, not shared: torch takes no read-only memory, and nothing is ever written through it.
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._map
+
+    def _read(self, file: BinaryIO) -> Any:
+        if file.read(4) == b"PK\x03\x04":
+            return self._read_zip(file)
+        file.seek(0)
+        return self._read_legacy(file)
+
+    def _read_zip(self, file: BinaryIO) -> Any:
+        with zipfile.ZipFile(file) as archive:
+            entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+            if "data.pkl" not in entries:
+                raise ValueError("it holds no data.pkl")
+            if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
+                raise CheckpointError(f"{self.path}: written on a big-endian machine, which is not supported")
+            for name, entry in entries.items():
+                if name.startswith("data/"):
+                    if entry.compress_type != zipfile.ZIP_STORED:
+                        raise ValueError(f"{name} is compressed")
+                    start = _data_start(file, entry)
+                    self.places[name.removeprefix("data/")] = StoragePlace(start, entry.file_size, entry.CRC)
+            return read_pickle(archive.read(entries["data.pkl"]), self.path, self._zip_storage)
+
+    def _zip_storage(self, description: Any) -> StorageKey:
+        tag, kind, key, _, num_elements = description
+        if tag != "storage":
+            raise ValueError(f"a persistent {tag}")
+        return StorageKey(str(key), storage_dtype(kind, self.path), int(num_elements))
+
+    def _read_legacy(self, file: BinaryIO) -> Any:
+        """Read the format of torch before 1.6: pickles in a row, then the storages in the order of a list of keys."""
+
+        def nothing_stored(description: Any) -> StorageKey:
+            raise ValueError("a storage in the header")
+
+        if read_pickle(file, self.path, nothing_stored) != _LEGACY_MAGIC:
+            raise ValueError("it begins with another number")
+        if read_pickle(file, self.path, nothing_stored) != _LEGACY_VERSION:
+            raise ValueError("it is of another version")
+        system = read_pickle(file, self.path, nothing_stored)
+        if not system.get("little_endian", False):
+            raise CheckpointError(f"{self.path}: written on a big-endian machine, which is not supported")
+        dtypes: dict[str, torch.dtype] = {}
+
+        def stored(description: Any) -> StorageKey:
+            tag, kind, key, _, num_elements, view = description
+            if tag != "storage":
+                raise ValueError(f"a persistent {tag}")
+            dtype = dtypes.setdefault(str(key), storage_dtype(kind, self.path))
+            if view is None:
+                return StorageKey(str(key), dtype, int(num_elements))
+            _, start, length = view
+            return StorageKey(str(key), dtype, int(start) + int(length), int(start))
+
+        value = read_pickle(file, self.path, stored)
+        size = os.fstat(file.fileno()).st_size
+        for key in read_pickle(file, self.path, nothing_stored):
+            num_bytes = int.from_bytes(file.read(8), "little") * dtypes[key].itemsize
+            if file.tell() + num_bytes > size:
+                raise ValueError(f"it ends within storage {key}")
+            self.places[key] = StoragePlace(file.tell(), num_bytes)
+            file.seek(num_bytes, os.SEEK_CUR)
+        return value
+
+
+def _data_start(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
+    """Return where an entry's data begins; the local header's extra field is not the directory's."""
+    file.seek(entry.header_offset)
+    header = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    return entry.header_offset + _LOCAL_HEADER.size + int(header[-2]) + int(header[-1])

@@ -1,0 +1,129 @@
+"""Whatever is written as Megatron's files reads back as what it was, at every layout and with every optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.interop.checkpoint_source import CheckpointSource
+from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
+from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
+from tests.unit.interop.megatron_torch.memory_source import SMALL, MemorySource
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp4-more-than-groups": {"tensor_model_parallel_size": 4},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "tp2-pp2-vpp2": {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "num_layers_per_virtual_pipeline_stage": 1,
+    },
+    "pp2-uneven-chunks": {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E|tt|t|tL"},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "untied-rms": {"untie_embeddings_and_output_weights": True, "normalization": "RMSNorm"},
+    "qwen-bf16": {"add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True, "bf16": True},
+    "rope-fp16": {"swiglu": False, "position_embedding_type": "rope", "fp16": True},
+}
+CASES = [
+    *(("tied", layout, False) for layout in LAYOUTS),
+    *(("qwen-bf16", layout, True) for layout in LAYOUTS),
+    ("tied", "pp2-uneven-chunks", True),
+    ("untied-rms", "tp2-pp2-vpp2", False),
+    ("untied-rms", "pp2", True),
+    ("rope-fp16", "tp2", False),
+    ("rope-fp16", "pp2", True),
+]
+
+
+def same(ours: CheckpointSource, theirs: CheckpointSource) -> None:
+    """Compare every tensor bit by bit, and the shared state that a run goes on from."""
+    assert ours.tensors == theirs.tensors
+    for name in ours.tensors:
+        assert torch.equal(ours.read(name), theirs.read(name)), name
+    for key in ("progress", "optimizer", "scheduler"):
+        assert ours.common[key] == theirs.common[key], key
+
+
+def write_and_open(source: CheckpointSource, directory: Path) -> MegatronTorchSource:
+    return MegatronTorchSource(write_megatron_torch(source, directory, 12))
+
+
+@pytest.mark.parametrize(("model", "layout", "distributed"), CASES)
+def test_what_is_written_reads_back(model: str, layout: str, distributed: bool, tmp_path: Path) -> None:
+    config = dataclasses.replace(SMALL, **MODELS[model], **LAYOUTS[layout])
+    source = MemorySource(config, distributed=distributed, overlap=distributed)
+    written = write_and_open(source, tmp_path)
+    same(written, source)
+    written.check_storages()
+    assert written.model == config
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_bytes() == b"12"
+
+
+def test_layouts_follow_each_other_without_a_loss(tmp_path: Path) -> None:
+    source: CheckpointSource = MemorySource(dataclasses.replace(SMALL, bf16=True), distributed=True)
+    original = source
+    for number, (tp, pp, distributed) in enumerate([(2, 2, False), (4, 1, True), (1, 4, True), (2, 1, False)]):
+        model = source.common["config"]["model"] | {
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+        }
+        config = source.common["config"] | {"model": model, "ddp": {"use_distributed_optimizer": distributed}}
+        view = Retargeted(source, config)
+        source = write_and_open(view, tmp_path / str(number))
+        same(source, original)
+
+
+class Retargeted:
+    """Pass a source on with another configuration."""
+
+    def __init__(self, source: CheckpointSource, config: dict[str, Any]) -> None:
+        self.common = dict(source.common) | {"config": config}
+        self.folder, self.tensors, self.read, self.close = source.folder, source.tensors, source.read, source.close
+
+
+def test_release_has_no_iteration(tmp_path: Path) -> None:
+    source = MemorySource(SMALL, has_optimizer=False)
+    folder = write_megatron_torch(source, tmp_path, "release")
+    assert folder == tmp_path / "release"
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_bytes() == b"release"
+    written = MegatronTorchSource(folder)
+    assert written.common["progress"]["iteration"] == 0
+    assert written.common["optimizer"] is None
+    for name in source.tensors:
+        assert torch.equal(written.read(name), source.read(name)), name
+
+
+def test_padding_is_zero_in_the_files_and_dropped_from_them(tmp_path: Path) -> None:
+    config = dataclasses.replace(SMALL, tensor_model_parallel_size=4)
+    folder = write_megatron_torch(MemorySource(config), tmp_path, 3)
+    file = torch.load(folder / "mp_rank_03" / "model_optim_rng.pt", weights_only=False)
+    rows = file["model"]["embedding.word_embeddings.weight"]
+    moments = file["optimizer"]["state"][0]["exp_avg"]
+    assert rows.shape == moments.shape == (16, 24)
+    assert rows[:13].ne(0).all()
+    assert moments[:13].ne(0).all()
+    assert rows[13:].eq(0).all()
+    assert moments[13:].eq(0).all()
+    assert MegatronTorchSource(folder).tensors["model.embedding.word_embeddings.weight"].global_shape == (61, 24)
+
+
+def test_torch_itself_reads_the_files(tmp_path: Path) -> None:
+    config: GPTConfig = dataclasses.replace(SMALL, pipeline_model_parallel_size=2, bf16=True)
+    folder = write_megatron_torch(MemorySource(config, distributed=True), tmp_path, 3)
+    for path in folder.glob("*/model_optim_rng.pt"):
+        assert torch.load(path, weights_only=False)["iteration"] == 3
+        flat = torch.load(path.with_name("distrib_optim.pt"), weights_only=False, mmap=True)
+        (buffers,) = flat[0].values()
+        assert list(flat[0]) == [(torch.bfloat16, torch.float32)]
+        assert {name: len(values) for name, values in buffers.items() if name != "numel_unpadded"} == dict.fromkeys(
+            ("param", "exp_avg", "exp_avg_sq"), buffers["numel_unpadded"]
+        )

@@ -1,0 +1,97 @@
+"""Files that torch wrote, of both of its formats, are read in place; damage is named."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
+from megatron.core.errors import CheckpointError
+from megatron.interop.megatron_torch.torch_file import TorchFile
+
+VALUES = {
+    "half": torch.arange(24.0).view(2, 3, 4).half(),
+    "transposed": torch.arange(12.0).view(3, 4).t(),
+    "part": torch.arange(40.0)[7:19].view(3, 4),
+    "bfloat": torch.arange(5.0).bfloat16(),
+    "step": torch.tensor(5.0),
+    "state": torch.arange(9, dtype=torch.uint8),
+    "empty": torch.empty(0, 3),
+    "number": 3,
+}
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "before-1.6"])
+def test_every_tensor_is_what_was_saved(is_zip: bool, tmp_path: Path) -> None:
+    path = tmp_path / "values.pt"
+    torch.save(VALUES, path, _use_new_zipfile_serialization=is_zip)
+    file = TorchFile(path)
+    for name, values in VALUES.items():
+        if isinstance(values, torch.Tensor):
+            assert torch.equal(file.view(file.value[name]), values), name
+            assert file.value[name].dtype is values.dtype
+    assert file.value["number"] == 3
+    for key in file.places:
+        file.check_storage(key)
+
+
+def test_a_view_of_a_view_in_the_old_format(tmp_path: Path) -> None:
+    path = tmp_path / "values.pt"
+    whole = torch.arange(30.0)
+    torch.save([whole, whole[4:10], whole[10:]], path, _use_new_zipfile_serialization=False)
+    file = TorchFile(path)
+    for found, values in zip(file.value, (whole, whole[4:10], whole[10:])):
+        assert torch.equal(file.view(found), values)
+
+
+class Malicious:
+    """Pickle as a command."""
+
+    def __reduce__(self) -> object:
+        return os.system, ("exit 1",)
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "before-1.6"])
+def test_a_file_that_would_run_something_is_refused_by_name(is_zip: bool, tmp_path: Path) -> None:
+    path = tmp_path / "values.pt"
+    torch.save({"model": VALUES, "args": Malicious()}, path, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(CheckpointError, match=rf"{path}: the file asks for posix.system"):
+        TorchFile(path)
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "before-1.6"])
+@pytest.mark.parametrize("share", [0.02, 0.5, 0.97])
+def test_a_file_that_is_cut_short_is_damaged(is_zip: bool, share: float, tmp_path: Path) -> None:
+    path = tmp_path / "values.pt"
+    torch.save({"a": torch.arange(1000.0), "b": torch.arange(1000.0)}, path, _use_new_zipfile_serialization=is_zip)
+    os.truncate(path, int(path.stat().st_size * share))
+    with pytest.raises(DamagedCheckpointError, match=str(path)):
+        TorchFile(path)
+
+
+def test_a_flipped_byte_is_found_where_the_format_has_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "values.pt"
+    torch.save(VALUES, path)
+    file = TorchFile(path)
+    key = file.value["part"].storage.key
+    with open(path, "r+b") as raw:
+        raw.seek(file.places[key].start + 30)
+        raw.write(b"\x55")
+    with pytest.raises(DamagedCheckpointError, match=f"storage {key}"):
+        TorchFile(path).check_storage(key)
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04 no zip", b"\x80\x02}."])
+def test_another_file_is_damaged(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "values.pt"
+    path.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=str(path)):
+        TorchFile(path)
+
+
+def test_a_missing_file_is_damaged(tmp_path: Path) -> None:
+    with pytest.raises(DamagedCheckpointError, match="No such file"):
+        TorchFile(tmp_path / "values.pt")
