@@ -52,8 +52,8 @@ class Faults:
     an element of ``drifting_parameter`` changes), ``raise_at``,
     ``data_error_at``, ``sigterm_at`` and ``hour_passes_at`` (for the time limit); ``deaf_at`` keeps the other ranks
     from answering anything for a minute, as a collective on a GPU does whose peer is gone. ``kill_after_s`` (from the
-    first micro-batch on) and ``kill_at_checkpoint`` (an iteration in the tracker file ``tracker``) kill every rank
-    without a warning.
+    first micro-batch on; only ``kill_rank`` where it is given) and ``kill_at_checkpoint`` (an iteration in the tracker
+    file ``tracker``) kill every rank without a warning.
     ``no_room`` gives two micro-batches: from the one to before the other no file of ``rank`` can become large.
     ``drop_share`` masks out a share of the tokens that differs from sample to sample.
     """
@@ -71,6 +71,7 @@ class Faults:
     sigterm_at: int | None = None
     hour_passes_at: int | None = None
     kill_after_s: float | None = None
+    kill_rank: int | None = None
     kill_at_checkpoint: int | None = None
     tracker: str = ""
     no_room: tuple[int, int] | None = None
@@ -103,6 +104,7 @@ class _FaultyForwardStep:
 
     def __init__(self, faults: Faults, rank: int) -> None:
         self.faults = faults
+        self.rank = rank
         self.is_here = rank == faults.rank
         self.microbatch = 0
 
@@ -113,7 +115,7 @@ class _FaultyForwardStep:
         if not model.training:
             return pretrain_gpt.forward_step(batch, model, hidden)
         self.microbatch += 1
-        if self.microbatch == 1 and faults.kill_after_s is not None:
+        if self.microbatch == 1 and faults.kill_after_s is not None and faults.kill_rank in (None, self.rank):
             threading.Thread(target=_die_after, args=(faults.kill_after_s,), daemon=True).start()
         if self.microbatch == faults.deaf_at and not self.is_here:
             _be_deaf()
