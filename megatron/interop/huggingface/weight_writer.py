@@ -66,11 +66,15 @@ def write_weights(
     with open(path, "wb") as file:
         file.write(_header(names, metadata, weights))
         for name in names:
-            values = values_of(name)
-            assert (tuple(values.shape), values.dtype) == (weights[name].shape, weights[name].dtype), name
-            file.write(values.reshape(-1).view(torch.uint8).numpy().data)
+            # Not kept in a name: the next tensor is read when this one is gone.
+            file.write(_bytes_of(values_of(name), weights[name]))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _bytes_of(values: torch.Tensor, weight: WeightInfo) -> memoryview:
+    assert (tuple(values.shape), values.dtype) == (weight.shape, weight.dtype), "the values are not what was planned"
+    return values.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _header(names: Sequence[str], metadata: Mapping[str, str] | None, weights: Mapping[str, WeightInfo]) -> bytes:
