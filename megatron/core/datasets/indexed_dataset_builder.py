@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.datasets.dataset_checksums import checksums_path
 from megatron.core.datasets.indexed_dataset import (
     DTYPE_CODES,
     INDEX_HEADER,
@@ -143,6 +144,7 @@ class IndexedDatasetBuilder:
             self._write_index()
             # A new .bin beside an old .idx would be a wrong pair: the old index goes first, the new one comes last.
             idx_path(self.prefix).unlink(missing_ok=True)
+            checksums_path(self.prefix).unlink(missing_ok=True)
             os.replace(self._temporary_bin, bin_path(self.prefix))
             os.replace(self._temporary_idx, idx_path(self.prefix))
         except OSError as error:
