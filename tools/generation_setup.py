@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_config import GPTConfig
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.parallel_state import ParallelState
+    from megatron.interop.checkpoint_source import CheckpointSource
 
 TIMEOUT_MINUTES = 10
 TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size")
@@ -185,20 +186,27 @@ def _open_native(arguments: argparse.Namespace, sizes: tuple[int, int], log: Log
 
 
 def _open_source(arguments: argparse.Namespace, folder: Path, sizes: tuple[int, int]) -> Checkpoint:
-    from megatron.interop import open_checkpoint
+    from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
+    from megatron.interop.inference_model import load_model_from
+    from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 
-    source = open_checkpoint.open_checkpoint(folder)
-    config = check_layout(RunConfig.from_dict(source.common["config"]), *sizes)
+    source: CheckpointSource = _source_of(folder)
+    config = RunConfig.from_dict(source.common["config"])
     copies = source.common["tokenizer"]
     tokenizer = load_tokenizer(arguments, config.tokenizer, None if copies is None else folder / copies)
     check_tokenizer(tokenizer, config.model.vocab_size)
+    if isinstance(source, MegatronTorchSource) and tokenizer.vocab_size < config.model.vocab_size:
+        # Rows that pad the vocabulary must not be chosen; such files need not tell how many they are.
+        source.close()
+        source = MegatronTorchSource(folder, tokenizer.vocab_size)
+        config = RunConfig.from_dict(source.common["config"])
+    config = check_layout(config, *sizes)
 
     def load_model(state: ParallelState, device: Device) -> GPTModel:
-        from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
-        from megatron.interop.inference_model import load_model_from
-
         failure = None
         try:
+            if isinstance(source, MegatronTorchSource):
+                source.check_storages(state.rank, state.world_size)
             model = load_model_from(source, state, device)
         except InputError as error:
             failure = error
@@ -208,6 +216,19 @@ def _open_source(arguments: argparse.Namespace, folder: Path, sizes: tuple[int, 
         return model
 
     return Checkpoint(config.model, tokenizer, load_model)
+
+
+def _source_of(folder: Path) -> CheckpointSource:
+    """Open a folder; the checksums of Megatron's files are compared later, by all ranks together."""
+    from megatron.interop.huggingface.source import HuggingFaceSource
+    from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
+    from megatron.interop.native.native_source import NativeSource
+    from megatron.interop.open_checkpoint import detect_format
+
+    found = detect_format(folder)
+    if found == "torch":
+        return MegatronTorchSource(folder)
+    return HuggingFaceSource(folder) if found == "hf" else NativeSource(folder)
 
 
 def check_layout(config: RunConfig, tensor: int, pipeline: int) -> RunConfig:
