@@ -1,10 +1,10 @@
-"""Measure what a large world costs one rank before and beside its computation: groups, links and schedules.
+"""Measure what a large world costs one rank before and beside its computation: groups, links, steps and schedules.
 
-    python benchmarks/scale_on_paper.py --output benchmarks/scale_on_paper.json
+    python benchmarks/scale_on_paper.py --output benchmarks/results/scale_on_paper_cpu_DATE.json
 
 Each rank of the world is one process with torch's fake backend, in which every communication succeeds at once: what is
-left is this rank's own work. Schedules of all stages are simulated in this process. Times are the best of the
-repetitions.
+left is this rank's own work. The step is a toy model's, at several data-parallel sizes. Schedules of all stages are
+simulated in this process. Times are the best of the repetitions.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 REPETITIONS = 3
 TP, PP, DP = 8, 16, 128
 SIMULATED_PP, SIMULATED_MICROBATCHES = 64, 1024
+STEP_DP = (2, 16, DP)
+STEP_MICROBATCHES = 16
 SIMULATIONS = (("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2))
 
 
@@ -50,6 +52,38 @@ def initialize_rank(rank: int) -> dict[str, Any]:
     create_pipeline_links(state.pp, wraps_around=True)
     seconds = time.perf_counter() - start
     return {"rank": rank, "stage": state.pp.rank, "groups_created": num_groups, "seconds": round(seconds, 3)}
+
+
+def time_step(dp: int) -> dict[str, Any]:
+    """Train a few steps as one rank in the middle of TP 8 · PP 16 · DP ``dp``, and return the fastest one's time."""
+    import pretrain_gpt
+    from megatron.core.timers import Timers
+    from megatron.training.model_setup import build_training_parts
+    from megatron.training.train_state import TrainState
+    from megatron.training.training_step import TrainingStep
+    from megatron.verification.collective_recorder import stand_in
+    from megatron.verification.run_cell import make_runtime, make_source, resolve_cell
+
+    world_size = TP * PP * dp
+    flags = [
+        *("--tensor-model-parallel-size", str(TP), "--pipeline-model-parallel-size", str(PP), "--sequence-parallel"),
+        *("--num-layers", str(PP), "--hidden-size", "128", "--num-attention-heads", "8", "--seq-length", "64"),
+        *("--max-position-embeddings", "64", "--micro-batch-size", "1", "--use-distributed-optimizer"),
+        *("--global-batch-size", str(STEP_MICROBATCHES * dp), "--train-iters", "5", "--lr", "1e-3"),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "1023", "--mock-data"),
+    ]
+    config = resolve_cell(flags, world_size, "float32")
+    times = []
+    with stand_in(TP * dp * (PP // 2) + 1, world_size):
+        runtime = make_runtime(config)
+        parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
+        step = TrainingStep(config, runtime, parts, pretrain_gpt.forward_step, Timers())
+        source, train_state = make_source(config, runtime, "plain"), TrainState()
+        for _ in range(config.training.train_iters):
+            start = time.perf_counter()
+            step.run(train_state, source, config.training.global_batch_size, None)
+            times.append(time.perf_counter() - start)
+    return {"dp": dp, "ranks": world_size, "seconds": round(min(times), 4)}
 
 
 def simulate_schedule(name: str, num_chunks: int) -> dict[str, Any]:
@@ -86,10 +120,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="where the results go, as JSON; without it they are printed only")
     parser.add_argument("--rank", type=int, help="measure only one rank of the world, in this process")
+    parser.add_argument("--step-dp", type=int, choices=STEP_DP, help="measure only a step at this data-parallel size")
     parser.add_argument("--simulate", choices=[name for name, _ in SIMULATIONS], help="measure only one schedule")
     options = parser.parse_args()
     if options.rank is not None:
         print(json.dumps(initialize_rank(options.rank)))
+        return 0
+    if options.step_dp is not None:
+        print(json.dumps(time_step(options.step_dp)))
         return 0
     if options.simulate is not None:
         print(json.dumps(simulate_schedule(options.simulate, dict(SIMULATIONS)[options.simulate])))
@@ -100,6 +138,7 @@ def main() -> int:
         "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
         "world": {"tp": TP, "pp": PP, "dp": DP, "ranks": TP * PP * DP},
         "initialization": [_best(["--rank", str(rank)]) for rank in ranks],
+        "step": [_best(["--step-dp", str(dp)]) for dp in STEP_DP],
         "simulation": {
             "pp": SIMULATED_PP,
             "num_microbatches": SIMULATED_MICROBATCHES,

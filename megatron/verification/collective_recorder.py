@@ -49,7 +49,7 @@ def record_step(
     that the numbers of the step mean nothing and only what is sent, and how much, does.
     """
     recorder = CollectiveRecorder()
-    with _fake_world(rank, config.world_size), _ZeroedMemory():  # type: ignore[no-untyped-call]
+    with stand_in(rank, config.world_size):
         runtime = make_runtime(config, recorder)
         parts = build_training_parts(config, runtime, model_provider, log=lambda line: None)
         step = TrainingStep(config, runtime, parts, forward_step, Timers())
@@ -61,15 +61,17 @@ def record_step(
 
 
 @contextmanager
-def _fake_world(rank: int, world_size: int) -> Iterator[None]:
-    if world_size == 1:
-        yield
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+def stand_in(rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a world that does not exist: every communication succeeds at once and brings zeros."""
+    with _ZeroedMemory():  # type: ignore[no-untyped-call]
+        if world_size == 1:
+            yield
+            return
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 _ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided}
