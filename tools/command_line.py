@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron.core.errors import InputError
+from megatron.core.errors import InputError, MegatronError
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,13 +19,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_status_of(work: Callable[[], None]) -> int:
-    """Do a tool's work and return its exit status: 2 for input that cannot be used, 1 where the file system refuses."""
+    """Do a tool's work and return its exit status: 2 for input that cannot be used, 1 where the work failed.
+
+    Either is said in one line.
+    """
     try:
         work()
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except (MegatronError, OSError) as error:
+        lines = (line.strip() for line in str(error).splitlines())
+        print(f"error: {'; '.join(lines).replace(':;', ':')}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
     return 0

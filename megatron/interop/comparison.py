@@ -14,6 +14,7 @@ from megatron.interop.checkpoint_source import CheckpointSource, TensorInfo
 
 MAX_BOX_BYTES = 64 * 1024 * 1024
 _CHUNK_ELEMENTS = 1 << 20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -99,15 +100,15 @@ def _compare_tensor(name: str, left: CheckpointSource, right: CheckpointSource) 
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the bytes: a NaN must equal itself, and the two zeros differ."""
-    return values.reshape(-1).view(torch.uint8)
+    """Return the elements as integers: a NaN must equal itself, and the two zeros differ."""
+    return values.reshape(-1).view(_INTEGERS[values.dtype.itemsize])
 
 
 def _measure(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float, float]:
     """Return how many elements differ, by how much at most, and the largest value of ``b``."""
     wide_a, wide_b = a.double(), b.double()
     if a.dtype == b.dtype:
-        num_different = int((_bits(a).view(len(a), -1) != _bits(b).view(len(b), -1)).any(dim=1).sum())
+        num_different = int((_bits(a) != _bits(b)).sum())
     else:
         num_different = int((wide_a != wide_b).sum())
     # Two equal infinities, or NaNs, differ by nothing; one NaN beside a number by infinity.

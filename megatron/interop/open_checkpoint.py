@@ -8,6 +8,7 @@ from typing import Literal
 from megatron.core.dist_checkpointing.index_file import INDEX_FILE
 from megatron.core.errors import CheckpointError
 from megatron.interop.checkpoint_source import CheckpointSource
+from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 from megatron.interop.native.native_source import NativeSource
 
@@ -43,22 +44,27 @@ def detect_format(folder: str | Path) -> CheckpointFormat | None:
     return None
 
 
-def open_checkpoint(folder: str | Path, verify: bool = True) -> CheckpointSource:
+def open_checkpoint(folder: str | Path, verify: bool = True, vocab_size: int | None = None) -> CheckpointSource:
     """Open a folder that holds the files of one checkpoint, of any format; without ``verify`` checksums are ignored.
+
+    ``vocab_size`` is the number of tokens without padding, for a torch file that does not tell it.
 
     Raises:
         CheckpointError: there is no checkpoint in it, or it is damaged.
     """
+    folder = Path(folder)
     found = detect_format(folder)
     if found == "native":
         return NativeSource(folder, verify)
     if found == "torch":
-        return _open_megatron_torch(Path(folder), verify)
+        return _open_megatron_torch(folder, verify, vocab_size)
+    if found == "hf":
+        return HuggingFaceSource(folder)
     raise CheckpointError(f"{folder} holds no checkpoint: no {', '.join(mark for mark, _ in _MARKS)} is in it")
 
 
-def _open_megatron_torch(folder: Path, verify: bool) -> MegatronTorchSource:
-    source = MegatronTorchSource(folder)
+def _open_megatron_torch(folder: Path, verify: bool, vocab_size: int | None) -> MegatronTorchSource:
+    source = MegatronTorchSource(folder, vocab_size)
     try:
         if verify:
             source.check_storages()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megatron.core.errors import CheckpointError
 from megatron.interop.comparison import compare_sources
 from megatron.interop.native.native_source import NativeSource
 from megatron.training.config.run_config import RunConfig
@@ -48,7 +50,8 @@ def test_another_layout_holds_the_same_bits_and_is_resumed(trained: Path, tmp_pa
     assert any("are equal, bit by bit" in line for line in lines)
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
-    old, new = NativeSource(newest(trained)), NativeSource(result)
+    old, new = (NativeSource(folder, with_random_streams=True) for folder in (newest(trained), result))
+    assert any(name.startswith("rng.") for name in new.tensors)
     names = {name.split(".")[1] for name in new.tensors if name.startswith("optimizer.")}
     assert names == {"exp_avg", "exp_avg_sq", "main_param"}
     assert [str(item) for item in compare_sources(old, new) if not item.is_equal] == []
@@ -57,7 +60,7 @@ def test_another_layout_holds_the_same_bits_and_is_resumed(trained: Path, tmp_pa
     model = RunConfig.from_dict(new.common["config"]).model
     assert (model.tensor_model_parallel_size, model.pipeline_model_parallel_size) == (1, 2)
     assert not model.sequence_parallel
-    assert new.common["layout"]["world_size"] == 2
+    assert new.common["layout"] == old.common["layout"], "the streams are those of the layout that wrote them"
     old.close()
     new.close()
 
@@ -80,6 +83,41 @@ def test_there_and_back_is_the_same_checkpoint(trained: Path, tmp_path: Path) ->
     assert {key: old.common[key] for key in STATE} == {key: new.common[key] for key in STATE}
     old.close()
     new.close()
+
+
+def test_megatrons_format_and_back_keeps_all_of_a_run(trained: Path, tmp_path: Path) -> None:
+    lines = run_converter(
+        trained,
+        tmp_path / "torch",
+        "--saver mcore --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2",
+        "--target-num-layers-per-virtual-pipeline-stage 1",
+    )
+    assert any("are equal, bit by bit" in line for line in lines)
+    folder = tmp_path / "torch" / "iter_0000004"
+    assert sorted(path.name for path in folder.glob("mp_rank_*")) == [
+        f"mp_rank_{tp:02d}_{pp:03d}" for tp in range(2) for pp in range(2)
+    ]
+    run_converter(
+        tmp_path / "torch", tmp_path / "one", "--target-tensor-parallel-size 1 --target-pipeline-parallel-size 1"
+    )
+    assert sorted(path.name for path in (tmp_path / "one" / "iter_0000004").glob("mp_*")) == ["mp_rank_00"]
+    run_converter(tmp_path / "one", tmp_path / "native", "--loader torch --saver megatron")
+    old, new = NativeSource(newest(trained)), NativeSource(newest(tmp_path / "native"))
+    assert [str(item) for item in compare_sources(old, new) if not item.is_equal] == []
+    assert {key: old.common[key] for key in STATE[:3]} == {key: new.common[key] for key in STATE[:3]}
+    old.close()
+    new.close()
+
+
+def test_a_damaged_file_of_megatrons_is_refused(trained: Path, tmp_path: Path) -> None:
+    run_converter(trained, tmp_path / "torch", "--saver torch")
+    path = next((tmp_path / "torch" / "iter_0000004").glob("mp_rank_00*/model_optim_rng.pt"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"do not match their checksum; it holds"):
+        run_converter(tmp_path / "torch", tmp_path / "native", "--loader torch --saver native")
+    assert not (tmp_path / "native").exists()
 
 
 def test_weights_alone_in_another_type(trained: Path, tmp_path: Path) -> None:
@@ -108,7 +146,9 @@ def test_a_wrong_result_is_not_published(trained: Path, tmp_path: Path, monkeypa
             return values
 
     monkeypatch.setattr(
-        conversion, "write_native", lambda source, *rest: right(WrongSource(source, source.common), *rest)
+        conversion,
+        "write_native",
+        lambda source, *rest, **options: right(WrongSource(source, source.common), *rest, **options),
     )
     with pytest.raises(ConversionMismatchError, match=rf"not published: {name}: 1 of \d+ elements differ"):
         run_converter(trained, tmp_path / "result")
@@ -122,10 +162,10 @@ def test_an_index_that_says_something_else_is_not_published(
 ) -> None:
     right = conversion.write_native
 
-    def write(source: conversion.SourceView, *rest: object) -> Path:
+    def write(source: conversion.SourceView, *rest: Any, **options: Any) -> Path:
         progress = json.loads(json.dumps(source.common["progress"]))
         progress["consumed_train_samples"] += 1
-        return right(conversion.SourceView(source, {**source.common, "progress": progress}), *rest)  # type: ignore[arg-type]
+        return right(conversion.SourceView(source, {**source.common, "progress": progress}), *rest, **options)
 
     monkeypatch.setattr(conversion, "write_native", write)
     with pytest.raises(ConversionMismatchError, match=r"progress: .*became"):

@@ -27,8 +27,11 @@ NO_EFFECT: dict[str, tuple[bool, str]] = {
     "--megatron-path": (True, "nothing of Megatron-LM is needed"),
     "--max-queue-size": (True, "one process reads and writes, a tensor at a time"),
     "--no-checking": (False, "names and shapes are always checked; --no-verify leaves out reading the result again"),
-    "--loader-transformer-impl": (True, "both layers' key names are read"),
-    "--saver-transformer-impl": (True, "files are written with the key names of Megatron's local layers"),
+    "--loader-transformer-impl": (True, "the key names of either kind of layer are read"),
+    "--saver-transformer-impl": (
+        True,
+        "a file has the key names of the one that it comes from, else those of Megatron's local layers",
+    ),
     "--model-size": (True, _CHECKPOINT_DECIDES),
     "--position-embedding-type": (True, _CHECKPOINT_DECIDES),
     "--use-mcore-models": (False, "there is one model"),

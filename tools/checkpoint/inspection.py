@@ -26,7 +26,7 @@ def inspect_checkpoint(arguments: argparse.Namespace, log: Callable[[str], None]
         CheckpointError: there is none, or it is damaged.
     """
     found = find_checkpoint(arguments.directory, arguments.ckpt_step)
-    source = open_checkpoint(found.folder)
+    source = open_checkpoint(found.folder, verify=arguments.verify)
     try:
         for line in describe(found, source, arguments.config):
             log(line)

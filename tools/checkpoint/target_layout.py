@@ -31,10 +31,11 @@ class Target:
     keeps_optimizer: bool = True
 
 
-def retarget(common: Mapping[str, Any], target: Target) -> dict[str, Any]:
+def retarget(common: Mapping[str, Any], target: Target, has_random_streams: bool = False) -> dict[str, Any]:
     """Return a checkpoint's shared state with the target's layout, as a single copy of the model would record it.
 
-    Progress, optimizer and schedule stay what they are, so that a run goes on from the result.
+    Progress, optimizer and schedule stay what they are, so that a run goes on from the result. With random streams the
+    layout that wrote them stays, too: a run at any layout continues those that it can.
 
     Raises:
         ConfigurationError: the model cannot be cut so; every problem with the values that would work.
@@ -51,7 +52,9 @@ def retarget(common: Mapping[str, Any], target: Target) -> dict[str, Any]:
         )
     if problems:
         raise ConfigurationError([_with_target_flags(problem) for problem in problems])
-    changed = dict(common) | {"config": config.to_dict(), "layout": _describe(config)}
+    changed = dict(common) | {"config": config.to_dict()}
+    if not has_random_streams:
+        changed["layout"] = _describe(config)
     if not target.keeps_optimizer:
         changed |= {"optimizer": None, "scheduler": None}
     return changed

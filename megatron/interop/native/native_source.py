@@ -24,13 +24,15 @@ class NativeSource:
     """Offer the tensors of an iteration's folder; a `CheckpointSource`.
 
     A stored piece (at most 64 MiB, or a row) is read whole and compared with its checksum even where only a part of it
-    is wanted; the last one is kept for the next read. Without ``verify`` nothing is compared.
+    is wanted; the last one is kept for the next read. Without ``verify`` nothing is compared. Streams of random numbers
+    belong to the layout that ``common`` names; ``with_random_streams`` they are among the tensors, for a copy that
+    keeps it.
 
     Raises:
         DamagedCheckpointError: the index or a shard file is missing, cut short or changed.
     """
 
-    def __init__(self, folder: str | Path, verify: bool = True) -> None:
+    def __init__(self, folder: str | Path, verify: bool = True, with_random_streams: bool = False) -> None:
         self.folder = Path(folder)
         index = read_index(self.folder)
         for name, file in index.files.items():
@@ -39,7 +41,9 @@ class NativeSource:
             raise DamagedCheckpointError(f"{self.folder / INDEX_FILE}: does not match its checksum")
         self.common: Mapping[str, Any] = index.common
         self.stored: Mapping[str, StoredTensor] = {
-            name: tensor for name, tensor in index.tensors.items() if not name.startswith(RNG_PREFIX)
+            name: tensor
+            for name, tensor in index.tensors.items()
+            if with_random_streams or not name.startswith(RNG_PREFIX)
         }
         self.tensors = {
             name: TensorInfo(tensor.global_shape, dtype_of(tensor.dtype)) for name, tensor in self.stored.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +16,7 @@ from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.native.streamed_shard import plan_files, write_streamed_shard
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-RELEASE: Literal["release"] = "release"
+TokenizerWriter = Callable[[Path], bool]
 MAX_FILE_BYTES = 4 * 1024**3
 """Size at which the next shard file begins; a larger tensor has a file of its own."""
 
@@ -25,11 +26,14 @@ def write_native(
     directory: str | Path,
     iteration: int | Literal["release"],
     max_file_bytes: int = MAX_FILE_BYTES,
+    write_tokenizer: TokenizerWriter | None = None,
 ) -> Path:
     """Write the source's tensors and shared state as an iteration of ``directory`` and return the iteration's folder.
 
-    What is written loads at any layout: ``source.common`` says which one the run records. The tracker file is written
-    last, when everything else is on disk; nothing of that name may be there before.
+    What is written loads at any layout: ``source.common`` says which one the run records. ``write_tokenizer`` is given
+    the iteration's folder to leave the tokenizer's record in, and returns whether there is one; without it the source's
+    own goes along. The tracker file is written last, when everything else is on disk; nothing of that name may be there
+    before.
 
     Raises:
         CheckpointError: the file system refused, or the shared state is not plain data.
@@ -39,7 +43,7 @@ def write_native(
     needed = sum(info.num_bytes for info in source.tensors.values())
     try:
         folder.mkdir(parents=True)
-        _write_folder(source, folder, max_file_bytes)
+        _write_folder(source, folder, max_file_bytes, write_tokenizer)
         write_text(directory / TRACKER_FILE, str(iteration))
         sync_folder(directory)
     except OSError as error:
@@ -51,8 +55,11 @@ def write_native(
     return folder
 
 
-def _write_folder(source: CheckpointSource, folder: Path, max_file_bytes: int) -> None:
-    common = dict(source.common) | {"tokenizer": _copy_tokenizer(source, folder)}
+def _write_folder(
+    source: CheckpointSource, folder: Path, max_file_bytes: int, write_tokenizer: TokenizerWriter | None
+) -> None:
+    has_tokenizer = _copy_tokenizer(source, folder) if write_tokenizer is None else write_tokenizer(folder)
+    common = dict(source.common) | {"tokenizer": TOKENIZER_FOLDER if has_tokenizer else None}
     encode_common(common)
     pieces: dict[str, list[StoredPiece]] = {name: [] for name in source.tensors}
     files = {}
@@ -69,10 +76,10 @@ def _write_folder(source: CheckpointSource, folder: Path, max_file_bytes: int) -
     sync_folder(folder)
 
 
-def _copy_tokenizer(source: CheckpointSource, folder: Path) -> str | None:
-    """Copy the tokenizer's record and files where the source has them; return the name of their folder."""
+def _copy_tokenizer(source: CheckpointSource, folder: Path) -> bool:
+    """Copy the tokenizer's record and files; return whether the source has them."""
     recorded = source.common["tokenizer"]
     if recorded is None:
-        return None
+        return False
     shutil.copytree(source.folder / recorded, folder / TOKENIZER_FOLDER)
-    return TOKENIZER_FOLDER
+    return True

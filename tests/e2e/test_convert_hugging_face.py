@@ -1,0 +1,72 @@
+"""The converter between Hugging Face folders and ours: byte for byte, logits checked, a wrong result refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.interop.huggingface.source import HuggingFaceSource
+from megatron.interop.native.native_source import NativeSource
+from megatron.training.config.run_config import RunConfig
+from tests.e2e.test_convert import run_converter
+from tests.unit.interop.huggingface.tiny_models import edit_config, folder_bytes, save_model
+from tests.unit.tools.checkpoint.small_checkpoint import small_common, write_small
+from tools.checkpoint import conversion
+from tools.checkpoint.conversion_check import ConversionMismatchError
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama31", "qwen_tied"])
+def test_there_and_back_is_byte_equal_with_logits_checked(kind: str, tmp_path: Path) -> None:
+    save_model(kind, tmp_path / "hf")
+    to_native = run_converter(
+        tmp_path / "hf",
+        tmp_path / "native",
+        "--loader hf --saver megatron --target-tensor-parallel-size 2 --target-pipeline-parallel-size 1 --test-logits",
+    )
+    assert (tmp_path / "native" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert any("within" in line and "transformers package" in line for line in to_native)
+    native = NativeSource(tmp_path / "native" / "release")
+    config = RunConfig.from_dict(native.common["config"])
+    assert config.model.tensor_model_parallel_size == 2
+    native.close()
+    to_hf = run_converter(tmp_path / "native", tmp_path / "back", "--loader megatron --saver hf --test-logits")
+    assert sum("logits of 24 tokens" in line for line in to_hf) == 2
+    assert folder_bytes(tmp_path / "back") == folder_bytes(tmp_path / "hf")
+
+
+def test_weights_become_another_type(tmp_path: Path) -> None:
+    save_model("qwen_untied", tmp_path / "hf")
+    run_converter(tmp_path / "hf", tmp_path / "native", "--loader llama_mistral --checkpoint-type hf --bf16")
+    run_converter(tmp_path / "native", tmp_path / "back", "--saver hf")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+    old, new = HuggingFaceSource(tmp_path / "hf"), HuggingFaceSource(tmp_path / "back")
+    for name in old.tensors:
+        assert old.read(name).bfloat16().equal(new.read(name)), name
+    old.close()
+    new.close()
+
+
+def test_a_run_becomes_a_model_folder_without_its_optimizer(tmp_path: Path) -> None:
+    write_small(tmp_path / "run", small_common("--no-bias-gelu-fusion"))
+    lines = run_converter(tmp_path / "run", tmp_path / "hf", "--saver hf --test-logits")
+    assert any("without optimizer state" in line for line in lines)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == 101
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_settings_that_change_the_model_are_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model("llama31", tmp_path / "hf")
+    run_converter(tmp_path / "hf", tmp_path / "native", "--loader hf")
+    right = conversion.check_result
+
+    def check(view: Any, result: Any, **options: Any) -> None:
+        edit_config(result.folder, lambda values: values["rope_parameters"].update(factor=2.0))
+        right(view, HuggingFaceSource(result.folder), **options)
+
+    monkeypatch.setattr(conversion, "check_result", check)
+    with pytest.raises(ConversionMismatchError, match="logits differ from those of the checkpoint"):
+        run_converter(tmp_path / "native", tmp_path / "back", "--saver hf")
+    assert not (tmp_path / "back").exists()
