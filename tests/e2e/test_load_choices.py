@@ -79,6 +79,18 @@ def test_streams_and_optimizer_begin_anew_on_demand(checkpoints: Path) -> None:
     assert run.iterations()[-1]["iteration"] == 6
 
 
+def test_a_changed_schedule_is_shown_and_reaches_every_parameter(checkpoints: Path) -> None:
+    before = read_index(newest(checkpoints)).tensors
+    run = go_on(checkpoints, "--lr 1e-30 --min-lr 0 --override-opt-param-scheduler").check()
+    assert "schedule changed since the checkpoint: max_lr: 0.003 → 1e-30" in run.stdout
+    after = read_index(newest(checkpoints)).tensors
+    changed = {name for name in before if before[name].pieces[0].checksum != after[name].pieces[0].checksum}
+    # Two groups: weights that decay and those that do not. The moments of both go on.
+    assert not [name for name in changed if name.startswith("model.")]
+    for weight in ("decoder.final_layernorm.bias", "decoder.layers.0.mlp.linear_fc1.weight"):
+        assert {f"optimizer.exp_avg.{weight}", f"optimizer.exp_avg_sq.{weight}"} <= changed
+
+
 def test_torch_dist_means_the_native_format(checkpoints: Path) -> None:
     run = go_on(checkpoints, "--ckpt-format torch_dist").check()
     (line,) = [line for line in run.stdout.splitlines() if line.startswith("--ckpt-format torch_dist: ")]
