@@ -31,6 +31,7 @@ def resolve(config: RunConfig) -> Resolution:
     config = _resolve_precision(config)
     config = _resolve_weight_decay(config)
     notes.extend(_attention_notes(config))
+    notes.extend(_loading_notes(config))
     notes.extend(_checkpoint_notes(config))
     return Resolution(config, tuple(notes), tuple(problems))
 
@@ -117,6 +118,18 @@ def _attention_notes(config: RunConfig) -> list[str]:
     if config.model.attention_backend == "flash" and config.data.reset_attention_mask:
         return ["flash-attn is not used with packed documents: --reset-attention-mask takes torch's own attention"]
     return []
+
+
+def _loading_notes(config: RunConfig) -> list[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.load is not None:
+        return []
+    given = []
+    if not checkpoint.verify_checkpoint:
+        given.append("--no-verify-checkpoint")
+    if checkpoint.dist_ckpt_strictness != "raise_all":
+        given.append(f"--dist-ckpt-strictness {checkpoint.dist_ckpt_strictness}")
+    return [f"{flag} has no effect without --load DIR" for flag in given]
 
 
 def _checkpoint_notes(config: RunConfig) -> list[str]:

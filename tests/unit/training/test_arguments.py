@@ -217,6 +217,15 @@ def test_values_of_megatron_that_are_not_built_are_told_from_wrong_ones() -> Non
     assert problems_of("--optimizer adm") == ("--optimizer adm: possible values are adam, sgd",)
 
 
+def test_flags_of_loading_without_anything_to_load_say_so() -> None:
+    words = ["--no-verify-checkpoint", "--dist-ckpt-strictness", "log_all"]
+    assert [note for note in resolve_arguments([*MINIMAL, *words], 1).notes if "without --load" in note] == [
+        "--no-verify-checkpoint has no effect without --load DIR",
+        "--dist-ckpt-strictness log_all has no effect without --load DIR",
+    ]
+    assert not [note for note in resolve_arguments([*MINIMAL, *words, "--load", "x"], 1).notes if "--load" in note]
+
+
 def test_checkpoint_formats_of_megatron_are_accepted_with_one_line() -> None:
     torch_format = resolve_arguments([*MINIMAL, "--ckpt-format", "torch"], 1)
     assert torch_format.notes == (
