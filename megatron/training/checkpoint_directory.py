@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.index_file import INDEX_FILE
 from megatron.core.dist_checkpointing.storage import checksum, sync_folder, write_text
+from megatron.interop.megatron_torch.rank_files import is_megatron_torch
 from megatron.training.checkpoint_folders import TRACKER_FILE, iteration_folder, saved_iterations
 
 _PENDING_TRACKER = f".{TRACKER_FILE}.pending"
@@ -100,7 +101,7 @@ def recover(directory: Path, log: Callable[[str], None]) -> None:
             log(f"removed {entry}, left by an interrupted save")
     if pending.exists():
         text = pending.read_text(encoding="utf-8")
-        if text.isdigit() and (iteration_folder(directory, int(text)) / INDEX_FILE).exists():
+        if text.isdigit() and _format_of(iteration_folder(directory, int(text))) is not None:
             os.rename(pending, directory / TRACKER_FILE)
             log(f"entered iteration {text}, saved completely before an interruption, in {directory / TRACKER_FILE}")
         else:
@@ -129,14 +130,11 @@ def remove_expired(directory: Path, newest: int, keep_last: int | None, keep_eve
     A checkpoint of the same iteration that ``newest`` took the place of goes too.
 
     Each is hidden by a rename first, so that no half-removed checkpoint can be loaded. Folders in another format
-    than the native one are left alone.
+    than the one of ``newest`` are left alone.
     """
-    native = [
-        iteration
-        for iteration in saved_iterations(directory)
-        if (iteration_folder(directory, iteration) / INDEX_FILE).exists()
-    ]
-    expired = expired_iterations(native, newest, keep_last, keep_every)
+    found = {iteration: _format_of(iteration_folder(directory, iteration)) for iteration in saved_iterations(directory)}
+    alike = [iteration for iteration, kind in found.items() if kind is not None and kind == found.get(newest)]
+    expired = expired_iterations(alike, newest, keep_last, keep_every)
     hidden = [directory / f".{iteration_folder(directory, newest).name}.replaced"]
     for iteration in expired:
         folder = iteration_folder(directory, iteration)
@@ -146,3 +144,10 @@ def remove_expired(directory: Path, newest: int, keep_last: int | None, keep_eve
         if folder.exists():
             shutil.rmtree(folder)
     return expired
+
+
+def _format_of(folder: Path) -> str | None:
+    """Return the format of a published checkpoint that this program writes, or None."""
+    if (folder / INDEX_FILE).exists():
+        return "native"
+    return "torch" if is_megatron_torch(folder) else None

@@ -11,12 +11,7 @@ import torch
 
 from megatron.core.dist_checkpointing.index import CheckpointIndex
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.serialization import (
-    LoadedTensors,
-    load_index,
-    load_tensors,
-    raise_on_all_ranks,
-)
+from megatron.core.dist_checkpointing.serialization import LoadedTensors, raise_on_all_ranks
 from megatron.core.dist_checkpointing.state_dict import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
@@ -37,6 +32,7 @@ from megatron.training.checkpoint_choice import (
 from megatron.training.checkpoint_rng import choose_streams
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config_changes import ConfigChange, compare_configs
+from megatron.training.stored_checkpoint import open_stored
 from megatron.training.train_state import TrainProgress
 
 
@@ -107,9 +103,7 @@ def load_model_weights(
     """
 
     def load(folder: Path) -> Path:
-        index = load_index(folder, state.world, verify)
-        wanted = model_tensors(models)
-        load_tensors(folder, index, wanted, (MODEL_PREFIX,), state.world, verify, allow_cast)
+        open_stored(folder, state, verify).load(model_tensors(models), (MODEL_PREFIX,), allow_cast=allow_cast)
         return folder
 
     return first_undamaged(agree_on_required_candidates(Path(directory), ckpt_step, state), load, log)
@@ -127,7 +121,7 @@ def read_common(directory: str | Path, ckpt_step: int | None = None, log: Log = 
     alone = describe_parallel_state(0, 1)
 
     def load(folder: Path) -> dict[str, Any]:
-        common = dict(load_index(folder, alone.world).common)
+        common = dict(open_stored(folder, alone).index.common)
         tokenizer = common["tokenizer"]
         return common | {"folder": folder, "tokenizer": None if tokenizer is None else folder / tokenizer}
 
@@ -143,9 +137,9 @@ def _load_folder(
     log: Log,
 ) -> LoadedCheckpoint:
     verify, strictness = options.verify_checkpoint, STRICTNESS[options.dist_ckpt_strictness]
-    index = load_index(folder, state.world, verify)
-    common = index.common
-    changes = _compare_configuration(folder, common["config"], config, strictness)
+    stored = open_stored(folder, state, verify, config.get("model", {}).get("vocab_size"))
+    common = stored.index.common
+    changes = _compare_configuration(folder, stored.config, config, strictness)
     optimizer = None if options.finetune or options.no_load_optim else tensors.optimizer
     if optimizer is not None and common["optimizer"] is None:
         raise CheckpointError(
@@ -157,12 +151,12 @@ def _load_folder(
         described += optimizer_tensors(optimizer)
         namespaces.append(OPTIMIZER_PREFIX)
         if strictness.allows_missing:
-            _check_main_params(folder, described, index, state)
+            _check_main_params(folder, described, stored.index, state)
     choice = None
     if not options.finetune and not options.no_load_rng:
-        choice = choose_streams(index, tensors.rng, state, progress.iteration)
+        choice = choose_streams(stored.index, tensors.rng, state, progress.iteration)
         described += choice.tensors
-    loaded = load_tensors(folder, index, described, namespaces, state.world, verify, strictness=strictness)
+    loaded = stored.load(described, namespaces, strictness)
     for change in changes:
         log(f"configuration changed since the checkpoint: {change}")
     _report_misfits(loaded, strictness, log)
@@ -173,7 +167,7 @@ def _load_folder(
     return LoadedCheckpoint(
         folder=folder,
         progress=progress,
-        config=common["config"],
+        config=stored.config,
         optimizer_loaded=optimizer is not None,
         scheduler=None if optimizer is None else common["scheduler"],
         rng=None if choice is None else choice.streams,

@@ -46,6 +46,7 @@ from megatron.training.checkpoint_directory import (
 from megatron.training.checkpoint_folders import iteration_folder
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.save_directory import SaveFolders, one_folder
+from megatron.training.torch_saving import plan_torch_share
 from megatron.training.train_state import TrainProgress
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -124,24 +125,13 @@ def save_in_steps(tensors: RunTensors, common: CommonState, target: SaveTarget) 
     world, directory, iteration = target.state.world, target.directory, common.progress.iteration
     folder = saving_folder(directory, iteration)
     content = _plain_content(tensors, common, target)
-    share = plan_share(_described(tensors, target), world)
     target.log(f"saving checkpoint at iteration {iteration:7d} to {directory}")
     try:
         raise_on_all_ranks(_attempt(lambda: _create_folder(target, iteration)), world)
-        if target.area is not None:
-            share = share.staged(target.area)
-        write_tokenizer = common.write_tokenizer if target.is_leader else None
-        writing = BackgroundTask(lambda: _write(folder, share, write_tokenizer), _THREAD_NAME)
-        yield writing
-        shares = _results(writing, world)
-        finishing = BackgroundTask(lambda: _finish_folder(target, iteration, share, shares, content), _THREAD_NAME)
-        yield finishing
-        _results(finishing, world)
-        if not target.folders.is_shared:
-            # Every machine has the whole index by now: from here on any of them can complete the checkpoint.
-            publishing = BackgroundTask(lambda: _publish(target, iteration), _THREAD_NAME)
-            yield publishing
-            _results(publishing, world)
+        if target.options.ckpt_format == "torch":
+            yield from _torch_steps(tensors, common, target, content)
+        else:
+            yield from _native_steps(tensors, common, target, content)
     except MegatronError:
         if target.is_leader:
             shutil.rmtree(folder, ignore_errors=True)
@@ -151,6 +141,52 @@ def save_in_steps(tensors: RunTensors, common: CommonState, target: SaveTarget) 
     yield removing
     for warning in filter(None, _results(removing, world)):
         target.log(warning)
+
+
+def _native_steps(
+    tensors: RunTensors, common: CommonState, target: SaveTarget, content: Mapping[str, Any]
+) -> Iterator[BackgroundTask[Any]]:
+    """Write and publish a checkpoint of the native format."""
+    world, iteration = target.state.world, common.progress.iteration
+    folder = saving_folder(target.directory, iteration)
+    share = plan_share(_described(tensors, target), world)
+    if target.area is not None:
+        share = share.staged(target.area)
+    write_tokenizer = common.write_tokenizer if target.is_leader else None
+    writing = BackgroundTask(lambda: _write(folder, share, write_tokenizer), _THREAD_NAME)
+    yield writing
+    shares = _results(writing, world)
+    finishing = BackgroundTask(lambda: _finish_folder(target, iteration, share, shares, content), _THREAD_NAME)
+    yield finishing
+    _results(finishing, world)
+    if not target.folders.is_shared:
+        # Every machine has the whole index by now: from here on any of them can complete the checkpoint.
+        publishing = BackgroundTask(lambda: _publish(target, iteration), _THREAD_NAME)
+        yield publishing
+        _results(publishing, world)
+
+
+def _torch_steps(
+    tensors: RunTensors, common: CommonState, target: SaveTarget, content: Mapping[str, Any]
+) -> Iterator[BackgroundTask[Any]]:
+    """Write and publish a checkpoint of Megatron's own format."""
+    iteration = common.progress.iteration
+    folder = saving_folder(target.directory, iteration)
+    rng = {} if target.options.no_save_rng else tensors.rng
+    share = plan_torch_share(folder, content, _saved_state(tensors, target), rng, target.state)
+    if target.area is not None:
+        share = share.staged(target.area)
+    write_tokenizer = common.write_tokenizer if target.is_leader else None
+    for work in (
+        lambda: _write_tokenizer(folder, write_tokenizer),
+        share.create,
+        share.add,
+        share.finish,
+        lambda: _publish(target, iteration),
+    ):
+        task = BackgroundTask(work, _THREAD_NAME)
+        yield task
+        _results(task, target.state.world)
 
 
 def _plain_content(tensors: RunTensors, common: CommonState, target: SaveTarget) -> dict[str, Any]:
@@ -174,7 +210,11 @@ def _plain_content(tensors: RunTensors, common: CommonState, target: SaveTarget)
 
 def _described(tensors: RunTensors, target: SaveTarget) -> list[ShardedTensor]:
     rng = {} if target.options.no_save_rng else tensors.rng
-    described = model_tensors(tensors.models) + rng_tensors(rng, target.state)
+    return _saved_state(tensors, target) + rng_tensors(rng, target.state)
+
+
+def _saved_state(tensors: RunTensors, target: SaveTarget) -> list[ShardedTensor]:
+    described = model_tensors(tensors.models)
     if tensors.optimizer is not None and not target.options.no_save_optim:
         described += optimizer_tensors(tensors.optimizer)
     return described
@@ -189,18 +229,23 @@ def _create_folder(target: SaveTarget, iteration: int) -> None:
 
 
 def _write(folder: Path, share: RankShare, write_tokenizer: Callable[[Path], None] | None) -> WrittenShare:
-    if write_tokenizer is not None:
-        tokenizer = folder / TOKENIZER_FOLDER
-        try:
-            tokenizer.mkdir()
-            write_tokenizer(tokenizer)
-            for path in tokenizer.iterdir():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-            sync_folder(tokenizer)
-        except OSError as failure:
-            raise write_error(tokenizer, failure) from failure
+    _write_tokenizer(folder, write_tokenizer)
     return share.write(folder)
+
+
+def _write_tokenizer(folder: Path, write_tokenizer: Callable[[Path], None] | None) -> None:
+    if write_tokenizer is None:
+        return
+    tokenizer = folder / TOKENIZER_FOLDER
+    try:
+        tokenizer.mkdir()
+        write_tokenizer(tokenizer)
+        for path in tokenizer.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(tokenizer)
+    except OSError as failure:
+        raise write_error(tokenizer, failure) from failure
 
 
 def _finish_folder(

@@ -81,7 +81,7 @@ def common_state(
     world_size = int(arguments.get("world_size") or len(ranks))
     progress = {ours: int(arguments.get(theirs) or 0) for ours, theirs in PROGRESS.items()}
     precision = {"params_dtype": model.params_dtype}
-    sharding = {"use_distributed_optimizer": config["ddp"]["use_distributed_optimizer"]}
+    sharding = {"use_distributed_optimizer": config["ddp"].get("use_distributed_optimizer", False)}
     tokenizer = first.file.path.parents[1] / TOKENIZER_FOLDER
     return {
         "progress": {

@@ -13,11 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.config_base import field_specs
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.interop.megatron_torch.stored_values import Record
 
 _OptionalInt = int | None
@@ -160,26 +157,18 @@ PROGRESS: Mapping[str, str] = {
 }
 """Counts of a run's progress and the names that they have in ``args``; Megatron has no name for the last."""
 
-_CORE_SECTIONS: Mapping[str, type] = {
-    "model": GPTConfig,
-    "optimizer": OptimizerConfig,
-    "ddp": DistributedDataParallelConfig,
-}
 _ATTENTION_BACKENDS = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}
 
 
 def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the sections of the configuration that ``args`` of a file describe.
 
-    Absent fields take their defaults.
+    Fields that they do not tell are left out.
 
     Raises:
         CheckpointError: a value that decides what the model computes is of another type than the field.
     """
-    config: dict[str, dict[str, Any]] = {
-        section: {spec.name: spec.default for spec in field_specs(core) if not spec.is_required}
-        for section, core in _CORE_SECTIONS.items()
-    }
+    config: dict[str, dict[str, Any]] = {}
     for section, fields in FIELDS.items():
         values = config.setdefault(section, {})
         for name, kind in fields.items():
@@ -192,7 +181,13 @@ def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any
                     raise CheckpointError(f"args.{argument} is {arguments[argument]!r}; a value of {kind} is expected")
     model = config["model"]
     # There the flag also says that all linear layers have biases.
-    model["add_qkv_bias"] = bool(model.get("add_qkv_bias", False)) and not model.get("add_bias_linear", True)
+    if "add_qkv_bias" in model:
+        model["add_qkv_bias"] = model["add_qkv_bias"] and not model.get("add_bias_linear", True)
+    lengths = {"lr_decay_iters": ("training", "train_iters"), "lr_decay_samples": ("training", "train_samples")}
+    for name, (section, total) in lengths.items():
+        # There the whole run is written out where the flag was not given.
+        if config["scheduler"].get(name) == config[section].get(total):
+            config["scheduler"].pop(name, None)
     backend = arguments.get("attention_backend")
     if isinstance(backend, Record) and backend.arguments and backend.arguments[0] in _ATTENTION_BACKENDS:
         model["attention_backend"] = _ATTENTION_BACKENDS[backend.arguments[0]]
@@ -214,6 +209,10 @@ def arguments_of_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, An
                 arguments[argument] = value
     model = config["model"]
     arguments["add_qkv_bias"] = bool(model.get("add_qkv_bias") or model.get("add_bias_linear", True))
+    for name, total in (("lr_decay_iters", "train_iters"), ("lr_decay_samples", "train_samples")):
+        # Written out where they follow from the length of the run; there None, not 0, means no length.
+        arguments[total] = arguments.get(total) or None
+        arguments[name] = arguments.get(name) or arguments[total]
     return arguments
 
 

@@ -12,7 +12,7 @@ import torch
 from megatron.core.config_base import config_from_dict
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 from megatron.core.sharding import Box
 from megatron.interop.checkpoint_source import TensorInfo
 from megatron.interop.megatron_torch.common_state import (
@@ -67,6 +67,8 @@ class MegatronTorchSource:
         self.config = config_of_arguments(first.arguments)
         self.config["model"] |= model_of_tensors(self.ranks, bool(first.arguments))
         self.config["model"]["vocab_size"] = vocab_size or real_vocab_size(first.arguments, self.padded_vocab_size)
+        if vocab_size is not None:
+            self._check_vocabulary(vocab_size)
         self.model = _build_model_config(self.config["model"], first)
         self.common: Mapping[str, Any] = common_state(self.ranks, self.config, self.model, self.has_optimizer)
         self._boxes: dict[str, list[StoredBox]] = {}
@@ -119,6 +121,18 @@ class MegatronTorchSource:
         """Close the files; the source cannot be read afterwards."""
         for rank in self.ranks.values():
             rank.close()
+
+    def _check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse files whose padded vocabulary is not what the caller's would have been padded to."""
+        divisor = self.config["model"].get("make_vocab_size_divisible_by")
+        if divisor is None:
+            return
+        expected = padded_vocab_size(vocab_size, divisor, self.tp)
+        if expected != self.padded_vocab_size:
+            raise CheckpointError(
+                f"checkpoint {self.folder} has a vocabulary of {self.padded_vocab_size} rows, padding included; "
+                f"{vocab_size} tokens would have been padded to {expected}: it is of another tokenizer"
+            )
 
     def _add_rank(self, rank: RankFile) -> None:
         if len(rank.chunks) != self.num_chunks:

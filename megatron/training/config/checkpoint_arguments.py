@@ -15,6 +15,9 @@ from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.training.checkpoint_folders import candidate_folders
 from megatron.training.config.data_config import DataConfig
 
+MEGATRON_FILES = "mp_rank_*/model_optim_rng.pt"
+"""Where the files of Megatron's own format are in a folder."""
+
 _MODEL_FIELDS = (
     "num_layers",
     "hidden_size",
@@ -82,9 +85,19 @@ def read_checkpoint_arguments(directory: str, ckpt_step: int | None) -> Checkpoi
     return CheckpointArguments(None, {})
 
 
+def _config_of(folder: Path) -> Mapping[str, Any]:
+    if next(folder.glob(MEGATRON_FILES), None) is None:
+        config: Mapping[str, Any] = read_index_file(folder)["common"]["config"]
+        return config
+    # Megatron keeps these values beside its tensors: this format alone cannot be read without torch.
+    from megatron.interop.megatron_torch.recorded_config import recorded_config
+
+    return recorded_config(folder)
+
+
 def _shape_of(folder: Path) -> dict[str, Any]:
     try:
-        config = read_index_file(folder)["common"]["config"]
+        config = _config_of(folder)
         sections = {part: dict(config[part]) for part, _, _ in _FIELDS}
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"{folder}: the index records no configuration ({error!r})") from error

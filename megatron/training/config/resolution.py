@@ -133,11 +133,6 @@ def _loading_notes(config: RunConfig) -> list[str]:
 
 
 def _checkpoint_notes(config: RunConfig) -> list[str]:
-    if config.checkpoint.ckpt_format == "torch":
-        return [
-            "--ckpt-format torch: checkpoints are written in the native format; "
-            "Megatron's torch files are not written yet"
-        ]
     if config.checkpoint.ckpt_format == "torch_dist":
         return ["--ckpt-format torch_dist: checkpoints are written in the native format"]
     return []

@@ -227,10 +227,7 @@ def test_flags_of_loading_without_anything_to_load_say_so() -> None:
 
 
 def test_checkpoint_formats_of_megatron_are_accepted_with_one_line() -> None:
-    torch_format = resolve_arguments([*MINIMAL, "--ckpt-format", "torch"], 1)
-    assert torch_format.notes == (
-        "--ckpt-format torch: checkpoints are written in the native format; Megatron's torch files are not written yet",
-    )
+    assert resolve_arguments([*MINIMAL, "--ckpt-format", "torch"], 1).notes == ()
     assert len(resolve_arguments([*MINIMAL, "--ckpt-format", "torch_dist"], 1).notes) == 1
 
 
