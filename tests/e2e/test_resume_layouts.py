@@ -109,6 +109,20 @@ def test_comes_back_from_another_layout(home: tuple[Path, ForkedRun], layout: La
     assert_goes_on_like(train(tmp_path, HOME), home[1])
 
 
+def test_dropout_that_tensor_parallel_ranks_share_goes_on(tmp_path: Path) -> None:
+    dropout = "--hidden-dropout 0.2"
+    whole = train(tmp_path / "whole", LAYOUTS["tp1"], dropout)
+    folder = tmp_path / "parts"
+    train(folder, LAYOUTS["tp1"], dropout, "--exit-interval 10")
+    second = train(folder, Layout(2, "--tensor-model-parallel-size 2"), dropout)
+    assert_goes_on_like(second, whole)
+    line = (
+        "random number streams: tensor-parallel start anew, from the seed and iteration 10 (tensor_model_parallel_size "
+        "1 -> 2); default, replicated go on"
+    )
+    assert line in second.stdout
+
+
 def load_and_save(argv: list[str]) -> tuple[list[tuple[int, int, int]], int]:
     """Load a checkpoint into a run's parts and save it again.
 
