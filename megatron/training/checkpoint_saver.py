@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.background_task import BackgroundTask
 from megatron.core.dist_checkpointing.rank_share import CheckpointWriteError
 from megatron.core.dist_checkpointing.staging import StagingArea
 from megatron.core.dist_checkpointing.state_dict import RunTensors
-from megatron.core.errors import TrainingError
+from megatron.core.errors import CheckpointError, TrainingError
 from megatron.training.checkpoint_choice import Log
 from megatron.training.checkpoint_saving import CommonState, SaveTarget, save_in_steps
 from megatron.training.config.checkpoint_config import CheckpointConfig
@@ -106,9 +106,16 @@ def open_saver(options: CheckpointConfig, runtime: Runtime, log: Log) -> Checkpo
     """Bring the folder of ``--save`` in order and return what saves into it; None where it is not given.
 
     Raises:
-        CheckpointError: the folder cannot be created or written to. On every rank alike.
+        CheckpointError: the folder cannot be created or written to, or the format needs one folder for all ranks. On
+            every rank alike.
     """
     if options.save is None:
         return None
     folders = prepare_save_directory(options.save, runtime.state, log)
+    if options.ckpt_format == "torch" and not folders.is_shared:
+        # Its files hold what ranks of several machines write.
+        raise CheckpointError(
+            f"--ckpt-format torch needs a folder that all machines share, and --save {options.save} is a folder of its "
+            "own on each; change --save, or save in the native format and convert"
+        )
     return CheckpointSaver(Path(options.save), folders, runtime, options, log)

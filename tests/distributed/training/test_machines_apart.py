@@ -13,6 +13,8 @@ from megatron.core.device import Device
 from megatron.core.errors import CheckpointError, DataError
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
+from megatron.training.checkpoint_saver import open_saver
+from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.data_plan import SampleTargets
 from megatron.training.data_setup import build_datasets
 from megatron.training.initialize import Runtime
@@ -69,6 +71,30 @@ def refuse(folders: list[str]) -> str:
     except CheckpointError as error:
         return str(error)
     return "prepared"
+
+
+def open_for_megatrons_files(folders: list[str]) -> str:
+    os.chdir(folders[dist.get_rank()])
+    state = create_parallel_state()
+    rng = RngStreams(Device("cpu"), 1, tp_rank=0, dp_rank=state.dp.rank, cp_rank=0, pp_rank=0)
+    options = CheckpointConfig(save="checkpoints", ckpt_format="torch")
+    try:
+        open_saver(options, Runtime(Device("cpu"), state, rng), lambda line: None)
+    except CheckpointError as error:
+        return str(error)
+    return "opened"
+
+
+def test_megatrons_files_need_one_folder(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    refused = run_distributed(2, open_for_megatrons_files, [str(folder) for folder in folders])
+    assert refused[0] == refused[1]
+    assert refused[0].startswith(
+        "--ckpt-format torch needs a folder that all machines share, and --save checkpoints is"
+    )
+    assert run_distributed(2, open_for_megatrons_files, [str(tmp_path)] * 2) == ["opened", "opened"]
 
 
 class Builder:

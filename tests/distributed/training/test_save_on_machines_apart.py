@@ -89,7 +89,7 @@ def on(machines: list[Path]) -> list[str]:
     return [str(machine) for machine in machines]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_each_machine_holds_its_ranks_files_and_loads_again(tp: int, machines: list[Path]) -> None:
     run_distributed(4, save, on(machines), tp, (10, 20, 30), 2)
     for number, machine in enumerate(machines):
@@ -103,7 +103,7 @@ def test_each_machine_holds_its_ranks_files_and_loads_again(tp: int, machines: l
         assert (iteration, error) == (30, "")
 
 
-@pytest.mark.parametrize(("num_ranks", "tp"), [(2, 1), (4, 4)])
+@pytest.mark.parametrize(("num_ranks", "tp"), [(2, 1), pytest.param(4, 4, marks=pytest.mark.long)])
 def test_another_layout_on_the_same_machines_reads_over_the_network(
     num_ranks: int, tp: int, machines: list[Path]
 ) -> None:
