@@ -34,9 +34,10 @@ CONVERTER = REPOSITORY / "tools" / "checkpoint" / "convert.py"
 class SyntheticSource(MemorySource):
     """Make the values of a checkpoint of 2 GB when they are asked for."""
 
-    def __init__(self, *flags: str) -> None:
-        common = small_common(MODEL, *flags)
+    def __init__(self, has_flat_buffers: bool) -> None:
+        common = small_common(MODEL)
         common["config"]["model"]["vocab_size"] = 50257
+        common["config"]["ddp"]["use_distributed_optimizer"] = has_flat_buffers
         super().__init__({}, common)
         config = RunConfig.from_dict(common["config"]).model
         rng = RngStreams(Device("cpu"), 1, tp_rank=0, dp_rank=0, cp_rank=0, pp_rank=0)
@@ -69,7 +70,7 @@ def peak_of(command: Sequence[str | Path]) -> int:
 @pytest.fixture
 def synthetic(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, int, int]:
     """Return the folder of a checkpoint, its bytes and those of its largest tensor."""
-    source = SyntheticSource(*getattr(request, "param", ()))
+    source = SyntheticSource(has_flat_buffers=request.param == "flat")
     write_native(source, tmp_path / "native", 3)
     sizes = [info.num_bytes for info in source.tensors.values()]
     return tmp_path / "native", sum(sizes), max(sizes)
@@ -82,6 +83,7 @@ def convert(origin: Path, result: Path, bound: int, *more: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("synthetic", ["plain"], indirect=True)
 def test_between_formats_and_layouts(synthetic: tuple[Path, int, int], tmp_path: Path) -> None:
     native, total, largest = synthetic
     bound = 2 * largest + GIBIBYTE
@@ -94,7 +96,7 @@ def test_between_formats_and_layouts(synthetic: tuple[Path, int, int], tmp_path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("synthetic", [("--use-distributed-optimizer",)], indirect=True)
+@pytest.mark.parametrize("synthetic", ["flat"], indirect=True)
 def test_flat_optimizer_buffers(synthetic: tuple[Path, int, int], tmp_path: Path) -> None:
     native, total, _ = synthetic
     # The largest tensor of such a file is one moment of every parameter.

@@ -99,6 +99,7 @@ class MegatronTorchSource:
             if common is not None:
                 part = stored.tensor.box(common.relative_to(stored.box.offset).offset, common.shape)
                 result[common.relative_to(box.offset).slices] = stored.file.view(part)
+                stored.file.release_pages()
         return result
 
     def check_storages(self, index: int = 0, count: int = 1) -> None:

@@ -22,6 +22,7 @@ _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_VERSION = 1001
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _CHECK_CHUNK_BYTES = 16 * 1024 * 1024
+_HAS_MADVISE = hasattr(mmap.mmap, "madvise")  # not on Windows
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,11 @@ class TorchFile:
         )
         return flat.as_strided(tensor.shape, tensor.strides)
 
+    def release_pages(self) -> None:
+        """Give back the memory of the pages that were looked at; views stay good and are read again when used."""
+        if self._map is not None and _HAS_MADVISE:
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def check_storage(self, key: str) -> None:
         """Compare a storage's bytes with the checksum beside them, where the format has one.
 
@@ -92,6 +98,7 @@ class TorchFile:
         mapped = memoryview(self._mapped())
         for start in range(place.start, place.start + place.num_bytes, _CHECK_CHUNK_BYTES):
             found = zlib.crc32(mapped[start : min(start + _CHECK_CHUNK_BYTES, place.start + place.num_bytes)], found)
+            self.release_pages()
         if found != place.checksum:
             raise DamagedCheckpointError(f"{self.path}: the bytes of storage {key} do not match their checksum")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from megatron.core.dist_checkpointing.mapping import StoredFile, StoredPiece, dtype_name, piece_key
 from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES, split_box
+from megatron.core.dist_checkpointing.sequential_file import SequentialFile
 from megatron.core.dist_checkpointing.storage import ShardEntry, checksum, shard_header
 from megatron.core.sharding import Box
 from megatron.interop.checkpoint_source import CheckpointSource, TensorInfo
@@ -28,6 +28,11 @@ class PlannedPiece:
     def key(self) -> str:
         """Return the entry's name in the file."""
         return piece_key(self.name, self.info.global_shape, self.box)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the entry's values."""
+        return self.box.num_elements * self.info.dtype.itemsize
 
     def describe(self) -> ShardEntry:
         """Return the entry without values: a header needs the shape and the dtype only."""
@@ -63,18 +68,14 @@ def write_streamed_shard(
     """
     header = shard_header([piece.describe() for piece in pieces])
     written = []
-    with open(path, "wb") as file:
-        file.write(header)
-        start = len(header)
+    with SequentialFile(path, sum(piece.num_bytes for piece in pieces)) as file:
+        file.append(header)
         for piece, values in _values_of(pieces, source):
-            data = values.reshape(-1).view(torch.uint8).numpy().data
-            file.write(data)
-            stored = StoredPiece(piece.box, path.name, piece.key, start, len(data), checksum(data))
+            start = file.num_bytes
+            crc = file.append(values.reshape(-1).view(torch.uint8).numpy())
+            stored = StoredPiece(piece.box, path.name, piece.key, start, file.num_bytes - start, f"{crc:08x}")
             written.append((piece.name, stored))
-            start += len(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return StoredFile(start, len(header), checksum(header)), written
+    return StoredFile(file.num_bytes, len(header), checksum(header)), written
 
 
 def _values_of(pieces: Sequence[PlannedPiece], source: CheckpointSource) -> Iterator[tuple[PlannedPiece, torch.Tensor]]:
