@@ -117,4 +117,4 @@ def test_checkpoints_stay_on_their_machines_and_resume_there(folders: list[Path]
     words += ["--use-distributed-optimizer", "--data-cache-path", str(tmp_path / "cache")]
     alone = fork_training([*words, "--metrics-jsonl", str(tmp_path / "alone.jsonl")], 2).check()
     kept = read_metrics(folders[0] / "checkpoints" / "metrics.jsonl")
-    assert exact_figures(kept)[-2:] == exact_figures(alone.metrics)[-2:]
+    assert exact_figures(kept) == exact_figures(alone.iterations())
