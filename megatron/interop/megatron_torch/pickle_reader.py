@@ -62,6 +62,8 @@ _INERT_MODULES = (
 _INERT_NAMES = (
     GlobalName("signal", "Signals"),
     GlobalName("torch", "device"),
+    GlobalName("torch", "Tensor"),
+    GlobalName("torch.nn.parameter", "Parameter"),
     GlobalName("pathlib", "PosixPath"),
     GlobalName("megatron.core.transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout"),
 )
@@ -222,7 +224,7 @@ class _Interpreter:
         """
         if name.module == "torch" and name.name in _TORCH_DTYPES:
             return _TORCH_DTYPES[name.name]
-        if str(name) in _MAKERS or name in _INERT_NAMES or name.module in _INERT_MODULES:
+        if str(name) in (*_MAKERS, _TENSOR_WITH_ATTRIBUTES) or name in _INERT_NAMES or name.module in _INERT_MODULES:
             return name
         if name.module == "torch" and name.name in _STORAGE_DTYPES:
             return name
@@ -231,6 +233,12 @@ class _Interpreter:
     def _made(self, function: Any, arguments: tuple[Any, ...]) -> Any:
         if not isinstance(function, GlobalName):
             raise self.refuse(f"a call of {function!r}")
+        if str(function) == _TENSOR_WITH_ATTRIBUTES:
+            # A tensor and what was attached to it: what is attached decides nothing here.
+            rebuild, _, tensor_arguments, _ = arguments
+            if str(rebuild) not in _TENSOR_MAKERS:
+                raise self.refuse(f"a tensor made by {rebuild}")
+            return self._made(rebuild, _of(tuple, tensor_arguments))
         if str(function) in _MAKERS:
             return _MAKERS[str(function)](arguments)
         if function in _INERT_NAMES or function.module in _INERT_MODULES:
@@ -287,10 +295,15 @@ def _record_maker(name: GlobalName) -> Callable[[tuple[Any, ...]], Record]:
 
 _NUMPY_DTYPE = GlobalName("numpy", "dtype")
 
-_MAKERS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
+_TENSOR_WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
+_TENSOR_MAKERS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "torch._utils._rebuild_tensor_v2": _make_tensor,
     "torch._utils._rebuild_tensor": _make_tensor,
     "torch._utils._rebuild_parameter": _make_parameter,
+    "torch._utils._rebuild_parameter_with_state": _make_parameter,
+}
+_MAKERS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
+    **_TENSOR_MAKERS,
     "torch.Size": lambda arguments: tuple(arguments[0]),
     "collections.OrderedDict": _make_ordered_dict,
     "_codecs.encode": _make_bytes,
