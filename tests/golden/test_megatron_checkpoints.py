@@ -17,6 +17,7 @@ from megatron.interop.megatron_torch.torch_file import TorchFile
 from tests.golden.test_training_golden import FLAGS, FOLDER, TOLERANCE
 from tests.harness.forked_training import fork_training
 
+SMALL = Path(__file__).parent / "checkpoints"
 CHECKPOINTS = Path(__file__).parents[2].parent / "shared" / "golden" / "checkpoints"
 needs_checkpoints = pytest.mark.skipif(
     not CHECKPOINTS.is_dir(), reason="the reference checkpoints (4.6 MB) are not beside the repository"
@@ -78,6 +79,24 @@ def test_a_pipeline_of_megatron_gives_the_same_losses_at_any_layout(tmp_path: Pa
         losses.append([line["lm_loss"] for line in fork_training(args, processes).check().iterations()])
     assert len(losses[0]) == 2
     assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE, abs=0.0)
+
+
+@pytest.mark.parametrize("name", ["tp2_pp2_bf16_distributed", "pp2_vpp2_bf16", "pp2_vpp2_fp32_distributed"])
+def test_files_of_megatron_core_are_written_as_they_were_read(name: str, tmp_path: Path) -> None:
+    # All 32 rows of the vocabulary are taken for real ones: padding would come back as zeros.
+    source = MegatronTorchSource(SMALL / name / "iter_0000002", vocab_size=32)
+    source.check_storages()
+    folder = write_megatron_torch(source, tmp_path, 2)
+    compare_folders(SMALL / name / "iter_0000002", folder)
+
+
+def test_main_parameters_of_megatron_core_round_to_its_weights() -> None:
+    source = MegatronTorchSource(SMALL / "tp2_pp2_bf16_distributed" / "iter_0000002")
+    assert source.tensors["model.embedding.word_embeddings.weight"].global_shape == (31, 16)
+    for name in source.tensors:
+        if name.startswith("model."):
+            main = source.read(name.replace("model.", "optimizer.main_param.", 1))
+            assert torch.equal(main.bfloat16(), source.read(name)), name
 
 
 def compare_folders(theirs: Path, ours: Path, tolerance: float = 0.0, all_arguments: bool = True) -> None:

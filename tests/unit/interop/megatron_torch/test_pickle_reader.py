@@ -117,3 +117,17 @@ def test_a_tensor_beyond_its_storage_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=re.escape("reaches beyond its 1 stored values")):
         read(program)
+
+
+def test_a_tensor_with_attributes_is_the_tensor() -> None:
+    tensor = torch.zeros(3)
+    tensor.shared = True  # type: ignore[attr-defined]
+    # As half-precision optimizers have them; the storage's place is all that is left of it here.
+    rebuild, (inner, kind, arguments, state) = tensor.__reduce_ex__(2)
+    assert rebuild is torch._tensor._rebuild_from_type_v2
+    assert (kind, state) == (torch.Tensor, {"shared": True})
+    program = pickle.dumps(Reduced(rebuild, eval, kind, ("1",), state), 2)
+    with pytest.raises(CheckpointError, match="eval"):
+        read(program)
+    assert inner is torch._utils._rebuild_tensor_v2
+    assert len(arguments) == 6

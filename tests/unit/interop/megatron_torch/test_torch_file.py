@@ -47,6 +47,16 @@ def test_a_view_of_a_view_in_the_old_format(tmp_path: Path) -> None:
         assert torch.equal(file.view(found), values)
 
 
+def test_attributes_of_a_tensor_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "values.pt"
+    values = torch.nn.Parameter(torch.arange(6.0))
+    values.shared = True  # type: ignore[attr-defined]
+    torch.save({"parameter": values, "tensor": values.detach().requires_grad_()}, path)
+    file = TorchFile(path)
+    assert torch.equal(file.view(file.value["parameter"]), values.detach())
+    assert torch.equal(file.view(file.value["tensor"]), values.detach())
+
+
 class Malicious:
     """Pickle as a command."""
 
