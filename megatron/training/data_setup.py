@@ -17,6 +17,7 @@ from megatron.core.datasets.gpt_dataset import SampleDataset
 from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
 from megatron.core.errors import DataError, MegatronError
 from megatron.training.config.run_config import RunConfig
+from megatron.training.console import print_line
 from megatron.training.data_plan import DatasetSplitsBuilder, SampleTargets
 from megatron.training.initialize import Runtime
 
@@ -33,10 +34,10 @@ def build_datasets(builder: DatasetSplitsBuilder, targets: SampleTargets, runtim
         DataError: on every rank alike, where one of them cannot build them.
     """
     if runtime.is_reporter:
-        print(" > datasets target sizes (minimum size):", flush=True)
-        print(f"    train:      {targets.train}", flush=True)
-        print(f"    validation: {targets.valid}", flush=True)
-        print(f"    test:       {targets.test}", flush=True)
+        print_line(" > datasets target sizes (minimum size):")
+        print_line(f"    train:      {targets.train}")
+        print_line(f"    validation: {targets.valid}")
+        print_line(f"    test:       {targets.test}")
     datasets: DatasetSplits | None = None
     for is_due in (runtime.is_reporter, runtime.is_first_on_machine, True):
         error: MegatronError | None = None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.run_config import RunConfig
+from megatron.training.console import print_line
 
 if TYPE_CHECKING:
     from megatron.core.device import Device
@@ -165,10 +166,10 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment) -> Runtime:
     )
     if state.rank == 0:
         if warning is not None:
-            print(warning, flush=True)
-        print(f"> initialized tensor model parallel with size {state.tp.size}", flush=True)
-        print(f"> initialized pipeline model parallel with size {state.pp.size}", flush=True)
-        print(f"> setting random seeds to {config.initialization.seed} ...", flush=True)
+            print_line(warning)
+        print_line(f"> initialized tensor model parallel with size {state.tp.size}")
+        print_line(f"> initialized pipeline model parallel with size {state.pp.size}")
+        print_line(f"> setting random seeds to {config.initialization.seed} ...")
     rng = RngStreams(
         device,
         config.initialization.seed,

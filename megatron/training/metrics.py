@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from megatron.core.device import Device
 from megatron.training.config.run_config import RunConfig
+from megatron.training.console import print_line
 from megatron.training.reporting import StepReport
 
 
@@ -133,12 +134,12 @@ class MetricsWriter:
         except OSError as error:
             # Its writing thread ends with the first error.
             self.tensorboard = None
-            print(f"WARNING: cannot write to TensorBoard: {error.strerror}; it gets no more figures", flush=True)
+            print_line(f"WARNING: cannot write to TensorBoard: {error.strerror}; it gets no more figures")
 
     def _report_refused(self, error: OSError) -> None:
         if not self._is_refused:
             name = "" if self._file is None else f" {self._file.name}"
-            print(f"WARNING: cannot write the figures of this run{name}: {error.strerror}", flush=True)
+            print_line(f"WARNING: cannot write the figures of this run{name}: {error.strerror}")
         self._is_refused = True
 
 

@@ -17,6 +17,7 @@ from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.checkpoint_saver import open_saver
 from megatron.training.config.argument_block import format_arguments
 from megatron.training.config.run_config import RunConfig
+from megatron.training.console import print_line
 from megatron.training.data_plan import DatasetsProvider, sample_targets
 from megatron.training.data_setup import BatchSource, build_datasets
 from megatron.training.initialize import (
@@ -207,6 +208,6 @@ def _describe_world(config: RunConfig) -> str:
 def _printer(launch: LaunchEnvironment) -> Log:
     def log(text: str) -> None:
         if launch.rank == 0:
-            print(text, flush=True)
+            print_line(text)
 
     return log

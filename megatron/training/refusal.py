@@ -10,6 +10,7 @@ from types import FrameType
 from typing import NoReturn
 
 from megatron.core.errors import ConfigurationError, MegatronError
+from megatron.training.console import print_line
 from megatron.training.initialize import LaunchEnvironment, is_first_failure, read_launch_environment
 
 # torchrun ends the others within a fraction of a second of rank 0: this is how late rank 0 may be on a busy machine.
@@ -37,7 +38,7 @@ def refuse(reasons: Sequence[str], rank: int, status: int = 2) -> int:
     """
     if rank == 0:
         for reason in reasons:
-            print(f"error: {reason}", file=sys.stderr, flush=True)
+            print_line(f"error: {reason}", sys.stderr)
         return status
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
@@ -56,5 +57,5 @@ def refuse_in_run(reasons: Sequence[str], launch: LaunchEnvironment, status: int
     status = refuse(reasons, launch.rank, status)
     if launch.world_size > 1 and is_first_failure():
         for reason in reasons:
-            print(f"error: rank {launch.rank}: {reason}", file=sys.stderr, flush=True)
+            print_line(f"error: rank {launch.rank}: {reason}", sys.stderr)
     return status

@@ -11,6 +11,7 @@ from megatron.core.errors import TrainingError
 from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
 from megatron.core.timers import Timers
 from megatron.training.config.run_config import RunConfig
+from megatron.training.console import print_line
 from megatron.training.data_setup import BatchSource
 from megatron.training.evaluation import evaluate
 from megatron.training.initialize import Runtime
@@ -40,7 +41,7 @@ class TrainingRun:
     def log(self, text: str) -> None:
         """Print on the reporting rank."""
         if self.runtime.is_reporter:
-            print(text, flush=True)
+            print_line(text)
 
 
 def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest) -> str | None:
@@ -124,7 +125,7 @@ def _log_iterations(run: TrainingRun, report: StepReport, average: IntervalAvera
     logging = run.config.logging
     run.log(format_step(report, average, run.config.train_iters, logging.log_throughput))
     if with_memory and run.runtime.state.dp_cp.is_first:
-        print(format_memory(run.runtime.state.rank, report.iteration, run.runtime.device), flush=True)
+        print_line(format_memory(run.runtime.state.rank, report.iteration, run.runtime.device))
     if run.metrics is not None and logging.log_timers_to_tensorboard:
         seconds = run.timers.elapsed_s(reset=False)
         scalars = {f"{name}-time": elapsed_s / average.num_iterations for name, elapsed_s in seconds.items()}
