@@ -11,4 +11,6 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
 
     ``print`` makes two of it under ``PYTHONUNBUFFERED``.
     """
-    print(text + "\n", end="", file=stream or sys.stdout, flush=True)
+    stream = stream or sys.stdout
+    stream.write(text + "\n")
+    stream.flush()
