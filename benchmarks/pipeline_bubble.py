@@ -1,6 +1,6 @@
 """Measure the bubble of the pipeline schedules: stages that sleep, joined by real gloo messages, run by the executor.
 
-    python benchmarks/pipeline_bubble.py --output benchmarks/pipeline_bubble.json
+    python benchmarks/pipeline_bubble.py --output benchmarks/results/pipeline_bubble_cpu.json
 
 The bubble is a stage's idle time over its busy time, idle being the rest of the time from the first pass of any rank
 to the end of the last. Passes sleep, so that eight ranks need no eight cores; forward pass, input gradient and weight

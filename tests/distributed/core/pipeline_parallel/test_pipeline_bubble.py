@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.pipeline_bubble import CASES, Case, measure
 
-RECORDED = Path(__file__).parents[4] / "benchmarks" / "pipeline_bubble.json"
+RECORDED = Path(__file__).parents[4] / "benchmarks" / "results" / "pipeline_bubble_cpu.json"
 TWO_POINTS = 0.02
 
 
