@@ -78,7 +78,8 @@ def write_checksums(prefix: str | Path, bin_blocks: Sequence[Block] | None = Non
         DataError: a file cannot be read or written.
     """
     target = checksums_path(prefix)
-    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    # Always the same name, so that what a killed writer left is taken up by the next one.
+    temporary = target.with_name(f"{target.name}.tmp")
     try:
         blocks = file_blocks(bin_path(prefix)) if bin_blocks is None else bin_blocks
         content = {

@@ -51,6 +51,10 @@ class GPT2BPETokenizer:
         """Decode ids; bytes that are not UTF-8 become U+FFFD."""
         return self._engine.decode(ids)
 
+    def tokenizer_json(self) -> str:
+        """Describe the tokenizer in the format of a tokenizer.json, for other engines."""
+        return self._engine.to_json()
+
 
 def byte_characters() -> list[str]:
     """Give the printable character that stands for each byte in a byte-level vocabulary, by byte value.

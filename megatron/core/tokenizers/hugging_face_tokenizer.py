@@ -60,6 +60,10 @@ class HuggingFaceTokenizer:
         """Decode ids, special tokens spelt out."""
         return self._engine.decode(ids)
 
+    def tokenizer_json(self) -> str:
+        """Describe the tokenizer in the format of a tokenizer.json, for other engines."""
+        return self._engine.to_json()
+
 
 def _find_end_id(engine: TokenizersEngine, files: Sequence[Path]) -> int | None:
     for path in files:

@@ -90,3 +90,8 @@ class TokenizersEngine:
         """Decode ids, special tokens included; ids without an entry are left out."""
         text: str = self._engine.decode(list(ids), skip_special_tokens=False)
         return text
+
+    def to_json(self) -> str:
+        """Describe the tokenizer in the format of a tokenizer.json."""
+        description: str = self._engine.to_str()
+        return description

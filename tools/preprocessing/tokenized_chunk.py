@@ -1,0 +1,147 @@
+"""From the text of a chunk to the numbers that the output files hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.json_lines import ExtractTexts, JsonLines, Problem, read_json_lines
+from megatron.core.errors import TokenizerError
+from megatron.core.tokenizers.text_encoder import TextEncoder
+
+SplitSentences = Callable[[str], list[str]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Hold all that the output depends on, the input apart.
+
+    Attributes:
+        encoder: text to ids.
+        keys: the JSON keys, each of which makes a data set.
+        eod_id: what ends a document, or None.
+        dtype: the type of a token on disk.
+        num_partitions: document n goes to partition n modulo this; the data set is one partition after the other.
+        split_sentences: cuts a text into the sequences of a document, or None.
+        extract_texts: the compiled jsonl reader, or None.
+    """
+
+    encoder: TextEncoder
+    keys: tuple[str, ...]
+    eod_id: int | None
+    dtype: np.dtype[Any]
+    num_partitions: int
+    split_sentences: SplitSentences | None
+    extract_texts: ExtractTexts | None
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Hold what a chunk adds to one data set, or to one partition of one.
+
+    Attributes:
+        tokens: back to back.
+        lengths: int32, of each sequence.
+        counts: int32, the sequences of each document.
+    """
+
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int32]
+    counts: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class TokenizedChunk:
+    """Hold the streams of a chunk (keys, and within a key partitions), and what was met in it."""
+
+    streams: list[Stream]
+    num_lines: int
+    num_documents: int
+    problems: list[Problem]
+
+
+def tokenize_block(block: bytes, recipe: Recipe) -> TokenizedChunk:
+    """Parse and encode a block of lines; lines that cannot be used become problems, in order."""
+    documents = read_json_lines(block, recipe.keys, recipe.extract_texts)
+    if recipe.split_sentences is not None:
+        documents = _split(documents, recipe.split_sentences)
+    try:
+        ids = [recipe.encoder.encode(texts) for texts in documents.texts]
+    except TokenizerError:
+        documents = _without_refused(documents, recipe.encoder)
+        ids = [recipe.encoder.encode(texts) for texts in documents.texts]
+    streams = []
+    for encoded, num_texts in zip(ids, documents.num_texts):
+        for partition in range(recipe.num_partitions):
+            if recipe.num_partitions == 1:
+                streams.append(pack(encoded, num_texts, recipe.eod_id, recipe.dtype))
+            else:
+                chosen = documents.lines % recipe.num_partitions == partition
+                kept = [ids for ids, keep in zip(encoded, np.repeat(chosen, num_texts).tolist()) if keep]
+                streams.append(pack(kept, num_texts[chosen], recipe.eod_id, recipe.dtype))
+    return TokenizedChunk(streams, documents.num_lines, len(documents.lines), documents.problems)
+
+
+def pack(ids: Sequence[NDArray[Any]], num_texts: NDArray[np.int64], eod_id: int | None, dtype: np.dtype[Any]) -> Stream:
+    """Lay the ids of texts behind each other and end each document.
+
+    A text without tokens is no sequence. A document without any keeps its place, and gets no end.
+    """
+    sizes = np.fromiter(map(len, ids), np.int64, len(ids))
+    filled = np.flatnonzero(sizes)
+    document = np.repeat(np.arange(len(num_texts)), num_texts)[filled]
+    lengths = sizes[filled]
+    if eod_id is not None:
+        is_last = np.ones(len(filled), bool)
+        is_last[:-1] = document[1:] != document[:-1]
+        lengths = lengths + is_last
+    ends = np.cumsum(lengths)
+    tokens = np.empty(int(ends[-1]) if len(ends) else 0, dtype)
+    for index, begin in zip(filled.tolist(), (ends - lengths).tolist()):
+        values = ids[index]
+        tokens[begin : begin + len(values)] = values
+    if eod_id is not None:
+        tokens[ends[is_last] - 1] = eod_id
+    counts = np.bincount(document, minlength=len(num_texts)).astype(np.int32)
+    return Stream(tokens, lengths.astype(np.int32), counts)
+
+
+def _split(documents: JsonLines, split_sentences: SplitSentences) -> JsonLines:
+    """Cut each text into sentences, which become the texts of its document."""
+    texts, num_texts = [], []
+    for key_texts, counts in zip(documents.texts, documents.num_texts):
+        sentences = [split_sentences(str(text, "utf-8")) for text in key_texts]
+        owner = np.repeat(np.arange(len(counts)), counts)
+        sizes = np.array([len(parts) for parts in sentences], np.int64)
+        texts.append([sentence.encode("utf-8") for parts in sentences for sentence in parts])
+        num_texts.append(np.bincount(owner, sizes, len(counts)).astype(np.int64))
+    return JsonLines(tuple(texts), tuple(num_texts), documents.lines, documents.num_lines, documents.problems)
+
+
+def _without_refused(documents: JsonLines, encoder: TextEncoder) -> JsonLines:
+    """Encode the documents one by one, to learn which of them the tokenizer refuses."""
+    starts = [np.concatenate([[0], np.cumsum(counts)]).tolist() for counts in documents.num_texts]
+    problems = list(documents.problems)
+    kept = []
+    for index, line in enumerate(documents.lines.tolist()):
+        try:
+            for texts, start in zip(documents.texts, starts):
+                encoder.encode(texts[start[index] : start[index + 1]])
+        except TokenizerError as error:
+            problems.append(Problem(line, str(error)))
+        else:
+            kept.append(index)
+    return JsonLines(
+        tuple(
+            [text for index in kept for text in texts[start[index] : start[index + 1]]]
+            for texts, start in zip(documents.texts, starts)
+        ),
+        tuple(counts[kept] for counts in documents.num_texts),
+        documents.lines[kept],
+        documents.num_lines,
+        sorted(problems, key=lambda problem: problem.line),
+    )

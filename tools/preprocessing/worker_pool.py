@@ -1,0 +1,143 @@
+"""The worker processes, seen from the leader: who is free, who reports, who died."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from types import TracebackType
+from typing import Any
+
+from megatron.core.errors import MegatronError
+from tools.preprocessing.chunks import Chunk
+from tools.preprocessing.worker import Failure, Place, Tally, Written
+
+
+class WorkerError(MegatronError):
+    """Report a worker that died or failed; what was written until then is kept."""
+
+
+@dataclass
+class Worker:
+    """Hold one process, what it was given and has not tallied, and what it holds until it is written."""
+
+    process: ForkProcess
+    connection: Connection
+    chunks: list[Chunk] = field(default_factory=list)
+    unwritten: set[int] = field(default_factory=set)
+
+
+class WorkerPool:
+    """Run workers forked from this process, so that they share the tokenizer that it loaded.
+
+    ``work`` is called in each with its connection, then ``arguments``.
+    """
+
+    def __init__(self, num_workers: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._workers: list[Worker] = []
+        for _ in range(num_workers):
+            ours, theirs = context.Pipe()
+            inherited = [worker.connection for worker in self._workers] + [ours]
+            process = context.Process(target=_run, args=(inherited, work, theirs, arguments), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append(Worker(process, ours))
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(wait_for_them=kind is None)
+
+    def close(self, wait_for_them: bool) -> None:
+        """End the workers: at their next message, or at once."""
+        for worker in self._workers:
+            worker.connection.close()
+            if not wait_for_them:
+                worker.process.terminate()
+        for worker in self._workers:
+            worker.process.join()
+
+    def free_worker(self, needs_idle: bool) -> Worker | None:
+        """Return the worker with the least to do, or None while all have enough.
+
+        A worker has at most two chunks before it (none when it must be idle), and holds two that are not written.
+        """
+        free = [
+            worker
+            for worker in self._workers
+            if len(worker.chunks) < (1 if needs_idle else 2) and len(worker.unwritten) < 2
+        ]
+        return min(free, key=lambda worker: len(worker.chunks), default=None)
+
+    def submit(self, worker: Worker, chunk: Chunk) -> None:
+        """Give a worker a chunk to tokenize."""
+        worker.chunks.append(chunk)
+        self._send(worker, chunk)
+
+    def place(self, worker: Worker, place: Place) -> None:
+        """Tell a worker where to write a chunk that it tallied."""
+        self._send(worker, place)
+
+    def receive(self) -> list[tuple[Worker, Tally | Written]]:
+        """Wait for reports.
+
+        Raises:
+            WorkerError: a worker died, or met a fault of the program.
+            InputError: a worker met input that cannot be used.
+        """
+        by_connection = {worker.connection: worker for worker in self._workers}
+        reports = []
+        for connection in wait(list(by_connection)):
+            worker = by_connection[connection]  # type: ignore[index]
+            try:
+                message = worker.connection.recv()
+            except (EOFError, ConnectionError) as error:
+                raise self._death(worker) from error
+            if isinstance(message, Failure):
+                if message.error is not None:
+                    raise message.error
+                print(message.traceback, file=sys.stderr, end="")
+                raise WorkerError(f"worker process {worker.process.pid} failed; what it says stands above")
+            if isinstance(message, Tally):
+                worker.chunks = [chunk for chunk in worker.chunks if chunk.number != message.chunk]
+                worker.unwritten.add(message.chunk)
+            else:
+                worker.unwritten.remove(message.chunk)
+            reports.append((worker, message))
+        return reports
+
+    def _send(self, worker: Worker, message: Chunk | Place) -> None:
+        try:
+            worker.connection.send(message)
+        except ConnectionError as error:
+            raise self._death(worker) from error
+
+    def _death(self, worker: Worker) -> WorkerError:
+        worker.process.join(timeout=10)
+        code = worker.process.exitcode
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+            how += " (is memory short? try fewer --workers)" if code == -signal.SIGKILL else ""
+        else:
+            how = f"ended with status {code}"
+        what = f" at chunk {worker.chunks[0].number}" if worker.chunks else ""
+        return WorkerError(
+            f"worker process {worker.process.pid} {how}{what}; run the same command again to go on from what is done"
+        )
+
+
+def _run(
+    inherited: list[Connection], work: Callable[..., None], connection: Connection, arguments: tuple[Any, ...]
+) -> None:
+    # The leader's ends of all pipes came along; a worker must see its own end when the leader is gone.
+    for other in inherited:
+        other.close()
+    work(connection, *arguments)
