@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.errors import ConfigurationError
 from tools.cleaning.cleaner import Cleaner, CleaningPlan
-from tools.cleaning.sources import STDIN, Source, find_sources
+from tools.cleaning.sources import find_inputs, is_read
 from tools.cleaning.text_filters import TextRules
 from tools.cleaning.url_blacklist import UrlBlacklist
 from tools.command_line import Parser, exit_status_of
@@ -117,19 +117,18 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(problems)
 
 
-def check_outputs(arguments: argparse.Namespace, sources: list[Source]) -> None:
+def check_outputs(arguments: argparse.Namespace, inputs: list[str]) -> None:
     """Refuse to write over what is read.
 
     Raises:
         ConfigurationError: an output is one of the inputs, as an earlier one in the same folder is.
     """
-    read = {os.path.realpath(source.path) for source in sources if source.path != STDIN}
     for flag, path in (
         ("--output", arguments.output),
         ("--dropped-output", arguments.dropped_output),
         ("--report", arguments.report),
     ):
-        if path is not None and os.path.realpath(path) in read:
+        if path is not None and is_read(str(path), inputs):
             raise ConfigurationError(f"{flag} {path} is one of the input files; choose another, or another folder")
 
 
@@ -140,10 +139,8 @@ def clean(arguments: argparse.Namespace) -> None:
         InputError: the arguments or the data cannot be used; nothing is left behind.
     """
     check_arguments(arguments)
-    sources, num_unknown = find_sources(arguments.input, arguments.input_format)
-    check_outputs(arguments, sources)
-    if num_unknown:
-        print(f"{num_unknown} files of other kinds are left out; name them by a pattern, as in 'DIR/*'")
+    inputs = find_inputs(arguments.input)
+    check_outputs(arguments, inputs)
     blacklist = UrlBlacklist(arguments.url_blacklist) if arguments.url_blacklist else None
     rules = TextRules(
         fix_encoding=arguments.fix_encoding,
@@ -157,7 +154,8 @@ def clean(arguments: argparse.Namespace) -> None:
         shingle_words=arguments.shingle_words,
     )
     plan = CleaningPlan(
-        sources=sources,
+        inputs=inputs,
+        input_format=arguments.input_format,
         output=arguments.output,
         dropped_output=arguments.dropped_output,
         text_key=arguments.text_key,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import sys
 import time
@@ -16,7 +17,7 @@ from megatron.core.errors import DataError
 from tools.cleaning.duplicate_index import DuplicateIndex, KeptDocument
 from tools.cleaning.output_file import OutputFile
 from tools.cleaning.shingles import shingles, similarity
-from tools.cleaning.sources import Document, DocumentReader, Source
+from tools.cleaning.sources import Document, DocumentReader, no_source, walk_sources
 from tools.cleaning.tally import BLACKLISTED_URL, EXACT_DUPLICATE, NEAR_DUPLICATE, Tally
 from tools.cleaning.text_filters import NO_TEXT, OTHER_LANGUAGE, TOO_SHORT, Finding, TextRules
 from tools.cleaning.url_blacklist import UrlBlacklist
@@ -35,7 +36,8 @@ class CleaningPlan:
         log_interval: documents between two reports.
     """
 
-    sources: Sequence[Source]
+    inputs: Sequence[str]
+    input_format: str
     output: Path
     dropped_output: Path | None
     text_key: str
@@ -123,12 +125,19 @@ class Cleaner:
             allow_surrogates=plan.rules.fix_encoding,
             on_bad_document=self._refuse_or_skip,
         )
-        for source in plan.sources:
+        for source in walk_sources(plan.inputs, plan.input_format, self._count_unknown):
             self._tally.files += 1
             for document in reader.read(source):
                 self._tally.documents += 1
                 self._tally.text_bytes += len(document.text.encode("utf-8", "surrogatepass"))
                 yield document, self._judge_url(document)
+
+        if not self._tally.files:
+            raise no_source(plan.inputs)
+
+    def _count_unknown(self, path: str) -> None:
+        own = [file.temporary_name for file in (self._output, self._list) if file is not None]
+        self._tally.unknown_files += os.path.basename(path) not in own
 
     def _judge_url(self, document: Document) -> Finding | None:
         if self._plan.blacklist is None:

@@ -13,7 +13,6 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any, Final
 
 from megatron.core.errors import DataError
@@ -78,57 +77,81 @@ class Document:
             return json.dumps(record).encode("ascii") + b"\n"
 
 
-def find_sources(patterns: Sequence[str], input_format: str) -> tuple[list[Source], int]:
-    """List the files of all paths, patterns and folders, and count the files of folders that are of no known kind.
-
-    Files come in the order in which they are named; those of one pattern or folder, subfolders included, by path.
+def find_inputs(patterns: Sequence[str]) -> list[str]:
+    """List the files and folders that paths and patterns name: in the order given, those of one pattern by path.
 
     Raises:
-        DataError: something does not exist, or nothing is left.
+        DataError: something does not exist, or is named twice.
     """
-    sources: list[Source] = []
-    num_unknown = 0
+    inputs: list[str] = []
     for pattern in patterns:
-        if pattern == STDIN:
-            sources.append(Source(STDIN, STDIN, input_format != "text"))
-            continue
-        paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        paths = [pattern] if pattern == STDIN or os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not paths:
             raise DataError(f"no file matches {pattern}; change --input")
         for path in paths:
-            if os.path.isdir(path):
-                found, unknown = _files_of_folder(path, input_format)
-                sources += found
-                num_unknown += unknown
-            elif os.path.isfile(path):
-                sources.append(Source(path, os.path.basename(path), _is_jsonl(path, input_format)))
-            else:
+            if path != STDIN and not os.path.isdir(path) and not os.path.isfile(path):
                 raise DataError(f"{path} is neither a file nor a folder; change --input")
-    if not sources:
-        kinds = ", ".join((*TEXT_SUFFIXES, *JSONL_SUFFIXES))
-        raise DataError(
-            f"{' '.join(patterns)} holds no file that ends in {kinds} (or these with "
-            f"{' or '.join(COMPRESSED_SUFFIXES)}), and {num_unknown} others; name them by a pattern, as in 'DIR/*'"
-        )
-    _refuse_repetition(sources)
-    return sources, num_unknown
+        inputs += paths
+    seen: set[str] = set()
+    for path in inputs:
+        real = path if path == STDIN else os.path.realpath(path)
+        if real in seen:
+            raise DataError(f"--input names {path} more than once")
+        seen.add(real)
+    for path in seen - {STDIN}:
+        parent = os.path.dirname(path)
+        while parent not in seen and parent != os.path.dirname(parent):
+            parent = os.path.dirname(parent)
+        if parent in seen and parent != path:
+            raise DataError(f"--input names {path} more than once: it lies in {parent}")
+    return inputs
 
 
-def _files_of_folder(folder: str, input_format: str) -> tuple[list[Source], int]:
-    paths = sorted(path for path in Path(folder).rglob("*") if path.is_file() and not path.name.startswith("."))
-    known = [path for path in paths if _inner_suffix(str(path)) in (*TEXT_SUFFIXES, *JSONL_SUFFIXES)]
-    names = (os.fsencode(path.relative_to(folder)).decode("utf-8", "replace") for path in known)
-    sources = [Source(str(path), name, _is_jsonl(str(path), input_format)) for path, name in zip(known, names)]
-    return sources, len(paths) - len(known)
+def is_read(path: str, inputs: Sequence[str]) -> bool:
+    """Tell whether a file that exists is one of the inputs, or lies in a folder of them and is of a known kind."""
+    if not os.path.exists(path):
+        return False
+    real = os.path.realpath(path)
+    folders = (os.path.join(os.path.realpath(name), "") for name in inputs if name != STDIN and os.path.isdir(name))
+    return any(name != STDIN and os.path.realpath(name) == real for name in inputs) or (
+        _is_known(real) and any(real.startswith(folder) for folder in folders)
+    )
 
 
-def _refuse_repetition(sources: Sequence[Source]) -> None:
-    seen = set()
-    for source in sources:
-        path = os.path.abspath(source.path)
-        if path in seen:
-            raise DataError(f"--input names {source.path} more than once")
-        seen.add(path)
+def walk_sources(inputs: Sequence[str], input_format: str, on_unknown: Callable[[str], None]) -> Iterator[Source]:
+    """Yield the files of all inputs, with the names of one folder in memory at a time.
+
+    The files of a folder come by name, then those of its subfolders; hidden ones are left out. ``on_unknown`` is called
+    with each file of a folder that is of no known kind, which is left out too.
+    """
+    for path in inputs:
+        if path == STDIN:
+            yield Source(STDIN, STDIN, input_format != "text")
+        elif not os.path.isdir(path):
+            yield Source(path, os.path.basename(path), _is_jsonl(path, input_format))
+        else:
+            for folder, subfolders, names in os.walk(path):
+                subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+                for name in sorted(names):
+                    file = os.path.join(folder, name)
+                    if _is_known(file):
+                        within = os.fsencode(os.path.relpath(file, path)).decode("utf-8", "replace")
+                        yield Source(file, within, _is_jsonl(file, input_format))
+                    elif not name.startswith("."):
+                        on_unknown(file)
+
+
+def no_source(inputs: Sequence[str]) -> DataError:
+    """Return the error that says that folders hold nothing to read."""
+    kinds = ", ".join((*TEXT_SUFFIXES, *JSONL_SUFFIXES))
+    return DataError(
+        f"{' '.join(inputs)} holds no file that ends in {kinds} (or these with {' or '.join(COMPRESSED_SUFFIXES)}); "
+        "name files of other kinds by a pattern, as in 'DIR/*'"
+    )
+
+
+def _is_known(path: str) -> bool:
+    return not os.path.basename(path).startswith(".") and _inner_suffix(path) in (*TEXT_SUFFIXES, *JSONL_SUFFIXES)
 
 
 def _inner_suffix(path: str) -> str:

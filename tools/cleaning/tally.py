@@ -20,6 +20,7 @@ class Tally:
     """Count documents and bytes (of texts in UTF-8, of lines in the output)."""
 
     files: int = 0
+    unknown_files: int = 0
     documents: int = 0
     text_bytes: int = 0
     bad: int = 0
@@ -45,6 +46,8 @@ class Tally:
             lines.append(f"  repaired the encoding of {self.repaired}")
         if self.without_url:
             lines.append(f"  {self.without_url} had no URL, and no blacklist applied to them")
+        if self.unknown_files:
+            lines.append(f"  left out {self.unknown_files} files of other kinds; a pattern such as 'DIR/*' names them")
         lines.append(f"Kept {self.kept} documents ({100 * self.kept / total:.2f} %, {self.output_bytes / 1e6:.2f} MB)")
         return lines
 
@@ -56,6 +59,7 @@ class Tally:
         """
         content = {
             "files": self.files,
+            "unknown_files": self.unknown_files,
             "documents": self.documents,
             "text_bytes": self.text_bytes,
             "unreadable": self.bad,

@@ -73,16 +73,23 @@ def test_a_folder_of_texts_becomes_jsonl(tmp_path: Path, capsys: pytest.CaptureF
         {"text": "with a mark", "source": "a.TXT"},
         {"text": "naïve\ntwo lines\n", "source": "b.txt"},
         {"text": "compressed", "source": "c.md.gz"},
-        {"text": "sixteen 你好", "source": "deep/utf16.txt"},
         {"text": "a line", "n": 100.0},
         {"text": "another"},
+        {"text": "sixteen 你好", "source": "deep/utf16.txt"},
     ]
     assert b'{"text":"a line",  "n":1e2}\n' in (tmp_path / "out.jsonl").read_bytes()  # copied as it was
     printed = capsys.readouterr().out
-    assert "1 files of other kinds are left out" in printed
+    assert "left out 1 files of other kinds" in printed
     assert "Read 7 documents" in printed
     assert "dropped 1 (14.29 %, 0.00 MB): no text" in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "texts"]
+
+
+def test_an_output_in_the_folder_that_is_read_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    assert texts(clean(tmp_path, "--input", tmp_path, "--dropped-output", tmp_path / "dropped.jsonl")) == ["a"]
+    assert "other kinds" not in capsys.readouterr().out
+    assert clean_dataset.main(["--input", str(tmp_path), "--output", str(tmp_path / "out.jsonl")]) == 2
 
 
 def test_zstandard_is_read(tmp_path: Path) -> None:
@@ -138,7 +145,8 @@ def test_wrong_usage_is_said_in_one_line(tmp_path: Path, refused: Refusal) -> No
     assert "no file matches" in refused("--input", tmp_path / "absent*")
     assert "more than once" in refused("--input", path, path)
     assert "are not different" in refused("--input", path, "--report", tmp_path / "out.jsonl")
-    assert "gives no tokenizer" not in refused("--input", path, "--min-tokens", "3")  # GPT-2's without its files
+    assert "--vocab-file" in refused("--input", path, "--min-tokens", "3")  # GPT-2's without its files
+    assert f"it lies in {tmp_path}" in refused("--input", tmp_path, path)
     empty = tmp_path / "folder"
     empty.mkdir()
     assert "holds no file" in refused("--input", empty)
