@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from megatron.core.errors import ConfigurationError
 from megatron.training.arguments import parse_arguments_or_exit
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime
@@ -48,10 +49,16 @@ def provide_datasets(
 ) -> BlendedDatasetBuilder:
     """Return what builds the training, validation and test data that the flags name."""
     from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
-    from megatron.training.data_plan import dataset_config
+    from megatron.training.data_plan import dataset_config, run_position
 
+    if config.data.dataloader_type == "external":
+        raise ConfigurationError(
+            "--dataloader-type external: this script makes no samples of its own; give single or cyclic, or call "
+            "pretrain() with a data sets provider that does"
+        )
     samples = (targets.train, targets.valid, targets.test)
-    return BlendedDatasetBuilder(dataset_config(config, tokenizer), samples, report)
+    position = run_position(config, targets.done)
+    return BlendedDatasetBuilder(dataset_config(config, tokenizer), samples, report, position=position)
 
 
 def forward_step(batch: Batch, model: GPTModel, hidden: torch.Tensor | None) -> torch.Tensor | MicrobatchLoss:

@@ -14,7 +14,6 @@ from megatron.training.arguments import config_parts  # noqa: E402
 from megatron.training.config.flag_notes import (  # noqa: E402
     NO_EFFECT,
     NOT_SUPPORTED,
-    NOT_SUPPORTED_FIELDS,
     NOT_SUPPORTED_VALUES,
 )
 
@@ -45,10 +44,7 @@ def document() -> str:
 def _row(spec: FieldSpec, doc: str) -> str:
     names = ", ".join(f"`{name}`" for name in spec.flags)
     default = "required" if spec.is_required else "" if spec.is_bool else _default(spec, doc)
-    meaning = doc
-    if spec.name in NOT_SUPPORTED_FIELDS:
-        meaning += f" Not supported yet ({NOT_SUPPORTED_FIELDS[spec.name]})."
-    cells = (names, _value(spec), default, meaning)
+    cells = (names, _value(spec), default, doc)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -23,7 +23,6 @@ from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.flag_notes import (
     NO_EFFECT,
     NOT_SUPPORTED,
-    NOT_SUPPORTED_FIELDS,
     NOT_SUPPORTED_VALUES,
 )
 from megatron.training.config.resolution import resolve
@@ -89,7 +88,6 @@ def resolve_arguments(argv: Sequence[str], world_size: int) -> ParsedArguments:
     problems += refused
     stored = _checkpoint_values(given, notes, problems)
     values, broken = _field_values(given, stored, problems)
-    problems += _unsupported_fields(values)
     resolution = resolve(_build_config(values, broken, world_size))
     problems += resolution.problems
     problems += find_problems(resolution.config, broken)
@@ -116,8 +114,7 @@ def all_flags() -> dict[str, str]:
     """Return every flag by name, with its class: effective, no effect, or not supported yet."""
     flags = {}
     for _, spec in command_line_fields():
-        kind = "not supported yet" if spec.name in NOT_SUPPORTED_FIELDS else "effective"
-        flags.update(dict.fromkeys(spec.flags, kind))
+        flags.update(dict.fromkeys(spec.flags, "effective"))
     flags.update(dict.fromkeys(NO_EFFECT, "no effect"))
     flags.update(dict.fromkeys(NOT_SUPPORTED, "not supported yet"))
     return dict(sorted(flags.items()))
@@ -330,18 +327,6 @@ def _convert(spec: FieldSpec, text: str, problems: list[str]) -> Any:
     if spec.item_type is float and not math.isfinite(value):
         problems.append(f"{name} {text}: a finite number is expected")
     return value
-
-
-def _unsupported_fields(values: Mapping[str, Any]) -> Iterator[str]:
-    """Refuse by name each field whose feature is not built, where a value asks for it."""
-    for _, spec in command_line_fields():
-        feature = NOT_SUPPORTED_FIELDS.get(spec.name)
-        if feature is None or spec.name not in values or values[spec.name] == spec.default:
-            continue
-        value = values[spec.name]
-        words = () if spec.is_bool else value if spec.is_sequence else (value,)
-        typed = " ".join([spec.flags[0], *(str(word) for word in words)])
-        yield f"{typed} is not supported yet ({feature})"
 
 
 def _build_config(values: Mapping[str, Any], broken: frozenset[str], world_size: int) -> RunConfig:

@@ -197,7 +197,7 @@ def _plain_content(tensors: RunTensors, common: CommonState, target: SaveTarget)
     """
     optimizer = None if target.options.no_save_optim else tensors.optimizer
     content = {
-        "progress": dataclasses.asdict(common.progress),
+        "progress": {name: value for name, value in dataclasses.asdict(common.progress).items() if value is not None},
         "config": common.config,
         "layout": describe_layout(target.state),
         "optimizer": None if optimizer is None else optimizer.scalar_state(),

@@ -5,12 +5,15 @@ Importing this module imports no torch, so that data that cannot be used is refu
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig, parse_blend
+from megatron.core.datasets.data_history import DataHistory, RunPosition
+from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig, ValidationSet, parse_blend
 from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.training.config.data_lists import extra_validation_sets
 from megatron.training.config.resolution import DEFAULT_SPLIT
 from megatron.training.config.run_config import RunConfig, samples_of_iterations
 from megatron.training.train_state import TrainState
@@ -39,11 +42,16 @@ It is called before torch is imported, and should import none.
 
 @dataclass(frozen=True)
 class SampleTargets:
-    """Hold how many samples a run will read of each split."""
+    """Hold how many samples a run will read of each split; None is all of the validation data, in one epoch.
+
+    ``done`` is what the run has read before.
+    """
 
     train: int
-    valid: int
+    valid: int | None
     test: int
+    extra_valid: tuple[ValidationSet, ...] = ()
+    done: TrainState = dataclasses.field(default_factory=TrainState, compare=False)
 
 
 def sample_targets(config: RunConfig, done: TrainState | None = None) -> SampleTargets:
@@ -58,12 +66,29 @@ def sample_targets(config: RunConfig, done: TrainState | None = None) -> SampleT
     train = max(
         config.train_samples, samples_of_iterations(config.training, iterations_left, done.consumed_train_samples)
     )
+    validation = config.validation
     evaluations = _num_evaluations(config, config.train_iters) + 1
     evaluations_left = max(evaluations - _num_evaluations(config, done.iteration), 1)
+    valid = max(evaluations * per_evaluation, done.consumed_valid_samples + evaluations_left * per_evaluation)
     return SampleTargets(
         train=0 if config.training.skip_train else train,
-        valid=max(evaluations * per_evaluation, done.consumed_valid_samples + evaluations_left * per_evaluation),
+        valid=None if validation.full_validation and validation.eval_iters > 0 else valid,
         test=per_evaluation,
+        extra_valid=extra_validation_sets(validation),
+        done=done,
+    )
+
+
+def run_position(config: RunConfig, done: TrainState) -> RunPosition:
+    """Return where the training data of a run goes on.
+
+    Raises:
+        DataError: what the checkpoint records of it is damaged.
+    """
+    return RunPosition(
+        dataloader_type=config.data.dataloader_type,
+        consumed_samples=done.consumed_train_samples,
+        history=None if done.train_data is None else DataHistory.from_dict(done.train_data),
     )
 
 
@@ -86,6 +111,7 @@ def dataset_config(config: RunConfig, tokenizer: Tokenizer) -> GPTDatasetConfig:
         random_seed=config.initialization.seed,
         blend=parse_blend(data.data_path) if data.data_path else None,
         blend_per_split=_blends(per_split) if any(per_split) else None,
+        extra_valid=extra_validation_sets(config.validation),
         split=data.split or DEFAULT_SPLIT,
         mock=data.mock_data,
         path_to_cache=data.data_cache_path,

@@ -5,15 +5,23 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.batch import Batch, MicroBatchReader
+from megatron.core.datasets.batch import Batch, MicroBatchReader, collate
 from megatron.core.datasets.blended_dataset_builder import DatasetSplits
-from megatron.core.datasets.data_samplers import DataloaderType, MicroBatchSampler, SampleOrder
+from megatron.core.datasets.data_samplers import (
+    DataloaderType,
+    MicroBatchSampler,
+    SampleOrder,
+    WholeSetSampler,
+    sample_ids_hash,
+)
+from megatron.core.datasets.external_samples import ExternalSamples
 from megatron.core.datasets.gpt_dataset import SampleDataset
+from megatron.core.datasets.sample_keys import sample_keys
 from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
 from megatron.core.errors import DataError, MegatronError
 from megatron.training.config.run_config import RunConfig
@@ -36,8 +44,10 @@ def build_datasets(builder: DatasetSplitsBuilder, targets: SampleTargets, runtim
     if runtime.is_reporter:
         print_line(" > datasets target sizes (minimum size):")
         print_line(f"    train:      {targets.train}")
-        print_line(f"    validation: {targets.valid}")
+        print_line(f"    validation: {'all' if targets.valid is None else targets.valid}")
         print_line(f"    test:       {targets.test}")
+        for extra in targets.extra_valid:
+            print_line(f"    {extra.name + ':':11} {'all' if extra.num_samples is None else extra.num_samples}")
     datasets: DatasetSplits | None = None
     for is_due in (runtime.is_reporter, runtime.is_first_on_machine, True):
         error: MegatronError | None = None
@@ -51,32 +61,52 @@ def build_datasets(builder: DatasetSplitsBuilder, targets: SampleTargets, runtim
     return datasets
 
 
+def sample_order(dataset: SampleDataset, config: RunConfig) -> SampleOrder:
+    """Return the order in which a run reads the samples of a data set."""
+    dataloader_type: DataloaderType = "cyclic" if config.data.dataloader_type == "cyclic" else "single"
+    return SampleOrder(dataloader_type, len(dataset), config.initialization.seed)
+
+
 class BatchSource:
     """Give the micro-batches of one split in order, read ahead by a thread.
 
-    ``sample_ids`` names the samples of a whole step over all ranks, whether it was read or not.
+    ``sample_ids`` names the samples of a whole step over all ranks, whether it was read or not. With ``whole_set`` the
+    source gives that many samples from the first on, each once, and what fills its last micro-batches counts nothing.
     """
 
     def __init__(
-        self, dataset: SampleDataset, config: RunConfig, runtime: Runtime, vocab_size: int, consumed_samples: int
+        self,
+        dataset: SampleDataset | ExternalSamples,
+        config: RunConfig,
+        runtime: Runtime,
+        vocab_size: int,
+        consumed_samples: int,
+        whole_set: int | None = None,
     ) -> None:
         self.device = runtime.device.torch_device
-        dataloader_type: DataloaderType = "cyclic" if config.data.dataloader_type == "cyclic" else "single"
-        self.order = SampleOrder(dataloader_type, len(dataset), config.initialization.seed)
-        sampler = MicroBatchSampler(
-            self.order,
-            consumed_samples,
-            config.training.micro_batch_size,
-            runtime.state.dp.rank,
-            runtime.state.dp.size,
-        )
-        reader = MicroBatchReader(dataset, vocab_size)
-        batches = (reader[sample_ids] for sample_ids in sampler)
+        self.dataset = None if isinstance(dataset, ExternalSamples) else dataset
+        self.order = None if self.dataset is None else sample_order(self.dataset, config)
+        place = (config.training.micro_batch_size, runtime.state.dp.rank, runtime.state.dp.size)
+        batches: Iterator[Batch]
+        if isinstance(dataset, ExternalSamples):
+            batches = map(collate, dataset.read_microbatches(consumed_samples, *place))
+        else:
+            reader = MicroBatchReader(dataset, vocab_size)
+            sampler: Iterable[list[int]] = WholeSetSampler(whole_set or 0, *place)
+            if whole_set is None:
+                sampler = MicroBatchSampler(sample_order(dataset, config), consumed_samples, *place)
+            batches = (reader[sample_ids] for sample_ids in sampler)
         self._batches = prefetch(batches, _PREFETCHED_BATCHES) if config.data.num_workers > 0 else batches
 
     def sample_ids(self, consumed_samples: int, count: int) -> NDArray[np.int64]:
         """Return the ids of the ``count`` samples after ``consumed_samples``, over all data-parallel ranks."""
+        if self.order is None:
+            return np.arange(consumed_samples, consumed_samples + count, dtype=np.int64)
         return self.order.sample_ids(consumed_samples, count)
+
+    def sample_ids_hash(self, sample_ids: NDArray[np.int64]) -> str:
+        """Hash which rows of which data sets the samples are; of samples that the caller makes, their numbers."""
+        return sample_ids_hash(sample_ids if self.dataset is None else sample_keys(self.dataset, sample_ids))
 
     def next(self) -> Batch:
         """Return the next micro-batch on this process's device."""

@@ -13,10 +13,14 @@ from megatron.training.training_step import ForwardStep, agree
 
 
 def evaluate(
-    config: RunConfig, runtime: Runtime, parts: TrainingParts, forward_step: ForwardStep, source: MicrobatchSource
+    config: RunConfig,
+    runtime: Runtime,
+    parts: TrainingParts,
+    forward_step: ForwardStep,
+    source: MicrobatchSource,
+    num_microbatches: int,
 ) -> float:
-    """Return the mean loss over the tokens of ``--eval-iters`` global batches, equal on all ranks."""
-    per_batch = config.training.global_batch_size // (config.training.micro_batch_size * config.data_parallel_size)
+    """Return the mean loss over the tokens of ``num_microbatches`` micro-batches of each rank, equal on all ranks."""
     pp = runtime.state.pp
     microbatches = Microbatches(source, len(parts.modules))
 
@@ -29,7 +33,7 @@ def evaluate(
         forward_only(
             pp.size,
             pp.rank,
-            per_batch * config.validation.eval_iters,
+            num_microbatches,
             len(parts.modules),
             config.model.microbatch_group_size_per_virtual_pipeline_stage,
         ),

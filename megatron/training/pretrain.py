@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.core.datasets.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.external_samples import ExternalSamples
 from megatron.core.datasets.gpt_dataset import SampleDataset
+from megatron.core.datasets.read_counter import ReadCounter
 from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
 from megatron.core.timers import Timers
@@ -19,7 +21,8 @@ from megatron.training.config.argument_block import format_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.console import print_line
 from megatron.training.data_plan import DatasetsProvider, sample_targets
-from megatron.training.data_setup import BatchSource, build_datasets
+from megatron.training.data_setup import BatchSource, build_datasets, sample_order
+from megatron.training.evaluation_sets import plan_evaluation
 from megatron.training.initialize import (
     LaunchEnvironment,
     Runtime,
@@ -34,7 +37,7 @@ from megatron.training.refusal import reasons_of, refuse_in_run
 from megatron.training.reporting import format_datetime
 from megatron.training.run_checkpoints import RunCheckpoints
 from megatron.training.signals import ExitRequest
-from megatron.training.training import TrainingRun, evaluate_and_report, train
+from megatron.training.training import TrainingRun, evaluate_and_report, is_evaluation_due, train
 from megatron.training.training_step import ForwardStep
 
 Log = Callable[[str], None]
@@ -52,11 +55,12 @@ class Application:
     forward_step: ForwardStep
     log: Log
 
-    def source(self, dataset: SampleDataset | None, consumed_samples: int) -> BatchSource | None:
-        """Return the micro-batches of a data set from a position on; None where there is no data."""
-        if dataset is None:
-            return None
-        return BatchSource(dataset, self.config, self.runtime, self.tokenizer.vocab_size, consumed_samples)
+    def source(
+        self, dataset: SampleDataset | ExternalSamples, consumed_samples: int, whole_set: int | None = None
+    ) -> BatchSource:
+        """Return the micro-batches of a data set from a position on, or of ``whole_set`` samples, each once."""
+        vocab_size = self.tokenizer.vocab_size
+        return BatchSource(dataset, self.config, self.runtime, vocab_size, consumed_samples, whole_set)
 
 
 def pretrain(
@@ -133,14 +137,14 @@ def _set_up(application: Application) -> tuple[TrainingRun, DatasetSplits]:
         datasets = build_datasets(builder, targets, runtime)
     log(timers.report(runtime.state.world))
 
-    has_validation = config.validation.eval_iters > 0
     run = TrainingRun(
         config=config,
         runtime=runtime,
         parts=parts,
         forward_step=application.forward_step,
         train_state=train_state,
-        valid_source=application.source(datasets.valid, train_state.consumed_valid_samples) if has_validation else None,
+        evaluation_sets=plan_evaluation(config, datasets, train_state, application.source),
+        counter=_read_counter(config, datasets),
         metrics=_open_metrics(config, runtime, train_state.iteration),
         timers=timers,
         checkpoints=checkpoints,
@@ -151,14 +155,27 @@ def _set_up(application: Application) -> tuple[TrainingRun, DatasetSplits]:
 def _train_and_evaluate(application: Application, run: TrainingRun, datasets: DatasetSplits, start_time: float) -> None:
     config, train_state = run.config, run.train_state
     stop_reason = None
+    is_evaluated = False
     if not config.training.skip_train and train_state.iteration < config.train_iters:
+        if datasets.train is None:
+            raise ConfigurationError(
+                "there is no training data: give the first number of --split a share, or --train-data-path"
+            )
         stop_reason = _train(run, application.source(datasets.train, train_state.consumed_train_samples), start_time)
+        is_evaluated = is_evaluation_due(config, train_state.iteration)
     if stop_reason is not None:
         run.log(stop_reason)
-    elif config.validation.eval_iters > 0:
-        moment = f"iteration {train_state.iteration}"
-        evaluate_and_report(run, run.valid_source, "validation", moment)
-        evaluate_and_report(run, application.source(datasets.test, 0), "test", moment)
+        return
+    if not is_evaluated:
+        evaluate_and_report(run, run.evaluation_sets.validation)
+    evaluate_and_report(run, run.evaluation_sets.test)
+
+
+def _read_counter(config: RunConfig, datasets: DatasetSplits) -> ReadCounter | None:
+    """Return what counts the samples of each data set; None for data that is not read from files."""
+    if datasets.history is None or datasets.train is None or isinstance(datasets.train, ExternalSamples):
+        return None
+    return ReadCounter(datasets.history, datasets.train, sample_order(datasets.train, config))
 
 
 def _open_metrics(config: RunConfig, runtime: Runtime, start_iteration: int) -> MetricsWriter | None:
@@ -180,11 +197,7 @@ def _open_metrics(config: RunConfig, runtime: Runtime, start_iteration: int) -> 
     return metrics
 
 
-def _train(run: TrainingRun, train_source: BatchSource | None, start_time: float) -> str | None:
-    if train_source is None:
-        raise ConfigurationError(
-            "there is no training data: give the first number of --split a share, or --train-data-path"
-        )
+def _train(run: TrainingRun, train_source: BatchSource, start_time: float) -> str | None:
     exit_request = ExitRequest(run.config.training, start_time, has_run_failed)
     run.log(format_datetime("before the start of training step"))
     try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.core.datasets.read_counter import ReadCounter
 from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
 from megatron.core.distributed.replica_check import check_replicas_equal
 from megatron.core.errors import TrainingError
@@ -14,6 +16,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.console import print_line
 from megatron.training.data_setup import BatchSource
 from megatron.training.evaluation import evaluate
+from megatron.training.evaluation_sets import EvaluationSet, EvaluationSets
 from megatron.training.initialize import Runtime
 from megatron.training.metrics import MetricsWriter
 from megatron.training.model_setup import TrainingParts
@@ -33,7 +36,8 @@ class TrainingRun:
     parts: TrainingParts
     forward_step: ForwardStep
     train_state: TrainState
-    valid_source: BatchSource | None
+    evaluation_sets: EvaluationSets
+    counter: ReadCounter | None
     metrics: MetricsWriter | None
     timers: Timers
     checkpoints: RunCheckpoints
@@ -73,35 +77,46 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
         if state.iteration % config.logging.log_interval == 0:
             _log_iterations(run, report, average, with_memory=first_log)
             average, first_log = IntervalAverage(), False
-        if _is_due(config.validation.eval_interval, state.iteration):
-            evaluate_and_report(run, run.valid_source, "validation", f"iteration {state.iteration}")
+        if is_evaluation_due(config, state.iteration):
+            evaluate_and_report(run, run.evaluation_sets.validation)
         reason = _exit_reason(config, state.iteration, agreement)
         if _is_due(config.checkpoint.save_interval, state.iteration) or reason is not None:
-            run.checkpoints.save(state)
+            _save(run)
             saved_iteration = state.iteration
         _collect_garbage(config, state.iteration)
         if config.training.empty_unused_memory_level >= 1:
             run.runtime.device.empty_cache()
     if saved_iteration != state.iteration:
-        run.checkpoints.save(state)
+        _save(run)
     run.checkpoints.finish()
     return reason
 
 
-def evaluate_and_report(run: TrainingRun, source: BatchSource | None, split: str, moment: str) -> None:
-    """Evaluate one split, print the framed line and write the figure down; nothing where the split is empty."""
-    config = run.config
-    if source is None:
-        return
-    with run.timers("evaluate", log_level=0):
-        lm_loss = evaluate(config, run.runtime, run.parts, run.forward_step, source)
-    if split == "validation":
-        run.train_state.consumed_valid_samples += config.validation.eval_iters * config.training.global_batch_size
-    run.log(format_evaluation(f"{moment} on {split} set", lm_loss))
-    if run.metrics is not None:
-        iteration = run.train_state.iteration
-        run.metrics.write({"iteration": iteration, "split": split, "lm_loss": lm_loss})
-        run.metrics.evaluation_scalars(split, lm_loss, iteration)
+def evaluate_and_report(run: TrainingRun, evaluation_sets: Sequence[EvaluationSet]) -> None:
+    """Evaluate on each set, print the framed line and write the figure down."""
+    iteration = run.train_state.iteration
+    for chosen in evaluation_sets:
+        with run.timers("evaluate", log_level=0):
+            source = chosen.open_source()
+            count = chosen.num_microbatches
+            lm_loss = evaluate(run.config, run.runtime, run.parts, run.forward_step, source, count)
+        run.train_state.consumed_valid_samples += chosen.num_advanced
+        run.log(format_evaluation(f"iteration {iteration} on {chosen.title}", lm_loss))
+        if run.metrics is not None:
+            run.metrics.write({"iteration": iteration, "split": chosen.name, "lm_loss": lm_loss})
+            run.metrics.evaluation_scalars(chosen.name, lm_loss, iteration)
+
+
+def is_evaluation_due(config: RunConfig, iteration: int) -> bool:
+    """Tell whether an iteration ends with an evaluation."""
+    return _is_due(config.validation.eval_interval, iteration)
+
+
+def _save(run: TrainingRun) -> None:
+    state = run.train_state
+    if run.counter is not None:
+        state.train_data = run.counter.history_at(state.consumed_train_samples).to_dict()
+    run.checkpoints.save(state)
 
 
 def _compare_replicas(run: TrainingRun) -> None:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from megatron.core.collectives import all_reduce
 from megatron.core.datasets.batch import Batch
-from megatron.core.datasets.data_samplers import sample_ids_hash
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -44,6 +43,10 @@ class SampleSource(MicrobatchSource, Protocol):
 
     def sample_ids(self, consumed_samples: int, count: int) -> NDArray[np.int64]:
         """Return the ids of the ``count`` samples after ``consumed_samples``, over all data-parallel ranks."""
+        ...
+
+    def sample_ids_hash(self, sample_ids: NDArray[np.int64]) -> str:
+        """Hash which text the samples are."""
         ...
 
 
@@ -86,6 +89,7 @@ class _Begun:
     start_time: float
     global_batch_size: int
     sample_ids: NDArray[np.int64]
+    sample_ids_hash: str
     learning_rate: float
     loss_scale: float
 
@@ -139,10 +143,13 @@ class TrainingStep:
         return self._report(begun, train_state, outcome, agreement), agreement
 
     def _begin(self, train_state: TrainState, source: SampleSource, global_batch_size: int) -> _Begun:
+        start_time = time.perf_counter()
+        sample_ids = source.sample_ids(train_state.consumed_train_samples, global_batch_size)
         return _Begun(
-            start_time=time.perf_counter(),
+            start_time=start_time,
             global_batch_size=global_batch_size,
-            sample_ids=source.sample_ids(train_state.consumed_train_samples, global_batch_size),
+            sample_ids=sample_ids,
+            sample_ids_hash=source.sample_ids_hash(sample_ids),
             learning_rate=self.parts.scheduler.learning_rate,
             loss_scale=self.parts.optimizer.loss_scale,
         )
@@ -177,7 +184,7 @@ class TrainingStep:
             tokens_per_second=begun.global_batch_size * config.data.seq_length / elapsed_s,
             tflops_per_device=tflops,
             mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
-            sample_ids_hash=sample_ids_hash(begun.sample_ids),
+            sample_ids_hash=begun.sample_ids_hash,
         )
 
     def _forward_backward(self, source: SampleSource, begun: _Begun) -> ScheduleResult:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.batch import Batch, collate
-from megatron.core.datasets.data_samplers import MicroBatchSampler, SampleOrder
+from megatron.core.datasets.data_samplers import MicroBatchSampler, SampleOrder, sample_ids_hash
 from megatron.core.datasets.gpt_dataset import GPTSample, make_sample
 from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.process_group import Group
@@ -35,6 +35,10 @@ class SyntheticSource:
     def sample_ids(self, consumed_samples: int, count: int) -> NDArray[np.int64]:
         """Return the ids of the ``count`` samples after ``consumed_samples``."""
         return self._order.sample_ids(consumed_samples, count)
+
+    def sample_ids_hash(self, sample_ids: NDArray[np.int64]) -> str:
+        """Hash the numbers of the samples, of which they are a function."""
+        return sample_ids_hash(sample_ids)
 
     def _sample(self, sample_id: int) -> GPTSample:
         config = self._config

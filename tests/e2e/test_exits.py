@@ -48,7 +48,6 @@ def test_evaluations_say_when_and_on_what(tmp_path: Path) -> None:
     assert [heading.split(" | ")[0] for heading in headings] == [
         " validation loss at iteration 10 on validation set",
         " validation loss at iteration 20 on validation set",
-        " validation loss at iteration 20 on validation set",
         " validation loss at iteration 20 on test set",
     ]
     for heading in headings:
@@ -227,12 +226,7 @@ def test_blends_and_data_per_split(tmp_path: Path) -> None:
     place = args.index("--split")
     del args[place : place + 2]
     run = fork_training([*args, *parts], 2).check()
-    assert [line["split"] for line in run.metrics if "split" in line] == [
-        "validation",
-        "validation",
-        "validation",
-        "test",
-    ]
+    assert [line["split"] for line in run.metrics if "split" in line] == ["validation", "validation", "test"]
 
 
 def test_two_jobs_share_an_empty_index_cache(tmp_path: Path) -> None:

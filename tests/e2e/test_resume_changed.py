@@ -22,7 +22,7 @@ def test_smaller_batches_after_larger_ones(tmp_path: Path) -> None:
     fork_training(args("--global-batch-size 8 --train-iters 4 --eval-interval 2")).check()
     run = fork_training(args("--global-batch-size 4 --train-iters 9 --eval-interval 4"), 2).check()
     assert [line["consumed_samples"] for line in run.iterations()] == [8, 16, 24, 32, 36, 40, 44, 48, 52]
-    assert [line["iteration"] for line in run.evaluations("validation")] == [2, 4, 4, 8, 9]
+    assert [line["iteration"] for line in run.evaluations("validation")] == [2, 4, 8, 9]
 
 
 @pytest.mark.parametrize("flag", ["--metrics-jsonl", "--tensorboard-dir"])

@@ -151,3 +151,20 @@ def test_script_trains_saves_and_resumes(
     assert "at iteration 6" in resumed.stdout
     iterations = [record for record in read_metrics(checkpoints / "metrics.jsonl") if "split" not in record]
     assert [record["iteration"] for record in iterations] == list(range(1, 9))
+
+
+@pytest.mark.long
+def test_domains_script_reports_every_validation_set(text: Path, tmp_path: Path) -> None:
+    names = ("c4_en", "dolma_books", "wikitext_103")
+    for name in names:
+        (tmp_path / f"valid-datalist-{name}").write_text(f"31415926 {text}\n")
+    small = [*SMALL.split(), "--hidden-size", "32", "--ffn-hidden-size", "48", "--lr-warmup-iters", "1"]
+    small += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(DATA / "gpt2-vocab.json")]
+    small += ["--merge-file", str(DATA / "gpt2-merges.txt")]
+    environment = {"DATASET": text, "OUTPUT_DIR": tmp_path / "output", "GPUS_PER_NODE": Path("2")}
+    run = run_script("llama_7b_domains.sh", tmp_path, *small, **environment).check()
+    records = read_metrics(tmp_path / "output" / "checkpoints" / "metrics.jsonl")
+    evaluated = [(record["iteration"], record["split"]) for record in records if "split" in record]
+    assert evaluated == [(iteration, name) for iteration in (4, 6) for name in ("validation", *names)]
+    for name in names:
+        assert re.search(rf" validation loss at iteration 4 on validation set {name} \| lm loss value: ", run.stdout)

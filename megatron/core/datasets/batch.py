@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron.core.datasets.data_samplers import PADDING_ID
 from megatron.core.datasets.gpt_dataset import GPTSample, SampleDataset, token_range_error
 
 
@@ -69,6 +70,8 @@ def _stack(arrays: Sequence[NDArray[np.int64]] | Sequence[NDArray[np.float32]]) 
 class MicroBatchReader:
     """Map the sample ids of a micro-batch to its batch, and check the token ids on the way.
 
+    `PADDING_ID` gives a sample whose loss mask is 0.
+
     It has the shape of a map-style data set whose keys are lists, so that a ``torch.utils.data.DataLoader`` can run it
     in workers: ``DataLoader(reader, batch_size=None, sampler=MicroBatchSampler(…), collate_fn=keep)``, where ``keep``
     returns its argument.
@@ -84,11 +87,16 @@ class MicroBatchReader:
         return len(self.dataset)
 
     def __getitem__(self, sample_ids: Sequence[int]) -> Batch:
-        samples = [self.dataset[sample_id] for sample_id in sample_ids]
+        samples = [self.dataset[sample_id] if sample_id != PADDING_ID else self._padding() for sample_id in sample_ids]
         if self.vocab_size is not None:
             for sample_id, sample in zip(sample_ids, samples, strict=True):
-                self._check_vocabulary(sample_id, sample, self.vocab_size)
+                self._check_vocabulary(max(sample_id, 0), sample, self.vocab_size)
         return collate(samples)
+
+    def _padding(self) -> GPTSample:
+        sample = self.dataset[0]
+        sample["loss_mask"] = np.zeros_like(sample["loss_mask"])
+        return sample
 
     def _check_vocabulary(self, sample_id: int, sample: GPTSample, vocab_size: int) -> None:
         # Labels are the tokens one further on: the first token and the labels are the whole sample.

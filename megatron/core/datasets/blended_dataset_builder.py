@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megatron.core.datasets.blended_dataset import (
     BlendedDataset,
     count_taken,
     load_or_build_blend,
     samples_per_dataset,
+)
+from megatron.core.datasets.continued_data import ContinuedData, OpenedPart, segment_of
+from megatron.core.datasets.data_history import (
+    BlendPart,
+    DataHistory,
+    RunPosition,
+    begin_history,
+    continue_history,
+    number_occurrences,
 )
 from megatron.core.datasets.gpt_dataset import (
     DataUsage,
@@ -38,17 +50,26 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.mock_gpt_dataset import MockGPTDataset
 from megatron.core.errors import DataError
 
+if TYPE_CHECKING:
+    from megatron.core.datasets.external_samples import ExternalSamples
+
 _PATH_FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
 _PROBED_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
 class DatasetSplits:
-    """Training, validation and test data; None where there is none, which was reported."""
+    """Training, validation and test data; None where there is none, which was reported.
 
-    train: SampleDataset | None
-    valid: SampleDataset | None
-    test: SampleDataset | None
+    ``extra_valid`` holds further validation sets by name. ``history`` is what checkpoints record of the training data;
+    None for data that is not read from files.
+    """
+
+    train: SampleDataset | ExternalSamples | None
+    valid: SampleDataset | ExternalSamples | None
+    test: SampleDataset | ExternalSamples | None
+    extra_valid: Mapping[str, SampleDataset] = field(default_factory=dict)
+    history: DataHistory | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +87,8 @@ class BlendedDatasetBuilder:
 
     ``num_samples`` holds the samples that training, validation and test ask for: 0 asks for none, None for one epoch.
     ``report`` is called with one line for each thing that the user should know: a split without data, text that is
-    read more than once, a damaged or unwritable cache, a missing compiled index builder.
+    read more than once, a damaged or unwritable cache, a missing compiled index builder. ``position`` says how far the
+    run has come in its training data, which goes on there.
     """
 
     def __init__(
@@ -75,8 +97,10 @@ class BlendedDatasetBuilder:
         num_samples: tuple[int | None, int | None, int | None],
         report: Callable[[str], None],
         index_builder: IndexBuilder | None = None,
+        position: RunPosition | None = None,
     ) -> None:
         self.config = config
+        self.position = RunPosition() if position is None else position
         self.num_samples = num_samples
         self._report = report
         self._index_builder = index_builder
@@ -91,6 +115,9 @@ class BlendedDatasetBuilder:
         for split in range(len(SPLIT_NAMES)):
             for source in self._open_split(split, report=lambda line: None) or ():
                 _probe_vocabulary(source, self.config.vocab_size)
+        for name, builder in self._extra_valid_builders():
+            with _named_errors(name):
+                builder.check()
 
     def build(self) -> DatasetSplits:
         """Build the samples of each split, from the index cache where it has them.
@@ -101,10 +128,63 @@ class BlendedDatasetBuilder:
             DataError: a file that cannot be used, a split without data that is asked for samples, or less text than a
                 single sample needs.
         """
-        builder = self._index_builder
-        if builder is None and not self.config.mock:
-            builder = select_index_builder(self._report)
-        return DatasetSplits(*(self._build_split(split, builder) for split in range(len(SPLIT_NAMES))))
+        if self._index_builder is None and not (self.config.mock and not self.config.extra_valid):
+            self._index_builder = select_index_builder(self._report)
+        train, history = self._build_train(self._index_builder)
+        extra_valid = {}
+        for name, builder in self._extra_valid_builders():
+            with _named_errors(name):
+                dataset = builder._build_split(SPLIT_NAMES.index("valid"), self._index_builder)
+            assert dataset is not None, "a validation set without data is refused"
+            extra_valid[name] = dataset
+        valid, test = (self._build_split(split, self._index_builder) for split in (1, 2))
+        return DatasetSplits(train, valid, test, extra_valid, history)
+
+    def _extra_valid_builders(self) -> Iterator[tuple[str, BlendedDatasetBuilder]]:
+        """Yield the name and the builder of each further validation set, of which only the validation data is asked."""
+        for extra in self.config.extra_valid:
+            per_split = (None, extra.blend, None)
+            config = dataclasses.replace(self.config, blend=None, blend_per_split=per_split, mock=False, extra_valid=())
+            report = functools.partial(self._report_of_set, extra.name)
+            yield extra.name, BlendedDatasetBuilder(config, (0, extra.num_samples, 0), report)
+
+    def _report_of_set(self, name: str, line: str) -> None:
+        self._report(f"{line} [validation set {name}]")
+
+    def _build_train(self, builder: IndexBuilder | None) -> tuple[SampleDataset | None, DataHistory | None]:
+        """Build the training data, from its beginning or as its history goes on, and return both."""
+        position, wanted, seed = self.position, self.num_samples[0], self.config.random_seed
+        if self.config.mock:
+            return self._build_split(0, builder), None
+        sources = self._open_split(0, self._report)
+        if not sources:
+            return None, position.history
+        assert builder is not None
+        opened = [OpenedPart(source.dataset, source.sequences) for source in sources]
+        keys = number_occurrences([part.key(self.config.sequence_length) for part in opened])
+        parts = [
+            BlendPart(
+                key=key,
+                prefix=source.dataset.prefix,
+                samples_per_epoch=count_samples(source.tokens, self.config.sequence_length),
+            )
+            for key, source in zip(keys, sources)
+        ]
+        weights = [source.weight for source in sources if source.weight is not None] or None
+        if position.history is None or position.consumed_samples == 0:
+            dataset = self._build_sources(sources, wanted, 0, builder)
+            datasets = dataset.datasets if isinstance(dataset, BlendedDataset) else (dataset,)
+            segments = [segment_of(part) for part in datasets if isinstance(part, GPTDataset)]
+            return dataset, begin_history(position.dataloader_type, parts, segments, weights, len(dataset), seed)
+        assert wanted is not None, "a run knows how many samples it reads"
+        history, line = continue_history(
+            position.history, parts, weights, position.consumed_samples, wanted, position.dataloader_type, seed
+        )
+        if line is not None:
+            self._report(line)
+        numbers = {record.key: number for number, record in enumerate(history.data_sets)}
+        by_number = {numbers[key]: part for key, part in zip(keys, opened)}
+        return ContinuedData(self.config, by_number, builder, self._report).build(history, wanted)
 
     def _build_split(self, split: int, builder: IndexBuilder | None) -> SampleDataset | None:
         wanted = self.num_samples[split]
@@ -114,6 +194,11 @@ class BlendedDatasetBuilder:
         if not sources:
             return None
         assert builder is not None
+        return self._build_sources(sources, wanted, split, builder)
+
+    def _build_sources(
+        self, sources: Sequence[_Source], wanted: int | None, split: int, builder: IndexBuilder
+    ) -> GPTDataset | BlendedDataset:
         blend = self._blend_of(split)
         assert blend is not None
         if len(blend.prefixes) == 1 and blend.weights is None:
@@ -121,8 +206,7 @@ class BlendedDatasetBuilder:
         return self._build_blend(sources, wanted, split, builder)
 
     def _build_single(self, source: _Source, num_samples: int | None, split: int, builder: IndexBuilder) -> GPTDataset:
-        folder = self.config.path_to_cache or Path(source.dataset.prefix).parent / "cache" / "GPTDataset_indices"
-        cache = IndexCache(folder, self._report)
+        cache = IndexCache(self.config.index_folder(source.dataset.prefix), self._report)
         name = SPLIT_NAMES[split]
         dataset = GPTDataset(source.dataset, source.sequences, num_samples, name, self.config, builder, cache)
         self._report_usage(dataset.usage)
@@ -169,9 +253,14 @@ class BlendedDatasetBuilder:
         return request if needed <= held else needed
 
     def _blend_of(self, split: int) -> Blend | None:
-        if self.config.blend_per_split is not None:
-            return self.config.blend_per_split[split]
-        return self.config.blend
+        blend = self.config.blend if self.config.blend_per_split is None else self.config.blend_per_split[split]
+        if blend is not None and blend.weights is not None and self._takes_all(split):
+            return dataclasses.replace(blend, weights=None)
+        return blend
+
+    def _takes_all(self, split: int) -> bool:
+        """Tell whether all of the validation data is read once, whatever the weights."""
+        return SPLIT_NAMES[split] == "valid" and self.num_samples[split] is None
 
     def _open_split(self, split: int, report: Callable[[str], None]) -> list[_Source] | None:
         """Open the data sets of a split; None, after a report, where it has none and needs none."""
@@ -194,7 +283,7 @@ class BlendedDatasetBuilder:
             if sequences is None:
                 self._refuse_or_report_no_share(split, report)
                 return None
-            if len(sequences) == 0 and wanted is not None:
+            if len(sequences) == 0 and (wanted is not None or self._takes_all(split)):
                 problem = self._describe_empty_split(dataset, split)
                 if not self._may_be_off(split):
                     raise DataError(problem)
@@ -243,8 +332,8 @@ class BlendedDatasetBuilder:
 
     def _describe_empty_split(self, dataset: IndexedDataset, split: int) -> str:
         """Say that a data set has no sequences for a split, and which ``--split`` would give it some."""
-        name, wanted = SPLIT_NAMES[split], self.num_samples[split]
-        fact = f"{wanted} {name} samples are asked for, but {dataset.prefix}"
+        name = SPLIT_NAMES[split]
+        fact = f"{self._describe_wanted(split)} are asked for, but {dataset.prefix}"
         if self.config.blend_per_split is not None:
             return f"{fact} has no sequences; leave it out or write it again"
         shares = parse_split(self.config.split)
@@ -256,23 +345,36 @@ class BlendedDatasetBuilder:
             return f"{fact}; that is too few to divide: give each split its own data ({_PATH_FLAGS[split]})"
         return f"{fact}; use --split {better}"
 
+    def _describe_wanted(self, split: int) -> str:
+        wanted = self.num_samples[split]
+        return f"{'all' if wanted is None else wanted} {SPLIT_NAMES[split]} samples"
+
     def _find_shortage(self, sources: Sequence[_Source], split: int) -> str | None:
         """Say what is wrong with text that does not fill one sample even once; reading it twice is no shortage."""
         wanted, length = self.num_samples[split], self.config.sequence_length
-        if wanted is None:
+        if wanted is None and not self._takes_all(split):
             return None
         largest = max(source.tokens for source in sources)
         empty = [source for source in sources if source.tokens == 0 and source.weight is not None]
         if largest > length and not empty:
             return None
+        need = "a whole epoch" if wanted is None else f"{wanted} samples"
         remedy = "use more text, a larger share of --split or a smaller --seq-length"
         if SPLIT_NAMES[split] != "train":
             remedy += ", or --eval-iters 0"
         prefixes = ", ".join(source.dataset.prefix for source in empty or sources)
         return (
-            f"too little {SPLIT_NAMES[split]} data: need {wanted} samples of {length} + 1 tokens, have "
+            f"too little {SPLIT_NAMES[split]} data: need {need} of {length} + 1 tokens, have "
             f"{0 if empty else largest} tokens in {prefixes}; {remedy}"
         )
+
+
+@contextlib.contextmanager
+def _named_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"validation set {name}: {error}") from error
 
 
 def _probe_vocabulary(source: _Source, vocab_size: int | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from megatron.core.errors import DataError
 
 DataloaderType = Literal["single", "cyclic"]
+
+PADDING_ID: Final = -1
+"""Stands for a sample that fills a micro-batch and counts for nothing."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,29 @@ class MicroBatchSampler:
             epoch, begin = epoch + 1, 0
 
 
+@dataclass(frozen=True)
+class WholeSetSampler:
+    """Yield the first ``num_samples`` samples once, in order, cut over the ranks as `MicroBatchSampler` does.
+
+    Every rank gets as many micro-batches of full size; what the last ones lack are samples that do not count
+    (`PADDING_ID`).
+    """
+
+    num_samples: int
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    def __len__(self) -> int:
+        return -(-self.num_samples // (self.micro_batch_size * self.data_parallel_size))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for microbatch in range(len(self)):
+            first = (microbatch * self.data_parallel_size + self.data_parallel_rank) * self.micro_batch_size
+            ids = range(first, first + self.micro_batch_size)
+            yield [sample_id if sample_id < self.num_samples else PADDING_ID for sample_id in ids]
+
+
 def sample_ids_hash(sample_ids: NDArray[np.int64]) -> str:
-    """Hash the sample ids of a step, in global order, to 16 hexadecimal digits: equal at every layout."""
+    """Hash what names the samples of a step, in global order, to 16 hexadecimal digits: equal at every layout."""
     return hashlib.blake2b(np.ascontiguousarray(sample_ids, "<i8").data, digest_size=8).hexdigest()

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.core.errors import ConfigurationError
 
@@ -18,6 +19,15 @@ class Blend:
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """A validation set beside the one of the split: its name, its data, and its samples (None: all of one epoch)."""
+
+    name: str
+    blend: Blend
+    num_samples: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +49,9 @@ class GPTDatasetConfig:
 
     blend_per_split: tuple[Blend | None, Blend | None, Blend | None] | None = None
     """Data sets of training, validation and test apart; takes the place of ``blend`` and ``split``."""
+
+    extra_valid: tuple[ValidationSet, ...] = ()
+    """Validation sets beside the one of the split, all of whose sequences they use."""
 
     split: str = "969,30,1"
     """Shares of training, validation and test in the sequences of each data set."""
@@ -81,6 +94,10 @@ class GPTDatasetConfig:
         if problems:
             raise ConfigurationError(problems)
 
+    def index_folder(self, prefix: str) -> Path:
+        """Return where the indices of a data set are kept."""
+        return Path(self.path_to_cache) if self.path_to_cache else Path(prefix).parent / "cache" / "GPTDataset_indices"
+
     def _find_problems(self) -> list[str]:
         problems = []
         if self.sequence_length < 1:
@@ -109,7 +126,8 @@ class GPTDatasetConfig:
                 parse_split(self.split)
             except ConfigurationError as error:
                 problems.extend(error.problems)
-        for blend in (self.blend, *(self.blend_per_split or ())):
+        extra = [extra.blend for extra in self.extra_valid]
+        for blend in (self.blend, *(self.blend_per_split or ()), *extra):
             problems.extend(_find_blend_problems(blend) if blend is not None else ())
         return problems
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from megatron.core.config_base import config_to_dict
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig
-from megatron.interop.megatron_torch.megatron_arguments import PROGRESS
+from megatron.interop.megatron_torch.megatron_arguments import PROGRESS, TRAIN_DATA
 from megatron.interop.megatron_torch.rank_files import RankFile
 from megatron.interop.megatron_torch.stored_optimizer import optimizer_scalars
 
@@ -87,6 +88,7 @@ def common_state(
         "progress": {
             "iteration": int(state.get("iteration") or 0),
             **progress,
+            **_train_data(arguments),
             "floating_point_operations_so_far": float(state.get("num_floating_point_operations_so_far") or 0),
         },
         "config": {
@@ -110,6 +112,17 @@ def common_state(
         "scheduler": None if scalars is None or scheduler is None else schedule_state(scheduler, arguments),
         "tokenizer": TOKENIZER_FOLDER if tokenizer.is_dir() else None,
     }
+
+
+def _train_data(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was read of each data set, where the checkpoint knows it: one that we wrote."""
+    text = arguments.get(TRAIN_DATA)
+    if not isinstance(text, str):
+        return {}
+    try:
+        return {TRAIN_DATA: json.loads(text)}
+    except ValueError as error:
+        raise CheckpointError(f"args.{TRAIN_DATA} is damaged: {error}") from error
 
 
 def schedule_state(stored: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -157,6 +157,9 @@ PROGRESS: Mapping[str, str] = {
 }
 """Counts of a run's progress and the names that they have in ``args``; Megatron has no name for the last."""
 
+TRAIN_DATA = "train_data"
+"""What was read of each data set, as JSON text: a name in ``args`` that Megatron does not know, and passes over."""
+
 _ATTENTION_BACKENDS = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,12 @@ from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, le
 from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout
 from megatron.core.precision import dtype_from_name
 from megatron.interop.megatron_torch.common_state import stored_schedule
-from megatron.interop.megatron_torch.megatron_arguments import PROGRESS, arguments_of_config, derived_arguments
+from megatron.interop.megatron_torch.megatron_arguments import (
+    PROGRESS,
+    TRAIN_DATA,
+    arguments_of_config,
+    derived_arguments,
+)
 from megatron.interop.megatron_torch.pickle_writer import namespace
 from megatron.interop.megatron_torch.rank_files import MODEL_FILE, OPTIMIZER_FILE, rank_folder_name
 from megatron.interop.megatron_torch.rank_tree import (
@@ -136,7 +142,10 @@ class RankPlanner:
         )
         defaults = {"accumulate_allreduce_grads_in_fp32": half}
         counts = {theirs: progress[ours] for ours, theirs in PROGRESS.items()}
-        return defaults | dict(carried) | arguments_of_config(config) | derived | counts
+        carried = {name: value for name, value in carried.items() if name != TRAIN_DATA}
+        if TRAIN_DATA in progress:
+            counts[TRAIN_DATA] = json.dumps(progress[TRAIN_DATA])
+        return defaults | carried | arguments_of_config(config) | derived | counts
 
     def _buffer_dtypes(self, arguments: Mapping[str, Any]) -> tuple[torch.dtype, torch.dtype]:
         dtype = dtype_from_name(self.model.params_dtype)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.core.datasets.gpt_dataset_config import ValidationSet, parse_blend
 from megatron.core.errors import ConfigurationError
+from megatron.training.config.validation_config import ValidationConfig
 
 PER_SPLIT_KEYS = ("train", "valid", "test")
+RESERVED_NAMES = ("train", "validation", "valid", "test")
+"""What evaluations are called without being named."""
+
+_DATALIST = "--extra-valid-datalist"
 
 
 def read_data_list(path: str, flag: str) -> tuple[str, ...]:
@@ -38,6 +45,57 @@ def read_per_split_lists(path: str, flag: str) -> dict[str, tuple[str, ...]]:
     if not all(isinstance(words, list) or words is None for words in lists.values()):
         raise ConfigurationError(f"{flag} {path}: {expected}")
     return {key: tuple(str(word) for word in lists.get(key) or ()) for key in PER_SPLIT_KEYS}
+
+
+def extra_validation_sets(validation: ValidationConfig) -> tuple[ValidationSet, ...]:
+    """Return the validation sets of ``--extra-valid-datalist``, by name; without a number, or in full, all of each.
+
+    A value that is no file but the prefix of a data set stands for itself. A set without a name is called after its
+    list.
+
+    Raises:
+        ConfigurationError: a list cannot be used, or the flags do not fit together.
+    """
+    lists = validation.extra_valid_datalist
+    samples, names = validation.extra_valid_data_samples, validation.extra_valid_data_names
+    problems = list(_find_misfits(lists, samples, names))
+    if problems:
+        raise ConfigurationError(problems)
+    names = names or tuple(Path(path).name for path in lists)
+    numbers = [None] * len(lists) if validation.full_validation or not samples else list(samples)
+    sets = []
+    for path, name, number in zip(lists, names, numbers):
+        is_prefix = not Path(path).exists() and Path(f"{path}.idx").exists()
+        try:
+            words = (path,) if is_prefix else read_data_list(path, _DATALIST)
+        except ConfigurationError as error:
+            problems.extend(error.problems)
+            continue
+        try:
+            sets.append(ValidationSet(name, parse_blend(words), number))
+        except ConfigurationError as error:
+            problems.extend(f"{_DATALIST} {path}: {problem}" for problem in error.problems)
+    if problems:
+        raise ConfigurationError(problems)
+    return tuple(sets)
+
+
+def _find_misfits(lists: tuple[str, ...], samples: tuple[int, ...], names: tuple[str, ...]) -> Iterator[str]:
+    for flag, values in (("--extra-valid-data-samples", samples), ("--extra-valid-data-names", names)):
+        if values and len(values) != len(lists):
+            yield (
+                f"{flag} is given {len(values)} times and {_DATALIST} {len(lists)} times; give both once for each "
+                f"validation set, or leave {flag} out"
+            )
+    for number in samples:
+        if number < 1:
+            yield f"--extra-valid-data-samples {number}: give 1 or more, or leave the validation set out"
+    called = names or tuple(Path(path).name for path in lists)
+    for name in dict.fromkeys(called):
+        if name in RESERVED_NAMES or not name:
+            yield f"--extra-valid-data-names {name!r} is taken; give the validation set another name"
+        elif called.count(name) > 1:
+            yield f"two validation sets are called {name}; tell them apart with --extra-valid-data-names"
 
 
 def _read_text(path: str, flag: str) -> str:

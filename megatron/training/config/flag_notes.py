@@ -286,14 +286,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--straggler-ctrlr-port": NotSupported(1, "65535"),
 }
 
-NOT_SUPPORTED_FIELDS: dict[str, str] = {
-    "extra_valid_datalist": "more than one validation set",
-    "extra_valid_data_samples": "more than one validation set",
-    "extra_valid_data_names": "more than one validation set",
-    "full_validation": "evaluating on the whole validation set",
-}
-"""Fields whose feature is not built: any value but the default is refused, with the name of the feature."""
-
 NOT_SUPPORTED_VALUES: dict[str, tuple[str, ...]] = {
     "optimizer": ("hybridadam", "cpu_adam", "muon", "dist_muon", "lion"),
     "position_embedding_type": ("relative", "mrope", "yarn"),

@@ -33,6 +33,7 @@ def resolve(config: RunConfig) -> Resolution:
     notes.extend(_attention_notes(config))
     notes.extend(_loading_notes(config))
     notes.extend(_checkpoint_notes(config))
+    notes.extend(_validation_notes(config))
     return Resolution(config, tuple(notes), tuple(problems))
 
 
@@ -130,6 +131,12 @@ def _loading_notes(config: RunConfig) -> list[str]:
     if checkpoint.dist_ckpt_strictness != "raise_all":
         given.append(f"--dist-ckpt-strictness {checkpoint.dist_ckpt_strictness}")
     return [f"{flag} has no effect without --load DIR" for flag in given]
+
+
+def _validation_notes(config: RunConfig) -> list[str]:
+    if config.validation.full_validation and config.validation.extra_valid_data_samples:
+        return ["--extra-valid-data-samples has no effect with --full-validation: all of each set is evaluated"]
+    return []
 
 
 def _checkpoint_notes(config: RunConfig) -> list[str]:

@@ -16,10 +16,13 @@ class ValidationConfig:
     eval_iters: int = 100
     """Number of iterations of one evaluation; 0 for none."""
     full_validation: bool = False
-    """Evaluate on the whole validation set."""
+    """Evaluate on all of each validation set, every sample once, in place of --eval-iters iterations."""
     extra_valid_datalist: tuple[str, ...] = flag((), append=True, metavar="FILE")
-    """File with a list of weights and data prefixes that makes one more validation set; may be repeated."""
+    """File with a list of data prefixes, or of weights and prefixes, that makes one more validation set (or a prefix
+    itself); may be repeated."""
     extra_valid_data_samples: tuple[int, ...] = flag((), append=True, metavar="N")
-    """Number of samples of one more validation set; one for each --extra-valid-datalist."""
+    """Number of samples of one more validation set, the same in every evaluation; one for each
+    --extra-valid-datalist, or none: all of each set."""
     extra_valid_data_names: tuple[str, ...] = flag((), append=True, metavar="NAME")
-    """Name under which one more validation set is reported; one for each --extra-valid-datalist."""
+    """Name under which one more validation set is reported; one for each --extra-valid-datalist, or none: the names
+    of the files."""

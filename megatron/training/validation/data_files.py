@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron.core.datasets.gpt_dataset_config import parse_blend, parse_split, split_boundaries, suggest_split
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.errors import ConfigurationError, DataError
+from megatron.training.config.data_lists import extra_validation_sets
 from megatron.training.config.resolution import DEFAULT_SPLIT
 from megatron.training.config.run_config import RunConfig
 from megatron.training.validation.check import Check
@@ -62,6 +63,31 @@ def _check_blends(config: RunConfig) -> Iterator[str]:
                 yield f"{name}: the weight of {prefix} is {weight:g}; give a positive weight, or leave the data set out"
         for prefix in dict.fromkeys(blend.prefixes):
             yield from _check_data_set(config, name, prefix)
+
+
+def _check_extra_valid(config: RunConfig) -> Iterator[str]:
+    try:
+        sets = extra_validation_sets(config.validation)
+    except ConfigurationError as error:
+        yield from error.problems
+        return
+    for extra in sets:
+        for prefix, weight in zip(extra.blend.prefixes, extra.blend.weights or (1.0,) * len(extra.blend.prefixes)):
+            if not 0 < weight < float("inf"):
+                yield f"validation set {extra.name}: the weight of {prefix} is {weight:g}; give a positive weight"
+            try:
+                IndexedDataset(prefix)
+            except DataError as error:
+                yield f"validation set {extra.name}: {error}"
+
+
+def _check_full_validation(config: RunConfig) -> Iterator[str]:
+    validation = config.validation
+    if validation.eval_iters == 0 and (validation.full_validation or validation.extra_valid_datalist):
+        flag = "--full-validation" if validation.full_validation else "--extra-valid-datalist"
+        yield f"{flag} has nothing to do with --eval-iters 0, which turns evaluation off; give --eval-iters 1 or more"
+    if validation.full_validation and config.data.dataloader_type == "external":
+        yield "--full-validation needs data sets; with --dataloader-type external give --eval-iters"
 
 
 def _check_data_set(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
@@ -130,4 +156,6 @@ CHECKS = (
     Check(("data_path", "dataloader_type"), _check_sources),
     Check(("split",), _check_split),
     Check(("data_path", "split", "eval_iters", "eval_interval"), _check_blends),
+    Check(("extra_valid_datalist", "extra_valid_data_samples", "extra_valid_data_names"), _check_extra_valid),
+    Check(("eval_iters", "extra_valid_datalist", "full_validation", "dataloader_type"), _check_full_validation),
 )

@@ -23,7 +23,6 @@ from megatron.training.config.argument_block import format_arguments
 from megatron.training.config.flag_notes import (
     NO_EFFECT,
     NOT_SUPPORTED,
-    NOT_SUPPORTED_FIELDS,
     NOT_SUPPORTED_VALUES,
 )
 from megatron.training.config.run_config import RunConfig
@@ -58,7 +57,6 @@ def test_every_flag_is_in_one_class_and_every_name_belongs_to_one_field() -> Non
     assert set(flags).isdisjoint(NO_EFFECT)
     assert set(flags).isdisjoint(NOT_SUPPORTED)
     assert set(NO_EFFECT).isdisjoint(NOT_SUPPORTED)
-    assert set(NOT_SUPPORTED_FIELDS) <= set(names)
     assert set(NOT_SUPPORTED_VALUES) <= set(names)
 
 
@@ -77,16 +75,26 @@ def test_the_last_value_wins() -> None:
     )
 
 
-def test_extra_validation_sets_accumulate() -> None:
-    problems = problems_of(
-        "--extra-valid-datalist a --extra-valid-data-samples 3 --extra-valid-data-names n "
-        "--extra-valid-datalist b --extra-valid-data-samples 4 --extra-valid-data-names m"
+def test_extra_validation_sets_accumulate(tmp_path: Path) -> None:
+    write_data_set(tmp_path / "text")
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(f"1 {tmp_path / 'text'}")
+    flags = (
+        f"--extra-valid-datalist {tmp_path}/a --extra-valid-data-samples 3 --extra-valid-data-names n "
+        f"--extra-valid-datalist {tmp_path}/b --extra-valid-data-samples 4 --extra-valid-data-names m"
     )
-    feature = "is not supported yet (more than one validation set)"
-    assert problems == (
-        f"--extra-valid-datalist a b {feature}",
-        f"--extra-valid-data-samples 3 4 {feature}",
-        f"--extra-valid-data-names n m {feature}",
+    validation = config_of(flags).validation
+    assert validation.extra_valid_datalist == (f"{tmp_path}/a", f"{tmp_path}/b")
+    assert (validation.extra_valid_data_samples, validation.extra_valid_data_names) == ((3, 4), ("n", "m"))
+    assert problems_of(f"{flags} --eval-iters 0") == (
+        "--extra-valid-datalist has nothing to do with --eval-iters 0, which turns evaluation off; give --eval-iters 1 "
+        "or more",
+    )
+    (tmp_path / "b").write_text(f"-1 {tmp_path / 'text'} 1 {tmp_path / 'nothing'}")
+    assert problems_of(flags) == (
+        f"validation set m: the weight of {tmp_path}/text is -1; give a positive weight",
+        f"validation set m: data file {tmp_path}/nothing.idx does not exist; a data path is given without .bin or "
+        ".idx, as in my-corpus_text_document",
     )
 
 
@@ -183,19 +191,6 @@ def test_flags_not_supported_yet_are_refused_by_name_unless_default(flag: str) -
     assert problem.startswith(" ".join([flag, *words]) + " is not supported yet")
     if refused.default is not None:
         assert resolve_arguments([*MINIMAL, flag, refused.default], 1).notes == ()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "--extra-valid-data-names web",
-        "--full-validation",
-    ],
-)
-def test_fields_of_unbuilt_features_are_refused_by_name(text: str) -> None:
-    problems = problems_of(text, world_size=2)
-    assert len(problems) == 1
-    assert problems[0].startswith(f"{text} is not supported yet (")
 
 
 def test_default_values_of_unbuilt_features_are_accepted() -> None:

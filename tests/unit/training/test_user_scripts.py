@@ -110,19 +110,16 @@ def refusals(arguments: list[str], world_size: int) -> tuple[str, ...]:
     return ()
 
 
-def test_domains_script_is_refused_only_for_its_validation_sets(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_domains_script_is_accepted(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
-    problems = refusals(*expand(workplace, "llama_7b_domains.sh"))
-    assert [problem.split()[0] for problem in problems] == [
-        "--extra-valid-datalist",
-        "--extra-valid-data-samples",
-        "--extra-valid-data-names",
-    ]
-    assert all(" is not supported yet" in problem for problem in problems), problems
+    names = ("c4_en", "dolma_books", "wikitext_103")
+    for name in names:
+        (workplace / f"valid-datalist-{name}").write_text("31415926 my-qwen_text_document\n")
+    validation = resolve_arguments(*expand(workplace, "llama_7b_domains.sh")).config.validation
+    assert (validation.extra_valid_data_names, validation.extra_valid_data_samples) == (names, (242, 118, 60))
     for choices in ({"TP": "4", "PP": "2"}, {"TP": "1", "CP": "2", "PP": "4"}):
-        assert refusals(*expand(workplace, "llama_7b_domains.sh", EXTRA_VALID_ARGS=" ", **choices)) == ()
+        for extra in ({}, {"EXTRA_VALID_ARGS": " "}):
+            assert refusals(*expand(workplace, "llama_7b_domains.sh", **choices, **extra)) == ()
 
 
 @pytest.mark.parametrize("script", ["llama3_1.sh", "qwen2_5.sh"])

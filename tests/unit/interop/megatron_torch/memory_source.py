@@ -73,6 +73,7 @@ def _common(model: GPTConfig, has_optimizer: bool, distributed: bool, overlap: b
             "consumed_valid_samples": 8,
             "skipped_iterations": 1,
             "floating_point_operations_so_far": 1.5e9,
+            "train_data": {"consumed_samples": 96, "phases": [{"weights": [0.1, 0.9]}]},
         },
         "config": {
             "model": config_to_dict(model),

@@ -1,0 +1,106 @@
+"""Several validation sets, whole ones too: each is reported under its name, and is the same at every layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
+from tests.e2e.toy_run import DATA, toy_args
+from tests.harness.forked_training import ForkedRun, fork_training
+
+VALUE = r"\d\.\d{6}E[+-]\d\d"
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+
+
+def write_text(prefix: Path, lengths: Iterable[int], seed: int) -> Path:
+    random = np.random.RandomState(seed)
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for length in lengths:
+            builder.add_document(random.randint(0, 90, length))
+        builder.finalize()
+    return prefix
+
+
+def extra_sets(folder: Path) -> str:
+    """Write two lists of validation data and return the flags that name them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    one = write_text(folder / "one", range(20, 60), seed=1)
+    two = write_text(folder / "two", range(30, 45), seed=2)
+    (folder / "valid-datalist-web").write_text(f"0.75 {one}\n0.25 {two}\n")
+    (folder / "valid-datalist-books").write_text(f"{two}")
+    return (
+        f"--extra-valid-datalist {folder}/valid-datalist-web --extra-valid-data-samples 13 --extra-valid-data-names web"
+        f" --extra-valid-datalist {folder}/valid-datalist-books --extra-valid-data-samples 5 "
+        "--extra-valid-data-names books"
+    )
+
+
+def evaluations(run: ForkedRun) -> list[tuple[int, str]]:
+    return [(line["iteration"], line["split"]) for line in run.metrics if "split" in line]
+
+
+def test_each_validation_set_is_reported_by_its_name(tmp_path: Path) -> None:
+    flags = f"--train-iters 6 --eval-interval 3 --tensorboard-dir {tmp_path / 'board'}"
+    run = fork_training(toy_args(tmp_path, flags, extra_sets(tmp_path / "extra"))).check()
+    every = [("validation", "validation set"), ("web", "validation set web"), ("books", "validation set books")]
+    assert evaluations(run) == [*((i, name) for i in (3, 6) for name, _ in every), (6, "test")]
+    for iteration in (3, 6):
+        for name, title in every:
+            (loss,) = [line["lm_loss"] for line in run.evaluations(name) if line["iteration"] == iteration]
+            (shown,) = re.findall(
+                rf"^ validation loss at iteration {iteration} on {title} \| lm loss value: ({VALUE}) \| "
+                rf"lm loss PPL: {VALUE} \|$",
+                run.stdout,
+                re.MULTILINE,
+            )
+            assert shown == f"{loss:.6E}"
+    assert re.search(r"^    web:        13\n    books:      5$", run.stdout, re.MULTILINE)
+
+
+def test_losses_do_not_depend_on_how_the_sets_are_cut_into_batches(tmp_path: Path) -> None:
+    # 13 and 5 samples fill no whole number of micro-batches; the weights stay as they were initialised.
+    flags = f"{NO_DROPOUT} --train-iters 1 --eval-interval 1 --lr-warmup-iters 0 --lr 1e-9 --min-lr 0"
+    sets = extra_sets(tmp_path / "extra")
+    losses = []
+    for num_processes, layout in ((1, "--micro-batch-size 1"), (2, ""), (2, "--tensor-model-parallel-size 2")):
+        folder = tmp_path / f"{num_processes}{layout}"
+        run = fork_training(toy_args(folder, flags, sets, layout, "--full-validation"), num_processes).check()
+        assert evaluations(run) == [(1, "validation"), (1, "web"), (1, "books"), (1, "test")]
+        losses.append([line["lm_loss"] for line in run.metrics if "split" in line])
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-6, abs=0.0)
+
+
+def test_a_fixed_number_of_samples_is_the_same_in_every_evaluation(tmp_path: Path) -> None:
+    flags = f"{NO_DROPOUT} --train-iters 4 --eval-interval 2 --lr 1e-12 --min-lr 0 --lr-warmup-iters 0"
+    run = fork_training(toy_args(tmp_path, flags, extra_sets(tmp_path / "extra"))).check()
+    for name in ("web", "books"):
+        first, second = run.evaluations(name)
+        assert second["lm_loss"] == pytest.approx(first["lm_loss"], rel=1e-7)
+    first, second = run.evaluations("validation")
+    assert second["lm_loss"] != pytest.approx(first["lm_loss"], rel=1e-7)
+
+
+def test_the_whole_validation_set_is_read_once_whatever_the_weights(tmp_path: Path) -> None:
+    flags = (
+        f"{NO_DROPOUT} --train-iters 2 --eval-interval 1 --lr 1e-12 --min-lr 0 --lr-warmup-iters 0 --full-validation"
+    )
+    paths = ["--data-path", "0.9", str(DATA), "0.1", str(write_text(tmp_path / "other", range(20, 60), seed=3))]
+    run = fork_training([*toy_args(tmp_path, flags, data=False), *paths]).check()
+    assert re.search(r"^    validation: all$", run.stdout, re.MULTILINE)
+    first, second = run.evaluations("validation")
+    assert second["lm_loss"] == pytest.approx(first["lm_loss"], rel=1e-7)
+
+
+def test_a_validation_set_without_data_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "list").write_text(str(write_text(tmp_path / "tiny", [3], seed=4)))
+    run = fork_training(toy_args(tmp_path, f"--extra-valid-datalist {tmp_path}/list --extra-valid-data-names tiny"))
+    assert run.statuses == (2,)
+    assert run.errors[0].startswith(
+        "error: validation set tiny: too little valid data: need a whole epoch of 24 + 1 tokens, have 3 tokens in "
+    )
