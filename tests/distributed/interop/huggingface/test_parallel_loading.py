@@ -163,7 +163,9 @@ from megatron.interop.huggingface.parallelize import parallelize
 model = parallelize(sys.argv[1])
 import torch, torch.distributed as dist
 rows = model.embedding.word_embeddings.weight.shape[0]
-print(f"rank {model.tp.rank} of {model.tp.size}: {rows} rows, world {dist.get_world_size()}", flush=True)
+line = f"rank {model.tp.rank} of {model.tp.size}: {rows} rows, world {dist.get_world_size()}"
+# One write: without a buffer print makes two of it, and the other rank's line comes between.
+sys.stdout.write(line + "\\n")
 dist.destroy_process_group()
 """
 
