@@ -25,7 +25,7 @@ from megatron.interop.source_view import SourceView
 from megatron.interop.streamed_logits import sample_tokens, source_config, streamed_logits
 from tools.checkpoint.checkpoint_folder import find_checkpoint
 from tools.checkpoint.conversion_check import check_result, compare_logits, parameters_of
-from tools.checkpoint.convert_arguments import FORMATS
+from tools.checkpoint.convert_arguments import FORMATS, idle_flags
 from tools.checkpoint.progress import ByteProgress
 from tools.checkpoint.publication import publish_checked
 from tools.checkpoint.target_layout import Target, retarget
@@ -58,6 +58,8 @@ def convert(arguments: argparse.Namespace, log: Log = say) -> None:
     if arguments.test_logits and "hf" not in (found.format, saver):
         raise ConfigurationError("--test-logits compares with a Hugging Face model; use it where one side is one")
     log(f"converting {found.folder} ({found.format}) to {arguments.save_dir} ({saver})")
+    for line in idle_flags(arguments, found.format, saver):
+        log(line)
     formats = (found.format, saver)
     source = open_for(formats, found.folder, arguments.true_vocab_size)
     try:

@@ -42,6 +42,15 @@ SINGLE_ONLY = ("--target-expert-parallel-size", "--target-expert-tensor-parallel
 """Flags of Megatron's converter whose only value here is 1."""
 
 
+LAYOUT_FLAGS = (
+    "--target-tensor-parallel-size",
+    "--target-pipeline-parallel-size",
+    "--target-num-layers-per-virtual-pipeline-stage",
+    "--make-vocab-size-divisible-by",
+)
+TOKENIZER_FLAGS = ("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file")
+
+
 @dataclass(frozen=True)
 class ConvertArguments:
     """Hold what the converter was asked to do; ``notes`` are lines about flags without effect."""
@@ -134,6 +143,26 @@ def parse_arguments(argv: Sequence[str] | None = None) -> ConvertArguments:
         f"{name} has no effect: {reason}" for name, (_, reason) in NO_EFFECT.items() if getattr(values, _field(name))
     )
     return ConvertArguments(values, notes)
+
+
+def idle_flags(values: argparse.Namespace, found: str, saver: str) -> list[str]:
+    """Return a line for each given flag that changes nothing, or less than it says, between these two formats."""
+    lines = []
+
+    def note(names: Sequence[str], reason: str) -> None:
+        given = [(name, getattr(values, _field(name))) for name in names]
+        lines.extend(f"{name} {value} {reason}" for name, value in given if value is not None)
+
+    if saver == "hf":
+        note(LAYOUT_FLAGS, "has no effect: a Hugging Face folder has no layout and no padding")
+        note(TOKENIZER_FLAGS, "has no effect: a Hugging Face folder gets the tokenizer files that the checkpoint holds")
+        if values.no_save_optim:
+            lines.append("--no-save-optim has no effect: a Hugging Face folder never holds optimizer state")
+    elif saver == "native":
+        note(LAYOUT_FLAGS, "changes the recorded configuration only: native files load at any layout")
+    if found != "torch":
+        note(("--true-vocab-size",), "has no effect: only torch files hold padding")
+    return lines
 
 
 def _unknown(word: str, parser: Parser) -> str:

@@ -9,9 +9,11 @@ from typing import Literal
 
 import torch
 
+from megatron.core.config_base import config_from_dict
 from megatron.core.dist_checkpointing.planner import split_box
 from megatron.core.dist_checkpointing.storage import sync_folder, write_text
 from megatron.core.errors import CheckpointError
+from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.sharding import Box, Piece
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.megatron_torch.carried_values import CarriedValues, carried_from
@@ -21,6 +23,7 @@ from megatron.interop.megatron_torch.rank_tree import Slot
 from megatron.interop.megatron_torch.torch_file_writer import TorchFileWriter
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
+_DIVISOR = "make_vocab_size_divisible_by"
 _MAX_READ_BYTES = 64 * 1024 * 1024
 
 
@@ -54,14 +57,22 @@ def write_megatron_torch(source: CheckpointSource, directory: str | Path, iterat
 
 
 def make_planner(source: CheckpointSource, carried: CarriedValues) -> RankPlanner:
-    """Return the planner of a source's files, which keeps what the source's own files had at the same layout."""
-    model = source.common["config"]["model"]
+    """Return the planner of a source's files, which keeps what the source's own files had at the same layout.
+
+    The padding of the vocabulary is kept, too, unless the configuration asks for another than the files'.
+    """
+    model = config_from_dict(GPTConfig, source.common["config"]["model"])
     first = carried.ranks.get((0, 0))
-    same_tp = first is not None and 1 + max(t for t, _ in carried.ranks) == model["tensor_model_parallel_size"]
+    keeps_padding = (
+        first is not None
+        and 1 + max(t for t, _ in carried.ranks) == model.tensor_model_parallel_size
+        and carried.arguments.get(_DIVISOR, GPTConfig.make_vocab_size_divisible_by)
+        == model.make_vocab_size_divisible_by
+    )
     return RankPlanner(
         source.common,
         lambda name: source.tensors[name].dtype,
-        padded_vocab_size=carried.padded_vocab_size if same_tp else None,
+        padded_vocab_size=carried.padded_vocab_size if keeps_padding else None,
         fused_norms=carried.fused_norms,
     )
 

@@ -90,6 +90,21 @@ class Retargeted:
         self.folder, self.tensors, self.read, self.close = source.folder, source.tensors, source.read, source.close
 
 
+@pytest.mark.parametrize(("divisor", "rows"), [(8, 32), (40, 40)])
+def test_other_padding_at_the_same_layout_is_what_the_configuration_asks_for(
+    divisor: int, rows: int, tmp_path: Path
+) -> None:
+    first = write_and_open(MemorySource(dataclasses.replace(SMALL, tensor_model_parallel_size=2)), tmp_path / "first")
+    config = dict(first.common["config"])
+    config["model"] = config["model"] | {"make_vocab_size_divisible_by": divisor}
+    second = write_and_open(Retargeted(first, config), tmp_path / "second")
+    same(second, first)
+    path = second.folder / "mp_rank_01" / "model_optim_rng.pt"
+    values = torch.load(path, weights_only=False)
+    assert values["model"]["embedding.word_embeddings.weight"].shape == (rows, 24)
+    assert values["args"].padded_vocab_size == 2 * rows
+
+
 def test_release_has_no_iteration(tmp_path: Path) -> None:
     source = MemorySource(SMALL, has_optimizer=False)
     folder = write_megatron_torch(source, tmp_path, "release")

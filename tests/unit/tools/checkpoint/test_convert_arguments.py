@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.checkpoint.convert_arguments import NO_EFFECT, parse_arguments
+from tools.checkpoint.convert_arguments import NO_EFFECT, idle_flags, parse_arguments
 
 FOLDERS = ["--load-dir", "a", "--save-dir", "b"]
 TYPED = """
@@ -53,3 +53,34 @@ def test_wrong_usage_is_one_line_and_status_2(words: str, expected: str, capsys:
     line = capsys.readouterr().err
     assert expected in line
     assert line.count("\n") == 1
+
+
+ALL_CONTENT = """
+    --target-tensor-parallel-size 2 --make-vocab-size-divisible-by 64 --tokenizer-model dir --no-save-optim
+    --true-vocab-size 61
+"""
+
+
+@pytest.mark.parametrize(
+    ("found", "saver", "idle"),
+    [
+        ("torch", "torch", []),
+        ("native", "torch", ["--true-vocab-size 61 has"]),
+        ("torch", "native", ["--target-tensor-parallel-size 2 changes", "--make-vocab-size-divisible-by 64 changes"]),
+        (
+            "native",
+            "hf",
+            [
+                "--target-tensor-parallel-size 2 has",
+                "--make-vocab-size-divisible-by 64 has",
+                "--tokenizer-model dir has",
+                "--no-save-optim has",
+                "--true-vocab-size 61 has",
+            ],
+        ),
+    ],
+)
+def test_a_flag_that_the_formats_leave_idle_is_said(found: str, saver: str, idle: list[str]) -> None:
+    lines = idle_flags(parse_arguments([*ALL_CONTENT.split(), *FOLDERS]).values, found, saver)
+    assert [line[: len(start)] for line, start in zip(lines, idle, strict=True)] == idle
+    assert idle_flags(parse_arguments(FOLDERS).values, found, saver) == []
