@@ -10,6 +10,7 @@ setup(
         Extension(
             "megatron.core.datasets._helpers",
             sources=["megatron/core/datasets/helpers.cpp"],
+            depends=[f"megatron/core/datasets/{name}.h" for name in ("blend", "blend_x86", "sample_index", "shuffle")],
             include_dirs=[pybind11.get_include()],
             language="c++",
             # A fused multiply-add would break ties between the data sets of a blend.

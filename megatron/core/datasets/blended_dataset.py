@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron.core.datasets.gpt_dataset import GPTSample, SampleDataset
 from megatron.core.datasets.index_builder import IndexBuilder
-from megatron.core.datasets.index_cache import IndexArrays, IndexCache
+from megatron.core.datasets.index_cache import Arrays, IndexArrays, IndexCache, find_damage
 from megatron.core.errors import DataError
 
 
@@ -26,7 +26,7 @@ class BlendedDataset:
         self.datasets = tuple(datasets)
         self.name = name
         self._blend = blend
-        for dataset, needed in zip(self.datasets, count_taken(blend, len(self.datasets)), strict=True):
+        for dataset, needed in zip(self.datasets, count_taken(blend), strict=True):
             if needed > len(dataset):
                 raise DataError(f"{name}: the blend needs {needed} samples of a data set that has {len(dataset)}")
 
@@ -96,25 +96,31 @@ def load_or_build_blend(
             dataset, sample = index_builder.exhaustive_blending_indices(np.asarray(weights, np.int64))
         else:
             dataset, sample = index_builder.blending_indices(normalize_weights(weights), size)
-        return {"dataset_index": dataset, "dataset_sample_index": sample}
+        taken = np.bincount(dataset, minlength=len(weights)).astype(np.int64)
+        return {"dataset_index": dataset, "dataset_sample_index": sample, "samples_taken": taken}
 
-    def find_damage(arrays: Mapping[str, NDArray[Any]]) -> str | None:
-        shape = (int(sum(weights)) if size is None else size,)
-        wrong = [name for name, array in arrays.items() if array.shape != shape or array.dtype.kind != "i"]
-        return f"{wrong[0]} has shape {arrays[wrong[0]].shape}, expected {shape}" if wrong else None
+    def find_blend_damage(arrays: Arrays) -> str | None:
+        taken = arrays["samples_taken"]
+        if (damage := find_damage(arrays, expected)) is None and (taken.min() < 0 or taken.sum() != shape[0]):
+            damage = f"samples_taken are not {shape[0]} in all"
+        return damage
 
+    shape = (int(sum(weights)) if size is None else size,)
+    expected: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
+        "dataset_index": (shape, np.dtype(np.int16)),
+        "dataset_sample_index": (shape, np.dtype(np.int64)),
+        "samples_taken": ((len(weights),), np.dtype(np.int64)),
+    }
     return cache.load_or_build(
         f"BlendedDataset-{split_name}",
-        ("dataset_index", "dataset_sample_index"),
+        tuple(expected),
         {"weights": [float(weight).hex() for weight in weights], "size": size, "exhaustive": size is None},
         build,
-        find_damage,
+        find_blend_damage,
     )
 
 
-def count_taken(blend: IndexArrays, num_datasets: int) -> list[int]:
-    """Count the samples that a blend needs of each data set."""
-    dataset_index = blend["dataset_index"]
-    if len(dataset_index) and not 0 <= int(dataset_index.min()) <= int(dataset_index.max()) < num_datasets:
-        raise DataError(f"the {blend.source} is damaged: it names a data set that is not there; delete it")
-    return [int(count) for count in np.bincount(dataset_index, minlength=num_datasets)]
+def count_taken(blend: IndexArrays) -> list[int]:
+    """Return the number of samples that a blend takes of each data set."""
+    counts: list[int] = blend["samples_taken"].tolist()
+    return counts

@@ -28,7 +28,6 @@ from megatron.core.datasets.gpt_dataset import (
     DataUsage,
     GPTDataset,
     SampleDataset,
-    count_tokens,
     token_range_error,
 )
 from megatron.core.datasets.gpt_dataset_config import (
@@ -225,7 +224,7 @@ class BlendedDatasetBuilder:
         one epoch of all of them gives, the sizes become weights and each data set is repeated.
         """
         name, length = SPLIT_NAMES[split], self.config.sequence_length
-        cache = IndexCache(self.config.path_to_cache, self._report)
+        cache = IndexCache(self.config.index_folder(sources[0].dataset.prefix), self._report)
         sizes = [count_samples(source.tokens, length, self._drops_last(split)) for source in sources]
         weights: Sequence[float] = [source.weight for source in sources if source.weight is not None]
         requests: list[int | None] = [None] * len(sources)
@@ -236,7 +235,7 @@ class BlendedDatasetBuilder:
             size = sum(samples_per_dataset(weights, wanted))
             requests = list(samples_per_dataset(weights, wanted, self.config.mid_level_dataset_surplus))
         blend = load_or_build_blend(weights, size, name, builder, cache)
-        taken = count_taken(blend, len(sources))
+        taken = count_taken(blend)
         datasets = [
             self._build_single(source, self._enough(source, request, needed, split), split, builder)
             for source, request, needed in zip(sources, requests, taken, strict=True)
@@ -289,7 +288,7 @@ class BlendedDatasetBuilder:
                     raise DataError(problem)
                 empty.append(problem)
                 continue
-            sources.append(_Source(dataset, sequences, count_tokens(dataset, sequences), weight))
+            sources.append(_Source(dataset, sequences, dataset.count_tokens(sequences), weight))
         if not any(len(source.sequences) for source in sources):
             report(f" > no {name} data: {'; '.join(empty) or ', '.join(blend.prefixes) + ' has no sequences'}")
             return None

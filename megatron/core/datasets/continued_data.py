@@ -80,9 +80,10 @@ class ContinuedData:
         blend = None
         taken = [size]
         if len(used) > 1:
-            cache = IndexCache(self._config.path_to_cache, self._report)
+            folder = self._config.index_folder(self._parts[numbers[0]].dataset.prefix)
+            cache = IndexCache(folder, self._report)
             blend = load_or_build_blend(weights, size, TRAIN, self._index_builder, cache)
-            taken = count_taken(blend, len(used))
+            taken = count_taken(blend)
         records = list(history.data_sets)
         datasets: list[SampleDataset] = []
         for number, needed, i in zip(numbers, taken, used, strict=True):

@@ -11,8 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
-from megatron.core.datasets.index_builder import IndexBuilder, count_samples, plan_epochs
-from megatron.core.datasets.index_cache import IndexCache
+from megatron.core.datasets.index_builder import (
+    IndexBuilder,
+    count_samples,
+    plan_epochs,
+    sample_index_dtype,
+    shuffle_index_dtype,
+)
+from megatron.core.datasets.index_cache import IndexCache, find_damage
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.errors import DataError
 
@@ -83,7 +89,7 @@ class GPTDataset:
         self.config = config
         self._length = config.sequence_length
         self._drop_last = split_name != "valid" or config.drop_last_partial_validation_sequence
-        tokens_per_epoch = count_tokens(indexed_dataset, sequences)
+        tokens_per_epoch = indexed_dataset.count_tokens(sequences)
         self._plan = plan_epochs(tokens_per_epoch, self._length, num_samples)
         self._num_samples = count_samples(tokens_per_epoch * self._plan.num_epochs, self._length, self._drop_last)
         self.usage = DataUsage(
@@ -95,7 +101,7 @@ class GPTDataset:
         self._indices = cache.load_or_build(
             f"GPTDataset-{split_name}",
             ("document_index", "sample_index", "shuffle_index"),
-            self._describe_index(),
+            self._describe_index(fingerprint_lengths(indexed_dataset, cache)),
             lambda: self._build_index(index_builder),
             self._find_damage,
         )
@@ -103,7 +109,7 @@ class GPTDataset:
         self._all_ones = np.ones(self._length, np.float32)
         self._positions.flags.writeable = self._all_ones.flags.writeable = False
 
-    def _describe_index(self) -> dict[str, Any]:
+    def _describe_index(self, lengths_fingerprint: str) -> dict[str, Any]:
         """List everything that the index arrays depend on, and nothing else.
 
         The tokens themselves do not matter, nor where the files lie, nor the options that act on a sample after it
@@ -112,7 +118,7 @@ class GPTDataset:
         return {
             "dataset_name": Path(self.indexed_dataset.prefix).name,
             "dataset_num_sequences": len(self.indexed_dataset),
-            "dataset_lengths_blake2b": self.indexed_dataset.lengths_fingerprint,
+            "dataset_lengths_blake2b": lengths_fingerprint,
             "first_sequence": self.sequences.start,
             "end_sequence": self.sequences.stop,
             "random_seed": self.config.random_seed,
@@ -124,6 +130,7 @@ class GPTDataset:
         }
 
     def _build_index(self, builder: IndexBuilder) -> dict[str, NDArray[Any]]:
+        self.indexed_dataset.verify_structure()
         random_state = np.random.RandomState(self.config.random_seed)
         documents = np.arange(self.sequences.start, self.sequences.stop, dtype=np.int32)
         plan = self._plan
@@ -140,15 +147,15 @@ class GPTDataset:
         }
 
     def _find_damage(self, arrays: Mapping[str, NDArray[Any]]) -> str | None:
-        shapes = {
-            "document_index": (len(self.sequences) * self._plan.num_epochs,),
-            "sample_index": (self._num_samples + 1, 2),
-            "shuffle_index": (self._num_samples,),
-        }
-        for name, shape in shapes.items():
-            if arrays[name].shape != shape or arrays[name].dtype.kind not in "iu":
-                return f"{name} has shape {arrays[name].shape} and dtype {arrays[name].dtype}, expected {shape}"
-        return None
+        num_documents = len(self.sequences) * self._plan.num_epochs
+        return find_damage(
+            arrays,
+            {
+                "document_index": ((num_documents,), np.dtype(np.int32)),
+                "sample_index": ((self._num_samples + 1, 2), sample_index_dtype(num_documents)),
+                "shuffle_index": ((self._num_samples,), shuffle_index_dtype(self._num_samples)),
+            },
+        )
 
     @property
     def document_index(self) -> NDArray[np.int32]:
@@ -208,19 +215,12 @@ class GPTDataset:
         )
 
 
-def count_tokens(indexed_dataset: IndexedDataset, sequences: range) -> int:
-    """Count the tokens of some sequences.
-
-    Raises:
-        DataError: a length is negative.
-    """
-    lengths = indexed_dataset.sequence_lengths[sequences.start : sequences.stop]
-    if len(lengths) and int(lengths.min()) < 0:
-        raise DataError(
-            f"{indexed_dataset.prefix}.idx is damaged: it has a sequence of {int(lengths.min())} tokens; write the "
-            "data set again"
-        )
-    return int(lengths.sum(dtype=np.int64))
+def fingerprint_lengths(indexed_dataset: IndexedDataset, cache: IndexCache) -> str:
+    """Hash the sequence lengths; those of a file that did not change since the last time are not read again."""
+    identity = indexed_dataset.index_identity
+    if identity is None:
+        return indexed_dataset.lengths_fingerprint
+    return cache.remember("IndexedDataset-lengths", identity, lambda: indexed_dataset.lengths_fingerprint)
 
 
 def token_range_error(source: str, smallest: int, largest: int, vocab_size: int) -> DataError:

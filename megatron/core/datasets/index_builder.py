@@ -62,6 +62,19 @@ def count_samples(num_tokens: int, sequence_length: int, drop_last_partial_seque
     return steps // sequence_length if drop_last_partial_sequence else -(-steps // sequence_length)
 
 
+def sample_index_dtype(num_documents: int) -> np.dtype[Any]:
+    """Return the dtype of a sample index over a document index of ``num_documents`` entries.
+
+    Offsets always fit int32, as lengths do; places do unless there are more than 2**31 - 1 of them.
+    """
+    return np.dtype(np.int32 if num_documents <= _INT32_MAX else np.int64)
+
+
+def shuffle_index_dtype(num_samples: int) -> np.dtype[Any]:
+    """Return the dtype of a shuffle index of ``num_samples`` entries."""
+    return np.dtype(np.uint32 if num_samples < _UINT32_MAX - 1 else np.int64)
+
+
 class IndexBuilder(Protocol):
     """Build the index arrays of data sets and blends."""
 
@@ -100,7 +113,8 @@ class IndexBuilder(Protocol):
     def blending_indices(self, weights: NDArray[np.float64], size: int) -> BlendIndices:
         """Choose a data set, and a sample of it, for each of ``size`` steps.
 
-        Step i takes from the data set with the largest ``weight * max(i, 1) - samples taken``, ties to the lowest.
+        Step i takes from the data set with the largest ``weight * max(i, 1) - samples taken``, ties to the lowest, in
+        float64 with each operation rounded. Weights are shares, from 0 to 1.
         """
 
     def exhaustive_blending_indices(self, sizes: NDArray[np.int64]) -> BlendIndices:
@@ -133,7 +147,7 @@ class NumpyIndexBuilder:
         num_tokens = int(ends[-1]) if len(ends) else 0
         if num_samples > count_samples(num_tokens, sequence_length, drop_last_partial_sequence=False):
             raise DataError(f"{num_samples} samples of {sequence_length} tokens do not fit {num_tokens} tokens")
-        result = np.zeros((num_samples + 1, 2), _sample_index_dtype(document_index))
+        result = np.zeros((num_samples + 1, 2), sample_index_dtype(len(document_index)))
         if num_samples == 0:
             return result
         boundaries = np.arange(1, num_samples + 1, dtype=np.int64) * sequence_length
@@ -152,6 +166,7 @@ class NumpyIndexBuilder:
 
     def blending_indices(self, weights: NDArray[np.float64], size: int) -> BlendIndices:
         _check_blend(len(weights))
+        _check_shares(weights)
         dataset_index = np.empty(size, np.int16)
         dataset_sample_index = np.empty(size, np.int64)
         taken = np.zeros(len(weights), np.float64)
@@ -216,7 +231,7 @@ class CompiledIndexBuilder:
         sequence_length: int,
         num_samples: int,
     ) -> SampleIndex:
-        narrow = _sample_index_dtype(document_index) == np.dtype(np.int32)
+        narrow = sample_index_dtype(len(document_index)) == np.dtype(np.int32)
         build = self._extension.sample_index_int32 if narrow else self._extension.sample_index_int64
         try:
             result: SampleIndex = build(
@@ -236,6 +251,7 @@ class CompiledIndexBuilder:
 
     def blending_indices(self, weights: NDArray[np.float64], size: int) -> BlendIndices:
         _check_blend(len(weights))
+        _check_shares(weights)
         result: BlendIndices = self._extension.blending_indices(np.ascontiguousarray(weights), size)
         return result
 
@@ -290,19 +306,19 @@ def _document_index(
 def _shuffle_index(
     shuffle: _Shuffle, num_samples: int, total: int, random_state: np.random.RandomState
 ) -> NDArray[np.uint32] | NDArray[np.int64]:
-    wide = total >= _UINT32_MAX - 1
-    index: NDArray[Any] = np.arange(total, dtype=np.int64 if wide else np.uint32)
+    index: NDArray[Any] = np.arange(total, dtype=shuffle_index_dtype(total))
     shuffle(index[:num_samples], random_state)
     if num_samples < total:
         shuffle(index[num_samples:], random_state)
     return index
 
 
-def _sample_index_dtype(document_index: NDArray[np.int32]) -> np.dtype[Any]:
-    """Offsets always fit int32, as lengths do; places do unless there are more than 2**31 - 1 of them."""
-    return np.dtype(np.int32 if len(document_index) <= _INT32_MAX else np.int64)
-
-
 def _check_blend(num_datasets: int) -> None:
     if not 1 <= num_datasets <= _INT16_MAX:
         raise DataError(f"a blend of {num_datasets} data sets cannot be indexed; merge some: at most {_INT16_MAX} fit")
+
+
+def _check_shares(weights: NDArray[np.float64]) -> None:
+    wrong = np.flatnonzero(~((weights >= 0.0) & (weights <= 1.0)))
+    if len(wrong):
+        raise DataError(f"data set {int(wrong[0])} of a blend has the share {weights[wrong[0]]}; give one from 0 to 1")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +21,12 @@ Arrays = Mapping[str, NDArray[Any]]
 
 FORMAT_VERSION: Final = 1
 """Part of every key: raise it when the same description would give other arrays."""
+
+_ABANDONED_AFTER_S: Final = 3600.0
+"""Temporary files that nobody wrote to for so long were left by a process that was killed."""
+
+_UNREADABLE: Final = (OSError, ValueError, EOFError, TypeError, OverflowError, MemoryError, SyntaxError, TokenError)
+"""What reading a damaged .npy file may raise."""
 
 
 class IndexArrays:
@@ -77,11 +86,30 @@ class IndexCache:
         if self.folder is None:
             return IndexArrays(build())
         text = json.dumps({"kind": kind, "format": FORMAT_VERSION, **description}, indent=4, sort_keys=True)
-        stem = f"{hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}-{kind}"
+        stem = f"{_md5(text)}-{kind}"
         files = {name: self.folder / f"{stem}-{name}.npy" for name in names}
         described = self.folder / f"{stem}-description.txt"
         found = self._read(described, files, text, find_damage)
         return found if found is not None else self._publish(described, files, text, build())
+
+    def remember(self, kind: str, key: Mapping[str, Any], compute: Callable[[], str]) -> str:
+        """Return the text that ``compute`` returned when it was last asked with this key.
+
+        It is for what would take long to find out again. A text that cannot be kept or read is computed.
+        """
+        if self.folder is None:
+            return compute()
+        name = json.dumps(key, sort_keys=True)
+        path = self.folder / f"{_md5(name)}-{kind}.txt"
+        with contextlib.suppress(OSError, ValueError):
+            text, check = path.read_text().split()
+            if check == _md5(name + text):
+                return text
+        text = compute()
+        with contextlib.suppress(OSError):  # `_publish` tells of a folder that cannot be written
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _replace(path, lambda file: file.write(f"{text} {_md5(name + text)}\n".encode()))
+        return text
 
     def _read(
         self,
@@ -98,7 +126,7 @@ class IndexCache:
             damage = find_damage(arrays)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, EOFError) as error:
+        except _UNREADABLE as error:
             damage = str(error).splitlines()[0] if str(error) else type(error).__name__
         if damage is None:
             return IndexArrays(arrays, files)
@@ -109,6 +137,7 @@ class IndexCache:
         """Write the arrays, then the description that makes them a hit; keep them in memory if that fails."""
         try:
             described.parent.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(described.parent)
             for name, path in files.items():
                 _replace(path, functools.partial(np.save, arr=arrays[name], allow_pickle=False))
             _replace(described, lambda file: file.write(text.encode()))
@@ -119,6 +148,26 @@ class IndexCache:
                 "index in memory; give --data-cache-path a folder that can be written"
             )
             return IndexArrays(arrays)
+
+
+def find_damage(arrays: Arrays, expected: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> str | None:
+    """Say which array has another shape or dtype than it must have; None if none has."""
+    for name, (shape, dtype) in expected.items():
+        array = arrays[name]
+        if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+            return f"{name} has shape {array.shape} and dtype {array.dtype}, expected {shape} and {dtype}"
+    return None
+
+
+def _md5(text: str) -> str:
+    return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
+
+
+def _remove_abandoned(folder: Path) -> None:
+    for path in folder.glob(".*.tmp"):
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # another process may remove it, or own it
+            if time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S:
+                path.unlink()
 
 
 def _load(path: Path) -> NDArray[Any]:

@@ -7,6 +7,7 @@ import hashlib
 import mmap
 import os
 import struct
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +32,9 @@ DTYPE_CODES: Final[Mapping[int, np.dtype[Any]]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
+
+
+_SETTLED_AFTER_NS: Final = 2_000_000_000
 
 
 def optimal_dtype(vocab_size: int | None) -> np.dtype[Any]:
@@ -88,12 +92,14 @@ class IndexedDataset:
             raise DataError(f"data set {self.prefix} cannot be read: {error}") from error
 
     def _read_index(self, path: Path) -> None:
-        size = os.stat(path).st_size
-        if size < INDEX_HEADER.size:
-            raise DataError(
-                f"{path} is truncated: {size} bytes, its header alone has {INDEX_HEADER.size}; write the data set again"
-            )
         with open(path, "rb") as file:
+            self._index_status = os.fstat(file.fileno())
+            size = self._index_status.st_size
+            if size < INDEX_HEADER.size:
+                raise DataError(
+                    f"{path} is truncated: {size} bytes, its header alone has {INDEX_HEADER.size}; write the data set "
+                    "again"
+                )
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         magic, version, code, num_sequences, num_indices = INDEX_HEADER.unpack_from(buffer)
         if magic != INDEX_MAGIC:
@@ -192,6 +198,41 @@ class IndexedDataset:
         assert self._file is not None
         raw = os.pread(self._file.fileno(), count * self.dtype.itemsize, begin * self.dtype.itemsize)
         return np.frombuffer(raw, self.dtype)
+
+    def count_tokens(self, sequences: range) -> int:
+        """Count the tokens of some sequences, from where they start and end.
+
+        Raises:
+            DataError: they do not start and end inside the file.
+        """
+        begin, end = (
+            self.sequence_pointers.item(place) if place < len(self) else self._bin_bytes
+            for place in (sequences.start, max(sequences.start, sequences.stop))
+        )
+        if not 0 <= begin <= end <= self._bin_bytes:
+            raise DataError(
+                f"{idx_path(self.prefix)} is damaged: sequences {sequences.start} to {sequences.stop} are at bytes "
+                f"{begin} to {end} of {self._bin_bytes}; write the data set again"
+            )
+        return (end - begin) // self.dtype.itemsize
+
+    @property
+    def index_identity(self) -> dict[str, str | int] | None:
+        """Tell this ``.idx`` file from every other one and from itself before and after a change.
+
+        None for a file that changed a moment ago: it may change again within the tick of the file system's clock.
+        """
+        status = self._index_status
+        if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) < _SETTLED_AFTER_NS:
+            return None
+        return {
+            "path": str(idx_path(self.prefix).resolve()),
+            "device": status.st_dev,
+            "inode": status.st_ino,
+            "size": status.st_size,
+            "modified_ns": status.st_mtime_ns,
+            "changed_ns": status.st_ctime_ns,
+        }
 
     @functools.cached_property
     def lengths_fingerprint(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.datasets.blended_dataset import normalize_weights, samples_per_dataset
 from megatron.core.datasets.index_builder import (
     EpochPlan,
     IndexBuilder,
@@ -28,6 +30,12 @@ def compiled() -> IndexBuilder:
     if builder.name != "compiled":
         pytest.skip(f"the C++ extension is not built: {lines}")
     return builder
+
+
+def helpers() -> Any:
+    from megatron.core.datasets import _helpers
+
+    return _helpers
 
 
 numpy_builder = NumpyIndexBuilder()
@@ -98,30 +106,76 @@ def test_shuffles_are_numpys(compiled: IndexBuilder, size: int) -> None:
     assert left.randint(1 << 30) == right.randint(1 << 30)
 
 
-@settings(max_examples=60, deadline=None)
-@given(weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40), size=st.integers(0, 400))
+def blend_slowly(weights: list[float], size: int) -> tuple[list[int], list[int]]:
+    """Follow the definition: the largest error, the first one of equal ones."""
+    taken = [0] * len(weights)
+    datasets, samples = [], []
+    for i in range(size):
+        errors = [weight * max(i, 1) - count for weight, count in zip(weights, taken, strict=True)]
+        datasets.append(errors.index(max(errors)))
+        samples.append(taken[datasets[-1]])
+        taken[datasets[-1]] += 1
+    return datasets, samples
+
+
+def compiled_blends(*arguments: Any) -> list[tuple[Any, Any]]:
+    """Blend with every kind of vectors that this processor has, by weights and size or by sizes."""
+    function = helpers().blending_indices if len(arguments) == 2 else helpers().exhaustive_blending_indices
+    blends = []
+    for bits in (0, 32, 256, 512):
+        with contextlib.suppress(ValueError):  # this processor has no such vectors
+            blends.append(function(*arguments, vector_bits=bits))
+    assert len(blends) >= 2
+    return blends
+
+
+# Few distinct weights make ties, which the lowest data set wins; nearly equal ones must not be taken for equal.
+some_weights = st.one_of(
+    st.floats(1e-6, 1e6),
+    st.floats(1e-300, 1e300),
+    st.sampled_from([1.0, 2.0, 3.0, 5.0, 1.0 + 2.0**-52, 1.0 - 2.0**-53, 1.0 + 2.0**-30]),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(weights=st.lists(some_weights, min_size=1, max_size=70), size=st.integers(0, 400))
 def test_blends(compiled: IndexBuilder, weights: list[float], size: int) -> None:
     shares = np.array(weights) / np.sum(weights)
-    dataset, sample = compiled.blending_indices(shares, size)
-    for left, right in zip((dataset, sample), numpy_builder.blending_indices(shares, size), strict=True):
-        assert_identical(left, right)
+    dataset, sample = numpy_builder.blending_indices(shares, size)
     assert (dataset.dtype, sample.dtype) == (np.int16, np.int64)
-    taken = [0] * len(weights)
-    for i in range(size):
-        errors = [share * max(i, 1) - count for share, count in zip(shares.tolist(), taken, strict=True)]
-        assert dataset[i] == errors.index(max(errors))
-        assert sample[i] == taken[dataset[i]]
-        taken[dataset[i]] += 1
+    assert (dataset.tolist(), sample.tolist()) == blend_slowly(shares.tolist(), size)
+    for blend in (compiled.blending_indices(shares, size), *compiled_blends(shares, size)):
+        assert_identical(blend[0], dataset)
+        assert_identical(blend[1], sample)
+
+
+@pytest.mark.parametrize("kind", ["shares", "sizes", "whole", "one large", "tiny", "not all"])
+@pytest.mark.parametrize("num_datasets", [5, 64, 300])
+def test_long_blends(compiled: IndexBuilder, num_datasets: int, kind: str) -> None:
+    random = np.random.RandomState(num_datasets)
+    weights = {
+        "shares": random.rand(num_datasets),
+        "sizes": np.exp(2 * random.randn(num_datasets)),
+        "whole": random.randint(1, 12, size=num_datasets).astype(np.float64),
+        "one large": np.r_[2.5 * num_datasets, random.rand(num_datasets - 1)],
+        "tiny": 10.0 ** random.uniform(-9, 0, size=num_datasets),
+        "not all": np.where(np.arange(num_datasets) % 3 > 0, random.rand(num_datasets), 0.0),
+    }[kind]
+    shares = weights / weights.sum() * (0.9 if kind == "not all" else 1.0)
+    expected = numpy_builder.blending_indices(shares, 6007)
+    for blend in compiled_blends(shares, 6007):
+        assert_identical(blend[0], expected[0])
+        assert_identical(blend[1], expected[1])
 
 
 @settings(max_examples=60, deadline=None)
-@given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=12))
+@given(sizes=st.lists(st.one_of(st.integers(0, 50), st.sampled_from([20, 21])), min_size=1, max_size=40))
 def test_exhaustive_blends_use_every_sample_once(compiled: IndexBuilder, sizes: list[int]) -> None:
-    dataset, sample = compiled.exhaustive_blending_indices(np.array(sizes, np.int64))
-    for left, right in zip(
-        (dataset, sample), numpy_builder.exhaustive_blending_indices(np.array(sizes, np.int64)), strict=True
-    ):
-        assert_identical(left, right)
+    values = np.array(sizes, np.int64)
+    dataset, sample = numpy_builder.exhaustive_blending_indices(values)
+    for blend in (compiled.exhaustive_blending_indices(values), *compiled_blends(values)):
+        assert_identical(blend[0], dataset)
+        assert_identical(blend[1], sample)
     for number, size in enumerate(sizes):
         assert sample[dataset == number].tolist() == list(range(size))
 
@@ -130,6 +184,53 @@ def test_equal_weights_take_turns(compiled: IndexBuilder) -> None:
     for builder in (compiled, numpy_builder):
         dataset, _ = builder.blending_indices(np.full(3, 1 / 3), 9)
         assert dataset.tolist() == [0, 1, 2] * 3
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    exponents=st.lists(st.floats(-12, 12), min_size=1, max_size=40),
+    requested=st.integers(1, 60),
+    surplus=st.sampled_from([0.0, 0.005]),
+)
+def test_extreme_weights_take_within_one_sample_of_their_part(
+    compiled: IndexBuilder, exponents: list[float], requested: int, surplus: float
+) -> None:
+    weights = [10.0**exponent for exponent in exponents]
+    parts = samples_per_dataset(weights, requested)
+    shares = normalize_weights(weights)
+    dataset, sample = compiled.blending_indices(shares, sum(parts))
+    taken = np.bincount(dataset, minlength=len(weights))
+    for i in range(1, len(dataset) + 1):  # never more than one ahead
+        assert np.all(np.bincount(dataset[:i], minlength=len(weights)) <= shares * max(i - 1, 1) + 1 + 1e-9)
+    assert all(count >= part - 1 for count, part in zip(taken.tolist(), parts, strict=True))
+    assert requested <= len(dataset) <= requested + len(weights)
+    for number in range(len(weights)):
+        assert sample[dataset == number].tolist() == list(range(taken[number]))
+
+
+def test_shares_that_are_none_are_refused(compiled: IndexBuilder) -> None:
+    for builder in (compiled, numpy_builder):
+        for share in (-0.1, 1.5, float("nan"), float("inf")):
+            with pytest.raises(DataError, match="data set 1 of a blend has the share"):
+                builder.blending_indices(np.array([0.5, share]), 3)
+
+
+def test_the_sample_index_is_the_same_in_64_bits(compiled: IndexBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.RandomState(2)
+    lengths = random.randint(0, 90, size=401).astype(np.int32)
+    lengths[::50] = 2000  # more samples in a document than are written at a time
+    documents = np.tile(np.arange(401, dtype=np.int32), 3)
+    random.shuffle(documents)
+    for length in (1, 7, 64):
+        num_samples = count_samples(3 * int(lengths.sum()), length)
+        narrow = compiled.sample_index(lengths, documents, length, num_samples)
+        assert narrow.dtype == np.int32
+        with monkeypatch.context() as patched:
+            patched.setattr("megatron.core.datasets.index_builder._INT32_MAX", 1000)
+            wide = compiled.sample_index(lengths, documents, length, num_samples)
+            assert wide.dtype == np.int64
+            assert_identical(wide, numpy_builder.sample_index(lengths, documents, length, num_samples))
+        assert_identical(narrow, wide.astype(np.int32))
 
 
 def test_plan_epochs() -> None:

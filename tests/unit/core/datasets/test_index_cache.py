@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import pickle
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,14 +45,14 @@ def content(dataset: GPTDataset) -> list[bytes]:
 
 
 def stems(folder: Path) -> set[str]:
-    return {path.name.split("-")[0] for path in folder.iterdir()}
+    return {path.name.split("-")[0] for path in folder.glob("*-GPTDataset-*")}
 
 
 def test_files_have_megatrons_names_and_are_read_again(tmp_path: Path) -> None:
     lines: list[str] = []
     built = open_dataset(tmp_path, lines)
     (stem,) = stems(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+    assert sorted(path.name for path in tmp_path.glob("*-GPTDataset-*")) == sorted(
         [f"{stem}-GPTDataset-train-description.txt", *(f"{stem}-GPTDataset-train-{name}.npy" for name in NAMES)]
     )
     text = (tmp_path / f"{stem}-GPTDataset-train-description.txt").read_text()
@@ -194,7 +194,11 @@ def test_the_default_folder_lies_beside_the_data(tmp_path: Path) -> None:
         builder.finalize()
     config = GPTDatasetConfig(sequence_length=9, blend=Blend((str(prefix),)), split="1,0,0")
     BlendedDatasetBuilder(config, (5, 0, 0), print).build()
-    assert len(list((tmp_path / "cache" / "GPTDataset_indices").iterdir())) == 4
+    folder = tmp_path / "cache" / "GPTDataset_indices"
+    assert len(list(folder.glob("*-GPTDataset-train-*"))) == 4
+    config = GPTDatasetConfig(sequence_length=9, blend=Blend((str(prefix),) * 2, (1.0, 2.0)), split="1,0,0")
+    BlendedDatasetBuilder(config, (5, 0, 0), print).build()
+    assert len(list(folder.glob("*-BlendedDataset-train-*"))) == 4
 
 
 def test_pickled_data_sets_carry_file_names(tmp_path: Path) -> None:
@@ -208,27 +212,64 @@ def test_pickled_data_sets_carry_file_names(tmp_path: Path) -> None:
     assert content(pickle.loads(pickle.dumps(in_memory))) == content(dataset)
 
 
-def build_at_once(folder: Path, barrier: multiprocessing.synchronize.Barrier, results: multiprocessing.Queue) -> None:
+def test_lengths_are_hashed_once_and_again_when_the_file_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, cache, hashed = tmp_path / "corpus", tmp_path / "cache", list[str]()
+
+    def write(lengths: list[int]) -> None:
+        with IndexedDatasetBuilder(prefix, "u2") as builder:
+            builder.add_document(range(sum(lengths)), lengths)
+            builder.finalize()
+
+    def hash_lengths(dataset: IndexedDataset) -> str:
+        hashed.append(dataset.prefix)
+        return hashlib.md5(dataset.sequence_lengths.tobytes()).hexdigest()
+
+    monkeypatch.setattr(IndexedDataset, "lengths_fingerprint", property(hash_lengths))
+    write([40, 60])
+    open_dataset(cache, [], prefix=prefix, num_samples=1, sequences=range(2))
+    open_dataset(cache, [], prefix=prefix, num_samples=1, sequences=range(2))
+    assert len(hashed) == 2  # it may still change within the same tick of the clock
+    monkeypatch.setattr("megatron.core.datasets.indexed_dataset._SETTLED_AFTER_NS", 0)
+    for _ in range(3):
+        open_dataset(cache, [], prefix=prefix, num_samples=1, sequences=range(2))
+    assert len(hashed) == 3
+    write([70, 30])
+    changed = open_dataset(cache, [], prefix=prefix, num_samples=1, sequences=range(2))
+    assert len(hashed) == 4
+    assert len(stems(cache)) == 2
+    alone = open_dataset(None, [], prefix=prefix, num_samples=1, sequences=range(2))
+    assert changed.sample_index.tolist() == alone.sample_index.tolist()
+    for path in cache.glob("*-IndexedDataset-lengths.txt"):
+        path.write_text(path.read_text().replace("a", "b").replace("1", "2"))
+    open_dataset(cache, [], prefix=prefix, num_samples=1, sequences=range(2))
+    assert len(hashed) == 6  # one for the data set in memory, one instead of the damaged text
+    assert len(stems(cache)) == 2
+
+
+def test_what_a_killed_process_left_is_removed_after_an_hour(tmp_path: Path) -> None:
+    old, new = tmp_path / ".a.npy.0123.tmp", tmp_path / ".b.npy.4567.tmp"
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (time.time() - 3700, time.time() - 3700))
+    open_dataset(tmp_path, [])
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_a_blend_whose_counts_are_damaged_is_built_again(tmp_path: Path) -> None:
+    config = GPTDatasetConfig(
+        sequence_length=64,
+        blend=Blend((str(GOLDEN / "a_u16"), str(GOLDEN / "c_multi")), (1.0, 2.0)),
+        split="1",
+        path_to_cache=str(tmp_path),
+    )
     lines: list[str] = []
-    barrier.wait()
-    dataset = open_dataset(folder, lines, prefix=GOLDEN / "a_u16", num_samples=2000, sequences=range(1139))
-    tokens = np.concatenate([dataset[i]["tokens"] for i in range(50)])
-    results.put((hashlib.md5(b"".join(content(dataset)) + tokens.tobytes()).hexdigest(), lines))
-
-
-def test_processes_share_one_empty_cache(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    for attempt in range(3):
-        folder = tmp_path / str(attempt)
-        barrier, results = context.Barrier(6), context.Queue()
-        workers = [context.Process(target=build_at_once, args=(folder, barrier, results)) for _ in range(6)]
-        for worker in workers:
-            worker.start()
-        found = [results.get(timeout=60) for _ in workers]
-        for worker in workers:
-            worker.join(timeout=60)
-            assert worker.exitcode == 0
-        assert len({digest for digest, _ in found}) == 1
-        assert [lines for _, lines in found] == [[]] * 6
-        assert len(list(folder.iterdir())) == 4
-        assert not [name for name in os.listdir(folder) if name.endswith(".tmp")]
+    BlendedDatasetBuilder(config, (30, 0, 0), lines.append).build()
+    (path,) = tmp_path.glob("*-samples_taken.npy")
+    whole = path.read_bytes()
+    np.save(path, np.load(path) + 1)
+    BlendedDatasetBuilder(config, (30, 0, 0), lines.append).build()
+    assert [line for line in lines if "samples_taken are not 30 in all" in line]
+    assert path.read_bytes() == whole
