@@ -42,9 +42,10 @@ from tools.preprocessing.work_folder import WorkFolder
 from tools.preprocessing.worker import work
 from tools.preprocessing.worker_pool import WorkerPool
 
-# What all workers together may hold beyond what they share, and what one must be allowed.
-WORKERS_MEMORY_BYTES = 640 << 20
-MIN_WORKER_MEMORY_BYTES = 96 << 20
+# What all workers together may hold beyond what they share, what each needs anyway, and the least that it may grow by.
+WORKERS_MEMORY_BYTES = 850 << 20
+WORKER_BASE_BYTES = 65 << 20
+MIN_WORKER_GROWTH_BYTES = 32 << 20
 
 
 def build_parser() -> Parser:
@@ -188,8 +189,8 @@ def tokenize(
         print(f"Encoding with {encoder.name} in {arguments.workers} process(es)", flush=True)
         recipe = replace(recipe, encoder=encoder)
         progress.start()
-        memory = max(WORKERS_MEMORY_BYTES // arguments.workers, MIN_WORKER_MEMORY_BYTES)
-        work_arguments = (files, recipe, folder.path, len(folder.offsets), memory)
+        growth = max(WORKERS_MEMORY_BYTES // arguments.workers - WORKER_BASE_BYTES, MIN_WORKER_GROWTH_BYTES)
+        work_arguments = (files, recipe, folder.path, len(folder.offsets), growth)
         skip_errors = arguments.on_error == "skip"
         with WorkerPool(arguments.workers, work, work_arguments) as pool:
             leader = Leader(pool, folder, files, recipe.num_partitions, skip_errors, progress)

@@ -82,26 +82,29 @@ def work(
     recipe: Recipe,
     folder: Path,
     num_streams: int,
-    max_memory_bytes: int,
+    max_growth_bytes: int,
 ) -> None:
-    """Answer the leader's messages until it closes the connection."""
+    """Answer the leader's messages until it closes the connection; grow by about so much memory at most."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a keyboard's interrupt is the leader's business
     try:
         descriptors = [
             [os.open(path, os.O_WRONLY) for path in stream_paths(folder, stream)] for stream in range(num_streams)
         ]
         waiting: dict[int, TokenizedChunk] = {}
+        start_bytes = _memory_bytes()
         while True:
             message = connection.recv()
             if isinstance(message, Chunk):
                 waiting[message.number] = done = tokenize_block(read_chunk(message, files[message.file]), recipe)
                 connection.send(_tally(message.number, done))
-                if _memory_bytes() > max_memory_bytes:
+                if _memory_bytes() - start_bytes > max_growth_bytes:
                     recipe.encoder.renew()
+                    start_bytes = _memory_bytes()
             else:
                 for stream, index, offsets in zip(waiting.pop(message.chunk).streams, message.streams, message.offsets):
                     for descriptor, part, offset in zip(descriptors[index], _parts(stream), offsets):
                         _write_all(descriptor, part, offset)
+                    _start_writing_back(descriptors[index][0], offsets[0], stream.tokens.nbytes)
                 connection.send(Written(message.chunk))
     except (EOFError, ConnectionError):
         return  # the leader is gone, or has what it needs
@@ -129,6 +132,12 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
+
+
+def _start_writing_back(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Let the disk begin, so that little is left when the whole file has to be on it."""
+    if num_bytes and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def _memory_bytes() -> int:
