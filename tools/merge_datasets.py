@@ -61,11 +61,14 @@ def open_all(prefixes: Sequence[Path], multimodal: bool) -> list[IndexedDataset]
                 f"{dataset.prefix} holds {dataset.dtype.name} tokens and {first.prefix} holds {first.dtype.name}; data "
                 "sets can be merged only when their dtypes are equal: tokenize both with the same vocabulary"
             )
-        if (dataset.sequence_modes is None) != (first.sequence_modes is None):
-            raise DataError(f"{dataset.prefix} and {first.prefix} cannot be merged: only one of them has modes")
         dataset.verify_structure()
-    if multimodal and first.sequence_modes is None:
-        raise DataError(f"--multimodal: {first.prefix} has no sequence modes; drop --multimodal")
+    # Without sequences there is no telling whether there would be modes.
+    filled = [dataset for dataset in datasets if len(dataset)]
+    for dataset in filled:
+        if (dataset.sequence_modes is None) != (filled[0].sequence_modes is None):
+            raise DataError(f"{dataset.prefix} and {filled[0].prefix} cannot be merged: only one of them has modes")
+        if multimodal and dataset.sequence_modes is None:
+            raise DataError(f"--multimodal: {dataset.prefix} has no sequence modes; drop --multimodal")
     return datasets
 
 
@@ -103,10 +106,11 @@ def write_merged_index(datasets: Sequence[IndexedDataset], target: Path) -> None
 
     def modes() -> Iterator[NDArray[Any]]:
         for dataset in datasets:
-            assert dataset.sequence_modes is not None
-            yield from cut(dataset.sequence_modes)
+            if dataset.sequence_modes is not None:
+                yield from cut(dataset.sequence_modes)
 
-    write_index(target, datasets[0].dtype, lengths, counts, None if datasets[0].sequence_modes is None else modes)
+    has_modes = any(dataset.sequence_modes is not None for dataset in datasets)
+    write_index(target, datasets[0].dtype, lengths, counts, modes if has_modes else None)
 
 
 def merge(folder: Path, output_prefix: Path, multimodal: bool = False, with_checksums: bool = True) -> None:

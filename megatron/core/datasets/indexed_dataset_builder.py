@@ -119,7 +119,8 @@ class IndexedDatasetBuilder:
                 f"{prefix} holds {other.dtype.name} tokens and {self.prefix} holds {self.dtype.name}; data sets can "
                 "be merged only when their dtypes are equal: tokenize both with the same vocabulary"
             )
-        if (other.sequence_modes is None) != (self._modes is None):
+        # Without sequences there is no telling whether there would be modes.
+        if len(other) and (other.sequence_modes is None) != (self._modes is None):
             raise DataError(f"{prefix} and {self.prefix} cannot be merged: only one of them has sequence modes")
         other.verify_structure()
         with open(bin_path(prefix), "rb") as source:
