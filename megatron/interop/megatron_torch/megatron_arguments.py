@@ -71,6 +71,9 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
         "rotary_seq_len_interpolation_factor": _OptionalFloat,
         "use_rope_scaling": bool,
         "rope_scaling_factor": float,
+        "rope_scaling_low_freq_factor": float,
+        "rope_scaling_high_freq_factor": float,
+        "rope_scaling_original_max_position_embeddings": int,
         "untie_embeddings_and_output_weights": bool,
     },
     "training": {
@@ -142,7 +145,11 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "validation": {"eval_interval": int, "eval_iters": int},
     "initialization": {"seed": int},
 }
-"""Every field that both sides have, by the section of our configuration, with its type."""
+"""Every field that both sides have, by the section of our configuration, with its type.
+
+Of the scaled rotary embedding Megatron has the factor alone, and Llama 3.1's values for the other three fields: they
+are written so that what is read here is the model that was saved.
+"""
 
 OTHER_NAMES: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("model", "norm_epsilon"): ("layernorm_epsilon", "norm_epsilon"),

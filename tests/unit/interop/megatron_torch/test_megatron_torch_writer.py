@@ -32,6 +32,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "untied-rms": {"untie_embeddings_and_output_weights": True, "normalization": "RMSNorm"},
     "qwen-bf16": {"add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True, "bf16": True},
     "rope-fp16": {"swiglu": False, "position_embedding_type": "rope", "fp16": True},
+    "scaled-rope": {
+        "position_embedding_type": "rope",
+        "use_rope_scaling": True,
+        "rope_scaling_factor": 4.0,
+        "rope_scaling_low_freq_factor": 1.5,
+        "rope_scaling_high_freq_factor": 6.0,
+        "rope_scaling_original_max_position_embeddings": 32,
+    },
 }
 CASES = [
     *(("tied", layout, False) for layout in LAYOUTS),
@@ -41,6 +49,7 @@ CASES = [
     ("untied-rms", "pp2", True),
     ("rope-fp16", "tp2", False),
     ("rope-fp16", "pp2", True),
+    ("scaled-rope", "tp2", False),
 ]
 
 
