@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.state_dict import (
 from megatron.core.dist_checkpointing.validation import STRICT, STRICTNESS, Strictness
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
+from megatron.interop.huggingface.model_record import MODEL_RECORD
 from megatron.training.checkpoint_choice import (
     Log,
     agree_on_candidates,
@@ -42,7 +43,7 @@ class LoadedCheckpoint:
 
     ``scheduler`` is None where the optimizer's state was not loaded. ``rng`` holds the random number streams that go
     on, for `RngStreams.resume`; it is None where all stay as they were seeded. ``config`` is the configuration that
-    the checkpoint was saved with.
+    the checkpoint was saved with, ``model_record`` what it says of the Hugging Face folder that the model came from.
     """
 
     folder: Path
@@ -51,6 +52,7 @@ class LoadedCheckpoint:
     optimizer_loaded: bool
     scheduler: Mapping[str, Any] | None
     rng: Mapping[str, torch.Tensor] | None
+    model_record: Mapping[str, Any] | None = None
 
 
 def load_checkpoint(
@@ -77,8 +79,10 @@ def load_checkpoint(
         report_missing(directory, options.exit_on_missing_checkpoint, log)
         return None
 
+    filled: set[str] = set()
+
     def load(folder: Path) -> LoadedCheckpoint:
-        return _load_folder(folder, tensors, state, options, config, log)
+        return _load_folder(folder, tensors, state, options, config, log, filled)
 
     loaded = first_undamaged(folders, load, log)
     log(f"  successfully loaded checkpoint from {directory} at iteration {loaded.progress.iteration}")
@@ -135,7 +139,9 @@ def _load_folder(
     options: CheckpointConfig,
     config: Mapping[str, Any],
     log: Log,
+    filled: set[str],
 ) -> LoadedCheckpoint:
+    """Load one folder. ``filled`` collects the tensors that a damaged one may have filled before it was given up."""
     verify, strictness = options.verify_checkpoint, STRICTNESS[options.dist_ckpt_strictness]
     stored = open_stored(folder, state, verify, config.get("model", {}).get("vocab_size"))
     common = stored.index.common
@@ -156,6 +162,9 @@ def _load_folder(
     if not options.finetune and not options.no_load_rng:
         choice = choose_streams(stored.index, tensors.rng, state, progress.iteration)
         described += choice.tensors
+    if strictness.allows_missing:
+        _check_untouched(folder, described, stored.index, filled, state)
+        filled.update(stored.index.tensors)
     loaded = stored.load(described, namespaces, strictness)
     for change in changes:
         log(f"configuration changed since the checkpoint: {change}")
@@ -171,6 +180,7 @@ def _load_folder(
         optimizer_loaded=optimizer is not None,
         scheduler=None if optimizer is None else common["scheduler"],
         rng=None if choice is None else choice.streams,
+        model_record=common.get(MODEL_RECORD),
     )
 
 
@@ -211,6 +221,24 @@ def _check_main_params(
         error = CheckpointError(
             f"checkpoint {folder} holds weights without their main parameters ({', '.join(sorted(set(lost))[:4])}"
             f"{'' if len(set(lost)) <= 4 else ' ...'}); add --no-load-optim"
+        )
+    raise_on_all_ranks(error, state.world)
+
+
+def _check_untouched(
+    folder: Path, tensors: Sequence[ShardedTensor], index: CheckpointIndex, filled: Set[str], state: ParallelState
+) -> None:
+    """Refuse to call values initial that a newer checkpoint, damaged and passed over, may have left behind.
+
+    Raises:
+        CheckpointError: a tensor that this checkpoint lacks is in the damaged one. On every rank alike.
+    """
+    lost = sorted({tensor.name for tensor in tensors if tensor.name not in index.tensors and tensor.name in filled})
+    error = None
+    if lost:
+        error = CheckpointError(
+            f"checkpoint {folder} lacks {', '.join(lost[:4])}{'' if len(lost) <= 4 else ' ...'}, which the damaged one "
+            "after it may have filled in part; name the older one with --ckpt-step to begin from initial values"
         )
     raise_on_all_ranks(error, state.world)
 

@@ -36,6 +36,7 @@ from megatron.core.dist_checkpointing.storage import sync_folder
 from megatron.core.errors import MegatronError
 from megatron.core.parallel_state import ParallelState
 from megatron.core.process_group import Group
+from megatron.interop.huggingface.model_record import MODEL_RECORD
 from megatron.training.checkpoint_choice import Log
 from megatron.training.checkpoint_directory import (
     create_saving_folder,
@@ -58,13 +59,15 @@ Result = TypeVar("Result")
 class CommonState:
     """Hold the plain values that a run saves beside its tensors.
 
-    ``config`` is the configuration as JSON values, ``scheduler`` the scheduler's state. ``write_tokenizer`` is given
-    a folder to leave the tokenizer's files in; the first rank of each folder calls it, in the thread that writes.
+    ``config`` is the configuration as JSON values, ``scheduler`` the scheduler's state, ``model_record`` what is known
+    of the Hugging Face folder that the model came from. ``write_tokenizer`` is given a folder to leave the tokenizer's
+    files in; the first rank of each folder calls it, in the thread that writes.
     """
 
     progress: TrainProgress
     config: Mapping[str, Any]
     scheduler: Mapping[str, Any] = field(default_factory=dict)
+    model_record: Mapping[str, Any] | None = None
     write_tokenizer: Callable[[Path], None] | None = None
 
 
@@ -204,6 +207,8 @@ def _plain_content(tensors: RunTensors, common: CommonState, target: SaveTarget)
         "scheduler": None if optimizer is None else common.scheduler,
         "tokenizer": None if common.write_tokenizer is None else TOKENIZER_FOLDER,
     }
+    if common.model_record is not None:
+        content[MODEL_RECORD] = common.model_record
     copy: dict[str, Any] = json.loads(encode_common(content))
     return copy
 

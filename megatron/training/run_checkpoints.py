@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.tokenizers.tokenizer import Tokenizer
@@ -18,9 +19,12 @@ from megatron.training.model_setup import TrainingParts
 from megatron.training.train_state import TrainState
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RunCheckpoints:
-    """Save a run and pick it up again, as ``--save`` and ``--load`` say; ``saver`` is None without ``--save``."""
+    """Save a run and pick it up again, as ``--save`` and ``--load`` say; ``saver`` is None without ``--save``.
+
+    What a loaded checkpoint says of the Hugging Face folder that its model came from is passed on to those saved.
+    """
 
     config: RunConfig
     runtime: Runtime
@@ -28,6 +32,7 @@ class RunCheckpoints:
     tokenizer: Tokenizer
     saver: CheckpointSaver | None
     log: Callable[[str], None]
+    model_record: Mapping[str, Any] | None = field(default=None, init=False)
 
     def resume(self) -> TrainState:
         """Fill everything from the newest checkpoint of ``--load`` and return where the run stands.
@@ -46,6 +51,7 @@ class RunCheckpoints:
         )
         if loaded is None:
             return TrainState()
+        self.model_record = loaded.model_record
         if not loaded.optimizer_loaded:
             self.parts.optimizer.reload_main_params()
             if not self.config.checkpoint.finetune:
@@ -73,6 +79,7 @@ class RunCheckpoints:
             progress=train_state.freeze(),
             config=self.config.to_dict(),
             scheduler=self.parts.scheduler.state_dict(),
+            model_record=self.model_record,
             write_tokenizer=self._write_tokenizer,
         )
         self.saver.save(self._tensors(), common)

@@ -12,6 +12,8 @@ from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.native.native_source import NativeSource
 from megatron.training.config.run_config import RunConfig
 from tests.e2e.test_convert import run_converter
+from tests.e2e.toy_run import toy_args
+from tests.harness.forked_training import fork_training
 from tests.unit.interop.huggingface.tiny_models import edit_config, folder_bytes, save_model
 from tests.unit.tools.checkpoint.small_checkpoint import small_common, write_small
 from tools.checkpoint import conversion
@@ -70,3 +72,27 @@ def test_settings_that_change_the_model_are_not_published(tmp_path: Path, monkey
     with pytest.raises(ConversionMismatchError, match="logits differ from those of the checkpoint"):
         run_converter(tmp_path / "native", tmp_path / "back", "--saver hf")
     assert not (tmp_path / "back").exists()
+
+
+def test_a_model_that_was_trained_further_keeps_the_small_files_of_its_folder(tmp_path: Path) -> None:
+    save_model("llama31", tmp_path / "hf")
+    run_converter(tmp_path / "hf", tmp_path / "native", "--loader hf --saver megatron")
+    shape = "--use-checkpoint-args --finetune --vocab-size 100 --seq-length 24 --train-iters 1 --lr-warmup-iters 0"
+    words = [
+        *toy_args(tmp_path, "--mock-data", save=False, data=False),
+        "--save",
+        str(tmp_path / "run"),
+        "--load",
+        str(tmp_path / "native"),
+    ]
+    shaped_by_flags = ("--num-layers", "--hidden-size", "--num-attention-heads", "--max-position-embeddings")
+    for name in shaped_by_flags:
+        start = words.index(name)
+        del words[start : start + 2]
+    fork_training([*words, *shape.split()]).check()
+    run_converter(tmp_path / "run", tmp_path / "back", "--saver hf")
+    before, after = (folder_bytes(tmp_path / name) for name in ("hf", "back"))
+    assert before.keys() == after.keys()
+    assert "generation_config.json" in after
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {name for name in before if name.endswith(".safetensors")}

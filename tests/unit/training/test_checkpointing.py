@@ -277,6 +277,25 @@ def test_strictness(tmp_path: Path, lines: list[str], choice: str, refused: list
     assert torch.equal(model.p1, filled_run(STATE).models[0].p1)
 
 
+def test_values_of_a_damaged_checkpoint_do_not_pass_for_initial_ones(tmp_path: Path, lines: list[str]) -> None:
+    def larger() -> RunTensors:
+        return RunTensors(models=[LargerToyModel(STATE)])
+
+    save(tmp_path, 10, lines)
+    save(tmp_path, 20, lines, larger())
+    flip_byte(tmp_path / "iter_0000020")
+    options = {"dist_ckpt_strictness": "log_all", "no_load_optim": True}
+    with pytest.raises(
+        CheckpointError, match=r"iter_0000010 lacks model\.new\.weight, which the damaged one"
+    ) as caught:
+        load_checkpoint(tmp_path, larger(), STATE, CheckpointConfig(**options), CONFIG, lines.append)
+    assert "--ckpt-step" in str(caught.value)
+    run = larger()
+    chosen = CheckpointConfig(ckpt_step=10, **options)
+    assert load_checkpoint(tmp_path, run, STATE, chosen, CONFIG, lines.append) is not None
+    assert (run.models[0].new == 5).all()
+
+
 def test_another_shape_is_refused_however_lenient_the_load(tmp_path: Path, lines: list[str]) -> None:
     save(tmp_path, 10, lines)
     wide = RunTensors(models=[ToyModel(STATE, torch.float32)])
@@ -444,3 +463,14 @@ def test_state_that_is_not_plain_data_fails_before_anything_is_written(tmp_path:
             lines.append,
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_record_of_a_hugging_face_folder_is_passed_on(tmp_path: Path, lines: list[str]) -> None:
+    record = {"config": "{}", "files": {}}
+    content = common(10, model_record=record)
+    save_checkpoint(tmp_path, filled_run(STATE), content, STATE, CheckpointConfig(), lines.append)
+    for options in ({}, {"finetune": True}):
+        _, loaded = load(tmp_path, lines, **options)
+        assert loaded is not None
+        assert loaded.model_record == record
+    assert read_common(tmp_path)["hugging_face"] == record
