@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -102,13 +103,23 @@ def _count_failures(increment: int) -> int:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not dist.is_initialized() or dist.get_world_size() == 1 or host is None or port is None:
         return 0
-    try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, int(port), is_master=False, wait_for_workers=False, timeout=_FAILURE_TIMEOUT
-        )
-        return int(store.add(f"megatron/failures/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", increment))
-    except RuntimeError:
-        return 0
+    key = f"megatron/failures/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    answers: list[int] = []
+
+    def ask() -> None:
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                host, int(port), is_master=False, wait_for_workers=False, timeout=_FAILURE_TIMEOUT
+            )
+            answers.append(int(store.add(key, increment)))
+        except RuntimeError:
+            answers.append(0)
+
+    # The store's own limit is for the connection: a process that is stopped keeps its port open and never answers.
+    asking = threading.Thread(target=ask, name="failure count", daemon=True)
+    asking.start()
+    asking.join(2 * _FAILURE_TIMEOUT.total_seconds())
+    return answers[0] if answers else 0
 
 
 def initialize_device(launch: LaunchEnvironment) -> Device:

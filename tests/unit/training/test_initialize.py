@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
@@ -66,3 +69,16 @@ def test_one_process_needs_no_backend_and_says_nothing_of_one(
     initialize_runtime(resolve_arguments(MINIMAL, 1).config, LaunchEnvironment())
     assert not dist.is_initialized()
     assert "WARNING" not in capsys.readouterr().out
+
+
+def test_a_store_that_never_answers_does_not_hold_a_failing_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(silent.getsockname()[1]))
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(initialize, "_FAILURE_TIMEOUT", timedelta(seconds=0.5))
+        assert initialize.is_first_failure()
+        assert not initialize.has_run_failed()
