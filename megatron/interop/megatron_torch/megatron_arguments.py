@@ -193,6 +193,9 @@ def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any
     # There the flag also says that all linear layers have biases.
     if "add_qkv_bias" in model:
         model["add_qkv_bias"] = model["add_qkv_bias"] and not model.get("add_bias_linear", True)
+    if model.get("group_query_attention") is False:
+        # There the number is 1 by default and counts with the flag alone.
+        model.pop("num_query_groups", None)
     lengths = {"lr_decay_iters": ("training", "train_iters"), "lr_decay_samples": ("training", "train_samples")}
     for name, (section, total) in lengths.items():
         # There the whole run is written out where the flag was not given.

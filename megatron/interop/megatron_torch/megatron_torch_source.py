@@ -27,6 +27,7 @@ from megatron.interop.megatron_torch.stage_parameters import WORD_EMBEDDING, Loc
 from megatron.interop.megatron_torch.stored_optimizer import has_optimizer, stored_states
 from megatron.interop.megatron_torch.stored_values import LazyTensor
 from megatron.interop.megatron_torch.torch_file import TorchFile
+from megatron.interop.megatron_torch.unsupported_arguments import check_arguments
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class MegatronTorchSource:
         self.num_chunks = len(first.chunks)
         self.has_optimizer = all(has_optimizer(rank) for rank in self.ranks.values())
         self.padded_vocab_size = first.chunks[0][WORD_EMBEDDING].shape[0] * self.tp
+        check_arguments(first.arguments, first.file.path)
         self.config = config_of_arguments(first.arguments)
         self.config["model"] |= model_of_tensors(self.ranks, bool(first.arguments))
         self.config["model"]["vocab_size"] = vocab_size or real_vocab_size(first.arguments, self.padded_vocab_size)

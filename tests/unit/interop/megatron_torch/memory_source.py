@@ -20,6 +20,7 @@ SMALL = GPTConfig(
     num_layers=4,
     hidden_size=24,
     num_attention_heads=4,
+    group_query_attention=True,
     num_query_groups=2,
     ffn_hidden_size=40,
     vocab_size=61,

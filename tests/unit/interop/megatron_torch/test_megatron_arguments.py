@@ -1,0 +1,56 @@
+"""What ``args`` of Megatron's files mean here, and which of them no model here can have."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.errors import CheckpointError
+from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
+from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
+from tests.unit.interop.megatron_torch.memory_source import SMALL, MemorySource
+
+
+def write_changed(directory: Path, config: Any, **arguments: Any) -> Path:
+    folder = write_megatron_torch(MemorySource(config, has_optimizer=False), directory, 3)
+    path = folder / "mp_rank_00" / "model_optim_rng.pt"
+    values = torch.load(path, weights_only=False)
+    for name, value in arguments.items():
+        setattr(values["args"], name, value)
+    torch.save(values, path)
+    return folder
+
+
+def test_the_number_of_groups_counts_only_with_its_flag(tmp_path: Path) -> None:
+    config = dataclasses.replace(SMALL, group_query_attention=False, num_query_groups=SMALL.num_attention_heads)
+    folder = write_changed(tmp_path, config, num_query_groups=1)
+    source = MegatronTorchSource(folder)
+    assert source.model == config
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("position_embedding_type", "mrope"),
+        ("apply_residual_connection_post_layernorm", True),
+        ("softmax_type", "off-by-one"),
+        ("window_size", (128, 0)),
+        ("glu_linear_offset", 1.0),
+        ("use_mup", True),
+    ],
+)
+def test_a_model_of_another_kind_is_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
+    folder = write_changed(tmp_path, SMALL, **{name: value})
+    with pytest.raises(CheckpointError, match=rf"model that is not supported: {name} ") as caught:
+        MegatronTorchSource(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_values_that_mean_nothing_special_are_taken(tmp_path: Path) -> None:
+    folder = write_changed(tmp_path, SMALL, window_size=None, softmax_type="vanilla", num_experts=None, use_mup=False)
+    MegatronTorchSource(folder).close()
