@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,12 +44,16 @@ from megatron.training.checkpoint_directory import (
     saving_folder,
 )
 from megatron.training.checkpoint_folders import iteration_folder
+from megatron.training.checkpoint_tokenizer import (
+    TOKENIZER_FOLDER,
+    warn_of_missing_tokenizer,
+    write_tokenizer_files,
+)
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.save_directory import SaveFolders, one_folder
 from megatron.training.torch_saving import plan_torch_share
 from megatron.training.train_state import TrainProgress
 
-TOKENIZER_FOLDER = "tokenizer"
 _THREAD_NAME = "checkpoint writer"
 Result = TypeVar("Result")
 
@@ -158,7 +161,10 @@ def _native_steps(
     write_tokenizer = common.write_tokenizer if target.is_leader else None
     writing = BackgroundTask(lambda: _write(folder, share, write_tokenizer), _THREAD_NAME)
     yield writing
-    shares = _results(writing, world)
+    written = _results(writing, world)
+    shares = [share for share, _ in written]
+    if warn_of_missing_tokenizer([warning for _, warning in written], target.log):
+        content = {**content, "tokenizer": None}
     finishing = BackgroundTask(lambda: _finish_folder(target, iteration, share, shares, content), _THREAD_NAME)
     yield finishing
     _results(finishing, world)
@@ -180,8 +186,10 @@ def _torch_steps(
     if target.area is not None:
         share = share.staged(target.area)
     write_tokenizer = common.write_tokenizer if target.is_leader else None
+    recording = BackgroundTask(lambda: write_tokenizer_files(folder, write_tokenizer), _THREAD_NAME)
+    yield recording
+    warn_of_missing_tokenizer(_results(recording, target.state.world), target.log)
     for work in (
-        lambda: _write_tokenizer(folder, write_tokenizer),
         share.create,
         share.add,
         share.finish,
@@ -233,24 +241,11 @@ def _create_folder(target: SaveTarget, iteration: int) -> None:
             raise write_error(saving_folder(target.directory, iteration), failure) from failure
 
 
-def _write(folder: Path, share: RankShare, write_tokenizer: Callable[[Path], None] | None) -> WrittenShare:
-    _write_tokenizer(folder, write_tokenizer)
-    return share.write(folder)
-
-
-def _write_tokenizer(folder: Path, write_tokenizer: Callable[[Path], None] | None) -> None:
-    if write_tokenizer is None:
-        return
-    tokenizer = folder / TOKENIZER_FOLDER
-    try:
-        tokenizer.mkdir()
-        write_tokenizer(tokenizer)
-        for path in tokenizer.iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(tokenizer)
-    except OSError as failure:
-        raise write_error(tokenizer, failure) from failure
+def _write(
+    folder: Path, share: RankShare, write_tokenizer: Callable[[Path], None] | None
+) -> tuple[WrittenShare, str | None]:
+    warning = write_tokenizer_files(folder, write_tokenizer)
+    return share.write(folder), warning
 
 
 def _finish_folder(

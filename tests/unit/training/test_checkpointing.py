@@ -13,7 +13,7 @@ import torch
 
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, TokenizerError
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
 from megatron.training.checkpoint_loading import (
@@ -429,6 +429,21 @@ def test_a_tokenizer_that_cannot_be_written_leaves_nothing(tmp_path: Path, lines
             lines.append,
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_vocabulary_that_is_gone_costs_no_checkpoint(tmp_path: Path, lines: list[str]) -> None:
+    def write(folder: Path) -> None:
+        (folder / "half").write_text("written")
+        raise TokenizerError("cannot read vocab.json")
+
+    content = common(10, write_tokenizer=write)
+    saved = filled_run(STATE)
+    save_checkpoint(tmp_path, saved, content, STATE, CheckpointConfig(), lines.append)
+    assert "WARNING: the checkpoint is saved without its tokenizer: cannot read vocab.json" in lines
+    assert not (tmp_path / "iter_0000010" / "tokenizer").exists()
+    assert read_common(tmp_path)["tokenizer"] is None
+    run, _ = load(tmp_path, lines)
+    assert_equal_runs(run, saved)
 
 
 def test_weights_alone_for_inference(tmp_path: Path, lines: list[str]) -> None:
