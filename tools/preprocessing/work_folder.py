@@ -31,6 +31,7 @@ from tools.preprocessing.worker import PARTS, stream_paths
 
 _LOCK_WAIT_S: Final = 10.0
 _READ_BYTES: Final = 1 << 20
+_WRITE_BACK_BYTES: Final = 16 << 20
 
 
 class WorkFolder:
@@ -155,7 +156,18 @@ class WorkFolder:
     def commit(self, entry: Entry) -> None:
         """Record that the next chunk is written."""
         self._append(entry.to_json())
+        before = [offsets[0] // _WRITE_BACK_BYTES for offsets in self.offsets]
         self._count(entry)
+        for stream, pieces in enumerate(before):
+            if self.offsets[stream][0] // _WRITE_BACK_BYTES > pieces:
+                self._start_writing_back(stream, pieces * _WRITE_BACK_BYTES)
+
+    def _start_writing_back(self, stream: int, offset: int) -> None:
+        """Let the disk begin, so that little is left when the whole file has to be on it."""
+        if hasattr(os, "posix_fadvise"):
+            descriptor = os.open(stream_paths(self.path, stream)[0], os.O_RDONLY)
+            os.posix_fadvise(descriptor, offset, self.offsets[stream][0] - offset, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
 
     @property
     def token_bytes(self) -> int:

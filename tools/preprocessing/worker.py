@@ -104,7 +104,6 @@ def work(
                 for stream, index, offsets in zip(waiting.pop(message.chunk).streams, message.streams, message.offsets):
                     for descriptor, part, offset in zip(descriptors[index], _parts(stream), offsets):
                         _write_all(descriptor, part, offset)
-                    _start_writing_back(descriptors[index][0], offsets[0], stream.tokens.nbytes)
                 connection.send(Written(message.chunk))
     except (EOFError, ConnectionError):
         return  # the leader is gone, or has what it needs
@@ -132,12 +131,6 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
-
-
-def _start_writing_back(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Let the disk begin, so that little is left when the whole file has to be on it."""
-    if num_bytes and hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def _memory_bytes() -> int:

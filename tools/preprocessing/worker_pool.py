@@ -68,12 +68,13 @@ class WorkerPool:
     def free_worker(self, needs_idle: bool) -> Worker | None:
         """Return the worker with the least to do, or None while all have enough.
 
-        A worker has at most two chunks before it (none when it must be idle), and holds two that are not written.
+        A worker has at most four chunks before it (none when it must be idle), so that it goes on while this process
+        waits for its turn, and holds four that are not written.
         """
         free = [
             worker
             for worker in self._workers
-            if len(worker.chunks) < (1 if needs_idle else 2) and len(worker.unwritten) < 2
+            if len(worker.chunks) < (1 if needs_idle else 4) and len(worker.unwritten) < 4
         ]
         return min(free, key=lambda worker: len(worker.chunks), default=None)
 
