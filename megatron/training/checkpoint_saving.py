@@ -35,6 +35,7 @@ from megatron.core.dist_checkpointing.storage import sync_folder
 from megatron.core.errors import MegatronError
 from megatron.core.parallel_state import ParallelState
 from megatron.core.process_group import Group
+from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.huggingface.model_record import MODEL_RECORD
 from megatron.training.checkpoint_choice import Log
 from megatron.training.checkpoint_directory import (
@@ -44,11 +45,7 @@ from megatron.training.checkpoint_directory import (
     saving_folder,
 )
 from megatron.training.checkpoint_folders import iteration_folder
-from megatron.training.checkpoint_tokenizer import (
-    TOKENIZER_FOLDER,
-    warn_of_missing_tokenizer,
-    write_tokenizer_files,
-)
+from megatron.training.checkpoint_tokenizer import warn_of_missing_tokenizer, write_tokenizer_files
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.save_directory import SaveFolders, one_folder
 from megatron.training.torch_saving import plan_torch_share
