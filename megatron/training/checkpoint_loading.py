@@ -195,9 +195,16 @@ def _compare_configuration(
     changes = compare_configs(old, new)
     refused = (*changes.shape, *changes.weights) if strictness == STRICT else changes.shape
     if refused:
-        fields = "".join(f"\n  {change}" for change in refused)
+        fields = "".join(f"\n  {change}{_remedy(change)}" for change in refused)
         raise CheckpointError(f"checkpoint {folder} is of another model (checkpoint -> this run):{fields}")
     return (*changes.weights, *changes.other)
+
+
+def _remedy(change: ConfigChange) -> str:
+    """Return what to do about a model with more rows than its tokenizer has tokens, as published ones often have."""
+    if change.field != "model.vocab_size" or change.old <= change.new:
+        return ""
+    return f" (if only the tokenizer is smaller than the model, add --extra-vocab-size {change.old - change.new})"
 
 
 def _check_main_params(

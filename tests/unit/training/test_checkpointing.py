@@ -227,6 +227,15 @@ def test_another_model_is_refused_and_not_taken_for_damage(tmp_path: Path, lines
     assert not any("falling back" in line for line in lines)
 
 
+def test_a_tokenizer_smaller_than_the_model_is_told_what_to_add(tmp_path: Path, lines: list[str]) -> None:
+    content = common(10, config={"model": {"vocab_size": 151936}})
+    save_checkpoint(tmp_path, filled_run(STATE), content, STATE, CheckpointConfig(), lines.append)
+    with pytest.raises(CheckpointError, match=r"vocab_size: 151936 -> 151665 \(.* add --extra-vocab-size 271\)$"):
+        load(tmp_path, lines, config={"model": {"vocab_size": 151665}})
+    with pytest.raises(CheckpointError, match=r"vocab_size: 151936 -> 160000$"):
+        load(tmp_path, lines, config={"model": {"vocab_size": 160000}})
+
+
 class LargerToyModel(ToyModel):
     """Have one weight more than the model that is saved, and one less."""
 
