@@ -36,7 +36,7 @@ SHORT = """
 """
 WHOLE = """
     --hidden-size 128 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 4 --global-batch-size 8
-    --train-iters 200 --lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 20 --eval-interval 100 --eval-iters 8
+    --train-iters 200 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 20 --eval-interval 100 --eval-iters 8
 """
 
 
