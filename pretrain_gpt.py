@@ -11,6 +11,7 @@ from megatron.training.arguments import parse_arguments_or_exit
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime
 from megatron.training.preflight import prepare_data_or_exit
+from megatron.training.process_exit import run_program
 from megatron.training.refusal import launch_environment_or_exit
 
 if TYPE_CHECKING:
@@ -95,4 +96,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(lambda: main(sys.argv[1:]))

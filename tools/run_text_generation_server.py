@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.training.initialize import LaunchEnvironment, shut_down
+from megatron.training.process_exit import run_program
 from megatron.training.refusal import launch_environment_or_exit, refuse
 from tools.end_request import EndRequest
 from tools.generation_setup import (
@@ -135,4 +136,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

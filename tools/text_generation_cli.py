@@ -19,6 +19,7 @@ from megatron.core.inference.request import GenerationRequest, StopRule, check_r
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.initialize import LaunchEnvironment, shut_down
+from megatron.training.process_exit import run_program
 from megatron.training.refusal import launch_environment_or_exit, refuse
 from tools.generation_setup import (
     Log,
@@ -170,4 +171,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -36,6 +36,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime
 from megatron.training.preflight import prepare_data_or_exit
 from megatron.training.pretrain import pretrain
+from megatron.training.process_exit import run_program
 from megatron.training.refusal import launch_environment_or_exit
 
 VARIABLE = "TEST_FAULTS"
@@ -208,4 +209,4 @@ def _die_at(tracker: Path, text: str) -> None:
 if __name__ == "__main__":
     values = json.loads(os.environ.get(VARIABLE, "{}"))
     values["nan_loss_at"] = tuple(values.get("nan_loss_at", ()))
-    sys.exit(run_with_faults(sys.argv[1:], Faults(**values)))
+    run_program(lambda: run_with_faults(sys.argv[1:], Faults(**values)))
