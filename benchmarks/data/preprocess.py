@@ -51,9 +51,11 @@ def run_bare(text: Path, data: Path, threads: int, environment: dict[str, str]) 
 
 
 def run_tool(text: Path, data: Path, workers: int, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """Time the tool once."""
+    """Time the tool once; what it wrote the last time is gone, as it is for whoever runs it."""
+    for last in folder.glob("out*"):
+        last.unlink()
     command: list[object] = [sys.executable, _ROOT / "tools" / "preprocess_data.py", "--input", text]
-    command += ["--output-prefix", folder / "out", "--append-eod", "--workers", workers, "--restart"]
+    command += ["--output-prefix", folder / "out", "--append-eod", "--workers", workers]
     command += ["--vocab-file", data / "gpt2-vocab.json", "--merge-file", data / "gpt2-merges.txt"]
     command += ["--tokenizer-engine", "gigatoken"]
     output, command_s = run(command, environment)

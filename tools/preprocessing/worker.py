@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import traceback
 import zlib
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,10 +22,13 @@ from megatron.core.datasets.json_lines import Problem
 from megatron.core.errors import InputError
 from tools.preprocessing.chunks import Chunk, read_chunk
 from tools.preprocessing.input_files import InputFile
+from tools.preprocessing.placed_file import PlacedFile, aligned_buffer
 from tools.preprocessing.tokenized_chunk import Recipe, Stream, TokenizedChunk, tokenize_block
 
 PARTS: Final = ("tokens", "lengths", "counts")
 """The files of a stream, each an array of which every chunk adds a part."""
+
+_SWITCH_INTERVAL_S: Final = 2e-4  # the tokenizer holds Python's lock, which the writer needs only for moments
 
 
 @dataclass(frozen=True)
@@ -84,33 +90,49 @@ def work(
     num_streams: int,
     max_growth_bytes: int,
 ) -> None:
-    """Answer the leader's messages until it closes the connection; grow by about so much memory at most."""
+    """Answer the leader's messages until it closes the connection; grow by about so much memory at most.
+
+    A thread writes what was tokenized while the next chunk is.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a keyboard's interrupt is the leader's business
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
-        descriptors = [
-            [os.open(path, os.O_WRONLY) for path in stream_paths(folder, stream)] for stream in range(num_streams)
-        ]
-        waiting: dict[int, TokenizedChunk] = {}
+        buffer = aligned_buffer()
+        outputs = [[PlacedFile(path, buffer) for path in stream_paths(folder, stream)] for stream in range(num_streams)]
+        chunks: deque[Chunk] = deque()
+        tokenized: dict[int, TokenizedChunk] = {}
+        writing: deque[Future[Written]] = deque()
         start_bytes = _memory_bytes()
-        while True:
-            message = connection.recv()
-            if isinstance(message, Chunk):
-                waiting[message.number] = done = tokenize_block(read_chunk(message, files[message.file]), recipe)
-                connection.send(_tally(message.number, done))
-                if _memory_bytes() - start_bytes > max_growth_bytes:
-                    recipe.encoder.renew()
-                    start_bytes = _memory_bytes()
-            else:
-                for stream, index, offsets in zip(waiting.pop(message.chunk).streams, message.streams, message.offsets):
-                    for descriptor, part, offset in zip(descriptors[index], _parts(stream), offsets):
-                        _write_all(descriptor, part, offset)
-                connection.send(Written(message.chunk))
+        with ThreadPoolExecutor(1, "writer") as writer:
+            while True:
+                while connection.poll(0 if chunks or writing else None):
+                    message = connection.recv()
+                    if isinstance(message, Chunk):
+                        chunks.append(message)
+                    else:
+                        writing.append(writer.submit(_write, tokenized.pop(message.chunk), message, outputs))
+                if chunks:
+                    chunk = chunks.popleft()
+                    tokenized[chunk.number] = done = tokenize_block(read_chunk(chunk, files[chunk.file]), recipe)
+                    connection.send(_tally(chunk.number, done))
+                    if _memory_bytes() - start_bytes > max_growth_bytes:
+                        recipe.encoder.renew()
+                        start_bytes = _memory_bytes()
+                while writing and (writing[0].done() or not chunks):
+                    connection.send(writing.popleft().result())
     except (EOFError, ConnectionError):
         return  # the leader is gone, or has what it needs
     except InputError as error:
         connection.send(Failure(error, ""))
     except Exception:  # noqa: BLE001 - it is reported by the leader, with its traceback
         connection.send(Failure(None, traceback.format_exc()))
+
+
+def _write(chunk: TokenizedChunk, place: Place, outputs: Sequence[Sequence[PlacedFile]]) -> Written:
+    for stream, index, offsets in zip(chunk.streams, place.streams, place.offsets):
+        for output, part, offset in zip(outputs[index], _parts(stream), offsets):
+            output.write(part, offset)
+    return Written(place.chunk)
 
 
 def _parts(stream: Stream) -> tuple[memoryview, memoryview, memoryview]:
@@ -125,12 +147,6 @@ def _tally(number: int, chunk: TokenizedChunk) -> Tally:
         sizes = (len(tokens), len(lengths), len(counts))
         streams.append(StreamTally(sizes, checksum_blocks(tokens), zlib.crc32(lengths), zlib.crc32(counts)))
     return Tally(number, streams, chunk.num_lines, chunk.num_documents, chunk.problems)
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
 
 
 def _memory_bytes() -> int:
