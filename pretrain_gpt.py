@@ -71,18 +71,17 @@ def forward_step(batch: Batch, model: GPTModel, hidden: torch.Tensor | None) -> 
     whole micro-batch's tokens, whatever its own mask drops: gradients are averaged over these ranks, and their average
     is then that of the mean loss of the whole micro-batch. The shares add up to the count.
     """
-    from megatron.core.context_parallel.partition import cut_sequence
     from megatron.core.pipeline_parallel.executor import MicrobatchLoss
 
-    tokens, position_ids, labels, own_mask = (
-        cut_sequence(whole, model.cp, dim=1)
-        for whole in (batch.tokens, batch.position_ids, batch.labels, batch.loss_mask)
+    output: torch.Tensor = model(
+        batch.tokens, batch.position_ids, labels=batch.labels, document_ids=batch.document_ids, hidden=hidden
     )
-    output: torch.Tensor = model(tokens, position_ids, labels=labels, document_ids=batch.document_ids, hidden=hidden)
     if not model.post_process:
         return output
-    num_tokens = batch.loss_mask.sum().to(output.dtype) / model.cp.size
-    return MicrobatchLoss(loss_sum=(output * own_mask.to(output.dtype)).sum(), num_tokens=num_tokens)
+    assert batch.loss_mask is not None, "the last stage is given what the loss needs"
+    assert batch.num_tokens is not None, "the last stage is given what the loss needs"
+    num_tokens = batch.num_tokens.to(output.dtype) / model.cp.size
+    return MicrobatchLoss(loss_sum=(output * batch.loss_mask.to(output.dtype)).sum(), num_tokens=num_tokens)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -88,7 +88,7 @@ def run(workload: Workload, num_warmup: int, num_steps: int, output: Path) -> No
     import torch
 
     from megatron.core.timers import Timers
-    from megatron.training.data_setup import BatchSource
+    from megatron.training.batch_source import BatchSource
     from megatron.training.model_setup import build_training_parts
     from megatron.training.train_state import TrainState
     from megatron.training.training_step import TrainingStep

@@ -84,6 +84,10 @@ class Device:
         else:
             torch.set_rng_state(state)
 
+    def empty_host_memory(self, num_bytes: int) -> torch.Tensor:
+        """Return bytes of the machine's memory from which a copy to the device need not be waited for."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
+
     def memory_use(self) -> MemoryUse:
         """Return the memory in use by this process."""
         if self.is_cuda:

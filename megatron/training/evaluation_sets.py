@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.external_samples import ExternalSamples
 from megatron.core.datasets.gpt_dataset import SampleDataset
+from megatron.training.batch_source import BatchSource
 from megatron.training.config.data_lists import extra_validation_sets
 from megatron.training.config.run_config import RunConfig
-from megatron.training.data_setup import BatchSource
 from megatron.training.train_state import TrainState
 
 SourceMaker = Callable[[SampleDataset | ExternalSamples, int, int | None], BatchSource]

@@ -16,12 +16,13 @@ from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.training.batch_source import BatchSource
 from megatron.training.checkpoint_saver import open_saver
 from megatron.training.config.argument_block import format_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.console import print_line
 from megatron.training.data_plan import DatasetsProvider, sample_targets
-from megatron.training.data_setup import BatchSource, build_datasets, sample_order
+from megatron.training.data_setup import build_datasets, sample_order
 from megatron.training.evaluation_sets import plan_evaluation
 from megatron.training.initialize import (
     LaunchEnvironment,

@@ -12,9 +12,9 @@ from megatron.core.distributed.replica_check import check_replicas_equal
 from megatron.core.errors import TrainingError
 from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
 from megatron.core.timers import Timers
+from megatron.training.batch_source import BatchSource
 from megatron.training.config.run_config import RunConfig
 from megatron.training.console import print_line
-from megatron.training.data_setup import BatchSource
 from megatron.training.evaluation import evaluate
 from megatron.training.evaluation_sets import EvaluationSet, EvaluationSets
 from megatron.training.initialize import Runtime

@@ -131,12 +131,31 @@ def step_traffic(config: RunConfig, rank: int) -> Traffic:
     place = _Place(config, rank)
     total = _Sum(place.sizes())
     chunks = config.stage_layout.chunks(place.stage)
+    _add_samples(total, place, chunks)
     for index, chunk in enumerate(chunks):
         _add_microbatch(total, place, chunk)
         _add_sends(total, place, index, len(chunks))
     _add_gradients(total, place, chunks)
     _add_scalars(total, place)
     return total.traffic
+
+
+def _add_samples(total: _Sum, place: _Place, chunks: tuple[StageContents, ...]) -> None:
+    """Add what the first tensor-parallel rank sends the others of the samples that it reads, once a micro-batch."""
+    model, data = place.config.model, place.config.data
+    has_embedding = any(chunk.has_embedding for chunk in chunks)
+    has_loss = any(chunk.has_loss for chunk in chunks)
+    token = 2 if model.vocab_size <= 1 << 16 else 4
+    position = 2 if data.seq_length <= 1 << 16 else 4
+    num_bytes = place.tokens * token * has_embedding
+    # Labels, one byte a token that says whether it counts, and how many of the whole micro-batch do.
+    num_bytes += (place.tokens * (token + 1) + 8) * has_loss
+    is_rotary = model.position_embedding_type == "rope"
+    if data.reset_position_ids and (is_rotary or (model.position_embedding_type != "none" and has_embedding)):
+        num_bytes += place.tokens * position
+    if data.reset_attention_mask and any(chunk.layer_numbers for chunk in chunks):
+        num_bytes += place.tokens * place.cp * position  # of the whole sequences
+    total.add("broadcast", TP, num_bytes, place.num_microbatches * (num_bytes > 0))
 
 
 def _add_microbatch(total: _Sum, place: _Place, chunk: StageContents) -> None:

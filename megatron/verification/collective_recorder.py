@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ def record_step(
         parts = build_training_parts(config, runtime, model_provider, log=lambda line: None)
         step = TrainingStep(config, runtime, parts, forward_step, Timers())
         recorder.calls.clear()
-        step.run(TrainState(), make_source(config, runtime, data), config.training.global_batch_size, None)
+        with closing(make_source(config, runtime, data)) as source:
+            step.run(TrainState(), source, config.training.global_batch_size, None)
         for chunk in parts.models:
             chunk.finish_param_gather()
     return recorder.traffic()

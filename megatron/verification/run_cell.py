@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.arguments import resolve_arguments
+from megatron.training.batch_source import BatchSource
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data_plan import dataset_config
 from megatron.training.initialize import Runtime
@@ -21,7 +23,7 @@ from megatron.training.model_setup import ModelProvider, TrainingParts, build_tr
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import ForwardStep, TrainingStep
 from megatron.verification.fragments import Fragment, fragments_of
-from megatron.verification.synthetic_samples import SyntheticSource
+from megatron.verification.synthetic_samples import SyntheticDataset
 
 NUM_STEPS = 3
 
@@ -63,11 +65,12 @@ def run_cell(
     step = TrainingStep(config, runtime, parts, forward_step, Timers(), copy_first_gradients)
     source = make_source(config, runtime, data)
     train_state = TrainState()
-    for _ in range(NUM_STEPS):
-        report, _ = step.run(train_state, source, config.training.global_batch_size, None)
-        assert report.grad_norm is not None
-        result.losses.append(report.lm_loss)
-        result.grad_norms.append(report.grad_norm)
+    with contextlib.closing(source):
+        for _ in range(NUM_STEPS):
+            report, _ = step.run(train_state, source, config.training.global_batch_size, None)
+            assert report.grad_norm is not None
+            result.losses.append(report.lm_loss)
+            result.grad_norms.append(report.grad_norm)
     for chunk in parts.models:
         chunk.finish_param_gather()
         for parameter in chunk.parameters():
@@ -120,9 +123,8 @@ def make_runtime(config: RunConfig, observer: Observer | None = None) -> Runtime
     return Runtime(device, state, rng)
 
 
-def make_source(config: RunConfig, runtime: Runtime, data: str) -> SyntheticSource:
-    """Return this rank's samples of a kind of ``cells.DATA``."""
+def make_source(config: RunConfig, runtime: Runtime, data: str) -> BatchSource:
+    """Return this rank's samples of a kind of ``cells.DATA``, read and sent as those of a training are."""
     tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
-    return SyntheticSource(
-        dataset_config(config, tokenizer), data == "uneven", config.training.micro_batch_size, runtime.state.dp
-    )
+    dataset = SyntheticDataset(dataset_config(config, tokenizer), data == "uneven")
+    return BatchSource(dataset, config, runtime, tokenizer.vocab_size, 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.toy_run import leftovers, newest, toy_args
+from tests.e2e.toy_run import DATA, leftovers, newest, toy_args
 from tests.harness.faults import Faults
 from tests.harness.training_run import LAUNCHER_VARIABLES, REPOSITORY, launch_prefix, run_training
 
@@ -124,6 +124,24 @@ def test_a_rank_that_is_alone_with_its_reason_says_it(launch, tmp_path: Path) ->
     output, _, _ = run.output.read_text().partition("torch/distributed/elastic")
     assert output.count("error: rank 1: a file is gone in micro-batch 5; put it back\n") == 1
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("flags", ["", pytest.param("--num-workers 0", marks=pytest.mark.long)])
+def test_a_sample_that_cannot_be_read_ends_the_run_by_its_name(flags: str, launch, tmp_path: Path) -> None:
+    # The second rank waits for what the first one reads.
+    run = launch(toy_args(tmp_path, "--tensor-model-parallel-size 2", flags), Faults(unreadable_sample=9))
+    reason = f"error: sample 9 from {DATA}: [Errno 5] Input/output error\n"
+    run.wait_for(reason)
+    seen = time.monotonic()
+    while run.ranks():
+        assert time.monotonic() < seen + RANKS_MUST_BE_GONE_S
+        time.sleep(0.05)
+    assert run.wait() == 1
+    output, _, _ = run.output.read_text().partition("torch/distributed/elastic")
+    assert output.count(reason) == 1
+    assert "Traceback" not in output
+    assert "iteration        2/" in output
+    assert "iteration        3/" not in output
 
 
 @pytest.mark.parametrize(

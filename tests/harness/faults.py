@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import errno
 import json
 import os
 import resource
@@ -19,12 +20,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
 import pretrain_gpt
 from megatron.core.datasets.batch import Batch
+from megatron.core.datasets.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.gpt_dataset import GPTSample, SampleDataset
 from megatron.core.errors import DataError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.executor import MicrobatchLoss
@@ -33,6 +37,7 @@ from megatron.core.sharding import spec_of
 from megatron.training import signals
 from megatron.training.arguments import parse_arguments_or_exit
 from megatron.training.config.run_config import RunConfig
+from megatron.training.data_plan import DatasetSplitsBuilder
 from megatron.training.initialize import Runtime
 from megatron.training.preflight import prepare_data_or_exit
 from megatron.training.pretrain import pretrain
@@ -56,7 +61,8 @@ class Faults:
     first micro-batch on; only ``kill_rank`` where it is given) and ``kill_at_checkpoint`` (an iteration in the tracker
     file ``tracker``) kill every rank without a warning.
     ``no_room`` gives two micro-batches: from the one to before the other no file of ``rank`` can become large.
-    ``drop_share`` masks out a share of the tokens that differs from sample to sample.
+    ``drop_share`` masks out a share of the tokens that differs from sample to sample. The disk fails where
+    ``unreadable_sample`` of the training data lies.
     """
 
     weights: str | None = None
@@ -77,6 +83,7 @@ class Faults:
     tracker: str = ""
     no_room: tuple[int, int] | None = None
     drop_share: float = 0.0
+    unreadable_sample: int | None = None
 
     def environment(self) -> dict[str, str]:
         """Return what hands these faults to the script."""
@@ -96,8 +103,43 @@ def run_with_faults(argv: Sequence[str], faults: Faults) -> int:
             _fill(model, faults.weights)
         return model
 
+    def provide_datasets(*args: Any) -> DatasetSplitsBuilder:
+        builder = pretrain_gpt.provide_datasets(*args)
+        return builder if faults.unreadable_sample is None else _FaultyData(builder, faults.unreadable_sample)
+
     forward_step = _FaultyForwardStep(faults, launch.rank)
-    return pretrain(config, launch, tokenizer, provide_model, pretrain_gpt.provide_datasets, forward_step)
+    return pretrain(config, launch, tokenizer, provide_model, provide_datasets, forward_step)
+
+
+class _FaultyData:
+    """Build data sets of which one training sample cannot be read."""
+
+    def __init__(self, builder: DatasetSplitsBuilder, unreadable_sample: int) -> None:
+        self.check = builder.check
+        self._build = builder.build
+        self._unreadable_sample = unreadable_sample
+
+    def build(self) -> DatasetSplits:
+        splits = self._build()
+        assert splits.train is not None
+        return dataclasses.replace(splits, train=_FailingDisk(splits.train, self._unreadable_sample))
+
+
+class _FailingDisk:
+    """Give the samples of a data set but for one."""
+
+    def __init__(self, dataset: SampleDataset, unreadable_sample: int) -> None:
+        self._dataset = dataset
+        self._unreadable_sample = unreadable_sample
+        self.source_of = dataset.source_of
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> GPTSample:
+        if index == self._unreadable_sample:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return self._dataset[index]
 
 
 class _FaultyForwardStep:
@@ -112,7 +154,8 @@ class _FaultyForwardStep:
     def __call__(self, batch: Batch, model: GPTModel, hidden: torch.Tensor | None) -> torch.Tensor | MicrobatchLoss:
         faults = self.faults
         if faults.drop_share:
-            batch = dataclasses.replace(batch, loss_mask=_uneven_mask(batch, faults.drop_share))
+            mask = _uneven_mask(batch, faults.drop_share)
+            batch = dataclasses.replace(batch, loss_mask=mask, num_tokens=mask.sum())
         if not model.training:
             return pretrain_gpt.forward_step(batch, model, hidden)
         self.microbatch += 1
@@ -171,8 +214,9 @@ def _parameter_named(model: GPTModel, name: str) -> torch.nn.Parameter:
 
 def _uneven_mask(batch: Batch, share: float) -> torch.Tensor:
     """Drop tokens by their content, so that every layout drops the same ones; few in some samples, many in others."""
+    assert batch.tokens is not None, "without a pipeline every rank has the tokens"
     first = batch.tokens[:, :1]
-    return ((batch.tokens * 7 + first) % 97 >= 97 * share * (first % 5) / 4).to(batch.loss_mask.dtype)
+    return ((batch.tokens * 7 + first) % 97 >= 97 * share * (first % 5) / 4).to(torch.float32)
 
 
 def _fill(model: GPTModel, path: str) -> None:

@@ -1,111 +1,182 @@
-"""Put samples together to the tensors of a micro-batch."""
+"""What a rank is given of a micro-batch, and how that lies in one stretch of memory until it is on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.core.datasets.data_samplers import PADDING_ID
-from megatron.core.datasets.gpt_dataset import GPTSample, SampleDataset, token_range_error
+from megatron.core.datasets.gpt_dataset import GPTSample
+from megatron.core.errors import DataError
+
+_TORCH_DTYPES = {np.dtype(np.uint8): torch.uint8, np.dtype(np.uint16): torch.uint16, np.dtype(np.int32): torch.int32}
+_NUM_TOKENS_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The tensors of one micro-batch, all ``[b, s]``.
+    """Hold a rank's part of a micro-batch; None is what its pipeline stage has no use for.
+
+    ``s/cp`` are the positions of each sequence that the rank holds under context parallelism, all without it.
 
     Attributes:
-        tokens: int64, the input.
-        labels: int64, the token that follows each.
-        loss_mask: float32, 0 where a position does not count.
-        position_ids: int64.
-        document_ids: int64, or None where a sample is attended to as a whole. Positions with different ids must not
-            attend to each other.
+        tokens: int64 ``[b, s/cp]``, the input.
+        labels: int64 ``[b, s/cp]``, the token that follows each.
+        loss_mask: float32 ``[b, s/cp]``, 0 where a position does not count and 1 where it does.
+        position_ids: int64 ``[b, s/cp]``.
+        document_ids: int64 ``[b, s]`` of the whole sequences, or None where a sample is attended to as a whole.
+            Positions with different ids must not attend to each other.
+        num_tokens: int64 ``[]``, how many positions of the whole micro-batch count, on all context-parallel ranks.
     """
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    position_ids: torch.Tensor
+    tokens: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+    loss_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """Return the batch on another device."""
-
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device, non_blocking=non_blocking)
-
-        return Batch(
-            tokens=move(self.tokens),
-            labels=move(self.labels),
-            loss_mask=move(self.loss_mask),
-            position_ids=move(self.position_ids),
-            document_ids=None if self.document_ids is None else move(self.document_ids),
-        )
-
-
-def collate(samples: Sequence[GPTSample]) -> Batch:
-    """Stack samples to a batch.
-
-    Shapes: b samples of ``[s]`` -> ``[b, s]``.
-    """
-    with_documents = "document_ids" in samples[0]
-    return Batch(
-        tokens=_stack([sample["tokens"] for sample in samples]),
-        labels=_stack([sample["labels"] for sample in samples]),
-        loss_mask=_stack([sample["loss_mask"] for sample in samples]),
-        position_ids=_stack([sample["position_ids"] for sample in samples]),
-        document_ids=_stack([sample["document_ids"] for sample in samples]) if with_documents else None,
-    )
-
-
-def _stack(arrays: Sequence[NDArray[np.int64]] | Sequence[NDArray[np.float32]]) -> torch.Tensor:
-    return torch.from_numpy(np.stack(arrays))
+    num_tokens: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
-class MicroBatchReader:
-    """Map the sample ids of a micro-batch to its batch, and check the token ids on the way.
+class BatchContents:
+    """Say what a rank needs of the samples; the loss mask and the number of tokens come with the labels.
 
-    `PADDING_ID` gives a sample whose loss mask is 0.
-
-    It has the shape of a map-style data set whose keys are lists, so that a ``torch.utils.data.DataLoader`` can run it
-    in workers: ``DataLoader(reader, batch_size=None, sampler=MicroBatchSampler(…), collate_fn=keep)``, where ``keep``
-    returns its argument.
-
-    Raises:
-        DataError: a token id is not in the vocabulary.
+    Without ``position_ids`` the positions are 0, 1, …, which need not be read.
     """
 
-    dataset: SampleDataset
-    vocab_size: int | None
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, sample_ids: Sequence[int]) -> Batch:
-        samples = [self.dataset[sample_id] if sample_id != PADDING_ID else self._padding() for sample_id in sample_ids]
-        if self.vocab_size is not None:
-            for sample_id, sample in zip(sample_ids, samples, strict=True):
-                self._check_vocabulary(max(sample_id, 0), sample, self.vocab_size)
-        return collate(samples)
-
-    def _padding(self) -> GPTSample:
-        sample = self.dataset[0]
-        sample["loss_mask"] = np.zeros_like(sample["loss_mask"])
-        return sample
-
-    def _check_vocabulary(self, sample_id: int, sample: GPTSample, vocab_size: int) -> None:
-        # Labels are the tokens one further on: the first token and the labels are the whole sample.
-        first, labels = int(sample["tokens"][0]), sample["labels"]
-        smallest, largest = min(first, int(labels.min())), max(first, int(labels.max()))
-        if smallest < 0 or largest >= vocab_size:
-            raise token_range_error(self.dataset.source_of(sample_id), smallest, largest, vocab_size)
+    tokens: bool = True
+    labels: bool = True
+    position_ids: bool = False
+    document_ids: bool = False
 
 
-def keep(batch: Batch) -> Batch:
-    """Return the batch as it is: the ``collate_fn`` of a `DataLoader` over a `MicroBatchReader`."""
-    return batch
+@dataclass(frozen=True)
+class _Field:
+    """Place an array in the memory."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, int]
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.dtype.itemsize * self.shape[0] * self.shape[1]
+
+
+class BatchLayout:
+    """Lay the part of a micro-batch that a rank needs out in ``num_bytes`` bytes, so that one transfer moves it.
+
+    Integers are of the smallest type that holds them (``vocab_size`` bounds the tokens; None does not), the mask is one
+    byte a position. ``parts`` are the stretches of a sequence that the rank holds, in its order; None is all of it.
+    """
+
+    def __init__(
+        self,
+        contents: BatchContents,
+        micro_batch_size: int,
+        sequence_length: int,
+        vocab_size: int | None,
+        parts: Sequence[slice] | None = None,
+    ) -> None:
+        self.contents = contents
+        self.sequence_length = sequence_length
+        self._parts = (slice(0, sequence_length),) if parts is None else tuple(parts)
+        self.num_positions = sum(part.stop - part.start for part in self._parts)
+        token, place = _smallest_dtype(vocab_size), _smallest_dtype(sequence_length)
+        wanted = (
+            ("tokens", contents.tokens, token, self.num_positions),
+            ("labels", contents.labels, token, self.num_positions),
+            ("position_ids", contents.position_ids, place, self.num_positions),
+            ("document_ids", contents.document_ids, place, sequence_length),
+            ("loss_mask", contents.labels, np.dtype(np.uint8), self.num_positions),
+        )
+        fields = []
+        end = _NUM_TOKENS_BYTES if contents.labels else 0
+        # The widest type first: every field then begins at a multiple of its own.
+        for name, _, dtype, length in sorted((w for w in wanted if w[1]), key=lambda w: -w[2].itemsize):
+            fields.append(_Field(name, dtype, (micro_batch_size, length), end))
+            end = fields[-1].end
+        self._fields = tuple(fields)
+        self.num_bytes = end
+
+    def writer(self, memory: NDArray[np.uint8]) -> BatchWriter:
+        """Return what writes the samples of a micro-batch to ``num_bytes`` of memory."""
+        arrays = {
+            field.name: memory[field.offset : field.end].view(field.dtype).reshape(field.shape)
+            for field in self._fields
+        }
+        count = memory[:_NUM_TOKENS_BYTES].view(np.int64) if self.contents.labels else np.zeros(1, np.int64)
+        return BatchWriter(arrays, count, self._parts, self.sequence_length)
+
+    def unpack(self, memory: torch.Tensor, position_ids: torch.Tensor | None = None) -> Batch:
+        """Return what was packed, wide again; ``position_ids`` stand in where none were."""
+        tensors: dict[str, torch.Tensor] = {}
+        for field in self._fields:
+            small = memory[field.offset : field.end].view(_TORCH_DTYPES[field.dtype]).view(field.shape)
+            tensors[field.name] = small.to(torch.float32 if field.name == "loss_mask" else torch.int64)
+        if self.contents.labels:
+            tensors["num_tokens"] = memory[:_NUM_TOKENS_BYTES].view(torch.int64)[0]
+        if position_ids is not None:
+            tensors.setdefault("position_ids", position_ids)
+        return Batch(**tensors)
+
+
+class BatchWriter:
+    """Write samples to the rows of a micro-batch; see `BatchLayout.writer`."""
+
+    def __init__(
+        self, arrays: dict[str, NDArray[Any]], num_tokens: NDArray[np.int64], parts: Sequence[slice], length: int
+    ) -> None:
+        self._arrays = arrays
+        self._num_tokens = num_tokens
+        self._num_tokens[0] = 0
+        self._parts = parts
+        self._length = length
+
+    def write(self, row: int, sample: GPTSample) -> None:
+        """Write a sample to a row that was not written before.
+
+        Raises:
+            DataError: the loss mask has other values than 0 and 1, or a position or document is out of range.
+        """
+        for name, row_of in self._arrays.items():
+            if name == "loss_mask":
+                counts = self._mask(sample["loss_mask"])
+                self._num_tokens[0] += np.count_nonzero(counts)
+                self._cut(counts, row_of[row])
+            elif name == "document_ids":
+                row_of[row] = self._in_range(sample["document_ids"], "document")
+            elif name == "position_ids":
+                self._cut(self._in_range(sample["position_ids"], "position"), row_of[row])
+            else:
+                self._cut(sample["tokens"] if name == "tokens" else sample["labels"], row_of[row])
+
+    def _cut(self, whole: NDArray[Any], out: NDArray[Any]) -> None:
+        start = 0
+        for part in self._parts:
+            length = part.stop - part.start
+            out[start : start + length] = whole[part]
+            start += length
+
+    def _mask(self, mask: NDArray[np.float32]) -> NDArray[np.bool_]:
+        counts: NDArray[np.bool_] = mask != 0
+        if not np.array_equal(mask, counts):
+            raise DataError("the loss mask has other values than 0 and 1")
+        return counts
+
+    def _in_range(self, values: NDArray[np.int64], what: str) -> NDArray[np.int64]:
+        smallest, largest = int(values.min()), int(values.max())
+        if not 0 <= smallest <= largest < self._length:
+            wrong = smallest if smallest < 0 else largest
+            raise DataError(f"{what} {wrong} is out of range in a sequence of {self._length}")
+        return values
+
+
+def _smallest_dtype(count: int | None) -> np.dtype[Any]:
+    """Return the type for numbers below ``count``."""
+    return np.dtype(np.uint16 if count is not None and count <= 1 << 16 else np.int32)

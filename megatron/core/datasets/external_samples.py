@@ -13,7 +13,8 @@ class ExternalSamples(Protocol):
     """Give micro-batches in an order of the caller's own.
 
     A run that is to go on as if it had not been stopped, at any layout, needs an order that is a function of
-    ``consumed_samples``, of which each data-parallel rank takes its share.
+    ``consumed_samples``, of which each data-parallel rank takes its share. The first rank of each tensor-parallel group
+    reads, where its pipeline stage needs samples. Loss masks hold 0 and 1 only.
     """
 
     def read_microbatches(

@@ -34,7 +34,7 @@ class DataConfig:
     mmap_bin_files: bool = flag(True, negative="--no-mmap-bin-files")
     """Read the token files with ordinary reads in place of a memory map."""
     num_workers: int = 2
-    """Any number above 0: one thread on each rank reads micro-batches ahead; 0: nothing is read ahead."""
+    """Number of threads that read micro-batches ahead, on the first rank of each tensor-parallel group; 0: none."""
     dataloader_type: str = flag("single", choices=("single", "cyclic", "external"))
     """Order of samples: as the data set has them (single), a fresh permutation an epoch (cyclic), or
     the caller's."""

@@ -85,9 +85,45 @@ def test_tensor_parallelism_by_hand() -> None:
     loss = Volume(1, tokens * 4) + Volume(1, 2 * tokens * 4)
     assert step_traffic(config, 0) == {
         ("all_reduce", ("tp",)): (Volume(1, a) * (4 * 4 + 2) + loss) * 8,
+        ("broadcast", ("tp",)): Volume(1, tokens * (2 + 2 + 1) + 8) * 8,
         ("all_reduce", ("pp", "tp")): Volume(1, 8),
         ("all_reduce", ("pp", "dp", "cp", "tp")): Volume(1, 32),
     }
+
+
+def samples_sent(*flags: str, world_size: int, stages: int) -> list[Volume]:
+    """Return what the ranks of each stage broadcast of the samples."""
+    config = config_of(*flags, "--tensor-model-parallel-size", "2", world_size=world_size)
+    per_stage = world_size // stages
+    traffics = [step_traffic(config, stage * per_stage) for stage in range(stages)]
+    return [traffic.get(("broadcast", ("tp",)), Volume(0, 0)) for traffic in traffics]
+
+
+def test_samples_go_to_the_stages_that_use_them_by_hand() -> None:
+    pipeline = ("--pipeline-model-parallel-size", "4", "--global-batch-size", "6")
+    tokens, none = 16, Volume(0, 0)
+    first, last = Volume(6, 6 * 2 * tokens), Volume(6, 6 * (3 * tokens + 8))
+    assert samples_sent(*pipeline, world_size=8, stages=4) == [first, none, none, last]
+    # Documents are of whole sequences, and every layer attends inside them; learned positions are looked up first.
+    packed = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
+    documents = Volume(0, 6 * 2 * tokens)
+    middle = Volume(6, 0) + documents
+    positions = Volume(0, 6 * 2 * tokens)
+    expected = [first + documents + positions, middle, middle, last + documents]
+    assert samples_sent(*pipeline, *packed, world_size=8, stages=4) == expected
+    halved = [Volume(6, 6 * (2 * 8 + 2 * 16 + 2 * 8)), middle, middle, Volume(6, 6 * (3 * 8 + 8 + 2 * 16))]
+    context = ("--context-parallel-size", "2")
+    assert samples_sent(*pipeline, *packed, *context, world_size=16, stages=4) == halved
+    rotary = ("--position-embedding-type", "rope")
+    expected = [first + documents + positions, *[middle + positions] * 2, last + documents + positions]
+    assert samples_sent(*pipeline, *packed, *rotary, world_size=8, stages=4) == expected
+    assert samples_sent(*pipeline, *rotary, world_size=8, stages=4) == [first, none, none, last]
+
+
+def test_larger_vocabularies_take_four_bytes_a_token() -> None:
+    for vocab_size, size in ((65535, 2), (65536, 4)):  # and the end-of-document token
+        (volume,) = samples_sent("--vocab-size", str(vocab_size), world_size=2, stages=1)
+        assert volume == Volume(8, 8 * (16 * (2 * size + 1) + 8))
 
 
 def test_sequence_parallelism_sends_the_same_bytes_as_tensor_parallelism_but_for_one_gather_a_linear_map() -> None:

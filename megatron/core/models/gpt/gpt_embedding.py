@@ -64,10 +64,11 @@ class GPTEmbedding(nn.Module):
             self.position_embeddings = PositionEmbedding(config, tp, device)
         self.dropout = HiddenDropout(config.hidden_dropout, config.sequence_parallel, rng)
 
-    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Return the first hidden states."""
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+        """Return the first hidden states; positions are for those that are learned."""
         hidden = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
+            assert position_ids is not None, "learned positions are looked up"
             hidden = hidden + self.position_embeddings(position_ids)
         output: torch.Tensor = self.dropout(hidden)
         return output

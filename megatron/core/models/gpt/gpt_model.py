@@ -91,8 +91,8 @@ class GPTModel(nn.Module):
 
     def forward(
         self,
-        tokens: torch.Tensor,
-        position_ids: torch.Tensor,
+        tokens: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
         *,
         labels: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
@@ -109,11 +109,15 @@ class GPTModel(nn.Module):
         ``hidden`` is the previous stage's output. ``last_position_only`` computes the logits of the last position
         alone (``s`` is then 1 in their shape): generation needs no others.
 
+        ``tokens`` are for the chunk with the embedding, ``labels`` for the one with the output layer, ``position_ids``
+        for the embedding and, where they are rotary, for all.
+
         Shapes: ``tokens, position_ids, labels, document_ids: [b, s]``; ``attention_mask: [b, 1, s, all]`` of bool; loss
         ``-> [b, s]`` float32; logits ``-> [s, b, v/tp]``; hidden states ``-> [s, b, h]`` (``[s/tp, b, h]`` under
         sequence parallelism).
         """
         if self.embedding is not None:
+            assert tokens is not None, "the first stage is given tokens"
             hidden = self.embedding(tokens, position_ids)
         assert hidden is not None, "a later stage is given the previous stage's output"
         mask = document_mask(document_ids) if document_ids is not None and self.cp.size == 1 else document_ids
@@ -132,8 +136,11 @@ class GPTModel(nn.Module):
             return logits
         return vocab_parallel_cross_entropy(logits, labels.t(), self.config.vocab_size, self.tp).t()
 
-    def _angles(self, position_ids: torch.Tensor, dtype: torch.dtype) -> RotaryAngles | None:
-        return None if self.rotary is None else self.rotary.angles(position_ids, dtype)
+    def _angles(self, position_ids: torch.Tensor | None, dtype: torch.dtype) -> RotaryAngles | None:
+        if self.rotary is None:
+            return None
+        assert position_ids is not None, "rotary positions are needed on every stage"
+        return self.rotary.angles(position_ids, dtype)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.output_layer is not None:

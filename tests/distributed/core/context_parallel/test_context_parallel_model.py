@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.context_parallel.partition import positions_of
+from megatron.core.context_parallel.partition import cut_sequence, positions_of
 from megatron.core.datasets.batch import Batch
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
+from megatron.core.process_group import Group, single_rank_group
 from pretrain_gpt import forward_step
 from tests.harness.closeness import GRADIENT_FLOOR, assert_gradients_close, relative_difference
 from tests.harness.distributed import run_distributed
@@ -85,7 +86,8 @@ class StepResult:
     gradients: list[Fragment]
 
 
-def case_batch(case: Case) -> Batch:
+def case_batch(case: Case, cp: Group) -> Batch:
+    """Return a rank's part of the case's micro-batch."""
     tokens, labels, positions, mask = make_batch(LENGTH, BATCH, 53)
     document_ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     positions = positions.clone()
@@ -102,8 +104,9 @@ def case_batch(case: Case) -> Batch:
         mask = torch.zeros_like(mask)
         mask[1, 17] = 1.0
     if not case.packed:
-        return Batch(tokens, labels, mask, torch.arange(LENGTH).expand(BATCH, LENGTH))
-    return Batch(tokens, labels, mask, positions, document_ids)
+        positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
+    cut = (cut_sequence(whole, cp, dim=1) for whole in (tokens, labels, mask, positions))
+    return Batch(*cut, document_ids if case.packed else None, mask.sum().long())
 
 
 def run_step(case: Case, state: ParallelState, exchange: tuple[str, ...]) -> StepResult:
@@ -117,7 +120,7 @@ def run_step(case: Case, state: ParallelState, exchange: tuple[str, ...]) -> Ste
         **case.settings,
     )
     load_global_weights(model)
-    loss = forward_step(case_batch(case), model, None)
+    loss = forward_step(case_batch(case, state.cp), model, None)
     (loss.loss_sum / loss.num_tokens).backward()
     gradients = summed_gradients(model, state.tp)
     for _, gradient in gradients:
@@ -164,7 +167,8 @@ def test_every_case_has_losses_of_its_own() -> None:
 
 def mask_per_rank(case: Case) -> list[float]:
     """Return how many counting tokens each of two ranks holds."""
-    mask = case_batch(case).loss_mask
+    mask = case_batch(case, single_rank_group(("cp",))).loss_mask
+    assert mask is not None
     return [float(mask[:, positions_of(rank, 2, LENGTH)].sum()) for rank in range(2)]
 
 
@@ -179,7 +183,7 @@ def rounded_step(dtype: str, state: ParallelState, exchange: str) -> dict[str, n
     """Return the loss sum and the gradients of the whole model in a low precision, reduced in float32."""
     model = make_model(state.tp, cp=state.cp, params_dtype=dtype, cp_comm_type=(exchange,), **QWEN)
     load_global_weights(model)
-    loss = forward_step(case_batch(ROUNDED), model, None)
+    loss = forward_step(case_batch(ROUNDED, state.cp), model, None)
     (loss.loss_sum / loss.num_tokens).backward()
     tensors = {spec.name: gradient.float() for spec, gradient in summed_gradients(model, state.tp)}
     tensors["loss sum"] = loss.loss_sum.detach().float() * state.cp.size

@@ -1,112 +1,131 @@
-"""Micro-batches: shapes, types, and the check of token ids."""
+"""Micro-batches in memory: what is laid out, in which types, and what comes out again."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from megatron.core.datasets.batch import Batch, MicroBatchReader, collate, keep
-from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
-from megatron.core.datasets.data_samplers import MicroBatchSampler, SampleOrder
-from megatron.core.datasets.gpt_dataset import SampleDataset
-from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.batch import Batch, BatchContents, BatchLayout
+from megatron.core.datasets.gpt_dataset import GPTSample
+from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.datasets.mock_gpt_dataset import MockGPTDataset
 from megatron.core.errors import DataError
 
-
-def mock_dataset(**options: object) -> MockGPTDataset:
-    values = {"sequence_length": 24, "mock": True, "vocab_size": 61, "eod_token_id": 60} | options
-    return MockGPTDataset(40, "train", GPTDatasetConfig(**values))  # type: ignore[arg-type]
-
-
-def text_dataset(tmp_path: Path) -> SampleDataset:
-    prefixes = []
-    for name, first in (("low", 1), ("high", 500)):
-        with IndexedDatasetBuilder(tmp_path / name, np.uint16) as builder:
-            builder.add_document(np.arange(first, first + 200))
-            builder.finalize()
-        prefixes.append(str(tmp_path / name))
-    config = GPTDatasetConfig(sequence_length=16, blend=Blend(tuple(prefixes), (1.0, 1.0)), split="1")
-    train = BlendedDatasetBuilder(config, (20, 0, 0), lambda line: None).build().train
-    assert train is not None
-    return train
+LENGTH, ROWS = 24, 3
+RESETS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+EVERYTHING = BatchContents(position_ids=True, document_ids=True)
 
 
-def test_collated_tensors() -> None:
-    dataset = mock_dataset()
-    samples = [dataset[i] for i in (3, 1, 2)]
-    batch = collate(samples)
-    for name in ("tokens", "labels", "position_ids"):
-        tensor = getattr(batch, name)
-        assert (tensor.dtype, tensor.shape) == (torch.int64, (3, 24))
-        assert tensor.tolist() == [sample[name].tolist() for sample in samples]  # type: ignore[literal-required]
-    assert (batch.loss_mask.dtype, batch.loss_mask.shape) == (torch.float32, (3, 24))
-    assert batch.document_ids is None
-    batch.loss_mask[0, 0] = 0.5  # a batch is its own memory, not the arrays that samples share
-    assert dataset[3]["loss_mask"][0] == 1.0
+def make_samples(**options: object) -> list[GPTSample]:
+    values = {"sequence_length": LENGTH, "mock": True, "vocab_size": 61, "eod_token_id": 60} | options
+    dataset = MockGPTDataset(40, "train", GPTDatasetConfig(**values))  # type: ignore[arg-type]
+    return [dataset[index] for index in (3, 1, 2)]
 
 
-def test_document_ids_follow_the_reset_of_the_mask() -> None:
-    dataset = mock_dataset(reset_attention_mask=True)
-    batch = collate([dataset[i] for i in range(5)])
-    assert batch.document_ids is not None
-    assert batch.document_ids.tolist() == [dataset[i]["document_ids"].tolist() for i in range(5)]
-    assert int(batch.document_ids.max()) > 0
+def pack(layout: BatchLayout, samples: list[GPTSample]) -> torch.Tensor:
+    memory = torch.full((layout.num_bytes,), 173, dtype=torch.uint8)
+    writer = layout.writer(memory.numpy())
+    for row, sample in enumerate(samples):
+        writer.write(row, sample)
+    return memory
 
 
-@pytest.mark.parametrize("resets", [False, True])
-def test_moving_keeps_the_values(resets: bool) -> None:
-    batch = collate([mock_dataset(reset_attention_mask=resets)[i] for i in range(2)])
-    moved = batch.to(torch.device("meta"))
-    assert moved.tokens.device.type == "meta"
-    assert (moved.document_ids is None) == (not resets)
-    assert torch.equal(batch.to(torch.device("cpu")).labels, batch.labels)
+def assert_equals(tensor: torch.Tensor | None, samples: list[GPTSample], name: str, positions: list[int]) -> None:
+    assert tensor is not None
+    whole = np.stack([sample[name] for sample in samples])  # type: ignore[literal-required]
+    assert tensor.tolist() == whole[:, positions].tolist()
+    assert tensor.dtype == (torch.float32 if name == "loss_mask" else torch.int64)
 
 
-def test_token_ids_beyond_the_vocabulary_name_their_data_set(tmp_path: Path) -> None:
-    dataset = text_dataset(tmp_path)
-    sources = [dataset.source_of(i) for i in range(20)]
-    low, high = sources.index(str(tmp_path / "low")), sources.index(str(tmp_path / "high"))
-    reader = MicroBatchReader(dataset, 300)
-    assert reader[[low]].tokens.shape == (1, 16)
-    largest = int(dataset[high]["labels"].max())
-    with pytest.raises(DataError) as caught:
-        reader[[low, high]]
-    text = str(caught.value)
-    assert text.startswith(f"{tmp_path / 'high'} holds token id {largest}, but the vocabulary has 300 ids")
-    assert "--tokenizer-type" in text
-    assert "\n" not in text
-    assert MicroBatchReader(dataset, None)[[low, high]].tokens.shape == (2, 16)
+@pytest.mark.parametrize("vocab_size", [61, 1 << 16, (1 << 16) + 1, None])
+@pytest.mark.parametrize(
+    "parts", [None, (slice(0, 6), slice(18, 24)), (slice(6, 12), slice(12, 18))], ids=["whole", "ends", "middle"]
+)
+def test_what_was_packed_comes_out(vocab_size: int | None, parts: tuple[slice, ...] | None) -> None:
+    samples = make_samples(**RESETS)
+    layout = BatchLayout(EVERYTHING, ROWS, LENGTH, vocab_size, parts)
+    batch = layout.unpack(pack(layout, samples))
+    held = list(range(LENGTH)) if parts is None else [i for part in parts for i in range(part.start, part.stop)]
+    for name in ("tokens", "labels", "loss_mask", "position_ids"):
+        assert_equals(getattr(batch, name), samples, name, held)
+    assert_equals(batch.document_ids, samples, "document_ids", list(range(LENGTH)))
+    # Of the whole sequences, whatever part of them is held.
+    assert batch.num_tokens is not None
+    assert batch.num_tokens.item() == sum(int(sample["loss_mask"].sum()) for sample in samples)
+    assert 0 < batch.num_tokens.item() < ROWS * LENGTH
+    token = 2 if vocab_size is not None and vocab_size <= 1 << 16 else 4
+    positions = ROWS * len(held)
+    assert layout.num_bytes == 8 + positions * (2 * token + 2 + 1) + ROWS * LENGTH * 2
 
 
-def test_the_last_label_is_checked_too(tmp_path: Path) -> None:
-    dataset = text_dataset(tmp_path)
-    sample = next(i for i in range(20) if dataset.source_of(i).endswith("low"))
-    last_label = int(dataset[sample]["labels"][-1])
-    assert MicroBatchReader(dataset, last_label + 1)[[sample]].labels.max() == last_label
-    with pytest.raises(DataError, match=f"token id {last_label}"):
-        MicroBatchReader(dataset, last_label)[[sample]]
+def test_the_largest_tokens_are_not_changed() -> None:
+    for vocab_size in (1 << 16, 1 << 31):
+        (sample, *_) = make_samples()
+        sample["tokens"] = np.full(LENGTH, vocab_size - 1)
+        layout = BatchLayout(BatchContents(), 1, LENGTH, vocab_size)
+        tokens = layout.unpack(pack(layout, [sample])).tokens
+        assert tokens is not None
+        assert tokens.unique().tolist() == [vocab_size - 1]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_data_loader_gives_the_batches_of_the_sampler(num_workers: int) -> None:
-    reader = MicroBatchReader(mock_dataset(reset_attention_mask=True), 61)
-    sampler = MicroBatchSampler(SampleOrder("single", len(reader)), 8, 3, 1, 2)
-    loader: DataLoader[Batch] = DataLoader(
-        reader,  # type: ignore[arg-type]
-        batch_size=None,
-        sampler=sampler,  # type: ignore[arg-type]
-        collate_fn=keep,
-        num_workers=num_workers,
-        multiprocessing_context="fork" if num_workers else None,
-    )
-    batches = list(loader)
-    assert len(batches) == 5
-    for batch, sample_ids in zip(batches, sampler, strict=True):
-        assert torch.equal(batch.tokens, reader[sample_ids].tokens)
-        assert batch.document_ids is not None
+@pytest.mark.parametrize(
+    ("contents", "names", "num_bytes"),
+    [
+        (BatchContents(labels=False), {"tokens"}, 2 * 72),
+        (BatchContents(tokens=False), {"labels", "loss_mask", "num_tokens"}, 8 + 3 * 72),
+        (BatchContents(tokens=False, labels=False, document_ids=True), {"document_ids"}, 2 * 72),
+        (BatchContents(tokens=False, labels=False), set(), 0),
+    ],
+)
+def test_a_stage_holds_what_it_uses(contents: BatchContents, names: set[str], num_bytes: int) -> None:
+    layout = BatchLayout(contents, ROWS, LENGTH, 61)
+    batch = layout.unpack(pack(layout, make_samples(**RESETS)))
+    assert {name for name, value in vars(batch).items() if value is not None} == names
+    assert layout.num_bytes == num_bytes
+
+
+def test_positions_stand_in_where_none_were_packed() -> None:
+    given = torch.arange(LENGTH).expand(ROWS, -1)
+    for contents, expected in ((BatchContents(), given), (EVERYTHING, None)):
+        layout = BatchLayout(contents, ROWS, LENGTH, 61)
+        samples = make_samples(**RESETS)
+        positions = layout.unpack(pack(layout, samples), given).position_ids
+        if expected is None:
+            assert_equals(positions, samples, "position_ids", list(range(LENGTH)))
+        else:
+            assert positions is expected
+
+
+def test_a_batch_is_its_own_memory() -> None:
+    samples = make_samples()
+    layout = BatchLayout(BatchContents(), ROWS, LENGTH, 61)
+    memory = pack(layout, samples)
+    batch = layout.unpack(memory)
+    assert batch.loss_mask is not None
+    batch.loss_mask[0, 0] = 0.5
+    assert samples[0]["loss_mask"][0] == 1.0
+    assert layout.unpack(memory).loss_mask is not batch.loss_mask
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("loss_mask", 0.5, "the loss mask has other values than 0 and 1"),
+        ("loss_mask", 2.0, "the loss mask has other values than 0 and 1"),
+        ("position_ids", 24, "position 24 is out of range in a sequence of 24"),
+        ("position_ids", -1, "position -1 is out of range in a sequence of 24"),
+        ("document_ids", 24, "document 24 is out of range in a sequence of 24"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name: str, value: float, message: str) -> None:
+    samples = make_samples(**RESETS)
+    changed = samples[1][name].copy()  # type: ignore[literal-required]
+    changed[5] = value
+    samples[1][name] = changed  # type: ignore[literal-required]
+    with pytest.raises(DataError, match=message):
+        pack(BatchLayout(EVERYTHING, ROWS, LENGTH, 61), samples)
+
+
+def test_a_batch_has_nothing_unless_told() -> None:
+    assert set(vars(Batch()).values()) == {None}
