@@ -12,9 +12,10 @@ from megatron.core.collectives import broadcast
 from megatron.core.context_parallel.partition import chunk_length, chunks_of, cut_sequence
 from megatron.core.datasets.batch import Batch, BatchContents, BatchLayout
 from megatron.core.datasets.data_samplers import MicroBatchSampler, WholeSetSampler, sample_ids_hash
+from megatron.core.datasets.external_reader import ExternalReader
 from megatron.core.datasets.external_samples import ExternalSamples
 from megatron.core.datasets.gpt_dataset import SampleDataset
-from megatron.core.datasets.micro_batch_reader import ExternalReader, MicroBatchReader
+from megatron.core.datasets.micro_batch_reader import MicroBatchReader
 from megatron.core.datasets.read_ahead import ReadAhead
 from megatron.core.datasets.sample_keys import sample_keys
 from megatron.core.device import Device
@@ -54,17 +55,25 @@ class BatchSource:
         self._positions = cut_sequence(positions, state.cp, dim=0).expand(config.training.micro_batch_size, -1)
         place = (config.training.micro_batch_size, state.dp.rank, state.dp.size)
         num_threads = config.data.num_workers
-        self._packed: ReadAhead[_Job, torch.Tensor | None] | ReadAhead[torch.Tensor, torch.Tensor | None]
-        if isinstance(dataset, ExternalSamples):
-            microbatches = dataset.read_microbatches(consumed_samples, *place)
-            external = ExternalReader(microbatches, self._layout, vocab_size)
-            self._packed = _read_external(external, self._layout.num_bytes, device, num_threads)
-        else:
+        self._packed: ReadAhead[_Job, torch.Tensor] | ReadAhead[torch.Tensor, torch.Tensor] | None = None
+        is_reading = state.tp.is_first and self._layout.num_bytes > 0
+        if not isinstance(dataset, ExternalSamples):
+            # Every rank finds out alike that no samples are left.
             sampler: Iterable[list[int]] = WholeSetSampler(whole_set or 0, *place)
             if whole_set is None:
                 sampler = MicroBatchSampler(sample_order(dataset, config), consumed_samples, *place)
-            reader = MicroBatchReader(dataset, self._layout, vocab_size)
-            self._packed = _read_ahead(reader, sampler, device, num_threads)
+            if is_reading:
+                reader = MicroBatchReader(dataset, self._layout, vocab_size)
+                self._packed = _read_ahead(reader, sampler, device, num_threads)
+        elif is_reading:
+            external = ExternalReader(
+                dataset.read_microbatches(consumed_samples, *place),
+                self._layout,
+                vocab_size,
+                reset_position_ids=config.data.reset_position_ids,
+                reset_attention_mask=config.data.reset_attention_mask,
+            )
+            self._packed = _read_external(external, self._layout.num_bytes, device, num_threads)
 
     def sample_ids(self, consumed_samples: int, count: int) -> NDArray[np.int64]:
         """Return the ids of the ``count`` samples after ``consumed_samples``, over all data-parallel ranks."""
@@ -84,7 +93,7 @@ class BatchSource:
         """
         if not self._layout.num_bytes:
             return Batch(position_ids=self._positions)
-        if self._tp.is_first:
+        if self._packed is not None:
             packed = next(self._packed, None)
             assert packed is not None, "the data set was asked for every sample that the run reads"
             memory = packed.to(self._device, non_blocking=True)
@@ -94,13 +103,14 @@ class BatchSource:
         return self._layout.unpack(memory, self._positions)
 
     def close(self) -> None:
-        """End the threads."""
-        self._packed.close()
+        """End the threads; there are no more micro-batches after this."""
+        if self._packed is not None:
+            self._packed.close()
 
 
 def _read_ahead(
     reader: MicroBatchReader, sampler: Iterable[list[int]], device: Device, num_threads: int
-) -> ReadAhead[_Job, torch.Tensor | None]:
+) -> ReadAhead[_Job, torch.Tensor]:
     """Return the packed micro-batches of a rank, in memory that the device can fetch them from."""
 
     def jobs() -> Iterator[_Job]:
@@ -118,15 +128,16 @@ def _read_ahead(
 
 def _read_external(
     reader: ExternalReader, num_bytes: int, device: Device, num_threads: int
-) -> ReadAhead[torch.Tensor, torch.Tensor | None]:
+) -> ReadAhead[torch.Tensor, torch.Tensor]:
     """Return the packed micro-batches that the caller makes, by one thread at most: they come one after the other."""
 
     def jobs() -> Iterator[torch.Tensor]:
         while True:
             yield device.empty_host_memory(num_bytes)
 
-    def read(memory: torch.Tensor) -> torch.Tensor | None:
-        return memory if reader.read(memory.numpy()) else None
+    def read(memory: torch.Tensor) -> torch.Tensor:
+        reader.read(memory.numpy())
+        return memory
 
     return ReadAhead(read, jobs(), min(num_threads, 1))
 

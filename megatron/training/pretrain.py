@@ -6,6 +6,7 @@ import dataclasses
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
 from megatron.core.datasets.blended_dataset_builder import DatasetSplits
@@ -109,7 +110,8 @@ def with_vocabulary(config: RunConfig, tokenizer: Tokenizer, log: Log) -> RunCon
 def _run(application: Application, start_time: float) -> None:
     run, datasets = _set_up(application)
     try:
-        _train_and_evaluate(application, run, datasets, start_time)
+        with closing(run.evaluation_sets):
+            _train_and_evaluate(application, run, datasets, start_time)
         run.checkpoints.check_last()
     except TrainingError:
         # Every rank comes here: a checkpoint that is being written is worth the wait.
@@ -162,7 +164,8 @@ def _train_and_evaluate(application: Application, run: TrainingRun, datasets: Da
             raise ConfigurationError(
                 "there is no training data: give the first number of --split a share, or --train-data-path"
             )
-        stop_reason = _train(run, application.source(datasets.train, train_state.consumed_train_samples), start_time)
+        with closing(application.source(datasets.train, train_state.consumed_train_samples)) as source:
+            stop_reason = _train(run, source, start_time)
         is_evaluated = is_evaluation_due(config, train_state.iteration)
     if stop_reason is not None:
         run.log(stop_reason)

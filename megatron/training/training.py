@@ -96,8 +96,7 @@ def evaluate_and_report(run: TrainingRun, evaluation_sets: Sequence[EvaluationSe
     """Evaluate on each set, print the framed line and write the figure down."""
     iteration = run.train_state.iteration
     for chosen in evaluation_sets:
-        with run.timers("evaluate", log_level=0):
-            source = chosen.open_source()
+        with run.timers("evaluate", log_level=0), chosen.open_source() as source:
             count = chosen.num_microbatches
             lm_loss = evaluate(run.config, run.runtime, run.parts, run.forward_step, source, count)
         run.train_state.consumed_valid_samples += chosen.num_advanced

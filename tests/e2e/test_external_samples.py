@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.toy_run import exact_figures, toy_args
 from tests.harness.forked_training import fork_training
-from tests.harness.training_run import run_training
+from tests.harness.training_run import CommandResult, run_training
 
 SCRIPT = '''
+import os
 import sys
 
 import numpy as np
@@ -21,7 +24,7 @@ from megatron.training.refusal import launch_environment_or_exit
 
 
 class Counting:
-    """Sample i counts on from i."""
+    """Sample i counts on from i; the samples of a damaged shard cannot be made."""
 
     def read_microbatches(self, consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size):
         while True:
@@ -30,6 +33,8 @@ class Counting:
             consumed_samples += micro_batch_size * data_parallel_size
 
     def sample(self, number):
+        if number == DAMAGED:
+            raise ValueError("shard 3 is damaged")
         text = (number + np.arange(25)) % 127
         return {
             "tokens": text[:-1],
@@ -51,6 +56,7 @@ def provide(config, tokenizer, targets, report):
     return Builder()
 
 
+DAMAGED = int(os.environ.get("DAMAGED", "-1"))
 launch = launch_environment_or_exit()
 config = parse_arguments_or_exit(sys.argv[1:], launch.world_size, launch.rank)
 tokenizer = prepare_data_or_exit(config, launch, provide)
@@ -60,23 +66,31 @@ sys.exit(pretrain(config, launch, tokenizer, pretrain_gpt.provide_model, provide
 '''
 
 
-def test_samples_of_the_users_own(tmp_path: Path) -> None:
-    script = tmp_path / "own.py"
+def run_script(folder: Path, name: str, more: str = "", **environment: str) -> CommandResult:
+    script = folder / "own.py"
     script.write_text(SCRIPT)
-    flags = "--dataloader-type external --train-iters 6 --eval-interval 3"
-
-    def args(name: str, more: str = "") -> list[str]:
-        words = toy_args(tmp_path / name, flags, more, data=False)
-        place = words.index("--split")
-        return words[:place] + words[place + 2 :]
-
+    words = toy_args(folder / name, "--dataloader-type external --train-iters 6 --eval-interval 3", more, data=False)
+    place = words.index("--split")
     root = {"PYTHONPATH": str(Path(__file__).parents[2]), "MEGATRON_DEVICE": "cpu"}
-    whole = run_training(args("whole"), env=root, script=str(script)).check()
+    return run_training(words[:place] + words[place + 2 :], env=root | environment, script=str(script))
+
+
+def test_samples_of_the_users_own(tmp_path: Path) -> None:
+    whole = run_script(tmp_path, "whole").check()
     assert [line["iteration"] for line in whole.iterations()] == list(range(1, 7))
     assert [line["iteration"] for line in whole.evaluations("validation")] == [3, 6]
-    run_training(args("parts", "--exit-interval 4"), env=root, script=str(script)).check()
-    parts = run_training(args("parts"), env=root, script=str(script)).check()
+    run_script(tmp_path, "parts", "--exit-interval 4").check()
+    parts = run_script(tmp_path, "parts").check()
     assert exact_figures(parts.metrics) == exact_figures(whole.metrics)
+
+
+@pytest.mark.long
+def test_samples_that_cannot_be_made_end_the_run_in_one_line(tmp_path: Path) -> None:
+    run = run_script(tmp_path, "damaged", DAMAGED="9")
+    assert run.returncode == 2
+    reason = "error: micro-batch 4 that the caller makes: reading it failed with ValueError: shard 3 is damaged"
+    (line,) = run.stderr.splitlines()
+    assert line.startswith(f"{reason} ({tmp_path / 'own.py'}, line ")
 
 
 def test_the_projects_script_has_none(tmp_path: Path) -> None:

@@ -126,11 +126,24 @@ def test_a_rank_that_is_alone_with_its_reason_says_it(launch, tmp_path: Path) ->
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("flags", ["", pytest.param("--num-workers 0", marks=pytest.mark.long)])
-def test_a_sample_that_cannot_be_read_ends_the_run_by_its_name(flags: str, launch, tmp_path: Path) -> None:
-    # The second rank waits for what the first one reads.
-    run = launch(toy_args(tmp_path, "--tensor-model-parallel-size 2", flags), Faults(unreadable_sample=9))
-    reason = f"error: sample 9 from {DATA}: [Errno 5] Input/output error\n"
+@pytest.mark.parametrize(
+    ("flags", "sample", "reader"),
+    [
+        # The second rank waits for what the first one reads.
+        pytest.param("--tensor-model-parallel-size 2", 9, "", id="tp2"),
+        pytest.param("--tensor-model-parallel-size 2 --num-workers 0", 9, "", id="tp2-0", marks=pytest.mark.long),
+        # Both read it.
+        pytest.param("--pipeline-model-parallel-size 2", 9, "", id="pp2", marks=pytest.mark.long),
+        pytest.param("--context-parallel-size 2", 9, "", id="cp2", marks=pytest.mark.long),
+        # Samples 8 and 9 are the first rank's, 10 and 11 the second's, which gives the first the time to say why.
+        pytest.param("", 10, "rank 1: ", id="dp2", marks=pytest.mark.long),
+    ],
+)
+def test_a_sample_that_cannot_be_read_ends_the_run_by_its_name(
+    flags: str, sample: int, reader: str, launch, tmp_path: Path
+) -> None:
+    run = launch(toy_args(tmp_path, flags), Faults(unreadable_sample=sample))
+    reason = f"error: {reader}sample {sample} from {DATA}: [Errno 5] Input/output error\n"
     run.wait_for(reason)
     seen = time.monotonic()
     while run.ranks():
@@ -138,7 +151,7 @@ def test_a_sample_that_cannot_be_read_ends_the_run_by_its_name(flags: str, launc
         time.sleep(0.05)
     assert run.wait() == 1
     output, _, _ = run.output.read_text().partition("torch/distributed/elastic")
-    assert output.count(reason) == 1
+    assert output.count("error: ") == output.count(reason) == 1
     assert "Traceback" not in output
     assert "iteration        2/" in output
     assert "iteration        3/" not in output

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,8 @@ def _train_rank(argv: list[str], faults: Faults, folder: str, port: int) -> tupl
             status = run_with_faults(argv, faults)
         except SystemExit as ending:
             status = int(ending.code or 0)
+    readers = [thread.name for thread in threading.enumerate() if thread.name.startswith("batch reader")]
+    assert not readers, f"a run that has ended still reads: {readers}"
     if dist.is_initialized():
         dist.destroy_process_group()
     # The harness expects the group that it made.

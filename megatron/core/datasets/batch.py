@@ -84,6 +84,7 @@ class BatchLayout:
         parts: Sequence[slice] | None = None,
     ) -> None:
         self.contents = contents
+        self.micro_batch_size = micro_batch_size
         self.sequence_length = sequence_length
         self._parts = (slice(0, sequence_length),) if parts is None else tuple(parts)
         self.num_positions = sum(part.stop - part.start for part in self._parts)

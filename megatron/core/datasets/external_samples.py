@@ -14,7 +14,9 @@ class ExternalSamples(Protocol):
 
     A run that is to go on as if it had not been stopped, at any layout, needs an order that is a function of
     ``consumed_samples``, of which each data-parallel rank takes its share. The first rank of each tensor-parallel group
-    reads, where its pipeline stage needs samples. Loss masks hold 0 and 1 only.
+    reads, where its pipeline stage needs samples, and asks for a few micro-batches more than the run trains on. Loss
+    masks hold 0 and 1 only. Positions other than 0, 1, … need ``--reset-position-ids``, ``document_ids``
+    ``--reset-attention-mask``.
     """
 
     def read_microbatches(

@@ -197,6 +197,8 @@ class IndexedDataset:
             return self._tokens[begin:end]
         assert self._file is not None
         raw = os.pread(self._file.fileno(), count * self.dtype.itemsize, begin * self.dtype.itemsize)
+        if len(raw) != count * self.dtype.itemsize:
+            raise DataError(f"{bin_path(self.prefix)} became shorter than the {self._bin_bytes} bytes that it had")
         return np.frombuffer(raw, self.dtype)
 
     def count_tokens(self, sequences: range) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,22 +31,20 @@ class MicroBatchReader:
         """Fill ``layout.num_bytes`` of memory.
 
         Raises:
-            DataError: a sample cannot be read, or has a token id that is not in the vocabulary.
-            RuntimeError: reading a sample failed in a way that nobody foresaw, which is its cause.
-
-        The message names the sample and where it comes from.
+            DataError: a sample cannot be read, or has a token id that is not in the vocabulary; the message names the
+                sample and where it comes from.
         """
         writer = self.layout.writer(memory)
         for row, sample_id in enumerate(sample_ids):
             try:
                 sample = self._sample(sample_id)
                 # Labels are the tokens one further on: the first token and the labels are the whole sample.
-                outside = _outside(self.vocab_size, sample["tokens"][:1], sample["labels"])
+                outside = find_outside(self.vocab_size, sample["tokens"][:1], sample["labels"])
                 if outside is not None:
                     raise token_range_error(self._source_of(sample_id), *outside, self.vocab_size)
                 writer.write(row, sample)
             except Exception as error:
-                raise _named(error, self._describe(sample_id)) from error
+                raise named_error(error, self._describe(sample_id)) from error
 
     def _sample(self, sample_id: int) -> GPTSample:
         if sample_id != PADDING_ID:
@@ -60,51 +59,23 @@ class MicroBatchReader:
     def _describe(self, sample_id: int) -> str:
         try:
             return f"sample {sample_id} from {self._source_of(sample_id)}"
-        except (MegatronError, IndexError):  # what would say so is what is damaged
+        except Exception:  # noqa: BLE001 what would say so is what is damaged; the first error is the one to report
             return f"sample {sample_id}"
 
 
-class ExternalReader:
-    """Do the same with micro-batches that the caller makes, one after the other."""
-
-    def __init__(self, microbatches: Iterator[Sequence[GPTSample]], layout: BatchLayout, vocab_size: int) -> None:
-        self._microbatches = microbatches
-        self._layout = layout
-        self._vocab_size = vocab_size
-        self._num_read = 0
-
-    def read(self, memory: NDArray[np.uint8]) -> bool:
-        """Fill ``layout.num_bytes`` of memory with the next micro-batch; return whether there was one.
-
-        Raises:
-            DataError: a sample does not fit, or has a token id that is not in the vocabulary.
-        """
-        samples = next(self._microbatches, None)
-        if samples is None:
-            return False
-        writer = self._layout.writer(memory)
-        for row, sample in enumerate(samples):
-            name = f"sample {row} of micro-batch {self._num_read} that the caller makes"
-            try:
-                outside = _outside(self._vocab_size, sample["tokens"], sample["labels"])
-                if outside is not None:
-                    raise token_range_error("it", *outside, self._vocab_size)
-                writer.write(row, sample)
-            except Exception as error:
-                raise _named(error, name) from error
-        self._num_read += 1
-        return True
-
-
-def _outside(vocab_size: int, *tokens: NDArray[np.int64]) -> tuple[int, int] | None:
+def find_outside(vocab_size: int, *tokens: NDArray[np.int64]) -> tuple[int, int] | None:
     """Return the smallest and the largest token where the vocabulary does not have both."""
     smallest = min(int(array.min()) for array in tokens)
     largest = max(int(array.max()) for array in tokens)
     return None if 0 <= smallest <= largest < vocab_size else (smallest, largest)
 
 
-def _named(error: Exception, name: str) -> Exception:
-    """Return an error of a sample that says which it was."""
+def named_error(error: Exception, name: str) -> DataError:
+    """Return an error of a sample in one line that says which sample it was."""
+    said = " ".join(str(error).split())
     if isinstance(error, MegatronError | OSError):
-        return DataError(f"{name}: {error}")
-    return RuntimeError(f"{name}: reading it failed with {type(error).__name__}: {error}")
+        return DataError(f"{name}: {said}")
+    # A fault in a program rather than in the data: its place stands in for a traceback.
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{place.filename}, line {place.lineno}"
+    return DataError(f"{name}: reading it failed with {type(error).__name__}: {said} ({where})")
