@@ -182,14 +182,16 @@ class GPTDataset:
     def __getitem__(self, index: int) -> GPTSample:
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
-        text = np.zeros(self._length + 1, np.int64)
+        text = np.empty(self._length + 1, np.int64)
         num_tokens = self._read_text(index, text)
+        text[num_tokens:] = 0
         return make_sample(text, num_tokens, self.config, self._positions, self._all_ones)
 
     def _read_text(self, index: int, text: NDArray[np.int64]) -> int:
         """Fill ``text`` with the tokens of a sample and return their number."""
-        documents, samples = self._indices["document_index"], self._indices["sample_index"]
-        row = self._indices["shuffle_index"].item(index)
+        arrays = self._indices.arrays
+        documents, samples = arrays["document_index"], arrays["sample_index"]
+        row = arrays["shuffle_index"].item(index)
         if not 0 <= row < self._num_samples:
             raise self._damaged_index(index)
         first, offset = samples.item(row, 0), samples.item(row, 1)
@@ -200,10 +202,11 @@ class GPTDataset:
         for place in range(first, last + 1):
             begin = offset if place == first else 0
             piece = self.indexed_dataset.get(documents.item(place), begin, end - begin if place == last else None)
-            if filled + len(piece) > len(text):
+            stop = filled + len(piece)
+            if stop > len(text):
                 raise self._damaged_index(index)
-            text[filled : filled + len(piece)] = piece
-            filled += len(piece)
+            text[filled:stop] = piece
+            filled = stop
         if filled < len(text) and (self._drop_last or row + 1 < self._num_samples):
             raise self._damaged_index(index)
         return filled
@@ -250,7 +253,8 @@ def make_sample(
         "loss_mask": all_ones,
         "position_ids": positions,
     }
-    is_eod = None if config.eod_token_id is None else tokens == config.eod_token_id
+    by_document = config.eod_mask_loss or config.reset_position_ids or config.reset_attention_mask
+    is_eod = tokens == config.eod_token_id if by_document and config.eod_token_id is not None else None
     if num_tokens < len(text) or (config.eod_mask_loss and is_eod is not None):
         loss_mask = all_ones.copy()
         loss_mask[max(num_tokens - 1, 0) :] = 0.0

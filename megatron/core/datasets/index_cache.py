@@ -30,14 +30,14 @@ _UNREADABLE: Final = (OSError, ValueError, EOFError, TypeError, OverflowError, M
 
 
 class IndexArrays:
-    """Hold the arrays of one index; those that lie in files are pickled as file names, not as data."""
+    """Hold the ``arrays`` of one index; those that lie in files are pickled as file names, not as data."""
 
     def __init__(self, arrays: Arrays, files: Mapping[str, Path] | None = None) -> None:
-        self._arrays = dict(arrays)
+        self.arrays = dict(arrays)
         self._files = None if files is None else dict(files)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        return self._arrays[name]
+        return self.arrays[name]
 
     @property
     def source(self) -> str:
@@ -47,14 +47,14 @@ class IndexArrays:
         return f"index cache {next(iter(self._files.values())).parent}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_files": self._files, "_arrays": self._arrays if self._files is None else None}
+        return {"_files": self._files, "arrays": self.arrays if self._files is None else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._files = state["_files"]
         if self._files is None:
-            self._arrays = state["_arrays"]
+            self.arrays = state["arrays"]
         else:
-            self._arrays = {name: _load(path) for name, path in self._files.items()}
+            self.arrays = {name: _load(path) for name, path in self._files.items()}
 
 
 class IndexCache:

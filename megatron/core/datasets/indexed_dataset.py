@@ -86,6 +86,8 @@ class IndexedDataset:
             self._read_index(index_file)
             self._bin_bytes = os.stat(tokens_file).st_size
             self._check_sizes(tokens_file)
+            self._token_bytes = self.dtype.itemsize
+            self._num_tokens = self._bin_bytes // self._token_bytes
             self._tokens = self._map_tokens(tokens_file) if self.mmap_bin_files else None
             self._file = None if self.mmap_bin_files else open(tokens_file, "rb", buffering=0)  # noqa: SIM115
         except OSError as error:
@@ -172,7 +174,7 @@ class IndexedDataset:
     @property
     def num_tokens(self) -> int:
         """Count the tokens of the whole data set."""
-        return self._bin_bytes // self.dtype.itemsize
+        return self._num_tokens
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """Return ``length`` tokens of a sequence from token ``offset`` on (to its end without ``length``).
@@ -186,9 +188,9 @@ class IndexedDataset:
             raise DataError(f"sequence {index} is not in {self.prefix}, which has {len(self)}")
         available = self.sequence_lengths.item(index)
         count = available - offset if length is None else length
-        begin = self.sequence_pointers.item(index) // self.dtype.itemsize + offset
+        begin = self.sequence_pointers.item(index) // self._token_bytes + offset
         end = begin + count
-        if offset < 0 or count < 0 or offset + count > available or begin < 0 or end > self.num_tokens:
+        if offset < 0 or count < 0 or offset + count > available or begin < 0 or end > self._num_tokens:
             raise DataError(
                 f"tokens {offset} to {offset + count} of sequence {index} are not in {self.prefix}: the sequence has "
                 f"{available} tokens at byte {self.sequence_pointers.item(index)} of {self._bin_bytes}"
@@ -196,8 +198,8 @@ class IndexedDataset:
         if self._tokens is not None:
             return self._tokens[begin:end]
         assert self._file is not None
-        raw = os.pread(self._file.fileno(), count * self.dtype.itemsize, begin * self.dtype.itemsize)
-        if len(raw) != count * self.dtype.itemsize:
+        raw = os.pread(self._file.fileno(), count * self._token_bytes, begin * self._token_bytes)
+        if len(raw) != count * self._token_bytes:
             raise DataError(f"{bin_path(self.prefix)} became shorter than the {self._bin_bytes} bytes that it had")
         return np.frombuffer(raw, self.dtype)
 
