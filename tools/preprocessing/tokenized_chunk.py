@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,44 +71,58 @@ def tokenize_block(block: bytes, recipe: Recipe) -> TokenizedChunk:
     if recipe.split_sentences is not None:
         documents = _split(documents, recipe.split_sentences)
     try:
-        ids = [recipe.encoder.encode(texts) for texts in documents.texts]
+        streams = _streams(documents, recipe, len(block))
     except TokenizerError:
         documents = _without_refused(documents, recipe.encoder)
-        ids = [recipe.encoder.encode(texts) for texts in documents.texts]
-    streams = []
-    for encoded, num_texts in zip(ids, documents.num_texts):
-        for partition in range(recipe.num_partitions):
-            if recipe.num_partitions == 1:
-                streams.append(pack(encoded, num_texts, recipe.eod_id, recipe.dtype))
-            else:
-                chosen = documents.lines % recipe.num_partitions == partition
-                kept = [ids for ids, keep in zip(encoded, np.repeat(chosen, num_texts).tolist()) if keep]
-                streams.append(pack(kept, num_texts[chosen], recipe.eod_id, recipe.dtype))
+        streams = _streams(documents, recipe, len(block))
     return TokenizedChunk(streams, documents.num_lines, len(documents.lines), documents.problems)
 
 
-def pack(ids: Sequence[NDArray[Any]], num_texts: NDArray[np.int64], eod_id: int | None, dtype: np.dtype[Any]) -> Stream:
-    """Lay the ids of texts behind each other and end each document.
+def _streams(documents: JsonLines, recipe: Recipe, room: int) -> list[Stream]:
+    streams = []
+    for texts, num_texts in zip(documents.texts, documents.num_texts):
+        ids = recipe.encoder.encode(texts)
+        if recipe.num_partitions == 1:
+            streams.append(pack(ids, num_texts, recipe.eod_id, recipe.dtype, room))
+            continue
+        encoded = list(ids)
+        for partition in range(recipe.num_partitions):
+            chosen = documents.lines % recipe.num_partitions == partition
+            kept = itertools.compress(encoded, np.repeat(chosen, num_texts).tolist())
+            streams.append(pack(kept, num_texts[chosen], recipe.eod_id, recipe.dtype, room // recipe.num_partitions))
+    return streams
 
-    A text without tokens is no sequence. A document without any keeps its place, and gets no end.
+
+def pack(
+    ids: Iterable[NDArray[Any]], num_texts: NDArray[np.int64], eod_id: int | None, dtype: np.dtype[Any], room: int
+) -> Stream:
+    """Lay the ids of texts behind each other, each as soon as it is there, and end each document.
+
+    A text without tokens is no sequence. A document without any keeps its place, and gets no end. ``room`` is how many
+    tokens are expected at most; more take longer.
     """
-    sizes = np.fromiter(map(len, ids), np.int64, len(ids))
-    filled = np.flatnonzero(sizes)
-    document = np.repeat(np.arange(len(num_texts)), num_texts)[filled]
-    lengths = sizes[filled]
-    if eod_id is not None:
-        is_last = np.ones(len(filled), bool)
-        is_last[:-1] = document[1:] != document[:-1]
-        lengths = lengths + is_last
-    ends = np.cumsum(lengths)
-    tokens = np.empty(int(ends[-1]) if len(ends) else 0, dtype)
-    for index, begin in zip(filled.tolist(), (ends - lengths).tolist()):
-        values = ids[index]
-        tokens[begin : begin + len(values)] = values
-    if eod_id is not None:
-        tokens[ends[is_last] - 1] = eod_id
-    counts = np.bincount(document, minlength=len(num_texts)).astype(np.int32)
-    return Stream(tokens, lengths.astype(np.int32), counts)
+    tokens = np.empty(room, dtype)
+    end = 0
+    lengths: list[int] = []
+    counts: list[int] = []
+    texts = iter(ids)
+    for number in num_texts.tolist():
+        count = 0
+        for values in itertools.islice(texts, number):
+            size = len(values)
+            if size:
+                begin, end = end, end + size
+                if end >= len(tokens):  # an end of the document must fit, too
+                    tokens = np.concatenate([tokens, np.empty(end, dtype)])
+                tokens[begin:end] = values
+                lengths.append(size)
+                count += 1
+        if count and eod_id is not None:
+            tokens[end] = eod_id
+            end += 1
+            lengths[-1] += 1
+        counts.append(count)
+    return Stream(tokens[:end], np.array(lengths, np.int32), np.array(counts, np.int32))
 
 
 def _split(documents: JsonLines, split_sentences: SplitSentences) -> JsonLines:
@@ -130,7 +145,7 @@ def _without_refused(documents: JsonLines, encoder: TextEncoder) -> JsonLines:
     for index, line in enumerate(documents.lines.tolist()):
         try:
             for texts, start in zip(documents.texts, starts):
-                encoder.encode(texts[start[index] : start[index + 1]])
+                list(encoder.encode(texts[start[index] : start[index + 1]]))
         except TokenizerError as error:
             problems.append(Problem(line, str(error)))
         else:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import traceback
 import zlib
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,8 +24,6 @@ from tools.preprocessing.tokenized_chunk import Recipe, Stream, TokenizedChunk, 
 
 PARTS: Final = ("tokens", "lengths", "counts")
 """The files of a stream, each an array of which every chunk adds a part."""
-
-_SWITCH_INTERVAL_S: Final = 2e-4  # the tokenizer holds Python's lock, which the writer needs only for moments
 
 
 @dataclass(frozen=True)
@@ -90,49 +85,34 @@ def work(
     num_streams: int,
     max_growth_bytes: int,
 ) -> None:
-    """Answer the leader's messages until it closes the connection; grow by about so much memory at most.
-
-    A thread writes what was tokenized while the next chunk is.
-    """
+    """Answer the leader's messages until it closes the connection; grow by about so much memory at most."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a keyboard's interrupt is the leader's business
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         buffer = aligned_buffer()
         outputs = [[PlacedFile(path, buffer) for path in stream_paths(folder, stream)] for stream in range(num_streams)]
-        chunks: deque[Chunk] = deque()
-        tokenized: dict[int, TokenizedChunk] = {}
-        writing: deque[Future[Written]] = deque()
+        unwritten: dict[int, TokenizedChunk] = {}
         start_bytes = _memory_bytes()
-        with ThreadPoolExecutor(1, "writer") as writer:
-            while True:
-                while connection.poll(0 if chunks or writing else None):
-                    message = connection.recv()
-                    if isinstance(message, Chunk):
-                        chunks.append(message)
-                    else:
-                        writing.append(writer.submit(_write, tokenized.pop(message.chunk), message, outputs))
-                if chunks:
-                    chunk = chunks.popleft()
-                    tokenized[chunk.number] = done = tokenize_block(read_chunk(chunk, files[chunk.file]), recipe)
-                    connection.send(_tally(chunk.number, done))
-                    if _memory_bytes() - start_bytes > max_growth_bytes:
-                        recipe.encoder.renew()
-                        start_bytes = _memory_bytes()
-                while writing and (writing[0].done() or not chunks):
-                    connection.send(writing.popleft().result())
+        while True:
+            message = connection.recv()
+            if isinstance(message, Chunk):
+                unwritten[message.number] = done = tokenize_block(read_chunk(message, files[message.file]), recipe)
+                connection.send(_tally(message.number, done))
+                if _memory_bytes() - start_bytes > max_growth_bytes:
+                    recipe.encoder.renew()
+                    start_bytes = _memory_bytes()
+            else:
+                for stream, index, offsets in zip(
+                    unwritten.pop(message.chunk).streams, message.streams, message.offsets
+                ):
+                    for output, part, offset in zip(outputs[index], _parts(stream), offsets):
+                        output.write(part, offset)
+                connection.send(Written(message.chunk))
     except (EOFError, ConnectionError):
         return  # the leader is gone, or has what it needs
     except InputError as error:
         connection.send(Failure(error, ""))
     except Exception:  # noqa: BLE001 - it is reported by the leader, with its traceback
         connection.send(Failure(None, traceback.format_exc()))
-
-
-def _write(chunk: TokenizedChunk, place: Place, outputs: Sequence[Sequence[PlacedFile]]) -> Written:
-    for stream, index, offsets in zip(chunk.streams, place.streams, place.offsets):
-        for output, part, offset in zip(outputs[index], _parts(stream), offsets):
-            output.write(part, offset)
-    return Written(place.chunk)
 
 
 def _parts(stream: Stream) -> tuple[memoryview, memoryview, memoryview]:

@@ -61,14 +61,11 @@ def choose_encoder(
             continue
         try:
             encoder = load()
+            found = list(encoder.encode(texts))
         except Exception as error:  # noqa: BLE001 - compiled packages raise what they like; the reference remains
             reason, is_missing = f"{error}", isinstance(error, ModuleNotFoundError)
         else:
-            different = [
-                text
-                for text, ids, wanted in zip(texts, encoder.encode(texts), expected)
-                if not np.array_equal(ids, wanted)
-            ]
+            different = [text for text, ids, wanted in zip(texts, found, expected) if not np.array_equal(ids, wanted)]
             if not different:
                 return encoder
             reason, is_missing = f"it gives other ids, for {_excerpt(different[0])} first", False

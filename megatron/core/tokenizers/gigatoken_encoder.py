@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -31,10 +31,9 @@ class GigatokenEncoder:
         self._load: Any = importlib.import_module("gigatoken.gigatoken_rs").load_hf_json
         self._model: Any = self._load(self._description)
 
-    def encode(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
-        """Encode texts, one array each."""
-        encode = self._model.encode
-        return [encode(text) for text in texts]
+    def encode(self, texts: Sequence[bytes]) -> Iterable[NDArray[Any]]:
+        """Encode texts, one array each, when it is asked for."""
+        return map(self._model.encode, texts)
 
     def renew(self) -> None:
         """Load the model again, without the words that it remembers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,11 +18,14 @@ class TextEncoder(Protocol):
     def name(self) -> str:
         """Give the name of the engine, as ``--tokenizer-engine`` spells it."""
 
-    def encode(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
+    def encode(self, texts: Sequence[bytes]) -> Iterable[NDArray[Any]]:
         """Encode texts of valid UTF-8, one array of ids (of any integer type) a text.
 
+        An array is best used up before the next one is asked for: its memory is then still in the processor's caches
+        when the next is written there.
+
         Raises:
-            TokenizerError: a text cannot be encoded.
+            TokenizerError: a text cannot be encoded; now, or when its array is asked for.
         """
 
     def renew(self) -> None:
