@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatron.core.collectives import broadcast
 from megatron.core.context_parallel.partition import chunk_length, chunks_of, cut_sequence
 from megatron.core.datasets.batch import Batch, BatchContents, BatchLayout
-from megatron.core.datasets.data_samplers import MicroBatchSampler, WholeSetSampler, sample_ids_hash
+from megatron.core.datasets.data_samplers import MicroBatchSampler, SampleOrder, WholeSetSampler, sample_ids_hash
 from megatron.core.datasets.external_reader import ExternalReader
 from megatron.core.datasets.external_samples import ExternalSamples
 from megatron.core.datasets.gpt_dataset import SampleDataset
@@ -47,7 +47,6 @@ class BatchSource:
     ) -> None:
         state, device = runtime.state, runtime.device
         self.dataset = None if isinstance(dataset, ExternalSamples) else dataset
-        self.order = None if self.dataset is None else sample_order(self.dataset, config)
         self._device = device.torch_device
         self._tp = state.tp
         self._layout = batch_layout(config, state.pp.rank, state.cp.rank, vocab_size)
@@ -57,11 +56,13 @@ class BatchSource:
         num_threads = config.data.num_workers
         self._packed: ReadAhead[_Job, torch.Tensor] | ReadAhead[torch.Tensor, torch.Tensor] | None = None
         is_reading = state.tp.is_first and self._layout.num_bytes > 0
+        self.order: SampleOrder | None = None
         if not isinstance(dataset, ExternalSamples):
+            self.order = order = sample_order(dataset, config)
             # Every rank finds out alike that no samples are left.
             sampler: Iterable[list[int]] = WholeSetSampler(whole_set or 0, *place)
             if whole_set is None:
-                sampler = MicroBatchSampler(sample_order(dataset, config), consumed_samples, *place)
+                sampler = MicroBatchSampler(order, consumed_samples, *place)
             if is_reading:
                 reader = MicroBatchReader(dataset, self._layout, vocab_size)
                 self._packed = _read_ahead(reader, sampler, device, num_threads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import numpy as np
@@ -18,13 +18,16 @@ DataloaderType = Literal["single", "cyclic"]
 PADDING_ID: Final = -1
 """Stands for a sample that fills a micro-batch and counts for nothing."""
 
+_EPOCHS_KEPT = 2
+
 
 @dataclass(frozen=True)
 class SampleOrder:
     """The order in which a run consumes the samples of one data set: a function of seed and position alone.
 
     ``single`` reads samples 0, 1, … and ends with the last. ``cyclic`` permutes all samples anew in every epoch and
-    never ends. Neither depends on the number of ranks or the batch size.
+    never ends. Neither depends on the number of ranks or the batch size. The permutations of the epochs that were asked
+    for last are kept: what is read ahead may be of the one after that of the step.
 
     Raises:
         DataError: there are no samples.
@@ -33,6 +36,9 @@ class SampleOrder:
     dataloader_type: DataloaderType
     num_samples: int
     seed: int = 1234
+    _permutations: dict[int, NDArray[np.int32] | NDArray[np.int64]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -48,15 +54,22 @@ class SampleOrder:
             first = epoch * self.num_samples
             order = self.epoch_permutation(epoch)
             parts.append(order[max(consumed_samples - first, 0) : end - first])
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
 
-    def epoch_permutation(self, epoch: int) -> NDArray[np.int64]:
+    def epoch_permutation(self, epoch: int) -> NDArray[np.int32] | NDArray[np.int64]:
         """Return the samples in the order of one epoch of ``cyclic``."""
+        if epoch not in self._permutations:
+            for other in sorted(self._permutations)[: 1 - _EPOCHS_KEPT]:
+                del self._permutations[other]
+            self._permutations[epoch] = self._draw(epoch)
+        return self._permutations[epoch]
+
+    def _draw(self, epoch: int) -> NDArray[np.int32] | NDArray[np.int64]:
         digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest()
         generator = torch.Generator()
         generator.manual_seed(int.from_bytes(digest, "little") >> 1)
         order: NDArray[np.int64] = torch.randperm(self.num_samples, generator=generator).numpy()
-        return order
+        return order if self.num_samples > np.iinfo(np.int32).max else order.astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -97,19 +110,10 @@ class MicroBatchSampler:
             yield chunk[begin : begin + self.micro_batch_size].tolist()
 
     def _chunks(self) -> Iterator[NDArray[np.int64]]:
-        if self.order.dataloader_type == "single":
-            last = self.order.num_samples - self._chunk
-            for position in range(self.consumed_samples, last + 1, self._chunk):
-                yield np.arange(position, position + self._chunk, dtype=np.int64)
-            return
-        rest = np.empty(0, np.int64)
-        epoch, begin = divmod(self.consumed_samples, self.order.num_samples)
-        while True:
-            rest = np.concatenate((rest, self.order.epoch_permutation(epoch)[begin:]))
-            for position in range(0, len(rest) - self._chunk + 1, self._chunk):
-                yield rest[position : position + self._chunk]
-            rest = rest[len(rest) - len(rest) % self._chunk :]
-            epoch, begin = epoch + 1, 0
+        position = self.consumed_samples
+        while self.order.dataloader_type == "cyclic" or position + self._chunk <= self.order.num_samples:
+            yield self.order.sample_ids(position, self._chunk)
+            position += self._chunk
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import struct
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.core.datasets.data_samplers import DataloaderType, MicroBatchSampler, SampleOrder, sample_ids_hash
 from megatron.core.errors import DataError
@@ -69,6 +70,24 @@ def test_batch_sizes_may_change_in_mid_run() -> None:
         step = [sample for _ in range(num_microbatches) for sample in next(micro_batches)]
         assert step == order.sample_ids(consumed, 2 * num_microbatches).tolist()
         consumed += 2 * num_microbatches
+
+
+def test_a_permutation_is_drawn_once_although_reading_is_ahead_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+
+    def count_draws(count: int, generator: torch.Generator) -> torch.Tensor:
+        drawn.append(generator.initial_seed())
+        return permute(count, generator=generator)
+
+    permute = torch.randperm
+    monkeypatch.setattr(torch, "randperm", count_draws)
+    order = SampleOrder("cyclic", 37, seed=5)
+    read = iter(MicroBatchSampler(order, 0, 2, 0, 1))
+    ahead = [next(read) for _ in range(7)]
+    for step in range(60):
+        assert order.sample_ids(2 * step, 2).tolist() == ahead[step]
+        ahead.append(next(read))
+    assert len(drawn) == len(set(drawn)) == 1 + 2 * (60 + 6) // 37
 
 
 def test_no_samples_left_is_refused_with_the_values() -> None:
