@@ -43,7 +43,7 @@ from tools.preprocessing.worker import work
 from tools.preprocessing.worker_pool import WorkerPool
 
 # What all workers together may hold beyond what they share, what each needs anyway, and the least that it may grow by.
-WORKERS_MEMORY_BYTES = 850 << 20
+WORKERS_MEMORY_BYTES = 700 << 20
 WORKER_BASE_BYTES = 65 << 20
 MIN_WORKER_GROWTH_BYTES = 32 << 20
 
@@ -190,9 +190,9 @@ def tokenize(
         recipe = replace(recipe, encoder=encoder)
         progress.start()
         growth = max(WORKERS_MEMORY_BYTES // arguments.workers - WORKER_BASE_BYTES, MIN_WORKER_GROWTH_BYTES)
-        work_arguments = (files, recipe, folder.path, len(folder.offsets), growth)
+        slot_bytes = CHUNK_BYTES * recipe.dtype.itemsize  # a byte of text makes one token at most
         skip_errors = arguments.on_error == "skip"
-        with WorkerPool(arguments.workers, work, work_arguments) as pool:
+        with WorkerPool(arguments.workers, slot_bytes, work, (files, recipe, growth)) as pool:
             leader = Leader(pool, folder, files, recipe.num_partitions, skip_errors, progress)
             leader.run(itertools.chain([first], chunks))
     if folder.token_bytes == 0:

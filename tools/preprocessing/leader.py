@@ -11,15 +11,15 @@ from tools.preprocessing.input_files import InputFile
 from tools.preprocessing.manifest import Entry
 from tools.preprocessing.progress import Progress
 from tools.preprocessing.work_folder import WorkFolder
-from tools.preprocessing.worker import Place, Tally
+from tools.preprocessing.worker import Tally
 from tools.preprocessing.worker_pool import Worker, WorkerPool
 
 
 class Leader:
     """Drive workers over chunks until all are written and recorded.
 
-    A chunk is tokenized by any worker at any time; where it goes is known as soon as all chunks before it are
-    tallied, and it is recorded as soon as all before it are written. So the result does not depend on the workers.
+    A chunk is tokenized by any worker at any time, and written as soon as all before it are. So the result does not
+    depend on the workers.
     """
 
     def __init__(
@@ -39,17 +39,12 @@ class Leader:
         self._progress = progress
         self._chunks: dict[int, Chunk] = {}
         self._tallies: dict[int, tuple[Worker, Tally]] = {}
-        self._places: dict[int, tuple[Place, Tally]] = {}
-        self._written: set[int] = set()
-        self._next_to_place = folder.num_chunks
-        self._offsets = [list(offsets) for offsets in folder.offsets]
-        self._num_lines = folder.num_lines
 
     def run(self, chunks: Iterator[Chunk]) -> None:
         """Do all chunks.
 
         Raises:
-            InputError: the input cannot be used; what stands before the fault is recorded.
+            InputError: the input cannot be used, or the output not written; what was written before is recorded.
             WorkerError: a worker died.
         """
         upcoming = next(chunks, None)
@@ -61,63 +56,32 @@ class Leader:
                 self._chunks[upcoming.number] = upcoming
                 self._pool.submit(worker, upcoming)
                 upcoming = next(chunks, None)
-            for worker, report in self._pool.receive():
-                if isinstance(report, Tally):
-                    self._tallies[report.chunk] = (worker, report)
-                else:
-                    self._written.add(report.chunk)
-            self._place()
-            self._commit()
+            self._tallies |= {tally.chunk: (worker, tally) for worker, tally in self._pool.receive()}
+            while self._folder.num_chunks in self._tallies:
+                self._write(*self._tallies.pop(self._folder.num_chunks))
 
-    def _place(self) -> None:
-        while self._next_to_place in self._tallies:
-            worker, tally = self._tallies.pop(self._next_to_place)
-            if tally.problems and not self._skip_errors:
-                # All before it are placed, hence on their way; nothing after it will be.
-                self._finish_written()
-                self._refuse(tally)
-            streams = [self._stream(index) for index in range(len(tally.streams))]
-            offsets = []
-            for stream, part in zip(streams, tally.streams):
-                tokens, lengths, counts = self._offsets[stream]
-                offsets.append((tokens, lengths, counts))
-                self._offsets[stream] = [old + new for old, new in zip(self._offsets[stream], part.num_bytes)]
-            place = Place(tally.chunk, streams, offsets)
-            self._places[tally.chunk] = (place, tally)
-            self._pool.place(worker, place)
-            self._num_lines += tally.num_lines
-            self._next_to_place += 1
+    def _write(self, worker: Worker, tally: Tally) -> None:
+        """Write the chunk whose turn it is."""
+        if tally.problems and not self._skip_errors:
+            self._refuse(tally)
+        chunk = self._chunks.pop(tally.chunk)
+        for problem in tally.problems:
+            print(f"{self._line_name(chunk, problem.line)}: {problem.message}; skipped", file=sys.stderr)
+        streams = [(self._stream(index), one) for index, one in enumerate(tally.streams)]
+        entry = Entry(chunk, tally.num_lines, tally.num_documents, len(tally.problems), streams)
+        slot = worker.slots[tally.slot]
+        contents = [
+            (one.tokens if one.begin is None else slot[one.begin :][: sums.num_bytes[0]], one.lengths, one.counts)
+            for one, sums in zip(tally.contents, tally.streams)
+        ]
+        self._folder.commit(entry, contents)
+        worker.free_slots.append(tally.slot)
+        self._progress.add(tally.num_documents, chunk.num_bytes, chunk.source_bytes)
 
     def _stream(self, index: int) -> int:
         """Turn the partition of a document within its chunk into that within the input."""
         key, partition = divmod(index, self._num_partitions)
-        return key * self._num_partitions + (partition + self._num_lines) % self._num_partitions
-
-    def _finish_written(self) -> None:
-        while self._folder.num_chunks < self._next_to_place:
-            for _, report in self._pool.receive():
-                if not isinstance(report, Tally):
-                    self._written.add(report.chunk)
-            self._commit()
-
-    def _commit(self) -> None:
-        while self._folder.num_chunks in self._written:
-            number = self._folder.num_chunks
-            self._written.remove(number)
-            place, tally = self._places.pop(number)
-            chunk = self._chunks.pop(number)
-            for problem in tally.problems:
-                print(f"{self._line_name(chunk, problem.line)}: {problem.message}; skipped", file=sys.stderr)
-            self._folder.commit(
-                Entry(
-                    chunk,
-                    tally.num_lines,
-                    tally.num_documents,
-                    len(tally.problems),
-                    list(zip(place.streams, tally.streams)),
-                )
-            )
-            self._progress.add(tally.num_documents, chunk.num_bytes, chunk.source_bytes)
+        return key * self._num_partitions + (partition + self._folder.num_lines) % self._num_partitions
 
     def _line_name(self, chunk: Chunk, line: int) -> str:
         """Name a line of the next chunk to be recorded."""

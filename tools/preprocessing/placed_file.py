@@ -1,4 +1,4 @@
-"""A file that several processes write parts of, each where it belongs."""
+"""A file of which parts are written, each where it belongs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _BUFFER_BYTES: Final = 2 << 20
 
 
 def aligned_buffer() -> NDArray[np.uint8]:
-    """Return memory for `PlacedFile`, which files that one thread writes can share."""
+    """Return memory for direct writes, which the files of one thread can share."""
     return np.frombuffer(mmap.mmap(-1, _BUFFER_BYTES), np.uint8)
 
 
 class PlacedFile:
-    """Write parts of a file that exists, past the system's page cache where that can be done.
+    """Write parts of a file that exists: with a ``buffer``, past the system's page cache where that can be done.
 
     The page cache would copy the bytes once more and keep the copy where nobody reads it; finding the memory for that
-    can cost several times what the disk needs. Whole pages of the file are written directly, by way of ``buffer``; what
+    can cost several times what the disk needs. Whole pages of the file are written directly, by way of the buffer; what
     a part has of its first and last page goes through the cache, since other parts have the rest of them.
     """
 
-    def __init__(self, path: Path, buffer: NDArray[np.uint8]) -> None:
-        self._buffer = buffer
+    def __init__(self, path: Path, buffer: NDArray[np.uint8] | None = None) -> None:
+        self._buffer = np.empty(0, np.uint8) if buffer is None else buffer
         self._cached = os.open(path, os.O_WRONLY)
-        self._direct = _open_direct(path)
+        self._direct = None if buffer is None else _open_direct(path)
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write a part.

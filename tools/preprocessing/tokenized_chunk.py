@@ -46,11 +46,13 @@ class Stream:
 
     Attributes:
         tokens: back to back.
+        begin: where the tokens begin in the room that was given for them; None if they did not fit into it.
         lengths: int32, of each sequence.
         counts: int32, the sequences of each document.
     """
 
     tokens: NDArray[Any]
+    begin: int | None
     lengths: NDArray[np.int32]
     counts: NDArray[np.int32]
 
@@ -65,43 +67,47 @@ class TokenizedChunk:
     problems: list[Problem]
 
 
-def tokenize_block(block: bytes, recipe: Recipe) -> TokenizedChunk:
-    """Parse and encode a block of lines; lines that cannot be used become problems, in order."""
+def tokenize_block(block: bytes, recipe: Recipe, room: NDArray[Any]) -> TokenizedChunk:
+    """Parse and encode a block of lines; lines that cannot be used become problems, in order.
+
+    Tokens are laid into ``room``, an array of their type, as far as it reaches.
+    """
     documents = read_json_lines(block, recipe.keys, recipe.extract_texts)
     if recipe.split_sentences is not None:
         documents = _split(documents, recipe.split_sentences)
     try:
-        streams = _streams(documents, recipe, len(block))
+        streams = _streams(documents, recipe, room)
     except TokenizerError:
         documents = _without_refused(documents, recipe.encoder)
-        streams = _streams(documents, recipe, len(block))
+        streams = _streams(documents, recipe, room)
     return TokenizedChunk(streams, documents.num_lines, len(documents.lines), documents.problems)
 
 
-def _streams(documents: JsonLines, recipe: Recipe, room: int) -> list[Stream]:
-    streams = []
+def _streams(documents: JsonLines, recipe: Recipe, room: NDArray[Any]) -> list[Stream]:
+    streams: list[Stream] = []
+    used = 0
     for texts, num_texts in zip(documents.texts, documents.num_texts):
         ids = recipe.encoder.encode(texts)
-        if recipe.num_partitions == 1:
-            streams.append(pack(ids, num_texts, recipe.eod_id, recipe.dtype, room))
-            continue
-        encoded = list(ids)
-        for partition in range(recipe.num_partitions):
-            chosen = documents.lines % recipe.num_partitions == partition
-            kept = itertools.compress(encoded, np.repeat(chosen, num_texts).tolist())
-            streams.append(pack(kept, num_texts[chosen], recipe.eod_id, recipe.dtype, room // recipe.num_partitions))
+        parts: list[tuple[Iterable[NDArray[Any]], NDArray[np.int64]]] = [(ids, num_texts)]
+        if recipe.num_partitions > 1:
+            encoded = list(ids)
+            chosen = [documents.lines % recipe.num_partitions == number for number in range(recipe.num_partitions)]
+            parts = [(itertools.compress(encoded, np.repeat(of, num_texts).tolist()), num_texts[of]) for of in chosen]
+        for part_ids, part_num_texts in parts:
+            streams.append(pack(part_ids, part_num_texts, recipe.eod_id, room, used))
+            used += 0 if streams[-1].begin is None else len(streams[-1].tokens)
     return streams
 
 
 def pack(
-    ids: Iterable[NDArray[Any]], num_texts: NDArray[np.int64], eod_id: int | None, dtype: np.dtype[Any], room: int
+    ids: Iterable[NDArray[Any]], num_texts: NDArray[np.int64], eod_id: int | None, room: NDArray[Any], begin: int
 ) -> Stream:
     """Lay the ids of texts behind each other, each as soon as it is there, and end each document.
 
-    A text without tokens is no sequence. A document without any keeps its place, and gets no end. ``room`` is how many
-    tokens are expected at most; more take longer.
+    They go to ``room`` from ``begin`` on, or to an array of their own if they do not fit there. A text without tokens
+    is no sequence. A document without any keeps its place, and gets no end.
     """
-    tokens = np.empty(room, dtype)
+    tokens, fits = room[begin:], True
     end = 0
     lengths: list[int] = []
     counts: list[int] = []
@@ -111,10 +117,10 @@ def pack(
         for values in itertools.islice(texts, number):
             size = len(values)
             if size:
-                begin, end = end, end + size
+                start, end = end, end + size
                 if end >= len(tokens):  # an end of the document must fit, too
-                    tokens = np.concatenate([tokens, np.empty(end, dtype)])
-                tokens[begin:end] = values
+                    tokens, fits = np.concatenate([tokens, np.empty(end, room.dtype)]), False
+                tokens[start:end] = values
                 lengths.append(size)
                 count += 1
         if count and eod_id is not None:
@@ -122,7 +128,7 @@ def pack(
             end += 1
             lengths[-1] += 1
         counts.append(count)
-    return Stream(tokens[:end], np.array(lengths, np.int32), np.array(counts, np.int32))
+    return Stream(tokens[:end], begin if fits else None, np.array(lengths, np.int32), np.array(counts, np.int32))
 
 
 def _split(documents: JsonLines, split_sentences: SplitSentences) -> JsonLines:

@@ -27,11 +27,20 @@ from megatron.core.datasets.indexed_dataset import bin_path, idx_path
 from megatron.core.errors import DataError
 from tools.preprocessing.chunks import Chunk
 from tools.preprocessing.manifest import COMPLETE, FORMAT, Entry, ends_complete, read_description, read_entries
-from tools.preprocessing.worker import PARTS, stream_paths
+from tools.preprocessing.placed_file import PlacedFile, aligned_buffer
+
+PARTS: Final = ("tokens", "lengths", "counts")
+"""The files of a stream, each an array of which every chunk adds a part."""
 
 _LOCK_WAIT_S: Final = 10.0
 _READ_BYTES: Final = 1 << 20
 _WRITE_BACK_BYTES: Final = 16 << 20
+
+
+def stream_paths(folder: Path, stream: int) -> tuple[Path, Path, Path]:
+    """Return the files of a stream, in the order of `PARTS`."""
+    tokens, lengths, counts = (folder / f"{stream}.{part}" for part in PARTS)
+    return tokens, lengths, counts
 
 
 class WorkFolder:
@@ -55,6 +64,7 @@ class WorkFolder:
         self.last: Chunk | None = None
         self.is_complete = False
         self._is_wanted = True
+        self._outputs: list[list[PlacedFile]] = []
         self._manifest_path = self.path / "manifest.jsonl"
         self._description = {"format": FORMAT, **description}
         try:
@@ -64,6 +74,8 @@ class WorkFolder:
                 self._resume()
             else:
                 self._begin()
+            if not self.is_complete:
+                self._open_outputs()
         except OSError as error:
             raise DataError(f"{self.path} cannot be written: {error}") from error
 
@@ -133,6 +145,17 @@ class WorkFolder:
                     file.close()
         os.ftruncate(self._manifest, end)
 
+    def _open_outputs(self) -> None:
+        buffer = aligned_buffer()
+        for tokens, *others in self._paths():
+            self._outputs.append([PlacedFile(tokens, buffer), *(PlacedFile(path) for path in others)])
+
+    def _close_outputs(self) -> None:
+        for files in self._outputs:
+            for file in files:
+                file.close()
+        self._outputs = []
+
     def _paths(self) -> list[tuple[Path, Path, Path]]:
         return [stream_paths(self.path, stream) for stream in range(len(self.offsets))]
 
@@ -153,9 +176,21 @@ class WorkFolder:
             for part, num_bytes in enumerate(tally.num_bytes):
                 self.offsets[stream][part] += num_bytes
 
-    def commit(self, entry: Entry) -> None:
-        """Record that the next chunk is written."""
-        self._append(entry.to_json())
+    def commit(self, entry: Entry, contents: Sequence[tuple[bytes | memoryview, bytes, bytes]]) -> None:
+        """Write the next chunk, the `PARTS` of each of its streams, and record it.
+
+        Raises:
+            DataError: it cannot be written; what was recorded before stays.
+        """
+        try:
+            for (stream, _), parts in zip(entry.streams, contents):
+                for output, part, offset in zip(self._outputs[stream], parts, self.offsets[stream]):
+                    output.write(memoryview(part), offset)
+            self._append(entry.to_json())
+        except OSError as error:
+            raise DataError(
+                f"{self.path} cannot be written: {error}; mend that and run the same command again to go on"
+            ) from error
         before = [offsets[0] // _WRITE_BACK_BYTES for offsets in self.offsets]
         self._count(entry)
         for stream, pieces in enumerate(before):
@@ -179,6 +214,7 @@ class WorkFolder:
 
         Doing it again, after a kill in the middle of it, gives the same files.
         """
+        self._close_outputs()
         for group in groups:
             with open(stream_paths(self.path, group[0])[0], "r+b", buffering=0) as tokens:
                 tokens.truncate(self.offsets[group[0]][0])
@@ -241,6 +277,7 @@ class WorkFolder:
 
     def close(self) -> None:
         """Let go of the folder; one in which nothing is done is removed."""
+        self._close_outputs()
         if self._manifest_path.exists() and not (self._is_wanted and self.num_chunks):
             self.discard()
         os.close(self._manifest)

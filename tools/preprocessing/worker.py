@@ -1,4 +1,4 @@
-"""What one worker process does: tokenize chunks, and write them where the leader says."""
+"""What one worker process does: tokenize chunks."""
 
 from __future__ import annotations
 
@@ -9,21 +9,15 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Final
 
 import numpy as np
 
 from megatron.core.datasets.dataset_checksums import Block, checksum_blocks
 from megatron.core.datasets.json_lines import Problem
 from megatron.core.errors import InputError
-from tools.preprocessing.chunks import Chunk, read_chunk
+from tools.preprocessing.chunks import read_chunk
 from tools.preprocessing.input_files import InputFile
-from tools.preprocessing.placed_file import PlacedFile, aligned_buffer
-from tools.preprocessing.tokenized_chunk import Recipe, Stream, TokenizedChunk, tokenize_block
-
-PARTS: Final = ("tokens", "lengths", "counts")
-"""The files of a stream, each an array of which every chunk adds a part."""
+from tools.preprocessing.tokenized_chunk import Recipe, TokenizedChunk, tokenize_block
 
 
 @dataclass(frozen=True)
@@ -37,30 +31,31 @@ class StreamTally:
 
 
 @dataclass(frozen=True)
+class Content:
+    """Hold what a chunk adds to one stream.
+
+    Attributes:
+        begin: where in the shared memory the tokens are, in bytes; None where they are ``tokens``.
+        lengths, counts: the bytes of the arrays.
+    """
+
+    begin: int | None
+    tokens: bytes
+    lengths: bytes
+    counts: bytes
+
+
+@dataclass(frozen=True)
 class Tally:
-    """Say what a chunk came to, before it is written."""
+    """Say what a chunk came to, and where it is."""
 
     chunk: int
+    slot: int
     streams: list[StreamTally]
+    contents: list[Content]
     num_lines: int
     num_documents: int
     problems: list[Problem]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Say where in the files of each stream a chunk goes, and which file each of its streams is."""
-
-    chunk: int
-    streams: list[int]
-    offsets: list[tuple[int, int, int]]
-
-
-@dataclass(frozen=True)
-class Written:
-    """Report that a chunk stands where it belongs."""
-
-    chunk: int
 
 
 @dataclass(frozen=True)
@@ -71,42 +66,28 @@ class Failure:
     traceback: str
 
 
-def stream_paths(folder: Path, stream: int) -> tuple[Path, Path, Path]:
-    """Return the files of a stream, in the order of `PARTS`."""
-    tokens, lengths, counts = (folder / f"{stream}.{part}" for part in PARTS)
-    return tokens, lengths, counts
-
-
 def work(
     connection: Connection,
+    slots: Sequence[memoryview],
     files: Sequence[InputFile],
     recipe: Recipe,
-    folder: Path,
-    num_streams: int,
     max_growth_bytes: int,
 ) -> None:
-    """Answer the leader's messages until it closes the connection; grow by about so much memory at most."""
+    """Tokenize the chunks that come, each into the slot that comes with it, until the connection is closed.
+
+    The slots are memory that is shared with the leader. This process grows by about ``max_growth_bytes`` at most.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a keyboard's interrupt is the leader's business
     try:
-        buffer = aligned_buffer()
-        outputs = [[PlacedFile(path, buffer) for path in stream_paths(folder, stream)] for stream in range(num_streams)]
-        unwritten: dict[int, TokenizedChunk] = {}
+        rooms = [np.frombuffer(slot, recipe.dtype) for slot in slots]
         start_bytes = _memory_bytes()
         while True:
-            message = connection.recv()
-            if isinstance(message, Chunk):
-                unwritten[message.number] = done = tokenize_block(read_chunk(message, files[message.file]), recipe)
-                connection.send(_tally(message.number, done))
-                if _memory_bytes() - start_bytes > max_growth_bytes:
-                    recipe.encoder.renew()
-                    start_bytes = _memory_bytes()
-            else:
-                for stream, index, offsets in zip(
-                    unwritten.pop(message.chunk).streams, message.streams, message.offsets
-                ):
-                    for output, part, offset in zip(outputs[index], _parts(stream), offsets):
-                        output.write(part, offset)
-                connection.send(Written(message.chunk))
+            chunk, slot = connection.recv()
+            done = tokenize_block(read_chunk(chunk, files[chunk.file]), recipe, rooms[slot])
+            connection.send(_tally(chunk.number, slot, done))
+            if _memory_bytes() - start_bytes > max_growth_bytes:
+                recipe.encoder.renew()
+                start_bytes = _memory_bytes()
     except (EOFError, ConnectionError):
         return  # the leader is gone, or has what it needs
     except InputError as error:
@@ -115,18 +96,15 @@ def work(
         connection.send(Failure(None, traceback.format_exc()))
 
 
-def _parts(stream: Stream) -> tuple[memoryview, memoryview, memoryview]:
-    tokens, lengths, counts = (part.view(np.uint8).data for part in (stream.tokens, stream.lengths, stream.counts))
-    return tokens, lengths, counts
-
-
-def _tally(number: int, chunk: TokenizedChunk) -> Tally:
-    streams = []
+def _tally(number: int, slot: int, chunk: TokenizedChunk) -> Tally:
+    streams, contents = [], []
     for stream in chunk.streams:
-        tokens, lengths, counts = _parts(stream)
+        tokens, lengths, counts = (part.view(np.uint8).data for part in (stream.tokens, stream.lengths, stream.counts))
         sizes = (len(tokens), len(lengths), len(counts))
         streams.append(StreamTally(sizes, checksum_blocks(tokens), zlib.crc32(lengths), zlib.crc32(counts)))
-    return Tally(number, streams, chunk.num_lines, chunk.num_documents, chunk.problems)
+        begin = None if stream.begin is None else stream.begin * stream.tokens.itemsize
+        contents.append(Content(begin, b"" if begin is not None else bytes(tokens), bytes(lengths), bytes(counts)))
+    return Tally(number, slot, streams, contents, chunk.num_lines, chunk.num_documents, chunk.problems)
 
 
 def _memory_bytes() -> int:

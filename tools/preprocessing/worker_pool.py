@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import signal
 import sys
@@ -10,11 +11,13 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from megatron.core.errors import MegatronError
 from tools.preprocessing.chunks import Chunk
-from tools.preprocessing.worker import Failure, Place, Tally, Written
+from tools.preprocessing.worker import Failure, Tally
+
+_SLOTS: Final = 4
 
 
 class WorkerError(MegatronError):
@@ -23,30 +26,38 @@ class WorkerError(MegatronError):
 
 @dataclass
 class Worker:
-    """Hold one process, what it was given and has not tallied, and what it holds until it is written."""
+    """Hold one process, what it was given and has not tallied, and the memory that is shared with it.
+
+    A slot holds the tokens of one chunk, from when it is given to the worker until they are written.
+    """
 
     process: ForkProcess
     connection: Connection
+    slots: list[memoryview]
+    free_slots: list[int]
     chunks: list[Chunk] = field(default_factory=list)
-    unwritten: set[int] = field(default_factory=set)
 
 
 class WorkerPool:
     """Run workers forked from this process, so that they share the tokenizer that it loaded.
 
-    ``work`` is called in each with its connection, then ``arguments``.
+    ``work`` is called in each with its connection and its slots of ``slot_bytes``, then ``arguments``.
     """
 
-    def __init__(self, num_workers: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def __init__(
+        self, num_workers: int, slot_bytes: int, work: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
         context = multiprocessing.get_context("fork")
         self._workers: list[Worker] = []
         for _ in range(num_workers):
             ours, theirs = context.Pipe()
             inherited = [worker.connection for worker in self._workers] + [ours]
-            process = context.Process(target=_run, args=(inherited, work, theirs, arguments), daemon=True)
+            # Memory that nobody has written to costs nothing: a slot can be as large as the worst chunk needs it.
+            slots = [memoryview(mmap.mmap(-1, slot_bytes)) for _ in range(_SLOTS)]
+            process = context.Process(target=_run, args=(inherited, work, theirs, slots, arguments), daemon=True)
             process.start()
             theirs.close()
-            self._workers.append(Worker(process, ours))
+            self._workers.append(Worker(process, ours, slots, list(range(_SLOTS))))
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -68,26 +79,21 @@ class WorkerPool:
     def free_worker(self, needs_idle: bool) -> Worker | None:
         """Return the worker with the least to do, or None while all have enough.
 
-        A worker has at most four chunks before it (none when it must be idle), so that it goes on while this process
-        waits for its turn, and holds four that are not written.
+        A worker has several chunks before it (none when it must be idle), so that it goes on while this process waits
+        for its turn or writes.
         """
-        free = [
-            worker
-            for worker in self._workers
-            if len(worker.chunks) < (1 if needs_idle else 4) and len(worker.unwritten) < 4
-        ]
+        free = [worker for worker in self._workers if worker.free_slots and not (needs_idle and worker.chunks)]
         return min(free, key=lambda worker: len(worker.chunks), default=None)
 
     def submit(self, worker: Worker, chunk: Chunk) -> None:
-        """Give a worker a chunk to tokenize."""
+        """Give a worker a chunk to tokenize, and a slot for it."""
         worker.chunks.append(chunk)
-        self._send(worker, chunk)
+        try:
+            worker.connection.send((chunk, worker.free_slots.pop()))
+        except ConnectionError as error:
+            raise self._death(worker) from error
 
-    def place(self, worker: Worker, place: Place) -> None:
-        """Tell a worker where to write a chunk that it tallied."""
-        self._send(worker, place)
-
-    def receive(self) -> list[tuple[Worker, Tally | Written]]:
+    def receive(self) -> list[tuple[Worker, Tally]]:
         """Wait for reports.
 
         Raises:
@@ -107,19 +113,9 @@ class WorkerPool:
                     raise message.error
                 print(message.traceback, file=sys.stderr, end="")
                 raise WorkerError(f"worker process {worker.process.pid} failed; what it says stands above")
-            if isinstance(message, Tally):
-                worker.chunks = [chunk for chunk in worker.chunks if chunk.number != message.chunk]
-                worker.unwritten.add(message.chunk)
-            else:
-                worker.unwritten.remove(message.chunk)
+            worker.chunks = [chunk for chunk in worker.chunks if chunk.number != message.chunk]
             reports.append((worker, message))
         return reports
-
-    def _send(self, worker: Worker, message: Chunk | Place) -> None:
-        try:
-            worker.connection.send(message)
-        except ConnectionError as error:
-            raise self._death(worker) from error
 
     def _death(self, worker: Worker) -> WorkerError:
         worker.process.join(timeout=10)
@@ -136,9 +132,13 @@ class WorkerPool:
 
 
 def _run(
-    inherited: list[Connection], work: Callable[..., None], connection: Connection, arguments: tuple[Any, ...]
+    inherited: list[Connection],
+    work: Callable[..., None],
+    connection: Connection,
+    slots: list[memoryview],
+    arguments: tuple[Any, ...],
 ) -> None:
     # The leader's ends of all pipes came along; a worker must see its own end when the leader is gone.
     for other in inherited:
         other.close()
-    work(connection, *arguments)
+    work(connection, slots, *arguments)

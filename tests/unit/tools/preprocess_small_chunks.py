@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from tools import preprocess_data
 from tools.preprocessing import chunks
 
-STEPS = ("replace", "write", "ftruncate", "mkdir", "rmdir", "unlink", "open", "fsync")
+STEPS = ("replace", "write", "pwrite", "ftruncate", "mkdir", "rmdir", "unlink", "open", "fsync")
 
 
 def die_at(step: int) -> None:
