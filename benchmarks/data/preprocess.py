@@ -102,6 +102,9 @@ def measure(kind: str, workers: int, text: Path, options: argparse.Namespace, fo
         result[f"{name}_mb_s"] = [text_bytes / 1e6 / value for value in reversed(seconds)]
         result[f"{name}_documents_s"] = num_documents / seconds[1]
     result["share_of_bare"] = result["tool_mb_s"][1] / result["bare_mb_s"][1]
+    result["share_of_bare_by_round"] = quartiles(
+        [one / other for one, other in zip(result["bare_s"], result["tool_s"])]
+    )
     result["times_megatron_per_core"] = result["command_documents_s"] / workers / _MEGATRON_DOCUMENTS_S
     return result
 
@@ -112,10 +115,14 @@ def markdown(report: dict[str, Any]) -> str:
     def rate(values: list[float]) -> str:
         return f"{values[1]:.0f} [{values[0]:.0f}–{values[2]:.0f}]"
 
+    def share(values: list[float]) -> str:
+        return f"{values[1]:.2f} [{values[0]:.2f}–{values[2]:.2f}]"
+
     lines = [
         f"# Preprocessing, {report['date']}",
         "",
-        f"GPT2BPETokenizer, --append-eod; {report['rounds']} alternating rounds in fresh processes. MB of text a "
+        "GPT2BPETokenizer, --append-eod, --tokenizer-engine gigatoken; "
+        f"{report['rounds']} alternating rounds in fresh processes. MB of text a "
         "second: medians, quartiles in brackets. *Tool*: from the start of the workers to the published data set with "
         "its checksums; *command*: with start-up. Megatron's own tool: "
         f"{_MEGATRON_DOCUMENTS_S:.0f} documents a second ({_MEGATRON_MB_S} MB/s), one worker, repeated text.",
@@ -124,15 +131,17 @@ def markdown(report: dict[str, Any]) -> str:
         + ", ".join(f"{name} {number}" for name, number in report["versions"].items())
         + ".",
         "",
-        "| text | workers | MB | bare MB/s | tool MB/s | share of bare | command MB/s | command documents/s | "
+        "| text | workers | MB | bare MB/s | tool MB/s | share of bare | by round | command MB/s | "
+        "command documents/s | "
         "× Megatron per core |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in report["results"]:
         times = f"{one['times_megatron_per_core']:.0f}" if one["kind"] == "repeated" else "–"
         lines.append(
             f"| {one['kind']} | {one['workers']} | {one['text_bytes'] / 1e6:.0f} | {rate(one['bare_mb_s'])} | "
-            f"{rate(one['tool_mb_s'])} | {one['share_of_bare']:.2f} | {rate(one['command_mb_s'])} | "
+            f"{rate(one['tool_mb_s'])} | {one['share_of_bare']:.2f} | {share(one['share_of_bare_by_round'])} | "
+            f"{rate(one['command_mb_s'])} | "
             f"{one['command_documents_s']:.0f} | {times} |"
         )
     return "\n".join(lines) + "\n"

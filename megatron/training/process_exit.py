@@ -29,7 +29,8 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
-        except OSError:  # nobody reads it any more
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):  # nobody reads it any more, or the program closed it
             status = status or 1
     os._exit(status)

@@ -306,14 +306,11 @@ def test_heads_that_do_not_divide_are_said_by_the_first_process(llama: Path, mon
 
 
 def test_wrong_usage_is_answered_without_torch(tmp_path: Path) -> None:
-    program = (
-        "import runpy, sys\n"
-        "try:\n"
-        "    runpy.run_path(sys.argv[1], run_name='__main__')\n"
-        "except SystemExit as ending:\n"
-        "    print(ending.code, 'torch' in sys.modules)\n"
-    )
     script = tmp_path / "watch.py"
-    script.write_text(program.replace("sys.argv[1]", repr(str(TOOL))))
+    script.write_text(
+        "import atexit, runpy, sys\n"
+        "atexit.register(lambda: print('torch' in sys.modules))\n"
+        f"runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
+    )
     result = run_command([sys.executable, script, "--load", tmp_path / "nowhere", "--prompt", "5"])
-    assert result.stdout == "2 False\n"
+    assert (result.returncode, result.stdout) == (2, "False\n")

@@ -24,7 +24,8 @@ class Chunk:
         begin: where the text starts in it, decompressed.
         num_bytes: how long the text is.
         data: the text itself where only one process can read it: of compressed files and standard input.
-        crc32: of ``data``, so that a pipe that is read again is known to give the same.
+        crc32: of all text of the input up to the chunk's end, where only one process can read it, so that a pipe that
+            is read again is known to give the same.
         source_bytes: how much of the input on disk that is.
     """
 
@@ -48,7 +49,7 @@ def cut_input(files: Sequence[InputFile], first: int = 0, done: Chunk | None = N
     Of compressed files and pipes, what was done is read again, but is not yielded.
 
     Raises:
-        DataError: a file cannot be read.
+        DataError: a file cannot be read, or what is read again is not what was done.
     """
     number = first
     for index, file in enumerate(files):
@@ -58,10 +59,20 @@ def cut_input(files: Sequence[InputFile], first: int = 0, done: Chunk | None = N
             chunks = _cut_plain(file, done.end if done is not None and done.file == index else 0)
         else:
             chunks = _cut_stream(file)
+        is_same = file.is_plain or done is None or done.file != index
         for chunk in chunks:
             if done is None or (index, chunk.begin) >= (done.file, done.end):
+                if not is_same:
+                    break
                 yield replace(chunk, number=number, file=index)
                 number += 1
+            elif index == done.file and chunk.end == done.end:
+                is_same = chunk.crc32 == done.crc32
+        if not is_same:
+            raise DataError(
+                f"{file.name} does not give the text again that the unfinished work is of; give it that, or start "
+                "again with --restart"
+            )
 
 
 def read_chunk(chunk: Chunk, file: InputFile) -> bytes:
@@ -114,7 +125,7 @@ def _next_line(source: IO[bytes], position: int, num_bytes: int) -> int:
 
 
 def _cut_stream(file: InputFile) -> Iterator[Chunk]:
-    begin = position = 0
+    begin = position = crc32 = 0
     errors = decompression_errors()
     stream = open_stream(file)
     try:
@@ -122,7 +133,8 @@ def _cut_stream(file: InputFile) -> Iterator[Chunk]:
             if not data.endswith(b"\n"):
                 data += stream.text.readline()
             before, position = position, stream.source_position(begin + len(data))
-            yield Chunk(0, 0, begin, len(data), data, zlib.crc32(data), position - before)
+            crc32 = zlib.crc32(data, crc32)
+            yield Chunk(0, 0, begin, len(data), data, crc32, position - before)
             begin += len(data)
     except errors as error:
         raise DataError(f"{file.name} cannot be read after {begin} bytes of text: {error}") from error

@@ -13,7 +13,7 @@ from megatron.core.datasets.dataset_checksums import Block
 from tools.preprocessing.chunks import Chunk
 from tools.preprocessing.worker import StreamTally
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 COMPLETE: Final = b'{"complete": true}\n'
 """The last line, when only moving the files to their places is left."""
 

@@ -119,7 +119,7 @@ def pack(
             if size:
                 start, end = end, end + size
                 if end >= len(tokens):  # an end of the document must fit, too
-                    tokens, fits = np.concatenate([tokens, np.empty(end, room.dtype)]), False
+                    tokens, fits = np.concatenate([tokens, np.empty(end + 1, room.dtype)]), False
                 tokens[start:end] = values
                 lengths.append(size)
                 count += 1

@@ -160,7 +160,7 @@ class WorkFolder:
         return [stream_paths(self.path, stream) for stream in range(len(self.offsets))]
 
     def _append(self, content: dict[str, Any]) -> None:
-        os.write(self._manifest, json.dumps(content).encode("ascii") + b"\n")
+        _write_all(self._manifest, json.dumps(content).encode("ascii") + b"\n")
 
     def _count(self, entry: Entry) -> None:
         is_new_file = self.last is None or self.last.file != entry.chunk.file
@@ -226,7 +226,7 @@ class WorkFolder:
             paths = [stream_paths(self.path, stream) for stream in group]
             lengths, counts = ([path[part] for path in paths] for part in (1, 2))
             write_index(self._index_path(group), dtype, partial(_pieces, lengths), partial(_pieces, counts))
-        os.write(self._manifest, COMPLETE)
+        _write_all(self._manifest, COMPLETE)
         os.fsync(self._manifest)
         self.is_complete = True
 
@@ -281,6 +281,11 @@ class WorkFolder:
         if self._manifest_path.exists() and not (self._is_wanted and self.num_chunks):
             self.discard()
         os.close(self._manifest)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def _pieces(files: Sequence[Path]) -> Iterator[NDArray[np.int32]]:

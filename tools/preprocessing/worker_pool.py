@@ -18,6 +18,8 @@ from tools.preprocessing.chunks import Chunk
 from tools.preprocessing.worker import Failure, Tally
 
 _SLOTS: Final = 4
+_FEW_WORKERS: Final = 4
+_SLOTS_OF_MANY: Final = 2
 
 
 class WorkerError(MegatronError):
@@ -47,17 +49,18 @@ class WorkerPool:
     def __init__(
         self, num_workers: int, slot_bytes: int, work: Callable[..., None], arguments: tuple[Any, ...]
     ) -> None:
+        num_slots = _SLOTS if num_workers <= _FEW_WORKERS else _SLOTS_OF_MANY
         context = multiprocessing.get_context("fork")
         self._workers: list[Worker] = []
         for _ in range(num_workers):
             ours, theirs = context.Pipe()
             inherited = [worker.connection for worker in self._workers] + [ours]
             # Memory that nobody has written to costs nothing: a slot can be as large as the worst chunk needs it.
-            slots = [memoryview(mmap.mmap(-1, slot_bytes)) for _ in range(_SLOTS)]
+            slots = [memoryview(mmap.mmap(-1, slot_bytes)) for _ in range(num_slots)]
             process = context.Process(target=_run, args=(inherited, work, theirs, slots, arguments), daemon=True)
             process.start()
             theirs.close()
-            self._workers.append(Worker(process, ours, slots, list(range(_SLOTS))))
+            self._workers.append(Worker(process, ours, slots, list(range(num_slots))))
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -91,6 +94,9 @@ class WorkerPool:
         try:
             worker.connection.send((chunk, worker.free_slots.pop()))
         except ConnectionError as error:
+            # It may have said why before it went.
+            while worker.connection.poll(0):
+                self._read(worker)
             raise self._death(worker) from error
 
     def receive(self) -> list[tuple[Worker, Tally]]:
@@ -104,18 +110,22 @@ class WorkerPool:
         reports = []
         for connection in wait(list(by_connection)):
             worker = by_connection[connection]  # type: ignore[index]
-            try:
-                message = worker.connection.recv()
-            except (EOFError, ConnectionError) as error:
-                raise self._death(worker) from error
-            if isinstance(message, Failure):
-                if message.error is not None:
-                    raise message.error
-                print(message.traceback, file=sys.stderr, end="")
-                raise WorkerError(f"worker process {worker.process.pid} failed; what it says stands above")
-            worker.chunks = [chunk for chunk in worker.chunks if chunk.number != message.chunk]
-            reports.append((worker, message))
+            tally = self._read(worker)
+            worker.chunks = [chunk for chunk in worker.chunks if chunk.number != tally.chunk]
+            reports.append((worker, tally))
         return reports
+
+    def _read(self, worker: Worker) -> Tally:
+        try:
+            message: Tally | Failure = worker.connection.recv()
+        except (EOFError, ConnectionError) as error:
+            raise self._death(worker) from error
+        if isinstance(message, Tally):
+            return message
+        if message.error is not None:
+            raise message.error
+        print(message.traceback, file=sys.stderr, end="")
+        raise WorkerError(f"worker process {worker.process.pid} failed; what it says stands above")
 
     def _death(self, worker: Worker) -> WorkerError:
         worker.process.join(timeout=10)

@@ -83,6 +83,6 @@ class ExternalReader:
         positions = sample.get("position_ids")
         if self._positions is not None and positions is not None and not np.array_equal(positions, self._positions):
             raise DataError("its position_ids are not 0, 1, ...; others need --reset-position-ids")
-        outside = find_outside(self._vocab_size, sample["tokens"], sample["labels"])
+        outside = find_outside(self._vocab_size, np.asarray(sample["tokens"]), np.asarray(sample["labels"]))
         if outside is not None:
             raise token_range_error("it", *outside, self._vocab_size)

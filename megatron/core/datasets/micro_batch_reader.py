@@ -38,8 +38,7 @@ class MicroBatchReader:
         for row, sample_id in enumerate(sample_ids):
             try:
                 sample = self._sample(sample_id)
-                # Labels are the tokens one further on: the first token and the labels are the whole sample.
-                outside = find_outside(self.vocab_size, sample["tokens"][:1], sample["labels"])
+                outside = find_outside(self.vocab_size, sample["tokens"], sample["labels"])
                 if outside is not None:
                     raise token_range_error(self._source_of(sample_id), *outside, self.vocab_size)
                 writer.write(row, sample)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
 Job = TypeVar("Job")
@@ -12,6 +12,7 @@ Result = TypeVar("Result")
 
 _JOBS_AHEAD = 4
 _JOBS_AHEAD_PER_THREAD = 2
+_LAST_JOBS_S = 3.0
 
 
 class ReadAhead(Generic[Job, Result]):
@@ -62,8 +63,14 @@ class ReadAhead(Generic[Job, Result]):
             self._begun.append(executor.submit(self._do, job))
 
     def close(self) -> None:
-        """Give up what is not begun and wait for what is; nothing more is given out."""
+        """Give up what is not begun and wait a little for what is; nothing more is given out.
+
+        A thread that is stuck, in storage that does not answer or in a data set that waits for more, is left behind.
+        """
         self._is_closed = True
-        self._begun.clear()
         if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            stuck = wait([job for job in self._begun if not job.cancelled()], _LAST_JOBS_S).not_done
+            self._begun.clear()
+            if not stuck:
+                self._executor.shutdown(wait=True)

@@ -34,7 +34,8 @@ class DataConfig:
     mmap_bin_files: bool = flag(True, negative="--no-mmap-bin-files")
     """Read the token files with ordinary reads in place of a memory map."""
     num_workers: int = 2
-    """Number of threads that read micro-batches ahead, on the first rank of each tensor-parallel group; 0: none."""
+    """Number of threads that read micro-batches ahead, on the first rank of each tensor-parallel group; 0: none.
+    More than one may read a data set of your own at the same time."""
     dataloader_type: str = flag("single", choices=("single", "cyclic", "external"))
     """Order of samples: as the data set has them (single), a fresh permutation an epoch (cyclic), or
     the caller's."""

@@ -71,7 +71,8 @@ def die_everywhere(flags: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    chunks.CHUNK_BYTES = int(sys.argv[1])
+    # Slots for tokens become as small: a longer line does not fit into one.
+    chunks.CHUNK_BYTES = preprocess_data.CHUNK_BYTES = int(sys.argv[1])
     if sys.argv[2:3] == ["--die-everywhere"]:
         die_everywhere(sys.argv[3:])
     else:

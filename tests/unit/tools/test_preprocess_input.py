@@ -177,18 +177,23 @@ def test_progress_says_rate_and_time_left(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.long
-def test_memory_is_bounded(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_workers", "num_ids", "suffix"), [(4, 257, ""), (8, 70_000, ".gz")], ids=["four", "eight-int32-packed"]
+)
+def test_memory_is_bounded(num_workers: int, num_ids: int, suffix: str, tmp_path: Path) -> None:
     """Hardly any word comes twice, which is what makes the memory of an engine grow."""
     vocab, merges = write_byte_vocabulary(tmp_path)
+    ids = json.loads(vocab.read_text())
+    vocab.write_text(json.dumps(ids | {f"<{number}>": number for number in range(len(ids), num_ids)}))
     draw = np.random.default_rng(1)
-    source = tmp_path / "big.jsonl"
-    with open(source, "w", encoding="ascii") as file:
+    source = tmp_path / f"big.jsonl{suffix}"
+    with gzip.open(source, "wt", 1, "ascii") if suffix else open(source, "w", encoding="ascii") as file:
         for _ in range(1600):
             letters = draw.integers(97, 123, 250_000, dtype=np.uint8)
             letters[draw.integers(0, len(letters), len(letters) // 8)] = 32
             file.write(json.dumps({"text": letters.tobytes().decode("ascii")}) + "\n")
     arguments = [sys.executable, str(TOOL), "--input", str(source), "--output-prefix", str(tmp_path / "out")]
-    arguments += ["--vocab-file", str(vocab), "--merge-file", str(merges), "--workers", "4"]
+    arguments += ["--vocab-file", str(vocab), "--merge-file", str(merges), "--workers", str(num_workers)]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
     peak = 0
     while process.poll() is None:

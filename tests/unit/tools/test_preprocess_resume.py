@@ -11,11 +11,17 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+
+from megatron.core.errors import DataError
+from tools.preprocessing.chunks import Chunk
+from tools.preprocessing.worker import Failure
+from tools.preprocessing.worker_pool import WorkerPool
 
 DRIVER = Path(__file__).with_name("preprocess_small_chunks.py")
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--append-eod"]
@@ -44,10 +50,17 @@ def write_ids(path: Path, num_documents: int) -> Path:
     return path
 
 
-def test_a_death_at_any_step(tmp_path: Path) -> None:
-    source = write_ids(tmp_path / "ids.jsonl", 60)
+@pytest.mark.parametrize(
+    ("chunk_bytes", "num_documents", "partitions"),
+    [
+        pytest.param(2000, 60, 2, id="less than a page a write"),
+        pytest.param(100_000, 3500, 1, id="pages", marks=pytest.mark.long),
+    ],
+)
+def test_a_death_at_any_step(chunk_bytes: int, num_documents: int, partitions: int, tmp_path: Path) -> None:
+    source = write_ids(tmp_path / "ids.jsonl", num_documents)
     prefix = tmp_path / "out" / "x"
-    arguments = command(2000, source, prefix, "--workers", 2, "--partitions", 2)
+    arguments = command(chunk_bytes, source, prefix, "--workers", 2, "--partitions", partitions)
     done = run([*arguments[:3], "--die-everywhere", *arguments[3:]])
     assert done.returncode == 0, done.stderr.decode()
     steps = [line.split() for line in done.stdout.decode().splitlines() if line.startswith("output ")]
@@ -126,6 +139,41 @@ def test_compressed_input_and_pipes_are_gone_on_with(tmp_path: Path) -> None:
             assert kept.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.parametrize("change", ["another text", "another end", "too short"])
+def test_another_text_through_the_pipe_is_refused(change: str, tmp_path: Path) -> None:
+    lines = write_ids(tmp_path / "ids.jsonl", 400).read_bytes().splitlines(keepends=True)
+    arguments = command(5000, "-", tmp_path / "x")
+    assert run(arguments, b"".join([*lines[:300], b"{}\n"])).returncode == 2
+    other = {
+        "another text": [lines[1], lines[0], *lines[2:]],
+        "another end": [lines[0] * 2, *lines[1:]],
+        "too short": lines[:50],
+    }[change]
+    refused = run(arguments, b"".join(other))
+    assert refused.returncode == 2
+    assert refused.stderr.count(b"\n") == 1
+    assert b"does not give the text again that the unfinished work is of" in refused.stderr
+    assert b"--restart" in refused.stderr
+    assert run(arguments, b"".join(lines)).returncode == 0  # nothing was lost
+
+
+def test_why_a_worker_gave_up_is_said_whoever_notices_first(tmp_path: Path) -> None:
+    pool = WorkerPool(1, 100, fail_at_once, ())
+    try:
+        worker = pool.free_worker(needs_idle=True)
+        assert worker is not None
+        worker.process.join(timeout=30)
+        with pytest.raises(DataError, match="the input became shorter"):
+            pool.submit(worker, Chunk(0, 0, 0, 10, b"x" * 10))
+    finally:
+        pool.close(wait_for_them=True)
+
+
+def fail_at_once(connection: Connection, slots: list[memoryview]) -> None:
+    connection.send(Failure(DataError("the input became shorter"), ""))
+    connection.close()
+
+
 def stop_after_some(tmp_path: Path) -> tuple[Path, Path]:
     """Leave unfinished work: the input and the prefix."""
     source = write_ids(tmp_path / "ids.jsonl", 300)
@@ -173,7 +221,6 @@ def test_damaged_work_is_done_again(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.errors import DataError
     from tools.preprocessing import work_folder
 
     monkeypatch.setattr(work_folder, "_LOCK_WAIT_S", 0.1)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.datasets import read_ahead
 from megatron.core.datasets.read_ahead import ReadAhead
 
 REPOSITORY = Path(__file__).resolve().parents[4]
@@ -167,3 +168,23 @@ def test_a_process_that_leaves_while_batches_are_read_ends_as_it_would(how: str,
     )
     assert (result.returncode, result.stderr.strip().rpartition("\n")[2]) == (status, last_line)
     assert result.stderr.count("Traceback (most recent call last)") == bool(last_line)
+
+
+def test_a_thread_that_is_stuck_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "_LAST_JOBS_S", 0.05)
+    release = threading.Event()
+
+    def fail_then_stick(job: int) -> int:
+        if job == 1:
+            raise ValueError("the second job")
+        if job > 1:
+            release.wait(60.0)
+        return job
+
+    ahead = ReadAhead(fail_then_stick, iter(range(100)), 2)
+    assert next(ahead) == 0
+    with pytest.raises(ValueError, match="the second job"):
+        next(ahead)
+    assert reader_threads()
+    release.set()
+    wait_until_gone()
