@@ -40,12 +40,13 @@ from tools.preprocessing.sentences import load_splitter
 from tools.preprocessing.tokenized_chunk import Recipe
 from tools.preprocessing.work_folder import WorkFolder
 from tools.preprocessing.worker import work
-from tools.preprocessing.worker_pool import WorkerPool
+from tools.preprocessing.worker_pool import WorkerPool, num_slots
 
-# What all workers together may hold beyond what they share, what each needs anyway, and the least that it may grow by.
-WORKERS_MEMORY_BYTES = 700 << 20
-WORKER_BASE_BYTES = 65 << 20
-MIN_WORKER_GROWTH_BYTES = 32 << 20
+# What all workers together may hold with their slots, what each needs anyway and for one chunk more than it should, and
+# the least that it may grow by.
+WORKERS_MEMORY_BYTES = 640 << 20
+WORKER_BASE_BYTES = 100 << 20
+MIN_WORKER_GROWTH_BYTES = 16 << 20
 
 
 def build_parser() -> Parser:
@@ -172,8 +173,10 @@ def describe_work(arguments: argparse.Namespace, files: list[InputFile], tokeniz
 
 def tokenize(
     arguments: argparse.Namespace, files: list[InputFile], recipe: Recipe, tokenizer: Tokenizer, folder: WorkFolder
-) -> Progress:
+) -> tuple[Progress, Recipe]:
     """Do what is left of the work: choose an engine, start the workers, and see all chunks written.
+
+    The recipe that comes back has the engine: giving it up takes a while, and is better left to the process's end.
 
     Raises:
         InputError: the input or an engine cannot be used.
@@ -189,8 +192,9 @@ def tokenize(
         print(f"Encoding with {encoder.name} in {arguments.workers} process(es)", flush=True)
         recipe = replace(recipe, encoder=encoder)
         progress.start()
-        growth = max(WORKERS_MEMORY_BYTES // arguments.workers - WORKER_BASE_BYTES, MIN_WORKER_GROWTH_BYTES)
         slot_bytes = CHUNK_BYTES * recipe.dtype.itemsize  # a byte of text makes one token at most
+        needed = WORKER_BASE_BYTES + num_slots(arguments.workers) * slot_bytes
+        growth = max(WORKERS_MEMORY_BYTES // arguments.workers - needed, MIN_WORKER_GROWTH_BYTES)
         skip_errors = arguments.on_error == "skip"
         with WorkerPool(arguments.workers, slot_bytes, work, (files, recipe, growth)) as pool:
             leader = Leader(pool, folder, files, recipe.num_partitions, skip_errors, progress)
@@ -199,7 +203,7 @@ def tokenize(
         folder.forget()
         names = ", ".join(file.name for file in files)
         raise DataError(f"{names}: holds no text: {folder.num_documents} documents without a token")
-    return progress
+    return progress, recipe
 
 
 def preprocess(arguments: argparse.Namespace) -> None:
@@ -239,7 +243,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
             print(f"Going on in {folder.path} after {folder.num_documents} documents", flush=True)
         progress = None
         if not folder.is_complete:
-            progress = tokenize(arguments, files, recipe, tokenizer, folder)
+            progress, recipe = tokenize(arguments, files, recipe, tokenizer, folder)
             folder.complete(groups, dtype)
         num_tokens = folder.token_bytes // dtype.itemsize
         folder.publish(groups, prefixes, not arguments.no_checksums)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from megatron.core.errors import DataError
 from tools.preprocessing.chunks import Chunk
 from tools.preprocessing.input_files import InputFile
-from tools.preprocessing.manifest import Entry
+from tools.preprocessing.manifest import Entry, StreamTally
 from tools.preprocessing.progress import Progress
 from tools.preprocessing.work_folder import WorkFolder
 from tools.preprocessing.worker import Tally
@@ -67,13 +67,13 @@ class Leader:
         chunk = self._chunks.pop(tally.chunk)
         for problem in tally.problems:
             print(f"{self._line_name(chunk, problem.line)}: {problem.message}; skipped", file=sys.stderr)
-        streams = [(self._stream(index), one) for index, one in enumerate(tally.streams)]
-        entry = Entry(chunk, tally.num_lines, tally.num_documents, len(tally.problems), streams)
         slot = worker.slots[tally.slot]
         contents = [
-            (one.tokens if one.begin is None else slot[one.begin :][: sums.num_bytes[0]], one.lengths, one.counts)
-            for one, sums in zip(tally.contents, tally.streams)
+            (one.tokens if one.place is None else slot[slice(*one.place)], one.lengths, one.counts)
+            for one in tally.streams
         ]
+        streams = [(self._stream(index), StreamTally.of(*parts)) for index, parts in enumerate(contents)]
+        entry = Entry(chunk, tally.num_lines, tally.num_documents, len(tally.problems), streams)
         self._folder.commit(entry, contents)
         worker.free_slots.append(tally.slot)
         self._progress.add(tally.num_documents, chunk.num_bytes, chunk.source_bytes)

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from megatron.core.datasets.dataset_checksums import Block
+from megatron.core.datasets.dataset_checksums import Block, checksum_blocks
 from tools.preprocessing.chunks import Chunk
-from tools.preprocessing.worker import StreamTally
 
 FORMAT: Final = 2
 COMPLETE: Final = b'{"complete": true}\n'
 """The last line, when only moving the files to their places is left."""
+
+
+@dataclass(frozen=True)
+class StreamTally:
+    """Say what a chunk adds to one stream: bytes and checksums of tokens, lengths and counts."""
+
+    num_bytes: tuple[int, int, int]
+    token_blocks: list[Block]
+    lengths_crc32: int
+    counts_crc32: int
+
+    @classmethod
+    def of(cls, tokens: bytes | memoryview, lengths: bytes, counts: bytes) -> StreamTally:
+        """Count and sum up what is added."""
+        num_bytes = (len(tokens), len(lengths), len(counts))
+        return cls(num_bytes, checksum_blocks(tokens), zlib.crc32(lengths), zlib.crc32(counts))
 
 
 @dataclass(frozen=True)

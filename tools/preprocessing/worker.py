@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import traceback
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import numpy as np
 
-from megatron.core.datasets.dataset_checksums import Block, checksum_blocks
 from megatron.core.datasets.json_lines import Problem
 from megatron.core.errors import InputError
 from tools.preprocessing.chunks import read_chunk
@@ -21,25 +19,15 @@ from tools.preprocessing.tokenized_chunk import Recipe, TokenizedChunk, tokenize
 
 
 @dataclass(frozen=True)
-class StreamTally:
-    """Say what a chunk adds to one stream: bytes and checksums of tokens, lengths and counts."""
-
-    num_bytes: tuple[int, int, int]
-    token_blocks: list[Block]
-    lengths_crc32: int
-    counts_crc32: int
-
-
-@dataclass(frozen=True)
 class Content:
     """Hold what a chunk adds to one stream.
 
     Attributes:
-        begin: where in the shared memory the tokens are, in bytes; None where they are ``tokens``.
+        place: where in the shared memory the tokens are, begin and end in bytes; None where they are ``tokens``.
         lengths, counts: the bytes of the arrays.
     """
 
-    begin: int | None
+    place: tuple[int, int] | None
     tokens: bytes
     lengths: bytes
     counts: bytes
@@ -51,8 +39,7 @@ class Tally:
 
     chunk: int
     slot: int
-    streams: list[StreamTally]
-    contents: list[Content]
+    streams: list[Content]
     num_lines: int
     num_documents: int
     problems: list[Problem]
@@ -97,14 +84,16 @@ def work(
 
 
 def _tally(number: int, slot: int, chunk: TokenizedChunk) -> Tally:
-    streams, contents = [], []
+    contents = []
     for stream in chunk.streams:
-        tokens, lengths, counts = (part.view(np.uint8).data for part in (stream.tokens, stream.lengths, stream.counts))
-        sizes = (len(tokens), len(lengths), len(counts))
-        streams.append(StreamTally(sizes, checksum_blocks(tokens), zlib.crc32(lengths), zlib.crc32(counts)))
-        begin = None if stream.begin is None else stream.begin * stream.tokens.itemsize
-        contents.append(Content(begin, b"" if begin is not None else bytes(tokens), bytes(lengths), bytes(counts)))
-    return Tally(number, slot, streams, contents, chunk.num_lines, chunk.num_documents, chunk.problems)
+        place, tokens = None, b""
+        if stream.begin is None:
+            tokens = stream.tokens.tobytes()
+        else:
+            begin = stream.begin * stream.tokens.itemsize
+            place = (begin, begin + stream.tokens.nbytes)
+        contents.append(Content(place, tokens, stream.lengths.tobytes(), stream.counts.tobytes()))
+    return Tally(number, slot, contents, chunk.num_lines, chunk.num_documents, chunk.problems)
 
 
 def _memory_bytes() -> int:

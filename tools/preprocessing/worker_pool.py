@@ -17,9 +17,12 @@ from megatron.core.errors import MegatronError
 from tools.preprocessing.chunks import Chunk
 from tools.preprocessing.worker import Failure, Tally
 
-_SLOTS: Final = 4
 _FEW_WORKERS: Final = 4
-_SLOTS_OF_MANY: Final = 2
+
+
+def num_slots(num_workers: int) -> int:
+    """Return how many chunks each worker may be ahead of what is written."""
+    return 4 if num_workers <= _FEW_WORKERS else 2
 
 
 class WorkerError(MegatronError):
@@ -49,18 +52,17 @@ class WorkerPool:
     def __init__(
         self, num_workers: int, slot_bytes: int, work: Callable[..., None], arguments: tuple[Any, ...]
     ) -> None:
-        num_slots = _SLOTS if num_workers <= _FEW_WORKERS else _SLOTS_OF_MANY
         context = multiprocessing.get_context("fork")
         self._workers: list[Worker] = []
         for _ in range(num_workers):
             ours, theirs = context.Pipe()
             inherited = [worker.connection for worker in self._workers] + [ours]
             # Memory that nobody has written to costs nothing: a slot can be as large as the worst chunk needs it.
-            slots = [memoryview(mmap.mmap(-1, slot_bytes)) for _ in range(num_slots)]
+            slots = [memoryview(mmap.mmap(-1, slot_bytes)) for _ in range(num_slots(num_workers))]
             process = context.Process(target=_run, args=(inherited, work, theirs, slots, arguments), daemon=True)
             process.start()
             theirs.close()
-            self._workers.append(Worker(process, ours, slots, list(range(num_slots))))
+            self._workers.append(Worker(process, ours, slots, list(range(len(slots)))))
 
     def __enter__(self) -> WorkerPool:
         return self
