@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.training import refusal
 from tests.harness.distributed import RankFailure, run_distributed
 from tests.harness.faults import Faults, run_with_faults
 from tests.harness.training_run import metrics_path, read_metrics
@@ -112,6 +113,8 @@ def _train_rank(argv: list[str], faults: Faults, folder: str, port: int) -> tupl
     dist.barrier()
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MEGATRON_DEVICE="cpu")
+    # Ranks that fail wait for a launcher to end them; here is none.
+    refusal._WAIT_FOR_REPORT_S = 1.0
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(_Tee(out, sys.stdout)), contextlib.redirect_stderr(_Tee(err, sys.stderr)):
         try:
