@@ -54,6 +54,13 @@ class Launch:
             assert self.process.poll() is None, self.output.read_text()[-4000:]
             time.sleep(0.05)
 
+    def wait_until_ranks_are_gone(self) -> None:
+        """Wait for the end of every rank, which must come soon."""
+        deadline = time.monotonic() + RANKS_MUST_BE_GONE_S
+        while self.ranks():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
     def wait(self, timeout_s: float = 60.0) -> int:
         """Wait for the end and return the exit status."""
         return self.process.wait(timeout_s)
@@ -96,10 +103,7 @@ def launch(tmp_path: Path):
 def test_a_rank_that_raises_ends_the_run_and_has_the_last_word(layout: str, launch, tmp_path: Path) -> None:
     run = launch(toy_args(tmp_path, layout), Faults(rank=1, raise_at=5))
     run.wait_for("ValueError: a fault of micro-batch 5 on rank 1")
-    seen = time.monotonic()
-    while run.ranks():
-        assert time.monotonic() < seen + RANKS_MUST_BE_GONE_S
-        time.sleep(0.05)
+    run.wait_until_ranks_are_gone()
     assert run.wait() == 1
     ours, _, _ = run.output.read_text().partition("torch/distributed/elastic")
     tracebacks = ours.count("Traceback (most recent call last)")
@@ -110,10 +114,7 @@ def test_a_rank_that_raises_ends_the_run_and_has_the_last_word(layout: str, laun
 def test_ranks_that_cannot_hear_are_gone_too(launch, tmp_path: Path) -> None:
     run = launch(toy_args(tmp_path, ""), Faults(rank=1, raise_at=5, deaf_at=5))
     run.wait_for("ValueError: a fault of micro-batch 5 on rank 1")
-    seen = time.monotonic()
-    while run.ranks():
-        assert time.monotonic() < seen + RANKS_MUST_BE_GONE_S
-        time.sleep(0.05)
+    run.wait_until_ranks_are_gone()
     assert run.wait() == 1
 
 
@@ -145,10 +146,7 @@ def test_a_sample_that_cannot_be_read_ends_the_run_by_its_name(
     run = launch(toy_args(tmp_path, flags), Faults(unreadable_sample=sample))
     reason = f"error: {reader}sample {sample} from {DATA}: [Errno 5] Input/output error\n"
     run.wait_for(reason)
-    seen = time.monotonic()
-    while run.ranks():
-        assert time.monotonic() < seen + RANKS_MUST_BE_GONE_S
-        time.sleep(0.05)
+    run.wait_until_ranks_are_gone()
     assert run.wait() == 1
     output, _, _ = run.output.read_text().partition("torch/distributed/elastic")
     assert output.count("error: ") == output.count(reason) == 1
