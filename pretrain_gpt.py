@@ -7,23 +7,23 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from megatron.core.errors import ConfigurationError
-from megatron.training.arguments import parse_arguments_or_exit
+from megatron.training.config.arguments import parse_arguments_or_exit
 from megatron.training.config.run_config import RunConfig
-from megatron.training.initialize import Runtime
-from megatron.training.preflight import prepare_data_or_exit
-from megatron.training.process_exit import run_program
-from megatron.training.refusal import launch_environment_or_exit
+from megatron.training.process.initialize import Runtime
+from megatron.training.process.preflight import prepare_data_or_exit
+from megatron.training.process.process_exit import run_program
+from megatron.training.process.refusal import launch_environment_or_exit
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron.core.datasets.batch import Batch
-    from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
+    from megatron.core.datasets.samples.batch import Batch
+    from megatron.core.datasets.samples.blended_dataset_builder import BlendedDatasetBuilder
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.pipeline_parallel.executor import MicrobatchLoss
     from megatron.core.pipeline_parallel.stage_layout import StageContents
     from megatron.core.tokenizers.tokenizer import Tokenizer
-    from megatron.training.data_plan import SampleTargets
+    from megatron.training.data.data_plan import SampleTargets
 
 # Whatever needs torch is imported by the functions that use it: a wrong command line or wrong data is refused before.
 
@@ -49,8 +49,8 @@ def provide_datasets(
     config: RunConfig, tokenizer: Tokenizer, targets: SampleTargets, report: Callable[[str], None]
 ) -> BlendedDatasetBuilder:
     """Return what builds the training, validation and test data that the flags name."""
-    from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
-    from megatron.training.data_plan import dataset_config, run_position
+    from megatron.core.datasets.samples.blended_dataset_builder import BlendedDatasetBuilder
+    from megatron.training.data.data_plan import dataset_config, run_position
 
     if config.data.dataloader_type == "external":
         raise ConfigurationError(

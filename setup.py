@@ -8,9 +8,11 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "megatron.core.datasets._helpers",
-            sources=["megatron/core/datasets/helpers.cpp"],
-            depends=[f"megatron/core/datasets/{name}.h" for name in ("blend", "blend_x86", "sample_index", "shuffle")],
+            "megatron.core.datasets.indices._helpers",
+            sources=["megatron/core/datasets/indices/helpers.cpp"],
+            depends=[
+                f"megatron/core/datasets/indices/{name}.h" for name in ("blend", "blend_x86", "sample_index", "shuffle")
+            ],
             include_dirs=[pybind11.get_include()],
             language="c++",
             # A fused multiply-add would break ties between the data sets of a blend.
@@ -19,8 +21,8 @@ setup(
             optional=True,
         ),
         Extension(
-            "megatron.core.datasets._json_lines",
-            sources=["megatron/core/datasets/json_lines.cpp"],
+            "megatron.corpus._json_lines",
+            sources=["megatron/corpus/json_lines.cpp"],
             include_dirs=[pybind11.get_include()],
             language="c++",
             extra_compile_args=["-O3", "-g0", "-std=c++17", "-fvisibility=hidden"],

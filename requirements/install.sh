@@ -22,7 +22,7 @@ fi
 
 # What the environment depends on: the interpreter, where it lies, the pinned versions, and what is compiled.
 files=(pyproject.toml requirements/*)
-for optional in setup.py megatron/core/datasets/*.cpp; do
+for optional in setup.py megatron/core/datasets/indices/*.cpp megatron/corpus/*.cpp; do
     if [ -f "$optional" ]; then files+=("$optional"); fi
 done
 fingerprint=$({

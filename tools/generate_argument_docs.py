@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.core.config_base import FieldSpec, field_docs, field_specs  # noqa: E402
-from megatron.training.arguments import config_parts  # noqa: E402
+from megatron.training.config.arguments import config_parts  # noqa: E402
 from megatron.training.config.flag_notes import (  # noqa: E402
     NO_EFFECT,
     NOT_SUPPORTED,

@@ -1,107 +1,13 @@
-"""Prove on this machine that parallel layouts compute what one process computes.
-
-Every cell of a matrix of layouts trains a tiny model for three steps on up to eight CPU processes and is held against
-one process: loss, gradient norm, every parameter's gradient, and the parameters after the steps.
-"""
+"""Prove on this machine that parallel layouts compute what one process computes."""
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-# One thread a process: eight processes that each take all cores would wait for one another.
-os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.verification.cells import MAX_WORLD_SIZE, SHAPES, Cell, fuzz, matrix  # noqa: E402
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
-    parser.add_argument(
-        "--filter",
-        default="",
-        metavar="TEXT",
-        help="only cells whose name contains every word of TEXT; '#7' with --fuzz is the random cell of that number",
-    )
-    parser.add_argument("--shape", choices=tuple(SHAPES), help="only this model shape")
-    parser.add_argument("--max-world-size", type=int, default=MAX_WORLD_SIZE, metavar="N", help="only cells of up to N")
-    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")
-    parser.add_argument("--tolerance", type=float, metavar="X", help="relative; by default what fits the dtype")
-    parser.add_argument(
-        "--fuzz", type=int, default=0, metavar="N", help="N random configurations in place of the matrix"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of --fuzz")
-    parser.add_argument("--list", action="store_true", help="print the cells and stop")
-    return parser
-
-
-def choose_cells(arguments: argparse.Namespace) -> list[Cell]:
-    """Return the cells that the command line asks for."""
-    cells = fuzz(arguments.seed, arguments.fuzz) if arguments.fuzz else matrix()
-    words = arguments.filter.split()
-    return [
-        cell
-        for cell in cells
-        if cell.world_size <= arguments.max_world_size
-        and all(fits(cell, word) for word in words)
-        and (arguments.shape is None or cell.name.split()[0 if not arguments.fuzz else 1] == arguments.shape)
-    ]
-
-
-def fits(cell: Cell, word: str) -> bool:
-    """Return whether a word is in a cell's name; the number of a random cell is meant whole."""
-    return word == cell.name.split()[0] if word.startswith("#") else word in cell.name
-
-
-def main(argv: Sequence[str]) -> int:
-    """Verify and return the exit status: 0 where every cell passed, 1 where one failed, 2 for wrong usage."""
-    arguments = build_parser().parse_args(argv)
-    cells = choose_cells(arguments)
-    if not cells:
-        print("error: no cell fits; --list prints all of them", file=sys.stderr)
-        return 2
-    if arguments.list:
-        print("\n".join(cell.name for cell in cells))
-        return 0
-    return verify(cells, arguments)
-
-
-def verify(cells: Sequence[Cell], arguments: argparse.Namespace) -> int:
-    """Run the cells and print one line each."""
-    import pretrain_gpt
-    from megatron.verification.verifier import NOT_HELD, Tolerance, Verifier
-    from megatron.verification.worker_pool import WorkerPool
-
-    counts = {"passed": 0, "failed": 0, "refused": 0}
-    start_time = time.perf_counter()
-    tolerance = None if arguments.tolerance is None else Tolerance.of_all(arguments.tolerance)
-    worst = [0.0] * 4
-    with WorkerPool(max(cell.world_size for cell in cells)) as pool:
-        verifier = Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step, arguments.dtype, tolerance)
-        for cell in cells:
-            report = verifier.check(cell)
-            counts[report.outcome] += 1
-            worst = [max(pair) for pair in zip(worst, report.differences)]
-            print(report.describe(), flush=True)
-    elapsed_s = time.perf_counter() - start_time
-    allowed = verifier.tolerance
-    print(
-        f"{counts['passed']} passed, {counts['failed']} failed, {counts['refused']} refused at parse time, "
-        f"{arguments.dtype}, {elapsed_s:.0f} s\n"
-        f"worst relative difference (allowed): loss {worst[0]:.1e} ({allowed.loss:.0e}), norm {worst[1]:.1e} "
-        f"({allowed.norm:.0e}), gradients {worst[2]:.1e} ({allowed.gradient:.0e}), parameters {worst[3]:.1e} "
-        f"({'any' if allowed.parameter == NOT_HELD else f'{allowed.parameter:.0e}'})"
-    )
-    # A layout of the matrix is there to run; a random one may be impossible, and is then refused.
-    return 1 if counts["failed"] or (counts["refused"] and not arguments.fuzz) else 0
-
+from megatron.commands.verify_parallelism import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

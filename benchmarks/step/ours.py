@@ -69,7 +69,7 @@ def training_flags(workload: Workload, num_steps: int) -> list[str]:
 def configure(workload: Workload, num_steps: int, world_size: int, rank: int) -> RunConfig:
     """Return the configuration that the command line gives."""
     from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-    from megatron.training.arguments import parse_arguments_or_exit
+    from megatron.training.config.arguments import parse_arguments_or_exit
     from megatron.training.pretrain import with_vocabulary
 
     config = parse_arguments_or_exit(training_flags(workload, num_steps), world_size, rank)
@@ -79,7 +79,7 @@ def configure(workload: Workload, num_steps: int, world_size: int, rank: int) ->
 
 def run(workload: Workload, num_warmup: int, num_steps: int, output: Path) -> None:
     """Train and write what was measured; every rank writes its own file."""
-    from megatron.training.initialize import initialize_runtime, read_launch_environment, shut_down
+    from megatron.training.process.initialize import initialize_runtime, read_launch_environment, shut_down
 
     launch = read_launch_environment()
     config = configure(workload, num_warmup + num_steps, launch.world_size, launch.rank)
@@ -88,7 +88,7 @@ def run(workload: Workload, num_warmup: int, num_steps: int, output: Path) -> No
     import torch
 
     from megatron.core.timers import Timers
-    from megatron.training.batch_source import BatchSource
+    from megatron.training.data.batch_source import BatchSource
     from megatron.training.model_setup import build_training_parts
     from megatron.training.train_state import TrainState
     from megatron.training.training_step import TrainingStep
@@ -116,8 +116,8 @@ def run(workload: Workload, num_warmup: int, num_steps: int, output: Path) -> No
 
 def write_initial_weights(workload: Workload, path: Path) -> None:
     """Save the weights that every layout starts from, padded rows included, for a contestant to load."""
-    from megatron.training.initialize import LaunchEnvironment, initialize_runtime
     from megatron.training.model_setup import build_training_parts
+    from megatron.training.process.initialize import LaunchEnvironment, initialize_runtime
     from pretrain_gpt import provide_model
 
     config = configure(workload, 1, 1, 0)

@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from megatron.core.matrix_product import prefers_onednn, product
+from megatron.core.kernels.matrix_product import prefers_onednn, product
 
 
 class MainGrad:

@@ -6,9 +6,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.executor import ModelChunk, run_schedule
 from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.training.config.run_config import RunConfig
-from megatron.training.initialize import Runtime
-from megatron.training.microbatches import Microbatches, MicrobatchSource
+from megatron.training.data.microbatches import Microbatches, MicrobatchSource
 from megatron.training.model_setup import TrainingParts
+from megatron.training.process.initialize import Runtime
 from megatron.training.training_step import ForwardStep, agree
 
 

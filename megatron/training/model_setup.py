@@ -8,7 +8,8 @@ from datetime import timedelta
 
 from megatron.core.collectives import all_gather_objects
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.extensions.apex import load_fused_adam
+from megatron.core.kernels.apex import load_fused_adam
+from megatron.core.kernels.dot_product_attention import describe_missing_flash
 from megatron.core.main_grad import WeightGradQueue
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
@@ -19,9 +20,8 @@ from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_li
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
 from megatron.core.pipeline_parallel.stage_place import StagePlace
 from megatron.core.precision import dtype_from_name
-from megatron.core.transformer.dot_product_attention import describe_missing_flash
 from megatron.training.config.run_config import RunConfig
-from megatron.training.initialize import Runtime
+from megatron.training.process.initialize import Runtime
 
 ModelProvider = Callable[[RunConfig, Runtime, StageContents], GPTModel]
 """Return one model chunk of this rank, initialised, on its device."""
@@ -53,7 +53,9 @@ def build_training_parts(
     for line in describe_parameter_counts(modules, runtime):
         log(line)
     # With packed documents the reason was given with the command line's.
-    without_flash = describe_missing_flash(config.model, runtime.device.kind)
+    without_flash = describe_missing_flash(
+        config.model.attention_backend, config.model.params_dtype, runtime.device.kind
+    )
     if without_flash is not None and not config.data.reset_attention_mask:
         log(without_flash)
     per_token = config.training.calculate_per_token_loss

@@ -9,23 +9,25 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
-from megatron.core.datasets.blended_dataset_builder import DatasetSplits
-from megatron.core.datasets.external_samples import ExternalSamples
-from megatron.core.datasets.gpt_dataset import SampleDataset
-from megatron.core.datasets.read_counter import ReadCounter
+from megatron.core.datasets.history.read_counter import ReadCounter
+from megatron.core.datasets.samples.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.samples.external_samples import ExternalSamples
+from megatron.core.datasets.samples.gpt_dataset import SampleDataset
 from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.training.batch_source import BatchSource
-from megatron.training.checkpoint_saver import open_saver
+from megatron.training.checkpointing.checkpoint_saver import open_saver
+from megatron.training.checkpointing.run_checkpoints import RunCheckpoints
 from megatron.training.config.argument_block import format_arguments
 from megatron.training.config.run_config import RunConfig
-from megatron.training.console import print_line
-from megatron.training.data_plan import DatasetsProvider, sample_targets
-from megatron.training.data_setup import build_datasets, sample_order
-from megatron.training.evaluation_sets import plan_evaluation
-from megatron.training.initialize import (
+from megatron.training.data.batch_source import BatchSource
+from megatron.training.data.data_plan import DatasetsProvider, sample_targets
+from megatron.training.data.data_setup import build_datasets, sample_order
+from megatron.training.data.evaluation_sets import plan_evaluation
+from megatron.training.model_setup import ModelProvider, build_training_parts
+from megatron.training.process.console import print_line
+from megatron.training.process.initialize import (
     LaunchEnvironment,
     Runtime,
     has_run_failed,
@@ -33,12 +35,10 @@ from megatron.training.initialize import (
     is_first_failure,
     shut_down,
 )
-from megatron.training.metrics import MetricsWriter
-from megatron.training.model_setup import ModelProvider, build_training_parts
-from megatron.training.refusal import reasons_of, refuse_in_run
-from megatron.training.reporting import format_datetime
-from megatron.training.run_checkpoints import RunCheckpoints
-from megatron.training.signals import ExitRequest
+from megatron.training.process.refusal import reasons_of, refuse_in_run
+from megatron.training.process.signals import ExitRequest
+from megatron.training.reporting.log_lines import format_datetime
+from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.training import TrainingRun, evaluate_and_report, is_evaluation_due, train
 from megatron.training.training_step import ForwardStep
 

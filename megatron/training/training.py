@@ -6,23 +6,29 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.datasets.read_counter import ReadCounter
+from megatron.core.datasets.history.read_counter import ReadCounter
 from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
 from megatron.core.distributed.replica_check import check_replicas_equal
 from megatron.core.errors import TrainingError
 from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
 from megatron.core.timers import Timers
-from megatron.training.batch_source import BatchSource
+from megatron.training.checkpointing.run_checkpoints import RunCheckpoints
 from megatron.training.config.run_config import RunConfig
-from megatron.training.console import print_line
+from megatron.training.data.batch_source import BatchSource
+from megatron.training.data.evaluation_sets import EvaluationSet, EvaluationSets
 from megatron.training.evaluation import evaluate
-from megatron.training.evaluation_sets import EvaluationSet, EvaluationSets
-from megatron.training.initialize import Runtime
-from megatron.training.metrics import MetricsWriter
 from megatron.training.model_setup import TrainingParts
-from megatron.training.reporting import IntervalAverage, StepReport, format_evaluation, format_memory, format_step
-from megatron.training.run_checkpoints import RunCheckpoints
-from megatron.training.signals import ExitRequest
+from megatron.training.process.console import print_line
+from megatron.training.process.initialize import Runtime
+from megatron.training.process.signals import ExitRequest
+from megatron.training.reporting.log_lines import (
+    IntervalAverage,
+    StepReport,
+    format_evaluation,
+    format_memory,
+    format_step,
+)
+from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import Agreement, ForwardStep, TrainingStep
 

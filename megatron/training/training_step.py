@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron.core.collectives import all_reduce
-from megatron.core.datasets.batch import Batch
+from megatron.core.datasets.samples.batch import Batch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -21,13 +21,13 @@ from megatron.core.pipeline_parallel.executor import ForwardStep as ChunkForward
 from megatron.core.pipeline_parallel.executor import MicrobatchLoss, ModelChunk, ScheduleResult, run_schedule
 from megatron.core.pipeline_parallel.schedules import SCHEDULES
 from megatron.core.timers import Timers
+from megatron.planning.flops import training_flops_per_sequence
 from megatron.training.config.run_config import RunConfig
-from megatron.training.flops import training_flops_per_sequence
-from megatron.training.initialize import Runtime
-from megatron.training.microbatches import Microbatches, MicrobatchSource
+from megatron.training.data.microbatches import Microbatches, MicrobatchSource
 from megatron.training.model_setup import TrainingParts
-from megatron.training.reporting import StepReport
-from megatron.training.signals import ExitRequest
+from megatron.training.process.initialize import Runtime
+from megatron.training.process.signals import ExitRequest
+from megatron.training.reporting.log_lines import StepReport
 from megatron.training.train_state import TrainState
 
 ForwardStep = Callable[[Batch, GPTModel, "torch.Tensor | None"], "torch.Tensor | MicrobatchLoss"]

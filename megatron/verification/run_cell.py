@@ -14,12 +14,12 @@ from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.training.arguments import resolve_arguments
-from megatron.training.batch_source import BatchSource
+from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
-from megatron.training.data_plan import dataset_config
-from megatron.training.initialize import Runtime
+from megatron.training.data.batch_source import BatchSource
+from megatron.training.data.data_plan import dataset_config
 from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
+from megatron.training.process.initialize import Runtime
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import ForwardStep, TrainingStep
 from megatron.verification.fragments import Fragment, fragments_of

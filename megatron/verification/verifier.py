@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.errors import ConfigurationError, TrainingError
-from megatron.training.arguments import resolve_arguments
+from megatron.training.config.arguments import resolve_arguments
 from megatron.training.model_setup import ModelProvider
 from megatron.training.training_step import ForwardStep
 from megatron.verification.cells import Cell

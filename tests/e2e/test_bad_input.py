@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.training_run import launch_prefix, run_command
-from tests.unit.training.command_lines import MINIMAL, SHAPE, TRAINING, write_data_set
+from tests.unit.training.config.command_lines import MINIMAL, SHAPE, TRAINING, write_data_set
 
 ROOT = Path(__file__).parents[2]
 ENTRY_SCRIPT = ROOT / "pretrain_gpt.py"

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.commands.convert_arguments import parse_arguments
+from megatron.conversion import conversion
+from megatron.conversion.conversion import convert
+from megatron.conversion.conversion_check import ConversionMismatchError
 from megatron.core.errors import CheckpointError
 from megatron.interop.comparison import compare_sources
 from megatron.interop.native.native_source import NativeSource
 from megatron.training.config.run_config import RunConfig
 from tests.e2e.toy_run import exact_figures, newest, toy_args
 from tests.harness.forked_training import fork_training
-from tools.checkpoint import conversion
-from tools.checkpoint.conversion import convert
-from tools.checkpoint.conversion_check import ConversionMismatchError
-from tools.checkpoint.convert_arguments import parse_arguments
 
 STATE = ("progress", "optimizer", "scheduler", "tokenizer")
 HALF_WAY = "--bf16 --exit-interval 4 --num-layers 4"

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from megatron.conversion import conversion
+from megatron.conversion.conversion_check import ConversionMismatchError
 from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.native.native_source import NativeSource
 from megatron.training.config.run_config import RunConfig
 from tests.e2e.test_convert import run_converter
 from tests.e2e.toy_run import toy_args
 from tests.harness.forked_training import fork_training
+from tests.unit.conversion.small_checkpoint import small_common, write_small
 from tests.unit.interop.huggingface.tiny_models import edit_config, folder_bytes, save_model
-from tests.unit.tools.checkpoint.small_checkpoint import small_common, write_small
-from tools.checkpoint import conversion
-from tools.checkpoint.conversion_check import ConversionMismatchError
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama31", "qwen_tied"])

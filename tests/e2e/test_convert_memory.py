@@ -20,8 +20,8 @@ from megatron.interop.checkpoint_source import TensorInfo
 from megatron.interop.native.native_writer import write_native
 from megatron.training.config.run_config import RunConfig
 from tests.harness.training_run import REPOSITORY
+from tests.unit.conversion.small_checkpoint import small_common
 from tests.unit.interop.memory_source import MemorySource
-from tests.unit.tools.checkpoint.small_checkpoint import small_common
 
 GIBIBYTE = 1024**3
 MODEL = """

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.commands.inspect_batch import main
+from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from tests.e2e.toy_run import toy_args
 from tests.harness.forked_training import fork_training
 from tests.harness.training_run import read_metrics
-from tools.inspect_batch import main
 
 SCHEDULE = "--lr-warmup-iters 0 --lr-decay-iters 20"
 OVERRIDE = "--override-opt-param-scheduler"

@@ -19,12 +19,12 @@ from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.training.arguments import resolve_arguments
-from megatron.training.checkpoint_saver import open_saver
-from megatron.training.initialize import Runtime
+from megatron.training.checkpointing.checkpoint_saver import open_saver
+from megatron.training.checkpointing.run_checkpoints import RunCheckpoints
+from megatron.training.config.arguments import resolve_arguments
 from megatron.training.model_setup import build_training_parts
 from megatron.training.pretrain import with_vocabulary
-from megatron.training.run_checkpoints import RunCheckpoints
+from megatron.training.process.initialize import Runtime
 from pretrain_gpt import provide_model
 from tests.e2e.toy_run import newest, toy_args
 from tests.harness.distributed import run_distributed

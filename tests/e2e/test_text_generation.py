@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch.distributed as dist
 
+from megatron.commands import text_generation_cli
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.inference.engine import generate
 from megatron.core.inference.sampling_config import SamplingConfig
@@ -20,14 +21,13 @@ from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT, byte_characters
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
-from megatron.training.arguments import parse_arguments
-from megatron.training.checkpoint_saving import CommonState, save_checkpoint
+from megatron.training.checkpointing.checkpoint_saving import CommonState, save_checkpoint
+from megatron.training.config.arguments import parse_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.train_state import TrainProgress
 from tests.harness.distributed import run_distributed
 from tests.harness.training_run import CommandResult, launch_prefix, run_command
 from tests.unit.core.inference.small_models import build
-from tools import text_generation_cli
 
 TOOL = Path(text_generation_cli.__file__).resolve()
 GPT2_SHAPE = "--num-layers 2 --hidden-size 24 --num-attention-heads 4 --max-position-embeddings 40 --seq-length 40"
@@ -290,9 +290,9 @@ def test_a_damaged_checkpoint_is_passed_over(pattern: str, tmp_path: Path, monke
 
 
 def test_heads_that_do_not_divide_are_said_by_the_first_process(llama: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("megatron.training.refusal._WAIT_FOR_REPORT_S", 0.0)
+    monkeypatch.setattr("megatron.training.process.refusal._WAIT_FOR_REPORT_S", 0.0)
     # The other ranks answer torchrun's signal; the test session keeps its own answer.
-    monkeypatch.setattr("megatron.training.refusal.signal.signal", lambda number, handler: None)
+    monkeypatch.setattr("megatron.training.process.refusal.signal.signal", lambda number, handler: None)
     monkeypatch.setenv("WORLD_SIZE", "3")
     results = []
     for rank in ("0", "1"):

@@ -26,23 +26,23 @@ import numpy as np
 import torch
 
 import pretrain_gpt
-from megatron.core.datasets.batch import Batch
-from megatron.core.datasets.blended_dataset_builder import DatasetSplits
-from megatron.core.datasets.gpt_dataset import GPTSample, SampleDataset
+from megatron.core.datasets.samples.batch import Batch
+from megatron.core.datasets.samples.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.samples.gpt_dataset import GPTSample, SampleDataset
 from megatron.core.errors import DataError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.executor import MicrobatchLoss
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import spec_of
-from megatron.training import signals
-from megatron.training.arguments import parse_arguments_or_exit
+from megatron.training.config.arguments import parse_arguments_or_exit
 from megatron.training.config.run_config import RunConfig
-from megatron.training.data_plan import DatasetSplitsBuilder
-from megatron.training.initialize import Runtime
-from megatron.training.preflight import prepare_data_or_exit
+from megatron.training.data.data_plan import DatasetSplitsBuilder
 from megatron.training.pretrain import pretrain
-from megatron.training.process_exit import run_program
-from megatron.training.refusal import launch_environment_or_exit
+from megatron.training.process import signals
+from megatron.training.process.initialize import Runtime
+from megatron.training.process.preflight import prepare_data_or_exit
+from megatron.training.process.process_exit import run_program
+from megatron.training.process.refusal import launch_environment_or_exit
 
 VARIABLE = "TEST_FAULTS"
 POLL_INTERVAL_S = 0.002

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.training import refusal
+from megatron.training.process import refusal
 from tests.harness.distributed import RankFailure, run_distributed
 from tests.harness.faults import Faults, run_with_faults
 from tests.harness.training_run import metrics_path, read_metrics

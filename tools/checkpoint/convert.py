@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from pathlib import Path
 
-# This folder's inspect.py must not be found in place of Python's own.
-sys.path = [
-    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
-    *(path for path in sys.path if os.path.abspath(path or os.curdir) != os.path.dirname(os.path.abspath(__file__))),
-]
+sys.path.pop(0)  # this folder's inspect.py must not be found in place of Python's own
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command, by default on the words of the command line, and return its exit status."""
-    from tools.checkpoint.convert_arguments import parse_arguments
-
-    arguments = parse_arguments(argv)
-    # A wrong flag is answered before torch is imported.
-    from tools.checkpoint.conversion import convert
-    from tools.command_line import exit_status_of
-
-    for note in arguments.notes:
-        print(note, flush=True)
-    return exit_status_of(lambda: convert(arguments.values))
-
+from megatron.commands.convert_checkpoint import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from pathlib import Path
 
-# This very file must not be found in place of Python's own inspect.
-sys.path = [
-    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
-    *(path for path in sys.path if os.path.abspath(path or os.curdir) != os.path.dirname(os.path.abspath(__file__))),
-]
+sys.path.pop(0)  # this folder's inspect.py must not be found in place of Python's own
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command, by default on the words of the command line, and return its exit status."""
-    from pathlib import Path
-
-    from tools.command_line import Parser, exit_status_of
-
-    parser = Parser(prog="inspect.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a run's folder, an iteration's, or a model's")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to list (the newest)")
-    parser.add_argument("--config", action="store_true", help="print the whole configuration, not the model's alone")
-    parser.add_argument("--no-tensors", action="store_true", help="leave the list of tensors out")
-    parser.add_argument("--verify", action="store_true", help="read every tensor and compare its checksums")
-    arguments = parser.parse_args(argv)
-    from tools.checkpoint.inspection import inspect_checkpoint
-
-    return exit_status_of(lambda: inspect_checkpoint(arguments))
-
+from megatron.commands.inspect_checkpoint import main
 
 if __name__ == "__main__":
     sys.exit(main())

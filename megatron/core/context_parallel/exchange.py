@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.core.context_parallel.all_gather_attention import AllGatherAttention, Core
-from megatron.core.context_parallel.attention_block import AttentionBlocks
 from megatron.core.context_parallel.ring_attention import RingAttention
 from megatron.core.context_parallel.ulysses_attention import UlyssesAttention
+from megatron.core.kernels.attention_block import AttentionBlocks
 from megatron.core.process_group import Group
 
 

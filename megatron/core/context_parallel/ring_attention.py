@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megatron.core.collectives import start_ring_exchange
-from megatron.core.context_parallel.attention_block import AttentionBlocks, BlockMask, merge_block
 from megatron.core.context_parallel.partition import cut_for_rank, positions_of, visible_keys
+from megatron.core.kernels.attention_block import AttentionBlocks, BlockMask, merge_block
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 

@@ -17,8 +17,8 @@ from megatron.core.collectives import (
     all_reduce,
     reduce_scatter_into,
 )
+from megatron.core.kernels.matrix_product import linear, product
 from megatron.core.main_grad import MainGrad, main_grad_of
-from megatron.core.matrix_product import linear, product
 from megatron.core.process_group import Group
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from megatron.core.context_parallel.exchange import exchange_of_layer, with_context_parallel
+from megatron.core.kernels.dot_product_attention import PLAIN_BACKENDS, select_attention_core
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.random import TENSOR_PARALLEL, RngStreams
 from megatron.core.tensor_parallel.recompute import recompute
-from megatron.core.transformer.dot_product_attention import PLAIN_BACKENDS, select_attention_core
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.query_key_value import make_query_key_value
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.core.datasets.gpt_dataset_config import ValidationSet, parse_blend
+from megatron.core.datasets.samples.gpt_dataset_config import ValidationSet, parse_blend
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.validation_config import ValidationConfig
 

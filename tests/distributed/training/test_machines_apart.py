@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.core.datasets.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.samples.blended_dataset_builder import DatasetSplits
 from megatron.core.device import Device
 from megatron.core.errors import CheckpointError, DataError
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.training.checkpoint_saver import open_saver
+from megatron.training.checkpointing.checkpoint_saver import open_saver
+from megatron.training.checkpointing.save_directory import prepare_save_directory
 from megatron.training.config.checkpoint_config import CheckpointConfig
-from megatron.training.data_plan import SampleTargets
-from megatron.training.data_setup import build_datasets
-from megatron.training.initialize import Runtime
-from megatron.training.save_directory import prepare_save_directory
+from megatron.training.data.data_plan import SampleTargets
+from megatron.training.data.data_setup import build_datasets
+from megatron.training.process.initialize import Runtime
 from tests.harness.distributed import run_distributed
 
 NOTHING = DatasetSplits(None, None, None)

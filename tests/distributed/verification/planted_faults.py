@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import attach_spec, spec_of
 from megatron.training.config.run_config import RunConfig
-from megatron.training.initialize import Runtime
+from megatron.training.process.initialize import Runtime
 
 NORM = "decoder.layers.2.pre_mlp_layernorm.weight"
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import ConfigurationError
-from megatron.training.arguments import resolve_arguments
+from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.verification.cells import DATA, EXCHANGES, MAX_WORLD_SIZE, Layout, fuzz, make_cell, matrix
 

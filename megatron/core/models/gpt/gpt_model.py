@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from megatron.core.kernels.dot_product_attention import document_mask
 from megatron.core.main_grad import set_gradient_uses
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_embedding import GPTEmbedding
@@ -19,7 +20,6 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.attention import KeyValueCache
-from megatron.core.transformer.dot_product_attention import document_mask
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
 

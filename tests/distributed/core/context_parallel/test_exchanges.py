@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from megatron.core.context_parallel.exchange import with_context_parallel
 from megatron.core.context_parallel.partition import cut_sequence, to_sequence_order
+from megatron.core.kernels.dot_product_attention import document_mask, fused_attention, plain_attention
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group
-from megatron.core.transformer.dot_product_attention import document_mask, fused_attention, plain_attention
 from tests.harness.closeness import assert_tensors_close
 from tests.harness.distributed import run_distributed
 

@@ -14,10 +14,10 @@ import torch
 from megatron.core.dist_checkpointing import storage
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState, create_parallel_state
-from megatron.training.checkpoint_loading import load_checkpoint, load_model_weights, read_common
-from megatron.training.checkpoint_saving import CommonState, save_checkpoint
+from megatron.training.checkpointing.checkpoint_loading import load_checkpoint, load_model_weights, read_common
+from megatron.training.checkpointing.checkpoint_saving import CommonState, save_checkpoint
+from megatron.training.checkpointing.save_directory import prepare_save_directory
 from megatron.training.config.checkpoint_config import CheckpointConfig
-from megatron.training.save_directory import prepare_save_directory
 from megatron.training.train_state import TrainProgress
 from tests.harness.distributed import RankFailure, run_distributed
 from tests.unit.core.dist_checkpointing.toy import ToyModel, assert_equal_runs, empty_run, filled_run

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.core.errors import ConfigurationError
-from megatron.training.arguments import ParsedArguments, resolve_arguments
+from megatron.training.config.arguments import ParsedArguments, resolve_arguments
 
 SHAPED = """
     --num-layers 6 --hidden-size 40 --num-attention-heads 5 --seq-length 48 --swiglu --normalization RMSNorm
@@ -95,7 +95,7 @@ def test_no_torch_is_imported_for_it(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 20, parse(SHAPED, REST).config.to_dict())
     words = [*REST.split(), "--use-checkpoint-args", "--load", str(tmp_path)]
     script = (
-        "import sys; from megatron.training.arguments import resolve_arguments; "
+        "import sys; from megatron.training.config.arguments import resolve_arguments; "
         f"resolve_arguments({words!r}, 1); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[4]).returncode == 0

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import ConfigurationError
-from megatron.training.arguments import resolve_arguments
+from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.data_lists import read_data_list, read_per_split_lists
 from megatron.training.config.resolution import resolve
 from megatron.training.config.run_config import RunConfig, iterations_of_samples, samples_of_iterations
 from megatron.training.config.training_config import TrainingConfig
-from tests.unit.training.command_lines import MINIMAL
+from tests.unit.training.config.command_lines import MINIMAL
 
 
 def config_of(text: str, world_size: int = 1) -> RunConfig:

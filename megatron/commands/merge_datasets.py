@@ -1,0 +1,149 @@
+"""Merge all data sets (.bin/.idx pairs) of a folder into one, in the order of their names, streaming."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.commands.command_line import Parser, exit_status_of
+from megatron.core.datasets.indexed.dataset_checksums import (
+    CHECKSUM_BLOCK_BYTES,
+    Block,
+    checksum_blocks,
+    checksums_path,
+    write_checksums,
+)
+from megatron.core.datasets.indexed.index_writer import PIECE_LENGTH, cut, write_index
+from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megatron.core.errors import DataError
+
+
+def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:
+    """List the data sets of a folder by name, the output itself left out.
+
+    Raises:
+        DataError: the folder is missing or holds none, or half of a data set.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder; change --input")
+    found: dict[str, set[str]] = {}
+    for path in folder.iterdir():
+        if path.suffix in (".bin", ".idx"):
+            found.setdefault(path.stem, set()).add(path.suffix)
+    for stem, suffixes in sorted(found.items()):
+        if len(suffixes) == 1:
+            raise DataError(f"{folder / stem} has only {suffixes.pop()}; complete the pair or remove it from --input")
+    prefixes = [folder / stem for stem in sorted(found) if (folder / stem).absolute() != output_prefix.absolute()]
+    if not prefixes:
+        raise DataError(f"{folder} holds no .bin/.idx pair; change --input")
+    return prefixes
+
+
+def open_all(prefixes: Sequence[Path], multimodal: bool) -> list[IndexedDataset]:
+    """Open the data sets and see that they can be one.
+
+    Raises:
+        DataError: one cannot be read or is damaged, or they differ in dtype or in having modes.
+    """
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    first = datasets[0]
+    for dataset in datasets:
+        if dataset.dtype != first.dtype:
+            raise DataError(
+                f"{dataset.prefix} holds {dataset.dtype.name} tokens and {first.prefix} holds {first.dtype.name}; data "
+                "sets can be merged only when their dtypes are equal: tokenize both with the same vocabulary"
+            )
+        dataset.verify_structure()
+    # Without sequences there is no telling whether there would be modes.
+    filled = [dataset for dataset in datasets if len(dataset)]
+    for dataset in filled:
+        if (dataset.sequence_modes is None) != (filled[0].sequence_modes is None):
+            raise DataError(f"{dataset.prefix} and {filled[0].prefix} cannot be merged: only one of them has modes")
+        if multimodal and dataset.sequence_modes is None:
+            raise DataError(f"--multimodal: {dataset.prefix} has no sequence modes; drop --multimodal")
+    return datasets
+
+
+def copy_tokens(datasets: Sequence[IndexedDataset], target: Path) -> list[Block]:
+    """Write the tokens of all data sets, see them on the disk, and return their checksums."""
+    blocks = []
+    num_documents = 0
+    with open(target, "wb") as output:
+        for dataset in datasets:
+            with open(bin_path(dataset.prefix), "rb", buffering=0) as source:
+                while data := source.read(CHECKSUM_BLOCK_BYTES):
+                    blocks += checksum_blocks(data)
+                    output.write(data)
+            num_documents += dataset.num_documents
+            print(f"Added {dataset.prefix}: {num_documents} documents so far", flush=True)
+        output.flush()
+        os.fsync(output.fileno())
+    return blocks
+
+
+def write_merged_index(datasets: Sequence[IndexedDataset], target: Path) -> None:
+    """Write the index of all data sets behind each other."""
+
+    def lengths() -> Iterator[NDArray[Any]]:
+        for dataset in datasets:
+            yield from cut(dataset.sequence_lengths)
+
+    def counts() -> Iterator[NDArray[Any]]:
+        for dataset in datasets:
+            indices = dataset.document_indices
+            yield from (
+                np.diff(indices[begin : begin + len(piece) + 1])
+                for begin, piece in zip(range(0, len(indices), PIECE_LENGTH), cut(indices[1:]))
+            )
+
+    def modes() -> Iterator[NDArray[Any]]:
+        for dataset in datasets:
+            if dataset.sequence_modes is not None:
+                yield from cut(dataset.sequence_modes)
+
+    has_modes = any(dataset.sequence_modes is not None for dataset in datasets)
+    write_index(target, datasets[0].dtype, lengths, counts, modes if has_modes else None)
+
+
+def merge(folder: Path, output_prefix: Path, multimodal: bool = False, with_checksums: bool = True) -> None:
+    """Write one data set that holds the documents of all of them.
+
+    Raises:
+        InputError: they cannot be read or do not fit together; nothing is left behind.
+    """
+    datasets = open_all(find_prefixes(folder, output_prefix), multimodal)
+    tokens, index = (Path(f"{output_prefix}.{suffix}.tmp-{os.getpid()}") for suffix in ("bin", "idx"))
+    try:
+        blocks = copy_tokens(datasets, tokens)
+        write_merged_index(datasets, index)
+        # A new .bin beside an old .idx would be a wrong pair: the old index goes first, the new one comes last.
+        idx_path(output_prefix).unlink(missing_ok=True)
+        checksums_path(output_prefix).unlink(missing_ok=True)
+        os.replace(tokens, bin_path(output_prefix))
+        os.replace(index, idx_path(output_prefix))
+        if with_checksums:
+            write_checksums(output_prefix, blocks)
+    except OSError as error:
+        raise DataError(f"data set {output_prefix} cannot be written: {error}") from error
+    finally:
+        tokens.unlink(missing_ok=True)
+        index.unlink(missing_ok=True)
+    print(f"Wrote {output_prefix}.bin and .idx")
+
+
+def main() -> int:
+    """Run the command and return its exit status."""
+    parser = Parser(prog="merge_datasets.py", description=__doc__)
+    parser.add_argument("--input", required=True, type=Path, metavar="DIR", help="folder of .bin/.idx pairs")
+    parser.add_argument("--output-prefix", required=True, type=Path, metavar="PREFIX", help="path without suffix")
+    parser.add_argument("--multimodal", action="store_true", help="refuse data sets without sequence modes")
+    parser.add_argument("--no-checksums", action="store_true", help="write no PREFIX.checksums.json")
+    arguments = parser.parse_args()
+    return exit_status_of(
+        lambda: merge(arguments.input, arguments.output_prefix, arguments.multimodal, not arguments.no_checksums)
+    )

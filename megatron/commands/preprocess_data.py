@@ -1,0 +1,262 @@
+"""Tokenize jsonl into the data sets that training reads: PREFIX_KEY_document.bin and .idx for each key.
+
+The output depends on the input, the tokenizer and the flags that say what a document is: it is the same bytes whatever
+the number of workers, in the order of the input. A document without tokens has no sequence (and gets no end-of-document
+token), but keeps its place among the documents, as in Megatron-LM. A key may hold a list of texts: a document of
+several sequences.
+
+Unfinished work is kept in the folder PREFIX.preprocessing: the same command, run again, goes on from there and ends
+with the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from dataclasses import replace
+from typing import Any
+
+# NumPy's threads would only be in the way of forking workers.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from megatron.commands.command_line import Parser, exit_status_of
+from megatron.core.datasets.indexed.indexed_dataset import optimal_dtype
+from megatron.core.errors import ConfigurationError, DataError, TokenizerError
+from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron.core.tokenizers.encoder_choice import ENGINES, choose_encoder
+from megatron.core.tokenizers.text_encoder import ReferenceEncoder
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.corpus.json_lines import find_compiled_reader
+from megatron.corpus.preprocessing.chunks import CHUNK_BYTES, cut_input
+from megatron.corpus.preprocessing.input_files import STDIN, InputFile, find_input
+from megatron.corpus.preprocessing.leader import Leader
+from megatron.corpus.preprocessing.progress import Progress
+from megatron.corpus.preprocessing.sample import take_sample
+from megatron.corpus.preprocessing.sentences import load_splitter
+from megatron.corpus.preprocessing.tokenized_chunk import Recipe
+from megatron.corpus.preprocessing.work_folder import WorkFolder
+from megatron.corpus.preprocessing.worker import work
+from megatron.corpus.preprocessing.worker_pool import WorkerPool, num_slots
+
+# What all workers together may hold with their slots, what each needs anyway and for one chunk more than it should, and
+# the least that it may grow by.
+WORKERS_MEMORY_BYTES = 640 << 20
+WORKER_BASE_BYTES = 100 << 20
+MIN_WORKER_GROWTH_BYTES = 16 << 20
+
+
+def build_parser() -> Parser:
+    """Declare Megatron's flags, and ours."""
+    parser = Parser(
+        prog="preprocess_data.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    data = parser.add_argument_group("input and output")
+    data.add_argument(
+        "--input",
+        required=True,
+        nargs="+",
+        metavar="PATH",
+        help="jsonl files (also .gz and .zst), patterns such as 'data/*.jsonl', or - for standard input",
+    )
+    data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
+    data.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to tokenize (text)")
+    data.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    data.add_argument("--split-sentences", action="store_true", help="make each sentence a sequence (needs nltk)")
+    data.add_argument("--keep-newlines", action="store_true", help="keep white space between sentences with the first")
+    data.add_argument("--lang", default="english", metavar="LANGUAGE", help="language of the sentences (english)")
+    data.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help="the one format that there is")
+    data.add_argument(
+        "--on-error",
+        default="stop",
+        choices=["stop", "skip"],
+        help="at a line that holds no document: stop, or name it and go on without it (stop)",
+    )
+    data.add_argument("--no-checksums", action="store_true", help="write no PREFIX_KEY_document.checksums.json")
+    tokenizer = parser.add_argument_group("tokenizer")
+    tokenizer.add_argument(
+        "--tokenizer-type",
+        default="GPT2BPETokenizer",
+        metavar="TYPE",
+        help=f"one of {', '.join(TOKENIZER_TYPES)}",
+    )
+    tokenizer.add_argument("--vocab-file", metavar="FILE", help="vocabulary (GPT2BPETokenizer)")
+    tokenizer.add_argument("--merge-file", metavar="FILE", help="byte-pair merges (GPT2BPETokenizer)")
+    tokenizer.add_argument("--tokenizer-model", metavar="PATH", help="model file, or folder with tokenizer.json")
+    tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="size (NullTokenizer, TikTokenizer)")
+    tokenizer.add_argument(
+        "--vocab-extra-ids", type=int, default=0, metavar="N", help="SentencePieceTokenizer's <extra_id_N>"
+    )
+    tokenizer.add_argument("--tiktoken-pattern", choices=["v1", "v2"], help="how TikTokenizer cuts words")
+    tokenizer.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N")
+    tokenizer.add_argument("--tiktoken-special-tokens", nargs="+", default=[], metavar="TOKEN")
+    tokenizer.add_argument(
+        "--tokenizer-engine",
+        default="auto",
+        choices=ENGINES,
+        help="what encodes: the fastest that gives the tokenizer's ids on a sample of the input, or this one (auto)",
+    )
+    runtime = parser.add_argument_group("running")
+    runtime.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
+    runtime.add_argument(
+        "--log-interval", type=int, default=1000, metavar="N", help="documents between two reports (1000)"
+    )
+    runtime.add_argument("--restart", action="store_true", help="forget unfinished work")
+    runtime.add_argument(
+        "--partitions", type=int, default=1, metavar="N", help="lay documents out as Megatron does with N partitions"
+    )
+    runtime.add_argument(
+        "--keep-sequential-samples", action="store_true", help="with --partitions, keep the order of the input"
+    )
+    return parser
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Find what no reading is needed to refuse, all of it at once.
+
+    Raises:
+        ConfigurationError: values that cannot be.
+    """
+    problems = [
+        f"--{name.replace('_', '-')} {getattr(arguments, name)} is not positive"
+        for name in ("workers", "log_interval", "partitions")
+        if getattr(arguments, name) < 1
+    ]
+    repeated = {key for key in arguments.json_keys if arguments.json_keys.count(key) > 1}
+    if repeated:
+        problems.append(f"--json-keys names {' '.join(sorted(repeated))} more than once")
+    if problems:
+        raise ConfigurationError(problems)
+
+
+def load_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
+    """Build the tokenizer.
+
+    Raises:
+        TokenizerError: it cannot be built, or lacks the token that --append-eod appends.
+    """
+    tokenizer = build_tokenizer(
+        tokenizer_type=arguments.tokenizer_type,
+        vocab_file=arguments.vocab_file,
+        merge_file=arguments.merge_file,
+        tokenizer_model=arguments.tokenizer_model,
+        vocab_size=arguments.vocab_size,
+        vocab_extra_ids=arguments.vocab_extra_ids,
+        tiktoken_pattern=arguments.tiktoken_pattern,
+        tiktoken_num_special_tokens=arguments.tiktoken_num_special_tokens,
+        tiktoken_special_tokens=arguments.tiktoken_special_tokens,
+    )
+    if arguments.append_eod and tokenizer.eod_id is None:
+        raise TokenizerError(f"--append-eod: this {tokenizer.name} has no end-of-document token; drop --append-eod")
+    return tokenizer
+
+
+def describe_work(arguments: argparse.Namespace, files: list[InputFile], tokenizer: Tokenizer) -> dict[str, Any]:
+    """List all that the output depends on, so that unfinished work is continued by the same command only."""
+    return {
+        "input": [[file.path, file.num_bytes, file.modified_ns] for file in files],
+        "json_keys": list(arguments.json_keys),
+        "tokenizer": {
+            **tokenizer.arguments,
+            "files": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in tokenizer.files],
+        },
+        "append_eod": arguments.append_eod,
+        "on_error": arguments.on_error,
+        "split_sentences": [arguments.keep_newlines, arguments.lang] if arguments.split_sentences else None,
+        "partitions": 1 if arguments.keep_sequential_samples else arguments.partitions,
+        "chunk_bytes": CHUNK_BYTES,
+    }
+
+
+def tokenize(
+    arguments: argparse.Namespace, files: list[InputFile], recipe: Recipe, tokenizer: Tokenizer, folder: WorkFolder
+) -> tuple[Progress, Recipe]:
+    """Do what is left of the work: choose an engine, start the workers, and see all chunks written.
+
+    The recipe that comes back has the engine: giving it up takes a while, and is better left to the process's end.
+
+    Raises:
+        InputError: the input or an engine cannot be used.
+        WorkerError: a worker died.
+    """
+    chunks = cut_input(files, folder.num_chunks, folder.last)
+    first = next(chunks, None)
+    total_bytes = None if any(file.path == STDIN for file in files) else sum(file.num_bytes for file in files)
+    progress = Progress(None if total_bytes is None else total_bytes - folder.source_bytes, arguments.log_interval)
+    if first is not None:
+        sample = take_sample(files, recipe.keys, first)
+        encoder = choose_encoder(tokenizer, arguments.tokenizer_engine, sample, print)
+        print(f"Encoding with {encoder.name} in {arguments.workers} process(es)", flush=True)
+        recipe = replace(recipe, encoder=encoder)
+        progress.start()
+        slot_bytes = CHUNK_BYTES * recipe.dtype.itemsize  # a byte of text makes one token at most
+        needed = WORKER_BASE_BYTES + num_slots(arguments.workers) * slot_bytes
+        growth = max(WORKERS_MEMORY_BYTES // arguments.workers - needed, MIN_WORKER_GROWTH_BYTES)
+        skip_errors = arguments.on_error == "skip"
+        with WorkerPool(arguments.workers, slot_bytes, work, (files, recipe, growth)) as pool:
+            leader = Leader(pool, folder, files, recipe.num_partitions, skip_errors, progress)
+            leader.run(itertools.chain([first], chunks))
+    if folder.token_bytes == 0:
+        folder.forget()
+        names = ", ".join(file.name for file in files)
+        raise DataError(f"{names}: holds no text: {folder.num_documents} documents without a token")
+    return progress, recipe
+
+
+def preprocess(arguments: argparse.Namespace) -> None:
+    """Tokenize the input and publish the data sets.
+
+    Raises:
+        InputError: the arguments, the tokenizer or the data cannot be used; what was done before is kept.
+        WorkerError: a worker died; what was done is kept.
+    """
+    check_arguments(arguments)
+    files = find_input(arguments.input)
+    tokenizer = load_tokenizer(arguments)
+    splitter = load_splitter(arguments.lang, arguments.keep_newlines) if arguments.split_sentences else None
+    keys = tuple(arguments.json_keys)
+    num_partitions = 1 if arguments.keep_sequential_samples else arguments.partitions
+    dtype = optimal_dtype(tokenizer.vocab_size)
+    recipe = Recipe(
+        encoder=ReferenceEncoder(tokenizer),
+        keys=keys,
+        eod_id=tokenizer.eod_id if arguments.append_eod else None,
+        dtype=dtype,
+        num_partitions=num_partitions,
+        split_sentences=splitter,
+        extract_texts=find_compiled_reader(),
+    )
+    level = "sentence" if arguments.split_sentences else "document"
+    prefixes = [f"{arguments.output_prefix}_{key}_{level}" for key in keys]
+    groups = [range(i * num_partitions, (i + 1) * num_partitions) for i in range(len(keys))]
+    print(
+        f"Tokenizing {len(files)} file(s) with {tokenizer.name} ({tokenizer.vocab_size} ids) into {dtype.name}",
+        flush=True,
+    )
+    description = describe_work(arguments, files, tokenizer)
+    folder = WorkFolder(arguments.output_prefix, description, len(keys) * num_partitions, arguments.restart)
+    try:
+        if folder.num_chunks:
+            print(f"Going on in {folder.path} after {folder.num_documents} documents", flush=True)
+        progress = None
+        if not folder.is_complete:
+            progress, recipe = tokenize(arguments, files, recipe, tokenizer, folder)
+            folder.complete(groups, dtype)
+        num_tokens = folder.token_bytes // dtype.itemsize
+        folder.publish(groups, prefixes, not arguments.no_checksums)
+    finally:
+        folder.close()
+    if progress is not None:
+        print(f"Done: {progress.rates()}, {progress.elapsed_s:.2f} s.")
+    skipped = f", {folder.num_skipped} lines skipped" if folder.num_skipped else ""
+    print(f"{folder.num_documents} documents, {num_tokens} tokens{skipped}")
+    for prefix in prefixes:
+        print(f"Wrote {prefix}.bin and .idx")
+
+
+def main() -> int:
+    """Run the command and return its exit status."""
+    arguments = build_parser().parse_args()
+    # Each worker encodes in one thread; threads of the package's own would not survive the fork.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return exit_status_of(lambda: preprocess(arguments))

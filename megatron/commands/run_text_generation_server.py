@@ -1,0 +1,131 @@
+"""Answer Megatron's PUT /api with the model of a checkpoint.
+
+Run by plain python for one process, or under torchrun at any tensor- and pipeline-parallel size, whatever the layout
+that the checkpoint was written at; the first process listens. SIGTERM or SIGINT ends all of them. Requests:
+
+    curl -X PUT -H 'Content-Type: application/json' http://127.0.0.1:5000/api \\
+        -d '{"prompts": ["The castle stood"], "tokens_to_generate": 32}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from megatron.core.errors import ConfigurationError, InputError
+from megatron.serving.end_request import EndRequest
+from megatron.serving.generation_setup import (
+    Parser,
+    add_model_flags,
+    check_model_flags,
+    load_engine,
+    log_once,
+    one_line,
+    open_checkpoint,
+)
+from megatron.training.process.initialize import LaunchEnvironment, shut_down
+from megatron.training.process.refusal import launch_environment_or_exit, refuse
+
+if TYPE_CHECKING:
+    from megatron.serving.generation_http import GenerationServer
+
+_LAST_ANSWERS_S = 2.0
+
+
+def build_parser() -> Parser:
+    """Declare the flags."""
+    parser = Parser(
+        prog="run_text_generation_server.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1: this machine only)")
+    parser.add_argument("--port", type=int, default=5000, metavar="N", help="port to listen at (5000); 0: a free one")
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of requests that bring none (1234)")
+    parser.add_argument(
+        "--max-tokens-to-oom",
+        type=int,
+        default=12000,
+        metavar="N",
+        help="refuse requests of more prompts x (longest prompt + tokens to generate) at once (12000)",
+    )
+    add_model_flags(parser)
+    return parser
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Refuse values that cannot be, all of them at once.
+
+    Raises:
+        ConfigurationError: there are such.
+        CheckpointError: there is no such folder.
+    """
+    problems = []
+    if not 0 <= arguments.port < 2**16:
+        problems.append(f"--port {arguments.port} is not between 0 and {2**16 - 1}")
+    if arguments.seed < 0:
+        problems.append(f"--seed {arguments.seed} is negative")
+    if arguments.max_tokens_to_oom < 1:
+        problems.append(f"--max-tokens-to-oom {arguments.max_tokens_to_oom} is not positive")
+    if problems:
+        raise ConfigurationError(problems)
+    check_model_flags(arguments)
+
+
+def open_port(arguments: argparse.Namespace) -> GenerationServer:
+    """Take the port; requests are answered later.
+
+    Raises:
+        InputError: the port cannot be had.
+    """
+    from megatron.serving.generation_http import GenerationServer
+
+    try:
+        return GenerationServer(arguments.host, arguments.port)
+    except OSError as error:
+        raise InputError(
+            f"cannot listen at {arguments.host}:{arguments.port}: {error}; change --host or --port"
+        ) from error
+
+
+def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
+    """Serve until a signal.
+
+    Raises:
+        InputError: something that was given cannot be used.
+    """
+    check_arguments(arguments)
+    end = EndRequest()
+    from megatron.serving.generation_api import ApiTranslator
+    from megatron.serving.generation_service import run_service
+
+    log = log_once(launch, lambda line: print(line, file=sys.stderr, flush=True))
+    checkpoint = open_checkpoint(arguments, launch, log)
+    server = open_port(arguments) if launch.rank == 0 else None
+    try:
+        engine = load_engine(checkpoint, launch)
+        end.serving = True
+        if server is not None:
+            limit = arguments.max_tokens_to_oom
+            server.start(
+                ApiTranslator(checkpoint.tokenizer, checkpoint.config, limit, engine.max_batch_size), arguments.seed
+            )
+            print(f"serving at {server.url}", flush=True)
+        run_service(engine, None if server is None else server.jobs, end)
+        if server is not None:
+            server.stop(_LAST_ANSWERS_S)
+    finally:
+        shut_down()
+
+
+def main() -> int:
+    """Run the command and return its exit status."""
+    arguments = build_parser().parse_args()
+    launch = launch_environment_or_exit()
+    try:
+        run(arguments, launch)
+    except InputError as error:
+        return refuse([one_line(error)], launch.rank)
+    return 0

@@ -1,0 +1,167 @@
+"""Continue a text with the model of a checkpoint.
+
+Run by plain python for one process, or under torchrun at any tensor- and pipeline-parallel size, whatever the layout
+that the checkpoint was written at: all processes are tensor-parallel unless the flags say otherwise. Model and
+tokenizer are those that the checkpoint records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.inference.request import GenerationRequest, StopRule, check_request
+from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.serving.generation_setup import (
+    Log,
+    Parser,
+    add_model_flags,
+    check_model_flags,
+    load_engine,
+    log_once,
+    one_line,
+    open_checkpoint,
+)
+from megatron.training.process.initialize import LaunchEnvironment, shut_down
+from megatron.training.process.refusal import launch_environment_or_exit, refuse
+
+SEPARATOR = "-" * 40
+
+
+def build_parser() -> Parser:
+    """Declare the flags."""
+    parser = Parser(
+        prog="text_generation_cli.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="file with one prompt a line; blank lines are skipped")
+    parser.add_argument(
+        "--tokens-to-generate", type=int, default=64, metavar="N", help="tokens after each prompt, at most (64)"
+    )
+    sampling = parser.add_argument_group("choice of the next token")
+    sampling.add_argument("--greedy", action="store_true", help="take the most probable one")
+    sampling.add_argument("--temperature", type=float, default=1.0, metavar="T", help="divides the logits (1.0)")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K most probable (all)")
+    sampling.add_argument(
+        "--top-p", type=float, default=0.0, metavar="P", help="draw from the most probable that sum to P (all)"
+    )
+    sampling.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the draws (1234)")
+    add_model_flags(parser)
+    return parser
+
+
+def check_sampling(arguments: argparse.Namespace) -> SamplingConfig:
+    """Return how tokens are chosen.
+
+    Raises:
+        ConfigurationError: values that cannot be, all of them at once.
+    """
+    sampling = SamplingConfig(
+        greedy=arguments.greedy,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    problems = list(sampling.problems())
+    if arguments.tokens_to_generate < 1:
+        problems.append(f"--tokens-to-generate {arguments.tokens_to_generate} is not positive")
+    if problems:
+        raise ConfigurationError(problems)
+    return sampling
+
+
+def read_prompts(arguments: argparse.Namespace) -> list[str]:
+    """Return the texts to continue.
+
+    Raises:
+        InputError: there is none, or the file cannot be read.
+    """
+    if arguments.prompt_file is None:
+        if not arguments.prompt:
+            raise InputError("--prompt is empty; give it some text")
+        # Bytes of the command line that are not UTF-8 arrive as half characters.
+        if any("\ud800" <= character <= "\udfff" for character in arguments.prompt):
+            raise InputError("--prompt is not valid UTF-8; convert it")
+        return [arguments.prompt]
+    try:
+        lines = Path(arguments.prompt_file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read --prompt-file {arguments.prompt_file}: {error}") from error
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise InputError(f"--prompt-file {arguments.prompt_file} holds no text; write one prompt a line")
+    return prompts
+
+
+def make_request(
+    prompts: Sequence[str], tokenizer: Tokenizer, max_new_tokens: int, sampling: SamplingConfig
+) -> GenerationRequest:
+    """Return what the engine is asked for: texts that end with their document."""
+    return GenerationRequest(
+        prompts=tuple(tuple(tokenizer.tokenize(prompt)) for prompt in prompts),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop=StopRule(end_tokens=frozenset() if tokenizer.eod_id is None else frozenset((tokenizer.eod_id,))),
+    )
+
+
+def generate_texts(
+    arguments: argparse.Namespace,
+    launch: LaunchEnvironment,
+    sampling: SamplingConfig,
+    prompts: Sequence[str],
+    log: Log,
+) -> list[str]:
+    """Load the checkpoint and return each prompt with what follows it.
+
+    Raises:
+        InputError: the checkpoint, the tokenizer or the prompts cannot be used.
+    """
+    checkpoint = open_checkpoint(arguments, launch, log)
+    tokenizer = checkpoint.tokenizer
+    request = make_request(prompts, tokenizer, arguments.tokens_to_generate, sampling)
+    check_request(checkpoint.config, request)
+    engine = load_engine(checkpoint, launch)
+    continuations = engine.generate(request)
+    return [
+        tokenizer.detokenize([*prompt, *continuation.tokens])
+        for prompt, continuation in zip(request.prompts, continuations, strict=True)
+    ]
+
+
+def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
+    """Print the texts.
+
+    Raises:
+        InputError: something that was given cannot be used.
+    """
+    sampling = check_sampling(arguments)
+    prompts = read_prompts(arguments)
+    check_model_flags(arguments)
+    log = log_once(launch, lambda line: print(line, file=sys.stderr, flush=True))
+    try:
+        texts = generate_texts(arguments, launch, sampling, prompts, log)
+    finally:
+        shut_down()
+    if launch.rank == 0:
+        print(f"\n{SEPARATOR}\n".join(texts), flush=True)
+
+
+def main() -> int:
+    """Run the command and return its exit status."""
+    arguments = build_parser().parse_args()
+    launch = launch_environment_or_exit()
+    try:
+        run(arguments, launch)
+    except InputError as error:
+        return refuse([one_line(error)], launch.rank)
+    return 0

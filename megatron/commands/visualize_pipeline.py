@@ -1,0 +1,256 @@
+"""Draw a pipeline schedule, planned or recorded, as text, SVG or PNG, with its bubble and its memory.
+
+python tools/visualize_pipeline.py --pipeline-model-parallel-size 4 --num-microbatches 8 --schedule zero-bubble
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from megatron.commands.command_line import Parser
+from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.pipeline_parallel.action import Pass
+from megatron.core.pipeline_parallel.schedules import SCHEDULES, build_schedule, default_schedule
+from megatron.core.pipeline_parallel.simulator import Durations, simulate
+from megatron.core.pipeline_parallel.timeline import Event, Timeline, read_timeline
+
+LETTERS = {Pass.FORWARD: "F", Pass.BACKWARD: "B", Pass.BACKWARD_INPUT: "B", Pass.BACKWARD_WEIGHT: "W"}
+# Hue of each pass; chunks differ in lightness.
+HUES = {Pass.FORWARD: 210, Pass.BACKWARD: 140, Pass.BACKWARD_INPUT: 140, Pass.BACKWARD_WEIGHT: 40}
+FORMATS = ("text", "svg", "png")
+ROW_HEIGHT, LABEL_WIDTH, SUMMARY_WIDTH, MARGIN = 24, 60, 210, 10
+LARGEST = 1 << 22
+
+
+def build_parser() -> Parser:
+    """Return the parser of this tool."""
+    parser = Parser(prog="visualize_pipeline.py", description=__doc__, allow_abbrev=False)
+    plan = parser.add_argument_group("plan")
+    plan.add_argument("--pipeline-model-parallel-size", type=int, default=4, help="Number of pipeline ranks.")
+    plan.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=1, help="Model chunks on a rank.")
+    plan.add_argument("--num-microbatches", type=int, help="Micro-batches of an iteration; instead of the batch sizes.")
+    plan.add_argument("--global-batch-size", type=int, help="Samples of an iteration.")
+    plan.add_argument("--micro-batch-size", type=int, default=1, help="Samples of a micro-batch.")
+    plan.add_argument("--data-parallel-size", type=int, default=1, help="Number of replicas of the model.")
+    plan.add_argument("--schedule", choices=tuple(SCHEDULES), help="By default the one that training would use.")
+    plan.add_argument(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        type=int,
+        help="Micro-batches that one chunk takes in a row; by default about the pipeline size.",
+    )
+    for name, value in (("forward", 1.0), ("backward", 2.0), ("backward-input", 1.0), ("backward-weight", 1.0)):
+        plan.add_argument(f"--{name}-time", type=float, default=value, help=f"Duration of a {name} pass of a chunk.")
+    plan.add_argument("--transfer-time", type=float, default=0.0, help="Duration of a message between ranks.")
+    parser.add_argument("--recorded", type=Path, metavar="FILE", help="Draw a recorded run instead of a plan.")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="Write here instead of standard output.")
+    parser.add_argument("--format", choices=FORMATS, help="By default what the output's suffix says, else text.")
+    parser.add_argument("--width", type=int, help="Columns of the text, or pixels of the drawing.")
+    return parser
+
+
+def plan_timeline(arguments: argparse.Namespace) -> Timeline:
+    """Simulate the schedule that the arguments describe.
+
+    Raises:
+        ConfigurationError: it cannot be, for all the reasons given.
+    """
+    pp, chunks = arguments.pipeline_model_parallel_size, arguments.num_virtual_stages_per_pipeline_rank
+    times = {
+        name: getattr(arguments, f"{name}_time")
+        for name in ("forward", "backward", "backward_input", "backward_weight", "transfer")
+    }
+    problems = [
+        f"--{name} {value} must be 1 or more"
+        for name, value in (
+            ("pipeline-model-parallel-size", pp),
+            ("num-virtual-stages-per-pipeline-rank", chunks),
+            ("micro-batch-size", arguments.micro_batch_size),
+            ("data-parallel-size", arguments.data_parallel_size),
+        )
+        if value < 1
+    ]
+    problems += [
+        f"--{name.replace('_', '-')}-time {time} must be a number of 0 or more"
+        for name, time in times.items()
+        if not 0 <= time < float("inf")
+    ]
+    if problems:
+        raise ConfigurationError(problems)
+    num_microbatches = count_microbatches(arguments)
+    if pp * chunks * num_microbatches > LARGEST:
+        raise ConfigurationError(
+            f"{pp} ranks x {chunks} chunks x {num_microbatches} micro-batches are more than {LARGEST}; use fewer"
+        )
+    name = arguments.schedule or default_schedule(pp, chunks)
+    group_size = arguments.microbatch_group_size_per_virtual_pipeline_stage
+    return simulate(build_schedule(name, pp, num_microbatches, chunks, group_size), chunks, Durations(**times))
+
+
+def count_microbatches(arguments: argparse.Namespace) -> int:
+    """Return the number of micro-batches, given or from the batch sizes; two for each rank where neither is given.
+
+    Raises:
+        ConfigurationError: both are given, or the batch does not divide.
+    """
+    samples, given = arguments.global_batch_size, arguments.num_microbatches
+    if samples is None:
+        return 2 * arguments.pipeline_model_parallel_size if given is None else int(given)
+    if given is not None:
+        raise ConfigurationError("--num-microbatches and --global-batch-size say the same thing; leave one of them out")
+    step = arguments.micro_batch_size * arguments.data_parallel_size
+    if samples % step:
+        below = samples // step * step
+        raise ConfigurationError(
+            f"--global-batch-size {samples} is not a multiple of micro-batch({arguments.micro_batch_size}) x "
+            f"data-parallel({arguments.data_parallel_size}) = {step}; use "
+            + (f"{below} or {below + step}" if below else f"{step}")
+        )
+    return int(samples // step)
+
+
+def label(event: Event, num_chunks: int) -> str:
+    """Return the name of a pass: its letter, micro-batch, and the chunk where there are several."""
+    return f"{LETTERS[event.kind]}{event.microbatch}" + (f".{event.chunk}" if num_chunks > 1 else "")
+
+
+def summary(timeline: Timeline, rank: int) -> str:
+    """Return a rank's bubble and memory in words."""
+    peak = timeline.ranks[rank].peak_activations
+    return f"bubble {100 * timeline.bubble(rank):5.1f} %  peak {peak} live"
+
+
+def title(timeline: Timeline) -> str:
+    """Return what is drawn in one line."""
+    return (
+        f"{timeline.pipeline_size} pipeline ranks x {timeline.num_chunks} chunks, {timeline.num_microbatches} "
+        f"micro-batches: {timeline.makespan:g} time units, largest bubble {100 * timeline.worst_bubble:.1f} % of busy "
+        f"time, at most {max((rank.peak_activations for rank in timeline.ranks), default=0)} live activations"
+    )
+
+
+def rows_of(timeline: Timeline) -> list[list[Event]]:
+    """Return every rank's events."""
+    rows: list[list[Event]] = [[] for _ in timeline.ranks]
+    for event in timeline.events():
+        rows[event.rank].append(event)
+    return rows
+
+
+def draw_text(timeline: Timeline, width: int | None) -> str:
+    """Return a chart of one line for each rank; a label that does not fit is shortened."""
+    num_chunks = timeline.num_chunks
+    rows = rows_of(timeline)
+    head = len(f"rank {timeline.pipeline_size - 1}") + 1
+    tail = max((len(summary(timeline, rank)) for rank in range(timeline.pipeline_size)), default=0) + 3
+    room = max((width or shutil.get_terminal_size((160, 24)).columns) - head - tail, 20)
+    shortest = min((e.end - e.start for row in rows for e in row if e.end > e.start), default=1.0)
+    longest_label = max((len(label(event, num_chunks)) for row in rows for event in row), default=1)
+    scale = min((longest_label + 1) / shortest, room / timeline.makespan if timeline.makespan > 0 else 1.0)
+    lines = [title(timeline)]
+    for rank, row in enumerate(rows):
+        cells = [" "] * round(timeline.makespan * scale)
+        for event in row:
+            first, last = (round((time - timeline.start) * scale) for time in (event.start, event.end))
+            texts = (label(event, num_chunks), label(event, 1), LETTERS[event.kind])
+            text = next((text for text in texts if len(text) < last - first), texts[-1])
+            cells[first:last] = text.ljust(last - first, "-")[: last - first]
+        lines.append(f"{f'rank {rank}':<{head}}|{''.join(cells)}| {summary(timeline, rank)}")
+    lines.append("F forward   B backward (of the input where W follows)   W backward of the weights   blank: idle")
+    return "\n".join(lines) + "\n"
+
+
+def draw_svg(timeline: Timeline, width: int | None) -> str:
+    """Return the chart as an SVG document of ``width`` pixels."""
+    width = max(width or 1600, LABEL_WIDTH + SUMMARY_WIDTH + 200)
+    scale = (width - LABEL_WIDTH - SUMMARY_WIDTH) / (timeline.makespan or 1.0)
+    height = (timeline.pipeline_size + 2) * ROW_HEIGHT + MARGIN
+    num_chunks = timeline.num_chunks
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+        'font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="{MARGIN}" y="{ROW_HEIGHT - 7}" font-size="13">{escape(title(timeline))}</text>',
+    ]
+    for rank, row in enumerate(rows_of(timeline)):
+        top = (rank + 1) * ROW_HEIGHT
+        parts.append(f'<text x="{MARGIN}" y="{top + 16}">rank {rank}</text>')
+        for event in row:
+            left = LABEL_WIDTH + (event.start - timeline.start) * scale
+            length = (event.end - event.start) * scale
+            name = label(event, num_chunks)
+            parts.append(
+                f'<rect x="{left:.2f}" y="{top + 1}" width="{length:.2f}" height="{ROW_HEIGHT - 2}" '
+                f'fill="{color(event, num_chunks)}" stroke="white" stroke-width="0.5">'
+                f"<title>{name}: {event.kind.value}, {event.start:g} to {event.end:g}</title></rect>"
+            )
+            if length > 7 * len(name):
+                parts.append(f'<text x="{left + length / 2:.2f}" y="{top + 16}" text-anchor="middle">{name}</text>')
+        parts.append(f'<text x="{width - SUMMARY_WIDTH + MARGIN}" y="{top + 16}">{summary(timeline, rank)}</text>')
+    legend_y = (timeline.pipeline_size + 1) * ROW_HEIGHT + 18
+    parts.append(
+        f'<text x="{LABEL_WIDTH}" y="{legend_y}">F forward, B backward (of the input where W follows), '
+        "W backward of the weights; micro-batch.chunk</text></svg>"
+    )
+    return "\n".join(parts) + "\n"
+
+
+def color(event: Event, num_chunks: int) -> str:
+    """Return a pass's color: a later chunk is lighter."""
+    return f"hsl({HUES[event.kind]}, 65%, {60 + 25 * event.chunk // num_chunks}%)"
+
+
+def write_png(timeline: Timeline, width: int | None, path: Path) -> None:
+    """Draw with matplotlib.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import colors
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError(f"--format png needs matplotlib ({error}); install it, or use --format svg") from error
+    figure = Figure(figsize=((width or 1600) / 100, 1 + 0.3 * timeline.pipeline_size), dpi=100)
+    axes = figure.subplots()
+    for rank, row in enumerate(rows_of(timeline)):
+        bars = [(event.start - timeline.start, event.end - event.start) for event in row]
+        fills = [colors.hsv_to_rgb((HUES[e.kind] / 360, 0.7 - 0.4 * e.chunk / timeline.num_chunks, 0.85)) for e in row]
+        axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=fills, edgecolors="white", linewidth=0.3)
+    axes.set_yticks(range(timeline.pipeline_size), [f"rank {rank}" for rank in range(timeline.pipeline_size)])
+    axes.invert_yaxis()
+    axes.set_title(title(timeline), fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, format="png")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw what the command line asks for and return the exit status."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    output: Path | None = arguments.output
+    suffix = "" if output is None else output.suffix.removeprefix(".")
+    form = arguments.format or (suffix if suffix in FORMATS else "text")
+    if arguments.width is not None and not 1 <= arguments.width <= LARGEST:
+        parser.error(f"--width {arguments.width} is not between 1 and {LARGEST}")
+    if form == "png" and output is None:
+        parser.error("--format png needs --output FILE")
+    try:
+        timeline = plan_timeline(arguments) if arguments.recorded is None else read_timeline(arguments.recorded)
+        if form == "png":
+            assert output is not None
+            write_png(timeline, arguments.width, output)
+            return 0
+        text = (draw_svg if form == "svg" else draw_text)(timeline, arguments.width)
+        if output is None:
+            sys.stdout.write(text)
+        else:
+            output.write_text(text, encoding="utf-8")
+    except InputError as error:
+        parser.exit(2, f"{parser.prog}: {'; '.join(str(error).splitlines())}\n")
+    except OSError as error:
+        parser.exit(2, f"{parser.prog}: {error.filename} cannot be written: {error.strerror}; change --output\n")
+    return 0

@@ -1,0 +1,1 @@
+"""Checkpoints converted, compared and listed, one tensor at a time."""

@@ -1,0 +1,48 @@
+"""Which folder holds the checkpoint that a command names, and in which format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.errors import CheckpointError
+from megatron.interop.open_checkpoint import FORMAT_NAMES, CheckpointFormat, detect_format
+from megatron.training.checkpointing.checkpoint_folders import TRACKER_FILE, candidate_folders
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """Name one checkpoint: the folder of an iteration, or of a Hugging Face model, and its format."""
+
+    folder: Path
+    format: CheckpointFormat
+
+
+def find_checkpoint(
+    directory: Path, ckpt_step: int | None = None, expected: tuple[CheckpointFormat, ...] = ("native", "torch", "hf")
+) -> FoundCheckpoint:
+    """Find the checkpoint of a run's folder that its tracker file names, or that a folder is itself.
+
+    ``ckpt_step`` asks for another iteration of a run's folder.
+
+    Raises:
+        CheckpointError: there is none, or it is not in one of the ``expected`` formats.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a folder; name one that holds a checkpoint")
+    folder = directory
+    if ckpt_step is not None or (directory / TRACKER_FILE).exists():
+        # The newest only: what a command is told to convert or compare must not silently be another checkpoint.
+        folder = candidate_folders(directory, ckpt_step)[0]
+    if not folder.is_dir():
+        raise CheckpointError(f"{directory / TRACKER_FILE} names {folder.name}, and there is no such folder beside it")
+    found = detect_format(folder)
+    if found is None:
+        raise CheckpointError(
+            f"{folder} holds no checkpoint: neither a file {TRACKER_FILE}, nor the files of the native format "
+            "(index.json), of Megatron's torch format (mp_rank_00) or of Hugging Face's (config.json)"
+        )
+    if found not in expected:
+        names = " or ".join(FORMAT_NAMES[name] for name in expected)
+        raise CheckpointError(f"{folder} is in {FORMAT_NAMES[found]}, not in {names}; change --loader")
+    return FoundCheckpoint(folder, found)

@@ -1,0 +1,226 @@
+"""One conversion: open, retarget, write beside the place, check, publish."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatron.commands.convert_arguments import FORMATS, idle_flags
+from megatron.conversion.checkpoint_folder import find_checkpoint
+from megatron.conversion.conversion_check import check_result, compare_logits, parameters_of
+from megatron.conversion.progress import ByteProgress
+from megatron.conversion.publication import publish_checked
+from megatron.conversion.target_layout import Target, retarget
+from megatron.conversion.transformers_logits import transformers_logits
+from megatron.core.dist_checkpointing.state_dict import OPTIMIZER_PREFIX, RNG_PREFIX
+from megatron.core.errors import ConfigurationError, TokenizerError
+from megatron.core.tokenizers.build_tokenizer import build_tokenizer
+from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.tokenizer_record import record_tokenizer
+from megatron.interop.checkpoint_source import CheckpointSource
+from megatron.interop.huggingface.source import HuggingFaceSource
+from megatron.interop.huggingface.writer import write_hugging_face
+from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
+from megatron.interop.native.native_source import NativeSource
+from megatron.interop.native.native_writer import TokenizerWriter, write_native
+from megatron.interop.open_checkpoint import CheckpointFormat, open_checkpoint
+from megatron.interop.source_view import SourceView
+from megatron.interop.streamed_logits import sample_tokens, source_config, streamed_logits
+
+Log = Callable[[str], None]
+TRANSFORMERS_TOLERANCE = 1e-4
+_LOADED: dict[str, tuple[CheckpointFormat, ...]] = {
+    "megatron": ("native", "torch"),
+    "native": ("native",),
+    "torch": ("torch",),
+    "hf": ("hf",),
+}
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)
+
+
+def convert(arguments: argparse.Namespace, log: Log = say) -> None:
+    """Do what the command line asks.
+
+    Raises:
+        InputError: the checkpoint cannot be read, or cannot become what is asked for.
+        ConversionMismatchError: the result is not what was converted; it was not published.
+    """
+    found = find_checkpoint(arguments.load_dir, arguments.ckpt_step, _LOADED[FORMATS[arguments.loader]])
+    saver = target_format(arguments.loader, arguments.saver, found.format)
+    if arguments.test_logits and "hf" not in (found.format, saver):
+        raise ConfigurationError("--test-logits compares with a Hugging Face model; use it where one side is one")
+    log(f"converting {found.folder} ({found.format}) to {arguments.save_dir} ({saver})")
+    for line in idle_flags(arguments, found.format, saver):
+        log(line)
+    formats = (found.format, saver)
+    source = open_for(formats, found.folder, arguments.true_vocab_size)
+    try:
+        target = read_target(arguments, source, saver)
+        common = retarget(source.common, target, has_random_streams=any(map(is_random_stream, source.tensors)))
+        dtype = None if target.params_dtype is None else getattr(torch, target.params_dtype)
+        view = SourceView(source, common, keeps_optimizer=target.keeps_optimizer, weights_dtype=dtype)
+        describe(view, log)
+        final = run(source, view, formats, arguments, log)
+    finally:
+        source.close()
+    log(f"converted to {final}")
+
+
+def open_for(
+    formats: tuple[CheckpointFormat, CheckpointFormat], folder: Path, vocab_size: int | None = None
+) -> CheckpointSource:
+    """Open either side of a conversion; random number streams have a place in the native format only.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    if formats == ("native", "native"):
+        return NativeSource(folder, with_random_streams=True)
+    return open_checkpoint(folder, vocab_size=vocab_size)
+
+
+def target_format(loader: str, saver: str, found: CheckpointFormat) -> CheckpointFormat:
+    """Return the format to write: ``megatron`` stays what ``--loader megatron`` found, and is native otherwise."""
+    if FORMATS[saver] == "megatron":
+        return found if FORMATS[loader] == "megatron" else "native"
+    (wanted,) = _LOADED[FORMATS[saver]]
+    return wanted
+
+
+def read_target(arguments: argparse.Namespace, source: CheckpointSource, saver: CheckpointFormat) -> Target:
+    """Return what is to be changed.
+
+    Raises:
+        ConfigurationError: the weights alone of a checkpoint with optimizer state would change their type.
+    """
+    dtype = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else None
+    has_optimizer = any(name.startswith(OPTIMIZER_PREFIX) for name in source.tensors)
+    keeps_optimizer = has_optimizer and not arguments.no_save_optim and saver != "hf"
+    if dtype == source.common["config"]["model"]["params_dtype"]:
+        dtype = None
+    if dtype is not None and keeps_optimizer:
+        raise ConfigurationError(
+            f"--{'bf16' if arguments.bf16 else 'fp16'} converts weights only, and {source.folder} holds optimizer "
+            "state; add --no-save-optim, or leave it out"
+        )
+    return Target(
+        tensor_parallel_size=arguments.target_tensor_parallel_size,
+        pipeline_parallel_size=arguments.target_pipeline_parallel_size,
+        num_layers_per_virtual_pipeline_stage=arguments.target_num_layers_per_virtual_pipeline_stage,
+        make_vocab_size_divisible_by=arguments.make_vocab_size_divisible_by,
+        params_dtype=dtype,
+        keeps_optimizer=keeps_optimizer,
+    )
+
+
+def is_random_stream(name: str) -> bool:
+    """Tell whether a tensor is the state of a stream of random numbers."""
+    return name.startswith(RNG_PREFIX)
+
+
+def describe(view: CheckpointSource, log: Log) -> None:
+    """Print what is converted."""
+    sizes = view.common["config"]["model"]
+    state = "with" if any(name.startswith(OPTIMIZER_PREFIX) for name in view.tensors) else "without"
+    log(
+        f"  {parameters_of(view)} parameters in {len(view.tensors)} tensors, {state} optimizer state; "
+        f"iteration {view.common['progress']['iteration']}; tensor parallel "
+        f"{sizes['tensor_model_parallel_size']}, pipeline parallel {sizes['pipeline_model_parallel_size']}"
+    )
+
+
+def run(
+    source: CheckpointSource,
+    view: CheckpointSource,
+    formats: tuple[CheckpointFormat, CheckpointFormat],
+    arguments: argparse.Namespace,
+    log: Log,
+) -> Path:
+    """Write, check and publish; return what appeared. ``formats`` are the source's and the result's."""
+    saver, is_foreign = formats[1], "hf" in formats
+    progress = ByteProgress("writing", sum(info.num_bytes for info in view.tensors.values()), log)
+    counted = SourceView(view, view.common, on_read=progress.add)
+
+    def check(folder: Path) -> None:
+        progress.finish()
+        if arguments.verify:
+            result = open_for(formats, folder, int(view.common["config"]["model"]["vocab_size"]))
+            try:
+                check_result(view, result, keeps_state=saver != "hf", compares_logits=is_foreign, log=log)
+            finally:
+                result.close()
+        if arguments.test_logits:
+            compare_with_transformers(view, source.folder if formats[0] == "hf" else folder, log)
+
+    if saver == "hf":
+        write_hugging_face(counted, arguments.save_dir, check=check)
+        return Path(arguments.save_dir)
+    # A model that has not been trained yet has no iteration: Megatron's name for that is this.
+    iteration: int | Literal["release"] = int(view.common["progress"]["iteration"]) or "release"
+    write_tokenizer = tokenizer_writer(source, arguments)
+
+    def write(directory: Path) -> Path:
+        if saver == "torch":
+            return _write_torch(counted, directory, iteration, write_tokenizer)
+        return write_native(counted, directory, iteration, write_tokenizer=write_tokenizer)
+
+    return publish_checked(arguments.save_dir, iteration, write, check, log)
+
+
+def _write_torch(
+    view: SourceView, directory: Path, iteration: int | Literal["release"], write_tokenizer: TokenizerWriter | None
+) -> Path:
+    if write_tokenizer is None:
+        return write_megatron_torch(view, directory, iteration)
+    folder = write_megatron_torch(SourceView(view, {**view.common, "tokenizer": None}), directory, iteration)
+    write_tokenizer(folder)
+    return folder
+
+
+def tokenizer_writer(source: CheckpointSource, arguments: argparse.Namespace) -> TokenizerWriter | None:
+    """Return what leaves the tokenizer in a run's checkpoint; None for the source's own record, or none.
+
+    Raises:
+        TokenizerError: the tokenizer of the command line cannot be built.
+    """
+    given: dict[str, Any] = {
+        name: str(getattr(arguments, name))
+        for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+        if getattr(arguments, name) is not None
+    }
+    if not given:
+        return source.write_tokenizer if isinstance(source, HuggingFaceSource) else None
+    if "tokenizer_type" not in given and Path(given.get("tokenizer_model", "")).is_dir():
+        given["tokenizer_type"] = HuggingFaceTokenizer.name
+    tokenizer = build_tokenizer(**given)
+    vocab_size = int(source.common["config"]["model"]["vocab_size"])
+    if tokenizer.vocab_size > vocab_size:
+        raise TokenizerError(
+            f"{tokenizer.name} has {tokenizer.vocab_size} ids, the model {vocab_size}; give the tokenizer of the model"
+        )
+
+    def write(folder: Path) -> bool:
+        record_tokenizer(tokenizer, folder)
+        return True
+
+    return write
+
+
+def compare_with_transformers(view: CheckpointSource, folder: Path, log: Log) -> None:
+    """Hold the model against what the transformers package makes of the Hugging Face side.
+
+    Raises:
+        ConversionMismatchError: the logits are not the same.
+        InputError: the package is not installed.
+    """
+    tokens = sample_tokens(source_config(view))
+    ours, theirs = streamed_logits(view, tokens), transformers_logits(folder, tokens)
+    compare_logits(ours, theirs, "the transformers package", TRANSFORMERS_TOLERANCE, log)

@@ -1,0 +1,105 @@
+"""What the inspector prints of a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from megatron.conversion.checkpoint_folder import FoundCheckpoint, find_checkpoint
+from megatron.conversion.progress import ByteProgress
+from megatron.core.dist_checkpointing.mapping import dtype_name
+from megatron.core.dist_checkpointing.planner import split_box
+from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX
+from megatron.interop.checkpoint_source import CheckpointSource
+from megatron.interop.comparison import MAX_BOX_BYTES
+from megatron.interop.native.native_source import NativeSource
+from megatron.interop.open_checkpoint import FORMAT_NAMES, open_checkpoint
+
+_GIGABYTE = 1e9
+
+
+def inspect_checkpoint(arguments: argparse.Namespace, log: Callable[[str], None] = print) -> None:
+    """Print a checkpoint's description; with ``--verify`` also read all of it.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    found = find_checkpoint(arguments.directory, arguments.ckpt_step)
+    source = open_checkpoint(found.folder, verify=arguments.verify)
+    try:
+        for line in describe(found, source, arguments.config):
+            log(line)
+        if not arguments.no_tensors:
+            for line in tensor_table(source):
+                log(line)
+        if arguments.verify:
+            verify(source, log)
+    finally:
+        source.close()
+
+
+def describe(found: FoundCheckpoint, source: CheckpointSource, is_whole: bool = False) -> Iterator[str]:
+    """Yield the lines about the checkpoint as a whole."""
+    common = source.common
+    weights = [info for name, info in source.tensors.items() if name.startswith(MODEL_PREFIX)]
+    states = [info for name, info in source.tensors.items() if name.startswith(OPTIMIZER_PREFIX)]
+    yield f"checkpoint: {found.folder}"
+    yield f"format: {FORMAT_NAMES[found.format]}"
+    yield f"parameters: {sum(info.num_elements for info in weights)} in {len(weights)} tensors"
+    kinds = sorted({name.split(".")[1] for name in source.tensors if name.startswith(OPTIMIZER_PREFIX)})
+    yield f"optimizer state: {len(states)} tensors" + (f" ({', '.join(kinds)})" if kinds else "")
+    yield f"bytes: {sum(info.num_bytes for info in [*weights, *states])}"
+    for section in ("progress", "layout", "optimizer", "scheduler"):
+        yield f"{section}:{'' if common[section] else ' none'}"
+        yield from _members(common[section] or {})
+    yield f"tokenizer: {common['config']['tokenizer'].get('tokenizer_type', 'GPT2BPETokenizer')}"
+    config: Mapping[str, Any] = common["config"] if is_whole else {"model": common["config"]["model"]}
+    yield "configuration:"
+    yield from _members(config)
+
+
+def tensor_table(source: CheckpointSource) -> Iterator[str]:
+    """Yield one line a tensor: name, shape, dtype, bytes, and the number of stored pieces where the format has them."""
+    rows = []
+    for name, info in sorted(source.tensors.items()):
+        pieces = len(source.stored[name].pieces) if isinstance(source, NativeSource) else None
+        rows.append(
+            (
+                name,
+                "x".join(map(str, info.global_shape)) or "scalar",
+                dtype_name(info.dtype),
+                str(info.num_bytes),
+                "-" if pieces is None else str(pieces),
+            )
+        )
+    header = ("tensor", "shape", "dtype", "bytes", "pieces")
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    for row in [header, *rows]:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+
+
+def verify(source: CheckpointSource, log: Callable[[str], None]) -> None:
+    """Read every tensor.
+
+    Raises:
+        CheckpointError: a file is missing, cut short, or its bytes do not match their checksum.
+    """
+    progress = ByteProgress("reading", sum(info.num_bytes for info in source.tensors.values()), log)
+    for name, info in source.tensors.items():
+        for box in split_box(info.whole, info.dtype.itemsize, MAX_BOX_BYTES):
+            progress.add(source.read(name, box).nbytes)
+    progress.finish()
+    checked = (
+        "match their checksums" if isinstance(source, NativeSource) else "can be read; the format has no checksums"
+    )
+    log(f"verified: all {len(source.tensors)} tensors {checked}")
+
+
+def _members(values: Mapping[str, Any], indent: str = "  ") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield f"{indent}{name}:"
+            yield from _members(value, indent + "  ")
+        else:
+            yield f"{indent}{name}: {value}"

@@ -1,0 +1,132 @@
+"""Which piece of which text a sample number stands for: what a step's hash is made of, and what can be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.history.dataset_chain import LaterPhase, SegmentChain
+from megatron.core.datasets.samples.blended_dataset import BlendedDataset
+from megatron.core.datasets.samples.gpt_dataset import GPTDataset, SampleDataset
+
+SampleKeys = NDArray[np.int64]
+"""(data set of the blend, row of its sample indices) of each sample, ``[n, 2]``; equal at every layout."""
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """Name consecutive tokens of one sequence of a token file."""
+
+    document: int
+    sequence: int
+    begin: int
+    end: int
+    """Tokens of the sequence, the last one excluded."""
+    byte_offset: int
+    """Where they begin in the ``.bin`` file."""
+
+
+@dataclass(frozen=True)
+class SamplePlace:
+    """Name what a sample is made of: its data set's place in the blend, its numbers there, and the pieces of text."""
+
+    data_set: int
+    sample: int
+    """Number in the order in which the data set is read, over all of its segments."""
+    row: int
+    """Number in the unshuffled order."""
+    prefix: str
+    pieces: tuple[TextPiece, ...]
+
+
+def sample_keys(dataset: SampleDataset, sample_ids: NDArray[np.int64]) -> SampleKeys:
+    """Return the keys of samples; what is made up has its number for a row.
+
+    Raises:
+        IndexError: there is no such sample.
+    """
+    data_sets, samples = _in_blend(dataset, sample_ids)
+    rows = samples.copy()
+    for number in np.unique(data_sets).tolist():
+        chosen = data_sets == number
+        rows[chosen] = _rows(_part(dataset, number), samples[chosen])
+    return np.stack((data_sets, rows), axis=1)
+
+
+def data_set_numbers(dataset: SampleDataset, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the place in the blend of each sample's data set."""
+    return _in_blend(dataset, sample_ids)[0]
+
+
+def locate_sample(dataset: SampleDataset, sample_id: int) -> SamplePlace:
+    """Find the text of a sample.
+
+    Raises:
+        IndexError: there is no such sample.
+    """
+    data_sets, samples = _in_blend(dataset, np.array([sample_id], np.int64))
+    number, sample = int(data_sets[0]), int(samples[0])
+    part = _part(dataset, number)
+    row = int(_rows(part, samples)[0])
+    if isinstance(part, SegmentChain):
+        segment, within = part.place(sample)
+        pieces = _pieces(part.segments[segment], within)
+        return SamplePlace(number, part.offset + sample, row, part.source_of(sample), pieces)
+    pieces = _pieces(part, sample) if isinstance(part, GPTDataset) else ()
+    return SamplePlace(number, sample, row, part.source_of(sample), pieces)
+
+
+def _in_blend(dataset: SampleDataset, sample_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the data set of each sample and its number there."""
+    if len(sample_ids) and not 0 <= int(sample_ids.min()) <= int(sample_ids.max()) < len(dataset):
+        raise IndexError(f"samples {int(sample_ids.min())} to {int(sample_ids.max())} of {len(dataset)}")
+    if isinstance(dataset, LaterPhase):
+        if len(sample_ids):
+            dataset.place(int(sample_ids.min()))
+        return _in_blend(dataset.dataset, sample_ids - dataset.start)
+    if isinstance(dataset, BlendedDataset):
+        return dataset.dataset_index[sample_ids].astype(np.int64), dataset.dataset_sample_index[sample_ids]
+    return np.zeros(len(sample_ids), np.int64), sample_ids
+
+
+def _part(dataset: SampleDataset, number: int) -> SampleDataset:
+    if isinstance(dataset, LaterPhase):
+        return _part(dataset.dataset, number)
+    return dataset.datasets[number] if isinstance(dataset, BlendedDataset) else dataset
+
+
+def _rows(part: SampleDataset, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    if isinstance(part, SegmentChain):
+        places = samples + part.offset
+        segments = np.searchsorted(part.starts, places, side="right") - 1
+        rows = np.empty_like(places)
+        for number in np.unique(segments).tolist():
+            chosen = segments == number
+            start = part.starts[number]
+            rows[chosen] = start + _rows(part.segments[number], places[chosen] - start)
+        return rows
+    if isinstance(part, GPTDataset):
+        return part.shuffle_index[samples].astype(np.int64)
+    return samples
+
+
+def _pieces(dataset: GPTDataset, sample: int) -> tuple[TextPiece, ...]:
+    row = int(dataset.shuffle_index[sample])
+    (first, offset), (last, end) = (tuple(map(int, place)) for place in dataset.sample_index[row : row + 2])
+    indexed = dataset.indexed_dataset
+    pieces: list[TextPiece] = []
+    for place in range(first, last + 1):
+        sequence = int(dataset.document_index[place])
+        begin = offset if place == first else 0
+        stop = end + 1 if place == last else int(indexed.sequence_lengths[sequence])
+        if stop > begin:
+            start = int(indexed.sequence_pointers[sequence]) + begin * indexed.dtype.itemsize
+            pieces.append(TextPiece(_document_of(indexed.document_indices, sequence), sequence, begin, stop, start))
+    return tuple(pieces)
+
+
+def _document_of(document_indices: Sequence[int] | NDArray[np.int64], sequence: int) -> int:
+    return int(np.searchsorted(document_indices, sequence, side="right")) - 1

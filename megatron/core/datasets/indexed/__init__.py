@@ -1,0 +1,1 @@
+"""Token files: `.bin` and `.idx`, read, written and checked."""

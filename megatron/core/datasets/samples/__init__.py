@@ -1,0 +1,1 @@
+"""Samples and batches: GPT data sets, blends, and reading ahead."""

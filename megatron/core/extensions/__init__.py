@@ -1,1 +1,0 @@
-"""Optional accelerated packages, one file each, imported only when asked for."""

@@ -1,0 +1,1 @@
+"""Kernels: what computes one thing quickly, each beside its plain torch twin."""

@@ -1,0 +1,120 @@
+"""The attention core: softmax(q kᵀ / √d) v, by torch's fused kernels, by FlashAttention, or written out plainly.
+
+Vaswani et al. 2017, https://arxiv.org/abs/1706.03762; Dao et al. 2022, https://arxiv.org/abs/2205.14135.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.kernels.flash_attn import load_flash_attention
+from megatron.core.precision import arithmetic_dtype
+
+PLAIN_BACKENDS = ("unfused", "local")
+"""Values of ``--attention-backend`` that ask for attention without fused kernels."""
+
+AttentionCore = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", float], torch.Tensor]
+"""(query, key, value, mask, dropout) -> context.
+
+Shapes: ``query: [sq, b, n, d]``, ``key, value: [sk, b, g, d]``, ``mask: [b or 1, 1, sq, sk]`` of bool, True where a
+query may look, or None for plain causal attention of the last ``sq`` of ``sk`` positions; ``-> [sq, b, n, d]``.
+"""
+
+
+def plain_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float
+) -> torch.Tensor:
+    """Compute attention step by step with the softmax in at least float32: the oracle of the fused kernels."""
+    groups = key.shape[2]
+    heads_per_group = query.shape[2] // groups
+    key = key.repeat_interleave(heads_per_group, dim=2)
+    value = value.repeat_interleave(heads_per_group, dim=2)
+    if mask is None:
+        mask = causal_mask(query.shape[0], key.shape[0], query.device)
+    # A product of float16 heads can pass its largest number, 65,504, before it is scaled.
+    wide = arithmetic_dtype(query.dtype)
+    scores = torch.einsum("qbnd,kbnd->bnqk", query.to(wide), key.to(wide)) * query.shape[-1] ** -0.5
+    weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1).to(query.dtype)
+    if dropout:
+        weights = F.dropout(weights, dropout)
+    return torch.einsum("bnqk,kbnd->qbnd", weights, value)
+
+
+def fused_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float
+) -> torch.Tensor:
+    """Compute attention by torch's scaled_dot_product_attention, which picks the kernel."""
+    if mask is None and query.shape[0] != key.shape[0] and query.shape[0] > 1:
+        mask = causal_mask(query.shape[0], key.shape[0], query.device)
+    context = F.scaled_dot_product_attention(
+        query.permute(1, 2, 0, 3),
+        key.permute(1, 2, 0, 3),
+        value.permute(1, 2, 0, 3),
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None and query.shape[0] > 1,
+        enable_gqa=key.shape[2] != query.shape[2],
+    )
+    return context.permute(2, 0, 1, 3)
+
+
+def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
+    """Return which of ``num_keys`` positions each of the last ``num_queries`` may look at.
+
+    Shapes: ``-> [1, 1, sq, sk]`` of bool.
+    """
+    queries = torch.arange(num_keys - num_queries, num_keys, device=device)
+    keys = torch.arange(num_keys, device=device)
+    return (keys[None, :] <= queries[:, None])[None, None]
+
+
+def document_mask(document_ids: torch.Tensor) -> torch.Tensor:
+    """Return the causal mask within documents that are packed into one sequence.
+
+    Shapes: ``document_ids: [b, s] -> [b, 1, s, s]`` of bool.
+    """
+    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    length = document_ids.shape[1]
+    return same & causal_mask(length, length, document_ids.device)
+
+
+def select_attention_core(backend: str, device_type: str) -> AttentionCore:
+    """Return the attention core that ``--attention-backend`` names on this kind of device."""
+    if backend in PLAIN_BACKENDS:
+        return plain_attention
+    if device_type == "cuda" and backend in ("auto", "flash"):
+        flash = load_flash_attention()
+        if flash is not None:
+            return _with_flash(flash)
+    return fused_attention
+
+
+def describe_missing_flash(attention_backend: str, params_dtype: str, device_type: str) -> str | None:
+    """Return one line that says why FlashAttention, asked for by name, is not used on this kind of device, or None."""
+    if attention_backend != "flash":
+        return None
+    if device_type != "cuda":
+        reason = "it needs CUDA"
+    elif params_dtype not in ("float16", "bfloat16"):
+        reason = "it needs --bf16 or --fp16"
+    elif load_flash_attention() is None:
+        reason = "the package cannot be imported"
+    else:
+        return None
+    return f"flash-attn is not used, since {reason}: torch's own attention takes its place"
+
+
+def _with_flash(
+    flash: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
+) -> AttentionCore:
+    def attention(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float
+    ) -> torch.Tensor:
+        if mask is not None or query.dtype not in (torch.float16, torch.bfloat16):
+            return fused_attention(query, key, value, mask, dropout)
+        return flash(query, key, value, dropout)
+
+    return attention

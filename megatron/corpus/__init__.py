@@ -1,0 +1,1 @@
+"""Text before training: cleaned, tokenized, merged and inspected."""

@@ -1,0 +1,1 @@
+"""Raw text into clean jsonl: encodings, languages, duplicates."""

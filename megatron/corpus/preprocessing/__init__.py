@@ -1,0 +1,1 @@
+"""jsonl into token files, in several processes, resumable at any point."""

@@ -1,0 +1,1 @@
+"""What a configuration costs, in closed forms, before anything runs."""

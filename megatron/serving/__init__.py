@@ -1,0 +1,1 @@
+"""Text generation as a library and over HTTP."""

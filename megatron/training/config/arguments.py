@@ -1,0 +1,343 @@
+"""The command line: an argparse parser generated from the configuration dataclasses, and what it parses to.
+
+The plain rule is that the field ``hidden_size`` is the flag ``--hidden-size``; a field's docstring is its
+help. Every problem of a command line is found before any is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+import sys
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from megatron.core.config_base import FieldSpec, field_docs, field_specs
+from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.training.config.checkpoint_arguments import read_checkpoint_arguments
+from megatron.training.config.checkpoint_config import CheckpointConfig
+from megatron.training.config.checks.run_checks import find_problems
+from megatron.training.config.flag_notes import (
+    NO_EFFECT,
+    NOT_SUPPORTED,
+    NOT_SUPPORTED_VALUES,
+)
+from megatron.training.config.resolution import resolve
+from megatron.training.config.run_config import RunConfig
+from megatron.training.process.refusal import refuse
+
+_TABLE_PREFIX = "flag:"
+_TYPE_WORDS = {int: "an integer", float: "a number", bool: "a switch", str: "text"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedArguments:
+    """Hold a configuration without problems, and the lines about flags that have no effect."""
+
+    config: RunConfig
+    notes: tuple[str, ...]
+
+
+def parse_arguments(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> RunConfig:
+    """Turn a command line into a resolved and validated configuration.
+
+    Rank 0 prints one line for each flag that has no effect. With ``--print-config`` (and ``--help``) rank 0
+    prints what was asked for and the program ends with status 0.
+
+    Raises:
+        ConfigurationError: with every problem of the command line.
+    """
+    if rank != 0 and any(word in ("-h", "--help") for word in argv):
+        sys.exit(0)
+    parsed = resolve_arguments(argv, world_size)
+    print_config = parsed.config.logging.print_config
+    if rank == 0:
+        for note in parsed.notes:
+            print(note, file=sys.stderr if print_config else sys.stdout, flush=True)
+        if print_config:
+            print(json.dumps(parsed.config.to_dict(), indent=2))
+    if print_config:
+        sys.exit(0)
+    return parsed.config
+
+
+def parse_arguments_or_exit(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> RunConfig:
+    """Do what `parse_arguments` does, and end the program with status 2 where the command line is wrong.
+
+    Every rank ends; only rank 0 prints the problems, one line each.
+    """
+    try:
+        return parse_arguments(argv, world_size, rank)
+    except ConfigurationError as error:
+        sys.exit(refuse(error.problems, rank))
+
+
+def resolve_arguments(argv: Sequence[str], world_size: int) -> ParsedArguments:
+    """Turn a command line into a configuration, without any side effect.
+
+    Raises:
+        ConfigurationError: with every problem of the command line.
+    """
+    given, extras, problems = _parse_words(argv)
+    problems += _unknown_flags(extras)
+    notes, refused = _table_flags(given)
+    problems += refused
+    stored = _checkpoint_values(given, notes, problems)
+    values, broken = _field_values(given, stored, problems)
+    resolution = resolve(_build_config(values, broken, world_size))
+    problems += resolution.problems
+    problems += find_problems(resolution.config, broken)
+    if problems:
+        raise ConfigurationError(problems)
+    return ParsedArguments(resolution.config, (*notes, *resolution.notes))
+
+
+def config_parts() -> dict[str, type]:
+    """Return the configuration classes of a run by the name of the part."""
+    hints = typing.get_type_hints(RunConfig)
+    return {name: hint for name, hint in hints.items() if hint is not int}
+
+
+def command_line_fields() -> Iterator[tuple[str, FieldSpec]]:
+    """Yield (part, field) for every field that a flag sets."""
+    for part, config_class in config_parts().items():
+        for spec in field_specs(config_class):
+            if spec.options.cli:
+                yield part, spec
+
+
+def all_flags() -> dict[str, str]:
+    """Return every flag by name, with its class: effective, no effect, or not supported yet."""
+    flags = {}
+    for _, spec in command_line_fields():
+        flags.update(dict.fromkeys(spec.flags, "effective"))
+    flags.update(dict.fromkeys(NO_EFFECT, "no effect"))
+    flags.update(dict.fromkeys(NOT_SUPPORTED, "not supported yet"))
+    return dict(sorted(flags.items()))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Report a malformed command line as an error of this project in place of ending the program."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message.removeprefix("argument "))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser; it collects words only, so that all conversion problems can be reported
+    together."""
+    parser = _Parser(
+        prog="pretrain_gpt.py",
+        usage="[torchrun ...] %(prog)s FLAGS",
+        description="Train a GPT.",
+        allow_abbrev=False,
+        exit_on_error=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
+    )
+    for part, config_class in config_parts().items():
+        group = parser.add_argument_group(part)
+        docs = field_docs(config_class)
+        for spec in field_specs(config_class):
+            if spec.options.cli:
+                _add_field(group, spec, docs[spec.name])
+    for name, note in NO_EFFECT.items():
+        _add_table_flag(parser, name, note.arity)
+    for name, refused in NOT_SUPPORTED.items():
+        _add_table_flag(parser, name, refused.arity)
+    return parser
+
+
+def _add_field(group: argparse._ArgumentGroup, spec: FieldSpec, doc: str) -> None:
+    help_text = doc.replace("%", "%%")
+    if spec.is_bool:
+        constant = spec.options.negative is None
+        group.add_argument(*spec.flags, dest=spec.name, action="store_const", const=constant, help=help_text)
+        return
+    metavar = spec.options.metavar
+    if spec.options.choices is not None:
+        metavar = "{" + ",".join(spec.options.choices) + "}"
+    elif metavar is None:
+        metavar = {int: "N", float: "X", str: "TEXT"}[spec.item_type]
+    if spec.default not in (None, (), 0, 0.0) and not spec.is_sequence:
+        help_text += f" Default: {spec.default}.".replace("%", "%%")
+    group.add_argument(
+        *spec.flags,
+        dest=spec.name,
+        action="append",
+        nargs=spec.options.nargs,
+        metavar=metavar,
+        help=help_text,
+    )
+
+
+def _add_table_flag(parser: argparse.ArgumentParser, name: str, arity: int | str) -> None:
+    dest = _TABLE_PREFIX + name
+    if arity == 0:
+        parser.add_argument(name, dest=dest, action="store_const", const=[], help=argparse.SUPPRESS)
+    else:
+        nargs = "+" if arity == "+" else 1
+        parser.add_argument(name, dest=dest, action="store", nargs=nargs, help=argparse.SUPPRESS)
+
+
+def _parse_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return the words given for each flag, the words that belong to none, and a problem for each malformed flag.
+
+    The parser stops at a flag that lacks its value (or has one that it cannot take): it is left out, no words are noted
+    for it, and the rest is parsed again.
+    """
+    parser = build_parser()
+    words = list(argv)
+    malformed: dict[str, Any] = {}
+    problems: list[str] = []
+    while True:
+        try:
+            namespace, extras = parser.parse_known_args(words)
+        except argparse.ArgumentError as error:
+            names = (error.argument_name or "").split("/")
+            problems.append(f"{names[0]}: {error.message}")
+            shorter = list(_without_flag(words, names))
+            assert len(shorter) < len(words)
+            words = shorter
+            malformed |= {spec.name: [] for _, spec in command_line_fields() if names[0] in spec.flags}
+        else:
+            return malformed | vars(namespace), extras, problems
+
+
+def _without_flag(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    """Yield the words that are neither one of a flag's names nor values behind it."""
+    is_dropped = False
+    for word in words:
+        if word.startswith("--"):
+            is_dropped = word.split("=", 1)[0] in names
+        if not is_dropped:
+            yield word
+
+
+def _unknown_flags(extras: Sequence[str]) -> Iterator[str]:
+    """Name what the parser did not know; the words that follow an unknown flag are taken as its values."""
+    known = list(all_flags())
+    follows_unknown = False
+    for word in extras:
+        if word.startswith("-"):
+            name = word.split("=", 1)[0]
+            nearest = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
+            yield f"unknown flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else "; see --help")
+            follows_unknown = True
+        elif not follows_unknown:
+            yield f"unexpected value {word!r}; a value must follow its flag"
+
+
+def _table_flags(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the notes and the problems that the given flags of the two tables make."""
+    notes, problems = [], []
+    for name, note in NO_EFFECT.items():
+        words: list[str] | None = given.get(_TABLE_PREFIX + name)
+        if words is None or (words and all(word in note.quiet for word in words)):
+            continue
+        typed = " ".join([name, *words])
+        if note.accepted and not all(word in note.accepted for word in words):
+            problems.append(f"{typed} is not supported yet; possible: {', '.join(note.accepted)}")
+        else:
+            notes.append(f"{typed} has no effect: {note.reason}")
+    for name, refused in NOT_SUPPORTED.items():
+        words = given.get(_TABLE_PREFIX + name)
+        if words is not None and (not words or words != [refused.default]):
+            instead = f"; {refused.instead}" if refused.instead else ""
+            problems.append(f"{' '.join([name, *words])} is not supported yet{instead}")
+    return notes, problems
+
+
+def _checkpoint_values(given: Mapping[str, Any], notes: list[str], problems: list[str]) -> Mapping[str, Any]:
+    """Return what ``--use-checkpoint-args`` takes from the checkpoint of ``--load``: fields that no flag gives."""
+    # What is malformed here is reported when all fields are converted.
+    values, _ = _field_values(given, {}, [])
+    names = {spec.name for spec in field_specs(CheckpointConfig)}
+    checkpoint = CheckpointConfig(**{name: value for name, value in values.items() if name in names})
+    if not checkpoint.use_checkpoint_args or checkpoint.load is None:
+        return {}
+    try:
+        stored = read_checkpoint_arguments(checkpoint.load, checkpoint.ckpt_step)
+    except CheckpointError as error:
+        problems.append(str(error))
+        return {}
+    taken = {name: value for name, value in stored.values.items() if name not in given}
+    if stored.folder is None:
+        notes.append(f"--use-checkpoint-args: {checkpoint.load} holds no checkpoint; the flags alone shape the model")
+    else:
+        defaults = {spec.name: spec.default for _, spec in command_line_fields()}
+        shape = ", ".join(f"{name} {value}" for name, value in taken.items() if value != defaults[name])
+        notes.append(f"--use-checkpoint-args: from {stored.folder}: {shape}")
+    return taken
+
+
+def _field_values(
+    given: Mapping[str, Any], stored: Mapping[str, Any], problems: list[str]
+) -> tuple[dict[str, Any], frozenset[str]]:
+    """Convert the words given for each field, or take what is stored for it.
+
+    Returns the values, and the fields that have none they can use.
+    """
+    values: dict[str, Any] = {}
+    broken = set()
+    for _, spec in command_line_fields():
+        if spec.name not in given:
+            if spec.name in stored:
+                values[spec.name] = stored[spec.name]
+            elif spec.is_required:
+                problems.append(f"{spec.flags[0]} is missing; it has no default")
+                broken.add(spec.name)
+            continue
+        words = given[spec.name]
+        if words == []:  # malformed, as was reported
+            broken.add(spec.name)
+            continue
+        if spec.is_bool:
+            values[spec.name] = words
+            continue
+        before = len(problems)
+        last = words if spec.options.append else words[-1]
+        texts = last if isinstance(last, list) else [last]
+        converted = tuple(_convert(spec, text, problems) for text in texts)
+        if len(problems) > before:
+            broken.add(spec.name)
+        else:
+            values[spec.name] = converted if spec.is_sequence else converted[0]
+    return values, frozenset(broken)
+
+
+def _convert(spec: FieldSpec, text: str, problems: list[str]) -> Any:
+    """Turn one word into a value of the field's type, or note a problem."""
+    name, choices = spec.flags[0], spec.options.choices
+    if choices is not None and text not in choices:
+        if text in NOT_SUPPORTED_VALUES.get(spec.name, ()):
+            problems.append(f"{name} {text} is not supported yet; possible: {', '.join(choices)}")
+        else:
+            problems.append(f"{name} {text}: possible values are {', '.join(choices)}")
+        return None
+    try:
+        value = spec.item_type(text)
+    except ValueError:
+        problems.append(f"{name} {text}: {_TYPE_WORDS[spec.item_type]} is expected")
+        return None
+    if spec.item_type is float and not math.isfinite(value):
+        problems.append(f"{name} {text}: a finite number is expected")
+    return value
+
+
+def _build_config(values: Mapping[str, Any], broken: frozenset[str], world_size: int) -> RunConfig:
+    """Build all parts; a required field without a usable value is 1, and no check looks at it."""
+    parts: dict[str, Any] = {}
+    for part, config_class in config_parts().items():
+        arguments = {}
+        for spec in field_specs(config_class):
+            if spec.name in values and spec.options.cli:
+                arguments[spec.name] = values[spec.name]
+            elif spec.is_required and spec.name in broken:
+                arguments[spec.name] = 1
+        parts[part] = config_class(**arguments)
+    return RunConfig(world_size=world_size, **parts)

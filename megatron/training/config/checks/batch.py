@@ -1,0 +1,94 @@
+"""Checks of the batch sizes and of the run's length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.checks.check import Check
+from megatron.training.config.checks.layout import has_whole_copies
+from megatron.training.config.run_config import RunConfig
+
+_BATCH = (
+    "micro_batch_size",
+    "global_batch_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
+
+
+def _slice(config: RunConfig) -> int:
+    """Return the samples that all data-parallel ranks take in one micro-batch, or 0 where there is no
+    such number."""
+    if not has_whole_copies(config):
+        return 0
+    return max(config.training.micro_batch_size, 0) * config.data_parallel_size
+
+
+def _check_global_batch(config: RunConfig) -> Iterator[str]:
+    batch, micro, one = config.training.global_batch_size, config.training.micro_batch_size, _slice(config)
+    if one and batch > 0 and batch % one != 0:
+        below, above = batch // one * one, -(-batch // one) * one
+        nearest = f"{below} or {above}" if below else f"{above}"
+        yield (
+            f"--global-batch-size {batch} is not divisible by --micro-batch-size {micro} x "
+            f"data-parallel size {config.data_parallel_size} = {one}; nearest sizes that work: {nearest}"
+        )
+
+
+def _check_rampup(config: RunConfig) -> Iterator[str]:
+    given, batch, one = config.training.rampup_batch_size, config.training.global_batch_size, _slice(config)
+    if not given:
+        return
+    typed = "--rampup-batch-size " + " ".join(str(number) for number in given)
+    if len(given) != 3:
+        yield f"{typed}: three numbers are expected: first size, increment, samples"
+        return
+    start, increment, _ = given
+    if min(given) <= 0:
+        yield f"{typed}: a first size, an increment and a number of samples above 0 are expected"
+        return
+    if start > batch:
+        yield f"{typed}: the first size is greater than --global-batch-size {batch}"
+    elif (batch - start) % increment != 0:
+        yield (
+            f"{typed}: the way from {start} to --global-batch-size {batch} is {batch - start}, "
+            f"which is not a multiple of the increment {increment}"
+        )
+    if one and (start % one != 0 or increment % one != 0):
+        yield (
+            f"{typed}: first size and increment must be multiples of --micro-batch-size "
+            f"{config.training.micro_batch_size} x data-parallel size {config.data_parallel_size} = {one}"
+        )
+
+
+def _check_length(config: RunConfig) -> Iterator[str]:
+    training = config.training
+    if training.train_iters and training.train_samples:
+        yield (
+            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude "
+            "each other; keep one"
+        )
+    elif not (training.train_iters or training.train_samples or training.skip_train):
+        yield "--train-iters is missing; give it, or --train-samples, or --skip-train"
+    if 0 < training.train_samples < training.global_batch_size:
+        yield (
+            f"--train-samples {training.train_samples} is less than one --global-batch-size "
+            f"{training.global_batch_size}; no iteration would be trained"
+        )
+
+
+def _check_garbage_collection(config: RunConfig) -> Iterator[str]:
+    if config.training.manual_gc_interval and not config.training.manual_gc:
+        yield (
+            f"--manual-gc-interval {config.training.manual_gc_interval} has no effect without --manual-gc; "
+            "add it or leave this out"
+        )
+
+
+CHECKS = (
+    Check(_BATCH, _check_global_batch),
+    Check((*_BATCH, "rampup_batch_size"), _check_rampup),
+    Check(("train_iters", "train_samples", "global_batch_size", "micro_batch_size"), _check_length),
+    Check(("manual_gc_interval",), _check_garbage_collection),
+)

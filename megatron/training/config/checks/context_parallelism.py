@@ -1,0 +1,88 @@
+"""Checks of the context-parallel size and of the exchanges between context-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron.training.config.checks.check import Check
+from megatron.training.config.run_config import RunConfig
+
+_EXCHANGES = ("p2p", "all_gather", "a2a")
+_NOT_SUPPORTED = "a2a+p2p"
+_LARGEST_PROPOSED_SIZE = 64
+
+
+def _check_sequence(config: RunConfig) -> Iterator[str]:
+    length, model = config.data.seq_length, config.model
+    context = model.context_parallel_size
+    tensor = model.tensor_model_parallel_size if model.sequence_parallel else 1
+    if length <= 0 or tensor <= 0 or context <= 1 or length % _unit(context, tensor) == 0:
+        return
+    unit = _unit(context, tensor)
+    reason = f"2 x {context} chunks" + (f", and then by tensor({tensor})" if tensor > 1 else "")
+    limit = min(length, _LARGEST_PROPOSED_SIZE)
+    sizes = [size for size in range(1, limit + 1) if length % _unit(size, tensor) == 0]
+    context_sizes = ", ".join(map(str, sizes)) or "none"
+    yield (
+        f"--seq-length {length} is not divisible by {unit}: --context-parallel-size {context} cuts it into {reason}; "
+        f"the next length that works: {-(-length // unit) * unit}; context-parallel sizes that work: {context_sizes}"
+    )
+
+
+def _unit(context: int, tensor: int) -> int:
+    """Return what a sequence length must be a multiple of."""
+    return math.lcm(2 * context if context > 1 else 1, context * tensor)
+
+
+def _check_exchanges(config: RunConfig) -> Iterator[str]:
+    given, layers = config.model.cp_comm_type, config.model.num_layers
+    for name in dict.fromkeys(given):
+        if name == _NOT_SUPPORTED:
+            yield f"--cp-comm-type {name} is not supported yet; values that work: {', '.join(_EXCHANGES)}"
+        elif name not in _EXCHANGES:
+            yield f"--cp-comm-type {name}: values that work: {', '.join(_EXCHANGES)}"
+    if len(given) not in (1, layers):
+        yield (
+            f"--cp-comm-type has {len(given)} values; give one for all layers, or one for each of --num-layers {layers}"
+        )
+
+
+def _check_heads(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    context, tensor = model.context_parallel_size, model.tensor_model_parallel_size
+    if context <= 1 or "a2a" not in model.cp_comm_type:
+        return
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if tensor <= 0 or groups <= 0 or heads <= 0 or heads % tensor != 0:
+        return
+    local_heads, local_groups = heads // tensor, max(groups // tensor, 1)
+    if _shares_heads(local_heads, local_groups, context):
+        return
+    sizes = [size for size in range(1, local_heads + 1) if _shares_heads(local_heads, local_groups, size)]
+    yield (
+        f"--cp-comm-type a2a shares the {local_heads} heads of a tensor-parallel rank, in {local_groups} query "
+        f"groups, among --context-parallel-size {context} ranks, which is not possible; context-parallel sizes that "
+        f"work: {', '.join(map(str, sizes))}; or give --cp-comm-type p2p or all_gather"
+    )
+
+
+def _shares_heads(heads: int, groups: int, context: int) -> bool:
+    """Return whether every rank can have as many heads, after key-value heads that are too few were repeated."""
+    return heads % math.lcm(groups, context) == 0
+
+
+CHECKS = (
+    Check(("seq_length", "context_parallel_size", "tensor_model_parallel_size"), _check_sequence),
+    Check(("cp_comm_type", "num_layers"), _check_exchanges),
+    Check(
+        (
+            "cp_comm_type",
+            "context_parallel_size",
+            "tensor_model_parallel_size",
+            "num_attention_heads",
+            "num_query_groups",
+        ),
+        _check_heads,
+    ),
+)

@@ -1,0 +1,77 @@
+"""Checks of the parallel layout against the world size and the model's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.checks.check import Check, divisors
+from megatron.training.config.run_config import RunConfig
+
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def has_whole_copies(config: RunConfig) -> bool:
+    """Tell whether the ranks divide into copies of the model, so that a data-parallel size exists."""
+    size = config.model.model_parallel_size
+    return size > 0 and config.world_size % size == 0
+
+
+def _check_world_size(config: RunConfig) -> Iterator[str]:
+    model, size = config.model, config.model.model_parallel_size
+    if size > 0 and not has_whole_copies(config):
+        yield (
+            f"world size {config.world_size} is not divisible by "
+            f"tensor({model.tensor_model_parallel_size}) x pipeline({model.pipeline_model_parallel_size}) x "
+            f"context({model.context_parallel_size}) = {size}; "
+            "change --tensor-model-parallel-size, --pipeline-model-parallel-size or the number of processes"
+        )
+
+
+def _check_heads(config: RunConfig) -> Iterator[str]:
+    heads, tensor = config.model.num_attention_heads, config.model.tensor_model_parallel_size
+    if tensor > 0 and heads > 0 and heads % tensor != 0:
+        yield (
+            f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tensor}; "
+            f"tensor-parallel sizes that work: {divisors(heads, heads)}"
+        )
+
+
+def _check_key_value_heads(config: RunConfig) -> Iterator[str]:
+    groups, tensor = config.model.num_query_groups, config.model.tensor_model_parallel_size
+    if groups <= 0 or tensor <= 0 or groups == config.model.num_attention_heads:
+        return
+    if groups % tensor != 0 and tensor % groups != 0:
+        yield (
+            f"--num-query-groups {groups} and --tensor-model-parallel-size {tensor}: "
+            f"one must be a multiple of the other; "
+            f"tensor-parallel sizes that work: {divisors(groups, groups)} and multiples of {groups}"
+        )
+
+
+def _check_feed_forward(config: RunConfig) -> Iterator[str]:
+    width, tensor = config.model.ffn_hidden_size, config.model.tensor_model_parallel_size
+    if tensor > 0 and width % tensor != 0:
+        yield (
+            f"--ffn-hidden-size {width} is not divisible by --tensor-model-parallel-size {tensor}; "
+            f"tensor-parallel sizes that work: {divisors(width, 64)}"
+        )
+
+
+def _check_sequence_parallel(config: RunConfig) -> Iterator[str]:
+    length, tensor = config.data.seq_length, config.model.tensor_model_parallel_size
+    if config.model.context_parallel_size > 1:  # Its own check knows both.
+        return
+    if config.model.sequence_parallel and tensor > 0 and length % tensor != 0:
+        yield (
+            f"--seq-length {length} is not divisible by --tensor-model-parallel-size {tensor}, which "
+            f"--sequence-parallel needs; the next length that works: {-(-length // tensor) * tensor}"
+        )
+
+
+CHECKS = (
+    Check(_SIZES, _check_world_size),
+    Check(("num_attention_heads", "tensor_model_parallel_size"), _check_heads),
+    Check(("num_attention_heads", "num_query_groups", "tensor_model_parallel_size"), _check_key_value_heads),
+    Check(("hidden_size", "ffn_hidden_size", "tensor_model_parallel_size"), _check_feed_forward),
+    Check(("seq_length", "tensor_model_parallel_size", "context_parallel_size"), _check_sequence_parallel),
+)

@@ -1,0 +1,143 @@
+"""Checks of the model's shape, positions, precision and recompute choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.checks.check import Check, divisors
+from megatron.training.config.run_config import RunConfig
+
+
+def _check_head_width(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.num_attention_heads <= 0:
+        return
+    is_derived = model.kv_channels == model.hidden_size // model.num_attention_heads
+    if is_derived and model.hidden_size % model.num_attention_heads != 0:
+        yield (
+            f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads "
+            f"{model.num_attention_heads}; numbers of heads that work: {divisors(model.hidden_size, 128)} "
+            "(or give --kv-channels)"
+        )
+
+
+def _check_feed_forward_width(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.ffn_hidden_size == 0 and model.hidden_size > 0:
+        yield f"--hidden-size {model.hidden_size} is too small for --swiglu's default width; give --ffn-hidden-size"
+
+
+def _check_query_groups(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if groups > 0 and heads > 0 and heads % groups != 0:
+        yield (
+            f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; "
+            f"numbers of groups that work: {divisors(heads, heads)}"
+        )
+    if groups != heads and not model.group_query_attention:
+        yield f"--num-query-groups {groups} has no effect without --group-query-attention; add it"
+
+
+def _check_positions(config: RunConfig) -> Iterator[str]:
+    length, positions = config.data.seq_length, config.model.max_position_embeddings
+    if config.model.position_embedding_type == "learned_absolute" and length > positions:
+        yield (
+            f"--seq-length {length} is greater than --max-position-embeddings {positions}, and positions are "
+            f"learned; give --max-position-embeddings {length} or a shorter sequence"
+        )
+
+
+def _check_sequence_length(config: RunConfig) -> Iterator[str]:
+    if config.data.seq_length == 0:
+        yield "--seq-length is missing; give the number of tokens of one sample"
+
+
+def _check_rotary(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.position_embedding_type != "rope":
+        if model.use_rope_scaling:
+            yield (
+                "--use-rope-scaling has no effect with --position-embedding-type "
+                f"{model.position_embedding_type}; add --position-embedding-type rope"
+            )
+        return
+    if not 0 < model.rotary_percent <= 1:
+        yield f"--rotary-percent {model.rotary_percent}: a value above 0 and up to 1 is expected"
+    elif model.rotary_dim % 2 != 0 or model.rotary_dim == 0:
+        yield (
+            f"rotary positions turn {model.rotary_dim} of {model.kv_channels} channels of a head, but need "
+            "an even number; change --rotary-percent, --kv-channels or --num-attention-heads"
+        )
+    if model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
+        yield (
+            f"--rope-scaling-low-freq-factor {model.rope_scaling_low_freq_factor} must be smaller than "
+            f"--rope-scaling-high-freq-factor {model.rope_scaling_high_freq_factor}"
+        )
+
+
+def _check_activation(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    asked = [
+        name
+        for name, is_on in (
+            ("--swiglu", model.swiglu),
+            ("--squared-relu", model.squared_relu),
+            ("--openai-gelu", model.openai_gelu),
+        )
+        if is_on
+    ]
+    if len(asked) > 1:
+        yield f"{' and '.join(asked)} exclude each other; keep one"
+
+
+def _check_precision(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.fp16 and model.bf16:
+        yield "--fp16 and --bf16 exclude each other; keep one"
+    if config.ddp.grad_reduce_in_bf16 and not model.bf16:
+        yield "--grad-reduce-in-bf16 has no effect without --bf16; add it or leave this out"
+
+
+def _check_recompute(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    granularity, method = model.recompute_granularity, model.recompute_method
+    if model.recompute_activations and granularity == "full":
+        yield "--recompute-activations and --recompute-granularity full exclude each other; keep one"
+    elif granularity == "full" and method is None:
+        yield "--recompute-granularity full needs --recompute-method uniform or block"
+    if granularity != "full":
+        for name, value in (("method", method), ("num-layers", model.recompute_num_layers)):
+            if value is not None:
+                yield f"--recompute-{name} {value} has no effect without --recompute-granularity full; add it"
+        return
+    layers = model.recompute_num_layers
+    if method is not None and layers is None:
+        yield f"--recompute-method {method} needs --recompute-num-layers"
+    elif layers is not None and layers > model.num_layers:
+        yield (
+            f"--recompute-num-layers {layers} is greater than --num-layers {model.num_layers}; "
+            f"values from 1 to {model.num_layers} work"
+        )
+
+
+def _check_per_token_loss(config: RunConfig) -> Iterator[str]:
+    if config.ddp.ddp_average_in_collective and config.training.calculate_per_token_loss:
+        yield "--ddp-average-in-collective and --calculate-per-token-loss exclude each other; keep one"
+
+
+CHECKS = (
+    Check(("hidden_size", "num_attention_heads", "kv_channels"), _check_head_width),
+    Check(("hidden_size", "ffn_hidden_size"), _check_feed_forward_width),
+    Check(("num_attention_heads", "num_query_groups"), _check_query_groups),
+    Check(("seq_length", "max_position_embeddings", "position_embedding_type"), _check_positions),
+    Check(("seq_length",), _check_sequence_length),
+    Check(
+        ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
+        _check_rotary,
+    ),
+    Check((), _check_activation),
+    Check((), _check_precision),
+    Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),
+    Check((), _check_per_token_loss),
+)

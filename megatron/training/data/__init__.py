@@ -1,0 +1,1 @@
+"""A run's data: which samples it asks for, and the micro-batches it gets."""

@@ -1,0 +1,129 @@
+"""What data a run asks for: which, cut how, and how many samples of each split.
+
+Importing this module imports no torch, so that data that cannot be used is refused quickly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from megatron.core.datasets.history.data_history import DataHistory, RunPosition
+from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig, ValidationSet, parse_blend
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.training.config.data_lists import extra_validation_sets
+from megatron.training.config.resolution import DEFAULT_SPLIT
+from megatron.training.config.run_config import RunConfig, samples_of_iterations
+from megatron.training.train_state import TrainState
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.samples.blended_dataset_builder import DatasetSplits
+
+
+class DatasetSplitsBuilder(Protocol):
+    """Check and build the data sets of the three splits."""
+
+    def check(self) -> None:
+        """Raise `DataError` for data that cannot be used, before anything is built."""
+
+    def build(self) -> DatasetSplits:
+        """Build what was checked."""
+        ...
+
+
+DatasetsProvider = Callable[[RunConfig, Tokenizer, "SampleTargets", Callable[[str], None]], DatasetSplitsBuilder]
+"""Return what builds the data sets, given how many samples each must have and where to report lines.
+
+It is called before torch is imported, and should import none.
+"""
+
+
+@dataclass(frozen=True)
+class SampleTargets:
+    """Hold how many samples a run will read of each split; None is all of the validation data, in one epoch.
+
+    ``done`` is what the run has read before.
+    """
+
+    train: int
+    valid: int | None
+    test: int
+    extra_valid: tuple[ValidationSet, ...] = ()
+    done: TrainState = dataclasses.field(default_factory=TrainState, compare=False)
+
+
+def sample_targets(config: RunConfig, done: TrainState | None = None) -> SampleTargets:
+    """Return how many samples training, all evaluations together, and the final test read.
+
+    A resumed run reads on from what is ``done``. That comes to more than the configuration alone says where the batch
+    was larger, or evaluations were more frequent, before.
+    """
+    done = TrainState() if done is None else done
+    per_evaluation = config.validation.eval_iters * config.training.global_batch_size
+    iterations_left = max(config.train_iters - done.iteration, 0)
+    train = max(
+        config.train_samples, samples_of_iterations(config.training, iterations_left, done.consumed_train_samples)
+    )
+    validation = config.validation
+    evaluations = _num_evaluations(config, config.train_iters) + 1
+    evaluations_left = max(evaluations - _num_evaluations(config, done.iteration), 1)
+    valid = max(evaluations * per_evaluation, done.consumed_valid_samples + evaluations_left * per_evaluation)
+    return SampleTargets(
+        train=0 if config.training.skip_train else train,
+        valid=None if validation.full_validation and validation.eval_iters > 0 else valid,
+        test=per_evaluation,
+        extra_valid=extra_validation_sets(validation),
+        done=done,
+    )
+
+
+def run_position(config: RunConfig, done: TrainState) -> RunPosition:
+    """Return where the training data of a run goes on.
+
+    Raises:
+        DataError: what the checkpoint records of it is damaged.
+    """
+    return RunPosition(
+        dataloader_type=config.data.dataloader_type,
+        consumed_samples=done.consumed_train_samples,
+        history=None if done.train_data is None else DataHistory.from_dict(done.train_data),
+    )
+
+
+def _num_evaluations(config: RunConfig, iterations: int) -> int:
+    """Return how many evaluations the first iterations make, the last one of the run left out."""
+    interval = config.validation.eval_interval
+    return iterations // interval if interval else 0
+
+
+def dataset_config(config: RunConfig, tokenizer: Tokenizer) -> GPTDatasetConfig:
+    """Return what the data sets are built from.
+
+    Raises:
+        ConfigurationError: the flags contradict each other.
+    """
+    data = config.data
+    per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    return GPTDatasetConfig(
+        sequence_length=data.seq_length,
+        random_seed=config.initialization.seed,
+        blend=parse_blend(data.data_path) if data.data_path else None,
+        blend_per_split=_blends(per_split) if any(per_split) else None,
+        extra_valid=extra_validation_sets(config.validation),
+        split=data.split or DEFAULT_SPLIT,
+        mock=data.mock_data,
+        path_to_cache=data.data_cache_path,
+        mmap_bin_files=data.mmap_bin_files,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        eod_token_id=tokenizer.eod_id,
+        vocab_size=tokenizer.vocab_size,
+    )
+
+
+def _blends(paths: tuple[tuple[str, ...], ...]) -> tuple[Blend | None, Blend | None, Blend | None]:
+    train, valid, test = (parse_blend(items) if items else None for items in paths)
+    return train, valid, test

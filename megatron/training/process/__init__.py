@@ -1,0 +1,1 @@
+"""A run's process: launcher, device, groups, signals, exit status."""

@@ -1,0 +1,200 @@
+"""Start a process's part of a run: what the launcher said, the device, the backend, the groups, the seeds.
+
+Importing this module imports no torch, so that a wrong command line is refused quickly.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from megatron.core.errors import ConfigurationError
+from megatron.training.config.run_config import RunConfig
+from megatron.training.process.console import print_line
+
+if TYPE_CHECKING:
+    from megatron.core.device import Device
+    from megatron.core.parallel_state import ParallelState
+    from megatron.core.tensor_parallel.random import RngStreams
+
+_FAILURE_TIMEOUT = timedelta(seconds=2)
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """Hold what torchrun tells each process; one process on its own where there is no launcher.
+
+    ``local_rank`` is None where nothing in the environment says it.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Runtime:
+    """Hold what the rest of the run is given of this process: its device, its groups and its random streams.
+
+    ``local_rank`` counts the processes of this machine.
+    """
+
+    device: Device
+    state: ParallelState
+    rng: RngStreams
+    local_rank: int = 0
+
+    @property
+    def is_reporter(self) -> bool:
+        """Return whether this process prints and writes for all."""
+        return self.state.rank == 0
+
+    @property
+    def is_first_on_machine(self) -> bool:
+        """Return whether this process does for its machine what one process should do alone."""
+        return self.local_rank == 0
+
+
+def read_launch_environment() -> LaunchEnvironment:
+    """Return this process's rank, the world size and its rank on this machine.
+
+    Raises:
+        ConfigurationError: RANK, WORLD_SIZE or LOCAL_RANK is not a number that it can be.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    wrong = [f"{name} is {text!r}" for name, text in given.items() if not text.isdecimal()]
+    if not wrong:
+        rank, world_size = int(given.get("RANK", "0")), int(given.get("WORLD_SIZE", "1"))
+        if rank < world_size:
+            local_rank = int(given["LOCAL_RANK"]) if "LOCAL_RANK" in given else None
+            return LaunchEnvironment(rank, world_size, local_rank)
+        wrong = [f"RANK is {rank} and WORLD_SIZE is {world_size}"]
+    raise ConfigurationError(
+        f"{', '.join(wrong)} in the environment; start the processes with torchrun, or unset {', '.join(given)} to "
+        "start one"
+    )
+
+
+def is_first_failure() -> bool:
+    """Return whether no other process of this run has failed before this one; to be asked once by each that fails.
+
+    A process that fails makes the others fail in their collectives, and only the first one's traceback says why.
+    Where there is nobody to ask, the answer is yes.
+    """
+    return _count_failures(1) <= 1
+
+
+def has_run_failed() -> bool:
+    """Return whether a process of this run has said that it failed."""
+    return _count_failures(0) > 0
+
+
+def _count_failures(increment: int) -> int:
+    """Add to the count in the store that the processes met at; 0 where there is none, or it is gone."""
+    if "torch.distributed" not in sys.modules:  # not met yet, and no reason to wait for the import
+        return 0
+    import torch.distributed as dist
+
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not dist.is_initialized() or dist.get_world_size() == 1 or host is None or port is None:
+        return 0
+    key = f"megatron/failures/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    answers: list[int] = []
+
+    def ask() -> None:
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                host, int(port), is_master=False, wait_for_workers=False, timeout=_FAILURE_TIMEOUT
+            )
+            answers.append(int(store.add(key, increment)))
+        except RuntimeError:
+            answers.append(0)
+
+    # The store's own limit is for the connection: a process that is stopped keeps its port open and never answers.
+    asking = threading.Thread(target=ask, name="failure count", daemon=True)
+    asking.start()
+    asking.join(2 * _FAILURE_TIMEOUT.total_seconds())
+    return answers[0] if answers else 0
+
+
+def initialize_device(launch: LaunchEnvironment) -> Device:
+    """Choose and occupy this process's device."""
+    from megatron.core.device import select_device
+
+    device = select_device(launch.local_rank or 0)
+    device.make_current()
+    return device
+
+
+def initialize_distributed(launch: LaunchEnvironment, device: Device, backend: str, timeout_minutes: int) -> str | None:
+    """Join the process group unless this process is alone; return a warning where the backend had to be changed."""
+    import torch.distributed as dist
+
+    if launch.world_size == 1:
+        return None
+    warning = None
+    if backend == "nccl" and not device.is_cuda:
+        backend = "gloo"
+        warning = "WARNING: --distributed-backend nccl needs CUDA, which this machine does not have: using gloo"
+    dist.init_process_group(
+        backend=backend,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(minutes=timeout_minutes),
+        device_id=device.torch_device if backend == "nccl" else None,
+    )
+    return warning
+
+
+def initialize_runtime(config: RunConfig, launch: LaunchEnvironment) -> Runtime:
+    """Set up device, process groups and random streams, and say so as Megatron does."""
+    import torch
+
+    from megatron.core.parallel_state import create_parallel_state
+    from megatron.core.tensor_parallel.random import RngStreams
+
+    if launch.local_rank is None:
+        launch = replace(launch, local_rank=config.initialization.local_rank)
+    device = initialize_device(launch)
+    warning = initialize_distributed(
+        launch,
+        device,
+        config.initialization.distributed_backend,
+        config.initialization.distributed_timeout_minutes,
+    )
+    if config.initialization.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+    state = create_parallel_state(
+        config.model.tensor_model_parallel_size,
+        config.model.pipeline_model_parallel_size,
+        config.model.context_parallel_size,
+        timeout=timedelta(minutes=config.initialization.distributed_timeout_minutes),
+    )
+    if state.rank == 0:
+        if warning is not None:
+            print_line(warning)
+        print_line(f"> initialized tensor model parallel with size {state.tp.size}")
+        print_line(f"> initialized pipeline model parallel with size {state.pp.size}")
+        print_line(f"> setting random seeds to {config.initialization.seed} ...")
+    rng = RngStreams(
+        device,
+        config.initialization.seed,
+        tp_rank=state.tp.rank,
+        dp_rank=state.dp.rank,
+        cp_rank=state.cp.rank,
+        pp_rank=state.pp.rank,
+    )
+    return Runtime(device, state, rng, launch.local_rank or 0)
+
+
+def shut_down() -> None:
+    """Leave the process group."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

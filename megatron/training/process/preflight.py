@@ -1,0 +1,29 @@
+"""What is looked at between the command line and the import of torch: the tokenizer and the data."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+from megatron.core.errors import InputError
+from megatron.core.tokenizers.build_tokenizer import build_tokenizer
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.training.config.run_config import RunConfig
+from megatron.training.data.data_plan import DatasetsProvider, sample_targets
+from megatron.training.process.initialize import LaunchEnvironment
+from megatron.training.process.refusal import reasons_of, refuse_in_run
+
+
+def prepare_data_or_exit(
+    config: RunConfig, launch: LaunchEnvironment, datasets_provider: DatasetsProvider
+) -> Tokenizer:
+    """Return the run's tokenizer; end the program with status 2 where it or the data cannot be used.
+
+    Every rank looks, and only rank 0 prints. No index is built and nothing communicates.
+    """
+    try:
+        tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
+        datasets_provider(config, tokenizer, sample_targets(config), lambda line: None).check()
+    except InputError as error:
+        sys.exit(refuse_in_run(reasons_of(error), launch))
+    return tokenizer

@@ -1,0 +1,61 @@
+"""Refuse a run: the reasons are printed once, whatever the number of processes, and every process gets the status."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+from megatron.core.errors import ConfigurationError, MegatronError
+from megatron.training.process.console import print_line
+from megatron.training.process.initialize import LaunchEnvironment, is_first_failure, read_launch_environment
+
+# torchrun ends the others within a fraction of a second of rank 0: this is how late rank 0 may be on a busy machine.
+_WAIT_FOR_REPORT_S = 5.0
+
+
+def launch_environment_or_exit() -> LaunchEnvironment:
+    """Return what the launcher says, or end the program with status 2 where it cannot be understood."""
+    try:
+        return read_launch_environment()
+    except ConfigurationError as error:
+        sys.exit(refuse(error.problems, rank=0))
+
+
+def reasons_of(error: MegatronError) -> tuple[str, ...]:
+    """Return the lines that an error is reported by."""
+    return error.problems if isinstance(error, ConfigurationError) else (str(error),)
+
+
+def refuse(reasons: Sequence[str], rank: int, status: int = 2) -> int:
+    """Print one line a reason on rank 0 and return the exit status.
+
+    torchrun ends all processes as soon as one has failed: the others give rank 0 the time to say why, and leave with
+    the same status when torchrun ends them meanwhile.
+    """
+    if rank == 0:
+        for reason in reasons:
+            print_line(f"error: {reason}", sys.stderr)
+        return status
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(status)
+
+    signal.signal(signal.SIGTERM, leave)
+    time.sleep(_WAIT_FOR_REPORT_S)
+    return status
+
+
+def refuse_in_run(reasons: Sequence[str], launch: LaunchEnvironment, status: int = 2) -> int:
+    """Do as ``refuse`` where the processes have met already; a process that is alone with its reasons prints them."""
+    if launch.rank == 0:
+        is_first_failure()
+        return refuse(reasons, launch.rank, status)
+    status = refuse(reasons, launch.rank, status)
+    if launch.world_size > 1 and is_first_failure():
+        for reason in reasons:
+            print_line(f"error: rank {launch.rank}: {reason}", sys.stderr)
+    return status

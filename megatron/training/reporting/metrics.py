@@ -1,0 +1,173 @@
+"""Write a run's figures: one JSON object an iteration, and TensorBoard where it is asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from megatron.core.device import Device
+from megatron.training.config.run_config import RunConfig
+from megatron.training.process.console import print_line
+from megatron.training.reporting.log_lines import StepReport
+
+
+class MetricsWriter:
+    """Append to the metrics file and to TensorBoard; only the reporting rank makes one.
+
+    A resumed run goes on where its checkpoint stands: what an interrupted run wrote beyond it is moved to
+    ``FILE.superseded``, so that every iteration stands in the file once and nothing is lost. A disk that takes no more
+    stops no training: it is said once, and the figures of the metrics file go on when there is room again.
+    """
+
+    def __init__(self, config: RunConfig, device: Device, start_iteration: int) -> None:
+        self._logging = config.logging
+        self._world_size = config.world_size
+        self._device = device
+        self._file: TextIO | None = None
+        self._is_refused = False
+        self.tensorboard: Any = None
+        if config.metrics_jsonl is not None:
+            path = Path(config.metrics_jsonl)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            set_superseded_lines_aside(path, start_iteration)
+            self._file = path.open("a", buffering=1)
+        if config.logging.tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(
+                log_dir=config.logging.tensorboard_dir, max_queue=config.logging.tensorboard_queue_size
+            )
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Append one JSON object with full precision; a figure that is not finite is written as null."""
+        if self._file is not None:
+            cleaned = {key: _finite(value) for key, value in values.items()}
+            try:
+                # What is refused stays in the file's buffer, and is written before the next line.
+                self._file.write(json.dumps(cleaned, allow_nan=False) + "\n")
+                self._is_refused = False
+            except OSError as error:
+                self._report_refused(error)
+
+    def write_step(self, step: StepReport) -> None:
+        """Append the figures of one iteration."""
+        self.write(
+            {
+                "iteration": step.iteration,
+                "consumed_samples": step.consumed_samples,
+                "lm_loss": step.lm_loss,
+                "grad_norm": step.grad_norm,
+                "learning_rate": step.learning_rate,
+                "loss_scale": step.loss_scale,
+                "skipped": step.is_skipped,
+                "tokens_per_second": step.tokens_per_second,
+                "step_time_s": step.step_time_s,
+                "sample_ids_hash": step.sample_ids_hash,
+                "global_batch_size": step.global_batch_size,
+                "num_zeros": step.num_zeros,
+                "params_norm": step.params_norm,
+                "tflops_per_device": step.tflops_per_device,
+                "mfu": step.mfu,
+            }
+        )
+
+    def step_scalars(self, step: StepReport) -> None:
+        """Add the figures of one iteration to TensorBoard, under Megatron's names."""
+        logging = self._logging
+        scalars: dict[str, float | None] = {
+            "lm loss": None if step.is_skipped else step.lm_loss,
+            "grad-norm": step.grad_norm,
+            "num-zeros": step.num_zeros,
+            "params-norm": step.params_norm,
+            "iteration-time": step.step_time_s,
+            "throughput": step.tflops_per_device if logging.log_throughput else None,
+            "learning-rate": step.learning_rate if logging.log_learning_rate_to_tensorboard else None,
+            "loss-scale": step.loss_scale if logging.log_loss_scale_to_tensorboard else None,
+            "batch-size": step.global_batch_size if logging.log_batch_size_to_tensorboard else None,
+            "world-size": self._world_size if logging.log_world_size_to_tensorboard else None,
+        }
+        if logging.log_memory_to_tensorboard:
+            scalars["mem-allocated-bytes"] = self._device.memory_use().allocated * 1024 * 1024
+        self.scalars(scalars, step.iteration)
+
+    def evaluation_scalars(self, split: str, lm_loss: float, iteration: int) -> None:
+        """Add the loss of an evaluation to TensorBoard, and its perplexity where it is asked for."""
+        with_perplexity = self._logging.log_validation_ppl_to_tensorboard
+        perplexity = math.exp(min(20.0, lm_loss)) if with_perplexity else None
+        self.scalars({f"lm loss {split}": lm_loss, f"lm loss {split} ppl": perplexity}, iteration)
+
+    def scalars(self, values: Mapping[str, float | None], iteration: int) -> None:
+        """Add the figures that are there to TensorBoard."""
+        if self.tensorboard is not None:
+            for name, value in values.items():
+                if value is not None:
+                    self._add_scalar(name, value, iteration)
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        try:
+            if self._file is not None:
+                self._file.close()
+            if self.tensorboard is not None:
+                self.tensorboard.close()
+        except OSError as error:
+            self._report_refused(error)
+
+    def _add_scalar(self, name: str, value: float, iteration: int) -> None:
+        if self.tensorboard is None:
+            return
+        try:
+            self.tensorboard.add_scalar(name, value, iteration)
+        except OSError as error:
+            # Its writing thread ends with the first error.
+            self.tensorboard = None
+            print_line(f"WARNING: cannot write to TensorBoard: {error.strerror}; it gets no more figures")
+
+    def _report_refused(self, error: OSError) -> None:
+        if not self._is_refused:
+            name = "" if self._file is None else f" {self._file.name}"
+            print_line(f"WARNING: cannot write the figures of this run{name}: {error.strerror}")
+        self._is_refused = True
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def set_superseded_lines_aside(path: Path, start_iteration: int) -> None:
+    """Move lines of later iterations than ``start_iteration``, and a torn last line, to ``FILE.superseded``."""
+    if not path.exists():
+        return
+    kept: list[str] = []
+    superseded: list[str] = []
+    for line in path.read_text().splitlines(keepends=True):
+        (kept if _iteration_of(line) <= start_iteration else superseded).append(line)
+    if not superseded:
+        return
+    with path.with_name(path.name + ".superseded").open("a") as aside:
+        aside.writelines(line if line.endswith("\n") else line + "\n" for line in superseded)
+    rewritten = path.with_name(path.name + ".rewritten")
+    rewritten.write_text("".join(kept))
+    os.replace(rewritten, path)
+
+
+def _iteration_of(line: str) -> float:
+    if not line.endswith("\n"):
+        return float("inf")
+    try:
+        return float(json.loads(line)["iteration"])
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+        return float("inf")

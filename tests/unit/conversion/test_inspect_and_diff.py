@@ -1,0 +1,142 @@
+"""The inspector and the comparison as users run them."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.commands import convert_checkpoint as convert
+from megatron.commands import diff_checkpoints as diff
+from megatron.commands import inspect_checkpoint as inspect
+from megatron.interop.native.native_writer import write_native
+from tests.harness.training_run import run_command
+from tests.unit.conversion.small_checkpoint import small_common, small_source, write_small
+
+TOOLS = Path(__file__).parents[3] / "tools" / "checkpoint"
+
+
+MAINS: dict[str, Callable[[list[str]], int]] = {
+    "inspect.py": inspect.main,
+    "diff.py": diff.main,
+    "convert.py": convert.main,
+}
+
+
+@dataclass(frozen=True)
+class ToolRun:
+    """Run a tool in this process: starting one that imports torch takes seconds."""
+
+    capsys: pytest.CaptureFixture[str]
+
+    def __call__(self, name: str, *words: str | Path) -> tuple[int, str, str]:
+        """Return the exit status, and what was printed to either stream."""
+        try:
+            status = MAINS[name]([str(word) for word in words])
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        return status, *self.capsys.readouterr()
+
+
+@pytest.fixture
+def run_tool(capsys: pytest.CaptureFixture[str]) -> ToolRun:
+    return ToolRun(capsys)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    write_small(folder, small_common())
+    return folder
+
+
+def test_inspect_lists_tensors_layout_and_configuration(run_tool: ToolRun, checkpoint: Path) -> None:
+    status, printed, _ = run_tool("inspect.py", checkpoint, "--verify")
+    assert status == 0
+    source = small_source(small_common())
+    weights = sum(values.numel() for name, values in source.values.items() if name.startswith("model."))
+    assert f"checkpoint: {checkpoint / 'iter_0000003'}" in printed
+    assert "format: the native format" in printed
+    assert f"parameters: {weights} in " in printed
+    assert "tensor_model_parallel_size: 1" in printed
+    assert "num_layers: 4" in printed
+    assert "iteration: 3" in printed
+    rows = [line.split() for line in printed.splitlines() if line.startswith(("model.", "optimizer."))]
+    assert [row[0] for row in rows] == sorted(source.values)
+    assert ["model.embedding.word_embeddings.weight", "101x24", "float32", str(101 * 24 * 4), "1"] in rows
+    assert "match their checksums" in printed
+
+
+def test_inspect_names_damage(run_tool: ToolRun, checkpoint: Path, tmp_path: Path) -> None:
+    folder = write_small(tmp_path, small_common())
+    shard = folder / "shard_00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-6] ^= 4
+    shard.write_bytes(data)
+    assert run_tool("inspect.py", tmp_path, "--no-tensors")[0] == 0
+    status, _, error = run_tool("inspect.py", tmp_path, "--no-tensors", "--verify")
+    assert status == 2
+    assert error.count("\n") == 1
+    assert "do not match their checksum" in error
+
+
+def test_diff_of_equal_and_different_checkpoints(run_tool: ToolRun, checkpoint: Path, tmp_path: Path) -> None:
+    common = copy.deepcopy(small_common("--tensor-model-parallel-size 1 --lr 2e-3"))
+    source = small_source(common)
+    write_native(source, tmp_path / "equal", 3, max_file_bytes=10_000)
+    status, printed, _ = run_tool("diff.py", checkpoint, tmp_path / "equal")
+    assert status == 0
+    assert printed.endswith("equal\n")
+    assert "optimizer.lr: 0.001 -> 0.002" in printed
+
+    name = "optimizer.exp_avg.decoder.final_layernorm.weight"
+    source.values[name] = source.values[name] * (1 + 1e-4)
+    write_native(source, tmp_path / "changed", 3)
+    status, printed, _ = run_tool("diff.py", checkpoint, tmp_path / "changed")
+    assert status == 1
+    assert f"{name}: 24 of 24 elements differ" in printed
+    assert run_tool("diff.py", checkpoint, tmp_path / "changed", "--weights-only")[0] == 0
+    assert run_tool("diff.py", checkpoint, tmp_path / "changed", "--tolerance", "1e-3")[0] == 0
+
+    del source.values[name]
+    source.values["model.extra"] = torch.ones(2)
+    source.common["progress"]["consumed_train_samples"] += 1  # type: ignore[index]
+    write_native(source, tmp_path / "others", 3)
+    status, printed, _ = run_tool("diff.py", checkpoint, tmp_path / "others")
+    assert status == 1
+    for line in (f"{name}: only in the first", "model.extra: only in the second"):
+        assert line in printed
+    assert "progress.consumed_train_samples: 6 and 7" in printed
+
+
+@pytest.mark.parametrize(
+    ("tool", "words", "expected"),
+    [
+        ("inspect.py", ["nowhere"], "nowhere is not a folder"),
+        ("inspect.py", [str(TOOLS)], "holds no checkpoint"),
+        ("inspect.py", [], "required: DIR"),
+        ("diff.py", ["nowhere", "elsewhere"], "nowhere is not a folder"),
+        ("diff.py", ["a", "b", "--tolerance", "-1"], "--tolerance -1.0"),
+        ("convert.py", ["--load-dir", "nowhere", "--save-dir", "b"], "nowhere is not a folder"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(run_tool: ToolRun, tool: str, words: list[str], expected: str) -> None:
+    status, _, error = run_tool(tool, *words)
+    assert status == 2
+    assert expected in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("tool", sorted(MAINS))
+def test_the_scripts_find_pythons_own_inspect(tool: str) -> None:
+    result = run_command([sys.executable, TOOLS / tool, "--help"]).check()
+    assert result.stdout.startswith(f"usage: {tool}")
+
+
+def test_a_script_imports_torch_beside_inspect_py(checkpoint: Path) -> None:
+    assert "format: the native format" in run_command([sys.executable, TOOLS / "inspect.py", checkpoint]).check().stdout

@@ -1,0 +1,273 @@
+"""The compiled index builder equals the NumPy one, and both equal their definitions."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.datasets.indices.index_builder import (
+    EpochPlan,
+    IndexBuilder,
+    NumpyIndexBuilder,
+    count_samples,
+    plan_epochs,
+    select_index_builder,
+)
+from megatron.core.datasets.samples.blended_dataset import normalize_weights, samples_per_dataset
+from megatron.core.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def compiled() -> IndexBuilder:
+    lines: list[str] = []
+    builder = select_index_builder(lines.append)
+    if builder.name != "compiled":
+        pytest.skip(f"the C++ extension is not built: {lines}")
+    return builder
+
+
+def helpers() -> Any:
+    from megatron.core.datasets.indices import _helpers
+
+    return _helpers
+
+
+numpy_builder = NumpyIndexBuilder()
+
+
+def assert_identical(left: Any, right: Any) -> None:
+    assert left.dtype == right.dtype
+    assert left.shape == right.shape
+    assert left.tobytes() == right.tobytes()
+
+
+def walk_samples(lengths: list[int], documents: list[int], sequence_length: int, num_samples: int) -> list[list[int]]:
+    """Find sample starts the slow way: token by token."""
+    tokens = [(place, offset) for place, document in enumerate(documents) for offset in range(lengths[document])]
+    rows = [[0, 0]]
+    for sample in range(1, num_samples + 1):
+        rows.append(list(tokens[min(sample * sequence_length, len(tokens) - 1)]))
+    return rows
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=30),
+    epochs=st.integers(1, 4),
+    sequence_length=st.integers(1, 23),
+    drop_last=st.booleans(),
+    separate=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_indices_of_a_dataset(
+    compiled: IndexBuilder,
+    lengths: list[int],
+    epochs: int,
+    sequence_length: int,
+    drop_last: bool,
+    separate: bool,
+    seed: int,
+) -> None:
+    if lengths[-1] == 0:
+        lengths = [*lengths, 1]
+    sizes = np.array(lengths, np.int32)
+    documents = np.arange(len(sizes), dtype=np.int32)
+    num_samples = count_samples(int(sizes.sum()) * epochs, sequence_length, drop_last)
+    built = []
+    for builder in (compiled, numpy_builder):
+        state = np.random.RandomState(seed)
+        document_index = builder.document_index(documents, epochs, state, separate)
+        sample_index = builder.sample_index(sizes, document_index, sequence_length, num_samples)
+        shuffle_index = builder.shuffle_index(num_samples // 2, num_samples, state)
+        built.append((document_index, sample_index, shuffle_index, state.randint(1 << 30, size=3)))
+    for left, right in zip(*built, strict=True):
+        assert_identical(left, right)
+    document_index, sample_index, shuffle_index, _ = built[1]
+    if lengths[document_index[-1]] > 0:
+        assert sample_index.tolist() == walk_samples(lengths, document_index.tolist(), sequence_length, num_samples)
+    assert np.bincount(document_index).tolist() == [epochs] * len(lengths)
+    assert sorted(shuffle_index[: num_samples // 2].tolist()) == list(range(num_samples // 2))
+    assert sorted(shuffle_index.tolist()) == list(range(num_samples))
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 255, 256, 257, 65535, 65536, 65537, 300001])
+def test_shuffles_are_numpys(compiled: IndexBuilder, size: int) -> None:
+    left, right = np.random.RandomState(11), np.random.RandomState(11)
+    left.randint(5, size=17)  # start in the middle of a block of the generator
+    right.randint(5, size=17)
+    for _ in range(2):
+        assert_identical(compiled.shuffle_index(size, size, left), numpy_builder.shuffle_index(size, size, right))
+    assert left.randint(1 << 30) == right.randint(1 << 30)
+
+
+def blend_slowly(weights: list[float], size: int) -> tuple[list[int], list[int]]:
+    """Follow the definition: the largest error, the first one of equal ones."""
+    taken = [0] * len(weights)
+    datasets, samples = [], []
+    for i in range(size):
+        errors = [weight * max(i, 1) - count for weight, count in zip(weights, taken, strict=True)]
+        datasets.append(errors.index(max(errors)))
+        samples.append(taken[datasets[-1]])
+        taken[datasets[-1]] += 1
+    return datasets, samples
+
+
+def compiled_blends(*arguments: Any) -> list[tuple[Any, Any]]:
+    """Blend with every kind of vectors that this processor has, by weights and size or by sizes."""
+    function = helpers().blending_indices if len(arguments) == 2 else helpers().exhaustive_blending_indices
+    blends = []
+    for bits in (0, 32, 256, 512):
+        with contextlib.suppress(ValueError):  # this processor has no such vectors
+            blends.append(function(*arguments, vector_bits=bits))
+    assert len(blends) >= 2
+    return blends
+
+
+# Few distinct weights make ties, which the lowest data set wins; nearly equal ones must not be taken for equal.
+some_weights = st.one_of(
+    st.floats(1e-6, 1e6),
+    st.floats(1e-300, 1e300),
+    st.sampled_from([1.0, 2.0, 3.0, 5.0, 1.0 + 2.0**-52, 1.0 - 2.0**-53, 1.0 + 2.0**-30]),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(weights=st.lists(some_weights, min_size=1, max_size=70), size=st.integers(0, 400))
+def test_blends(compiled: IndexBuilder, weights: list[float], size: int) -> None:
+    shares = np.array(weights) / np.sum(weights)
+    dataset, sample = numpy_builder.blending_indices(shares, size)
+    assert (dataset.dtype, sample.dtype) == (np.int16, np.int64)
+    assert (dataset.tolist(), sample.tolist()) == blend_slowly(shares.tolist(), size)
+    for blend in (compiled.blending_indices(shares, size), *compiled_blends(shares, size)):
+        assert_identical(blend[0], dataset)
+        assert_identical(blend[1], sample)
+
+
+@pytest.mark.parametrize("kind", ["shares", "sizes", "whole", "one large", "tiny", "not all"])
+@pytest.mark.parametrize("num_datasets", [5, 64, 300])
+def test_long_blends(compiled: IndexBuilder, num_datasets: int, kind: str) -> None:
+    random = np.random.RandomState(num_datasets)
+    weights = {
+        "shares": random.rand(num_datasets),
+        "sizes": np.exp(2 * random.randn(num_datasets)),
+        "whole": random.randint(1, 12, size=num_datasets).astype(np.float64),
+        "one large": np.r_[2.5 * num_datasets, random.rand(num_datasets - 1)],
+        "tiny": 10.0 ** random.uniform(-9, 0, size=num_datasets),
+        "not all": np.where(np.arange(num_datasets) % 3 > 0, random.rand(num_datasets), 0.0),
+    }[kind]
+    shares = weights / weights.sum() * (0.9 if kind == "not all" else 1.0)
+    expected = numpy_builder.blending_indices(shares, 6007)
+    for blend in compiled_blends(shares, 6007):
+        assert_identical(blend[0], expected[0])
+        assert_identical(blend[1], expected[1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.one_of(st.integers(0, 50), st.sampled_from([20, 21])), min_size=1, max_size=40))
+def test_exhaustive_blends_use_every_sample_once(compiled: IndexBuilder, sizes: list[int]) -> None:
+    values = np.array(sizes, np.int64)
+    dataset, sample = numpy_builder.exhaustive_blending_indices(values)
+    for blend in (compiled.exhaustive_blending_indices(values), *compiled_blends(values)):
+        assert_identical(blend[0], dataset)
+        assert_identical(blend[1], sample)
+    for number, size in enumerate(sizes):
+        assert sample[dataset == number].tolist() == list(range(size))
+
+
+def test_equal_weights_take_turns(compiled: IndexBuilder) -> None:
+    for builder in (compiled, numpy_builder):
+        dataset, _ = builder.blending_indices(np.full(3, 1 / 3), 9)
+        assert dataset.tolist() == [0, 1, 2] * 3
+
+
+@settings(max_examples=300, deadline=None)
+@given(exponents=st.lists(st.floats(-12, 12), min_size=1, max_size=40), requested=st.integers(1, 60))
+def test_extreme_weights_take_within_one_sample_of_their_part(
+    compiled: IndexBuilder, exponents: list[float], requested: int
+) -> None:
+    weights = [10.0**exponent for exponent in exponents]
+    parts = np.array(samples_per_dataset(weights, requested))
+    shares = normalize_weights(weights)
+    size = int(parts.sum())
+    assert requested <= size <= requested + len(weights)
+    dataset, sample = compiled.blending_indices(shares, size)
+    for twin, built in zip(numpy_builder.blending_indices(shares, size), (dataset, sample), strict=True):
+        assert_identical(twin, built)
+    assert 0 <= dataset.min() <= dataset.max() < len(weights)
+    taken = np.cumsum(dataset[:, None] == np.arange(len(weights)), axis=0)  # after each step
+    exact = np.arange(1, size + 1)[:, None] * shares
+    assert np.all(taken < exact + 1 + 1e-9)  # never more than one ahead of the weights
+    assert np.all(taken > exact - 2)
+    assert np.all(taken[-1] >= parts - 1)
+    for number in range(len(weights)):
+        assert sample[dataset == number].tolist() == list(range(taken[-1, number]))
+
+
+def test_shares_that_are_none_are_refused(compiled: IndexBuilder) -> None:
+    for builder in (compiled, numpy_builder):
+        for share in (-0.1, 1.5, float("nan"), float("inf")):
+            with pytest.raises(DataError, match="data set 1 of a blend has the share"):
+                builder.blending_indices(np.array([0.5, share]), 3)
+
+
+def test_the_sample_index_is_the_same_in_64_bits(compiled: IndexBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.RandomState(2)
+    lengths = random.randint(0, 90, size=401).astype(np.int32)
+    lengths[::50] = 2000  # more samples in a document than are written at a time
+    documents = np.tile(np.arange(401, dtype=np.int32), 3)
+    random.shuffle(documents)
+    for length in (1, 7, 64):
+        num_samples = count_samples(3 * int(lengths.sum()), length)
+        narrow = compiled.sample_index(lengths, documents, length, num_samples)
+        assert narrow.dtype == np.int32
+        with monkeypatch.context() as patched:
+            patched.setattr("megatron.core.datasets.indices.index_builder._INT32_MAX", 1000)
+            wide = compiled.sample_index(lengths, documents, length, num_samples)
+            assert wide.dtype == np.int64
+            assert_identical(wide, numpy_builder.sample_index(lengths, documents, length, num_samples))
+        assert_identical(narrow, wide.astype(np.int32))
+
+
+def test_plan_epochs() -> None:
+    # 101 tokens give 10 samples of 10 in one epoch; two epochs (202 tokens) give 20.
+    assert plan_epochs(101, 10, None) == EpochPlan(1, False, None)
+    assert plan_epochs(101, 10, 0) == EpochPlan(1, False, None)
+    assert plan_epochs(101, 10, 10) == EpochPlan(1, False, None)
+    assert plan_epochs(101, 10, 11) == EpochPlan(2, True, 10)
+    assert plan_epochs(101, 10, 17) == EpochPlan(2, True, 10)  # 7 of the last epoch's 10: below 80 %
+    assert plan_epochs(101, 10, 18) == EpochPlan(2, False, None)
+    assert plan_epochs(101, 10, 20) == EpochPlan(2, False, None)
+    assert plan_epochs(7, 10, 3).num_epochs == 5  # 31 tokens of text that never fills a sample by itself
+    with pytest.raises(DataError, match="3 samples are asked for, but the documents hold no tokens"):
+        plan_epochs(0, 10, 3)
+
+
+def test_samples_that_do_not_fit_are_refused(compiled: IndexBuilder) -> None:
+    lengths, documents = np.array([4, 4], np.int32), np.array([0, 1], np.int32)
+    for builder in (compiled, numpy_builder):
+        assert len(builder.sample_index(lengths, documents, 3, 3)) == 4
+        with pytest.raises(DataError, match="4 samples of 3 tokens"):
+            builder.sample_index(lengths, documents, 3, 4)
+        with pytest.raises(DataError, match="a blend of 40000 data sets"):
+            builder.blending_indices(np.full(40000, 1 / 40000), 3)
+    with pytest.raises(DataError, match="unknown sequence"):
+        compiled.sample_index(lengths, np.array([0, 7], np.int32), 3, 2)
+
+
+def test_a_missing_extension_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core.datasets.indices._helpers", None)
+    import megatron.core.datasets.indices as package
+
+    monkeypatch.delattr(package, "_helpers", raising=False)
+    lines: list[str] = []
+    assert select_index_builder(lines.append).name == "NumPy"
+    assert len(lines) == 1
+    assert "compiled index builder not found" in lines[0]
+    assert "using the NumPy index builder" in lines[0]
+    assert "\n" not in lines[0]

@@ -1,0 +1,275 @@
+"""The index cache: found by content, whole or not there, rebuilt where damaged, shared without locks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indices.index_builder import NumpyIndexBuilder
+from megatron.core.datasets.indices.index_cache import IndexCache
+from megatron.core.datasets.samples.blended_dataset_builder import BlendedDatasetBuilder
+from megatron.core.datasets.samples.gpt_dataset import GPTDataset
+from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
+from megatron.core.errors import DataError
+
+GOLDEN = Path(__file__).parents[4] / "golden" / "data"
+NAMES = ("document_index", "sample_index", "shuffle_index")
+
+
+def open_dataset(
+    folder: Path | None,
+    lines: list[str],
+    prefix: Path = GOLDEN / "c_multi",
+    num_samples: int = 60,
+    sequences: range = range(97),
+    split_name: str = "train",
+    **options: object,
+) -> GPTDataset:
+    values = {"sequence_length": 64, "mock": True, "eod_token_id": 0} | options
+    config = GPTDatasetConfig(**values)  # type: ignore[arg-type]
+    cache = IndexCache(folder, lines.append)
+    return GPTDataset(IndexedDataset(prefix), sequences, num_samples, split_name, config, NumpyIndexBuilder(), cache)
+
+
+def content(dataset: GPTDataset) -> list[bytes]:
+    return [getattr(dataset, name).tobytes() for name in NAMES]
+
+
+def stems(folder: Path) -> set[str]:
+    return {path.name.split("-")[0] for path in folder.glob("*-GPTDataset-*")}
+
+
+def test_files_have_megatrons_names_and_are_read_again(tmp_path: Path) -> None:
+    lines: list[str] = []
+    built = open_dataset(tmp_path, lines)
+    (stem,) = stems(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*-GPTDataset-*")) == sorted(
+        [f"{stem}-GPTDataset-train-description.txt", *(f"{stem}-GPTDataset-train-{name}.npy" for name in NAMES)]
+    )
+    text = (tmp_path / f"{stem}-GPTDataset-train-description.txt").read_text()
+    assert stem == hashlib.md5(text.encode()).hexdigest()
+    before = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    assert content(open_dataset(tmp_path, lines)) == content(built) == content(open_dataset(None, lines))
+    assert {path.name: path.stat().st_ino for path in tmp_path.iterdir()} == before
+    assert lines == []
+
+
+def test_everything_that_changes_the_index_changes_the_key(tmp_path: Path) -> None:
+    other = tmp_path / "data" / "c_multi"
+    other.parent.mkdir()
+    with IndexedDatasetBuilder(other, np.int32) as builder:
+        builder.add_dataset(GOLDEN / "c_multi")
+        builder.add_document([1, 2, 3], [3])
+        builder.finalize()
+    cache, lines = tmp_path / "cache", list[str]()
+    changes: list[dict[str, object]] = [
+        {},
+        {"random_seed": 1235},
+        {"sequence_length": 32},
+        {"num_samples": 150},
+        {"sequences": range(96)},
+        {"sequences": range(1, 97)},
+        {"prefix": other},
+        {"split_name": "valid"},
+        {"split_name": "valid", "drop_last_partial_validation_sequence": False},
+    ]
+    for number, change in enumerate(changes, start=1):
+        open_dataset(cache, lines, **change)  # type: ignore[arg-type]
+        assert len(stems(cache)) == number, change
+    assert lines == []
+
+
+def test_what_does_not_change_the_index_keeps_the_key(tmp_path: Path) -> None:
+    lines: list[str] = []
+    moved = tmp_path / "moved" / "c_multi"
+    moved.parent.mkdir()
+    for suffix in (".bin", ".idx"):
+        Path(f"{moved}{suffix}").write_bytes(Path(f"{GOLDEN / 'c_multi'}{suffix}").read_bytes())
+    cache = tmp_path / "cache"
+    same: list[dict[str, object]] = [
+        {},
+        {"prefix": moved},
+        {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True},
+        {"vocab_size": 77, "mmap_bin_files": False},
+        {"num_samples": 59},  # the same epochs
+    ]
+    for change in same:
+        open_dataset(cache, lines, **change)  # type: ignore[arg-type]
+    assert len(stems(cache)) == 1
+    assert lines == []
+
+
+def damage_truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def damage_empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def damage_header(path: Path) -> None:
+    path.write_bytes(b"XX" + path.read_bytes()[2:])
+
+
+@pytest.mark.parametrize("name", [*NAMES, "description"])
+@pytest.mark.parametrize("damage", [damage_truncate, damage_empty, damage_header])
+def test_damaged_files_are_built_again(damage: Callable[[Path], None], name: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+    whole = content(open_dataset(tmp_path, lines))
+    (path,) = tmp_path.glob(f"*-{name}.*")
+    original = path.read_bytes()
+    damage(path)
+    assert content(open_dataset(tmp_path, lines)) == whole
+    assert len(lines) == 1
+    assert "cannot be used" in lines[0]
+    assert "\n" not in lines[0]
+    assert path.read_bytes() == original
+
+
+def test_wrong_shapes_are_damage(tmp_path: Path) -> None:
+    lines: list[str] = []
+    whole = content(open_dataset(tmp_path, lines))
+    (path,) = tmp_path.glob("*-shuffle_index.npy")
+    np.save(path, np.arange(7, dtype=np.uint32))
+    assert content(open_dataset(tmp_path, lines)) == whole
+    assert "shuffle_index has shape (7,)" in lines[0]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "description"])
+def test_missing_files_are_built_in_silence(name: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+    whole = content(open_dataset(tmp_path, lines))
+    (path,) = tmp_path.glob(f"*-{name}.*")
+    path.unlink()
+    assert content(open_dataset(tmp_path, lines)) == whole
+    assert path.exists()
+    assert lines == []
+
+
+def test_flipped_array_bytes_give_an_error_or_tokens_of_the_data(tmp_path: Path) -> None:
+    lines: list[str] = []
+    open_dataset(tmp_path, lines)
+    random = np.random.RandomState(3)
+    refused = 0
+    for name in NAMES:
+        (path,) = tmp_path.glob(f"*-{name}.npy")
+        original = path.read_bytes()
+        for offset in random.randint(128, len(original), size=40):
+            flipped = bytearray(original)
+            flipped[offset] ^= 0x80
+            path.write_bytes(flipped)
+            dataset = open_dataset(tmp_path, lines)
+            for i in range(len(dataset)):
+                try:
+                    assert 0 <= int(dataset[i]["tokens"].max()) < 1000
+                except DataError:
+                    refused += 1
+        path.write_bytes(original)
+    assert refused > 60
+
+
+def test_an_unwritable_folder_means_memory_and_one_warning(tmp_path: Path) -> None:
+    lines: list[str] = []
+    (tmp_path / "file").write_text("")  # a folder cannot be made below a file, not even by root
+    dataset = open_dataset(tmp_path / "file" / "cache", lines)
+    assert content(dataset) == content(open_dataset(None, []))
+    assert len(lines) == 1
+    assert "cannot be written" in lines[0]
+    assert "--data-cache-path" in lines[0]
+
+
+def test_the_default_folder_lies_beside_the_data(tmp_path: Path) -> None:
+    prefix = tmp_path / "corpus"
+    with IndexedDatasetBuilder(prefix, "u2") as builder:
+        builder.add_document(range(100), [100])
+        builder.finalize()
+    config = GPTDatasetConfig(sequence_length=9, blend=Blend((str(prefix),)), split="1,0,0")
+    BlendedDatasetBuilder(config, (5, 0, 0), print).build()
+    folder = tmp_path / "cache" / "GPTDataset_indices"
+    assert len(list(folder.glob("*-GPTDataset-train-*"))) == 4
+    config = GPTDatasetConfig(sequence_length=9, blend=Blend((str(prefix),) * 2, (1.0, 2.0)), split="1,0,0")
+    BlendedDatasetBuilder(config, (5, 0, 0), print).build()
+    assert len(list(folder.glob("*-BlendedDataset-train-*"))) == 4
+
+
+def test_pickled_data_sets_carry_file_names(tmp_path: Path) -> None:
+    dataset = open_dataset(tmp_path, [], num_samples=2000)
+    payload = pickle.dumps(dataset)
+    assert len(payload) < 5000 < sum(map(len, content(dataset)))
+    copy = pickle.loads(payload)
+    assert content(copy) == content(dataset)
+    assert copy[3]["tokens"].tolist() == dataset[3]["tokens"].tolist()
+    in_memory = open_dataset(None, [], num_samples=2000)
+    assert content(pickle.loads(pickle.dumps(in_memory))) == content(dataset)
+
+
+def test_lengths_are_hashed_once_and_again_when_the_file_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, cache, hashed = tmp_path / "corpus", tmp_path / "cache", list[str]()
+
+    def write(lengths: list[int]) -> None:
+        with IndexedDatasetBuilder(prefix, "u2") as builder:
+            builder.add_document(range(sum(lengths)), lengths)
+            builder.finalize()
+
+    def hash_lengths(dataset: IndexedDataset) -> str:
+        hashed.append(dataset.prefix)
+        return hashlib.md5(dataset.sequence_lengths.tobytes()).hexdigest()
+
+    monkeypatch.setattr(IndexedDataset, "lengths_fingerprint", property(hash_lengths))
+    write([40, 60])
+    open_dataset(cache, [], prefix=prefix, num_samples=1, sequences=range(2))
+    open_dataset(cache, [], prefix=prefix, num_samples=1, sequences=range(2))
+    assert len(hashed) == 2  # it may still change within the same tick of the clock
+    monkeypatch.setattr("megatron.core.datasets.indexed.indexed_dataset._SETTLED_AFTER_NS", 0)
+    for _ in range(3):
+        open_dataset(cache, [], prefix=prefix, num_samples=1, sequences=range(2))
+    assert len(hashed) == 3
+    write([70, 30])
+    changed = open_dataset(cache, [], prefix=prefix, num_samples=1, sequences=range(2))
+    assert len(hashed) == 4
+    assert len(stems(cache)) == 2
+    alone = open_dataset(None, [], prefix=prefix, num_samples=1, sequences=range(2))
+    assert changed.sample_index.tolist() == alone.sample_index.tolist()
+    for path in cache.glob("*-IndexedDataset-lengths.txt"):
+        path.write_text(path.read_text().replace("a", "b").replace("1", "2"))
+    open_dataset(cache, [], prefix=prefix, num_samples=1, sequences=range(2))
+    assert len(hashed) == 6  # one for the data set in memory, one instead of the damaged text
+    assert len(stems(cache)) == 2
+
+
+def test_what_a_killed_process_left_is_removed_after_an_hour(tmp_path: Path) -> None:
+    old, new = tmp_path / ".a.npy.0123.tmp", tmp_path / ".b.npy.4567.tmp"
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (time.time() - 3700, time.time() - 3700))
+    open_dataset(tmp_path, [])
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_a_blend_whose_counts_are_damaged_is_built_again(tmp_path: Path) -> None:
+    config = GPTDatasetConfig(
+        sequence_length=64,
+        blend=Blend((str(GOLDEN / "a_u16"), str(GOLDEN / "c_multi")), (1.0, 2.0)),
+        split="1",
+        path_to_cache=str(tmp_path),
+    )
+    lines: list[str] = []
+    BlendedDatasetBuilder(config, (30, 0, 0), lines.append).build()
+    (path,) = tmp_path.glob("*-samples_taken.npy")
+    whole = path.read_bytes()
+    np.save(path, np.load(path) + 1)
+    BlendedDatasetBuilder(config, (30, 0, 0), lines.append).build()
+    assert [line for line in lines if "samples_taken are not 30 in all" in line]
+    assert path.read_bytes() == whole

@@ -1,0 +1,278 @@
+"""Blends, splits and their builder: what is built, reported, refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.samples.blended_dataset import BlendedDataset, samples_per_dataset
+from megatron.core.datasets.samples.blended_dataset_builder import BlendedDatasetBuilder, DatasetSplits
+from megatron.core.datasets.samples.gpt_dataset import GPTDataset
+from megatron.core.datasets.samples.gpt_dataset_config import (
+    Blend,
+    GPTDatasetConfig,
+    parse_blend,
+    parse_split,
+    split_boundaries,
+    suggest_split,
+)
+from megatron.core.datasets.samples.mock_gpt_dataset import MockGPTDataset
+from megatron.core.errors import ConfigurationError, DataError
+
+Sizes = tuple[int | None, int | None, int | None]
+
+
+def write_text(prefix: Path, num_documents: int, document_length: int, first_token: int = 1) -> str:
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for number in range(num_documents):
+            builder.add_document(np.full(document_length, first_token + number))
+        builder.finalize()
+    return str(prefix)
+
+
+def build(tmp_path: Path, sizes: Sizes, lines: list[str] | None = None, **options: object) -> DatasetSplits:
+    values = {"sequence_length": 8, "path_to_cache": str(tmp_path / "cache")} | options
+    report = (lambda line: None) if lines is None else lines.append
+    builder = BlendedDatasetBuilder(GPTDatasetConfig(**values), sizes, report)  # type: ignore[arg-type]
+    builder.check()
+    return builder.build()
+
+
+def refusal(tmp_path: Path, sizes: Sizes, **options: object) -> str:
+    with pytest.raises(DataError) as caught:
+        build(tmp_path, sizes, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_parse_blend() -> None:
+    assert parse_blend(["a"]) == Blend(("a",), None)
+    assert parse_blend(["a", "b", "c"]) == Blend(("a", "b", "c"), None)
+    assert parse_blend(["0.3", "a", "7e3", "b"]) == Blend(("a", "b"), (0.3, 7000.0))
+    assert parse_blend(["1", "a"]) == Blend(("a",), (1.0,))
+    for items, words in (
+        (["0.3", "a", "b", "c"], "'b' stands where a weight was expected"),
+        (["1", "a", "2"], "mix weights and plain prefixes"),
+        ([], "an empty list"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            parse_blend(items)
+
+
+def test_parse_split() -> None:
+    assert parse_split("949,50,1") == (0.949, 0.05, 0.001)
+    assert parse_split(" 969, 30, 1 ")[0] == 0.969
+    assert parse_split("1") == (1.0, 0.0, 0.0)
+    assert parse_split(".5/.5") == (0.5, 0.5, 0.0)
+    for text in ("", "a,b", "1,2,3,4", "-1,2,3", "0,0,0", "1;2"):
+        with pytest.raises(ConfigurationError, match="--split"):
+            parse_split(text)
+
+
+def test_split_boundaries_round_sequences() -> None:
+    assert split_boundaries(parse_split("949,50,1"), 1200) == [range(1139), range(1139, 1199), range(1199, 1200)]
+    assert split_boundaries(parse_split("99,1,0"), 70) == [range(69), range(69, 70), None]
+    assert split_boundaries(parse_split("949,50,1"), 3) == [range(3), range(3, 3), range(3, 3)]
+
+
+def test_suggested_splits_leave_nothing_empty() -> None:
+    for num_sequences in range(1, 60):
+        for text in ("949,50,1", "99,1,0", "1,1,1", "0,0,1", "700,200,100"):
+            shares = parse_split(text)
+            suggestion = suggest_split(shares, num_sequences)
+            if suggestion is None:
+                assert num_sequences < sum(share > 0 for share in shares)
+                continue
+            parts = split_boundaries(parse_split(suggestion), num_sequences)
+            assert [part is not None and len(part) > 0 for part in parts] == [share > 0 for share in shares]
+
+
+def test_configuration_reports_all_problems_at_once() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        GPTDatasetConfig(
+            sequence_length=0, blend=Blend(("a", "b"), (1.0, 0.0)), mock=True, split="x", eod_mask_loss=True
+        )
+    text = str(caught.value)
+    assert len(caught.value.problems) == 5
+    for words in ("--seq-length", "2 sources of data", "--eod-mask-loss", "--split 'x'", "the weight of b is 0"):
+        assert words in text
+
+
+def test_a_split_that_is_empty_names_one_that_works(tmp_path: Path) -> None:
+    blend = Blend((write_text(tmp_path / "few", 7, 30),))
+    text = refusal(tmp_path, (10, 2, 0), blend=blend, split="949,50,1")
+    assert "2 valid samples are asked for" in text
+    assert "has 7 sequences, of which --split 949,50,1 leaves none for valid" in text
+    assert text.endswith("use --split 6,1,0")
+    splits = build(tmp_path, (10, 2, 0), blend=blend, split="6,1,0")
+    assert splits.train is not None
+    assert splits.valid is not None
+    assert splits.test is None
+
+
+def test_a_test_split_without_data_is_off_and_named(tmp_path: Path) -> None:
+    few, lines = Blend((write_text(tmp_path / "few", 30, 30),)), list[str]()
+    assert build(tmp_path, (10, 2, 4), lines, blend=few, split="949,50,1").test is None
+    assert [line for line in lines if "test" in line] == [
+        f" > no test data: 4 test samples are asked for, but {tmp_path / 'few'} has 30 sequences, of which --split "
+        "949,50,1 leaves none for test; use --split 27,2,1",
+    ]
+    short = Blend((write_text(tmp_path / "short", 10, 7),))
+    lines.clear()
+    assert build(tmp_path, (10, 2, 4), lines, blend=short, split="6,3,1").test is None
+    assert any("no test data: too little test data: need 4 samples of 8 + 1 tokens, have 7 tokens" in x for x in lines)
+
+
+def test_a_test_blend_leaves_out_what_has_no_share(tmp_path: Path) -> None:
+    prefixes = (write_text(tmp_path / "few", 8, 30), write_text(tmp_path / "many", 90, 30))
+    splits = build(tmp_path, (10, 0, 4), blend=Blend(prefixes, (1.0, 1.0)), split="95,0,5")
+    assert splits.test is not None
+    assert {splits.test.source_of(i) for i in range(len(splits.test))} == {prefixes[1]}
+
+
+def test_too_few_sequences_to_divide(tmp_path: Path) -> None:
+    blend = Blend((write_text(tmp_path / "one", 1, 300),))
+    text = refusal(tmp_path, (10, 2, 2), blend=blend, split="949,50,1")
+    assert "too few to divide" in text
+    assert "--valid-data-path" in text
+
+
+def test_a_share_of_zero_is_off_and_reported(tmp_path: Path) -> None:
+    blend, lines = Blend((write_text(tmp_path / "text", 20, 30),)), list[str]()
+    splits = build(tmp_path, (10, 2, 2), lines, blend=blend, split="90,10,0")
+    assert splits.test is None
+    assert " > no test data: --split 90,10,0 gives it no share" in lines
+    assert "gives training no share" in refusal(tmp_path, (10, 2, 2), blend=blend, split="0,1,1")
+
+
+def test_a_split_that_asks_for_nothing_may_be_empty(tmp_path: Path) -> None:
+    blend = Blend((write_text(tmp_path / "text", 3, 30),))
+    splits = build(tmp_path, (4, 0, 0), blend=blend, split="949,50,1")
+    assert (splits.valid, splits.test) == (None, None)
+    assert splits.train is not None
+    assert len(splits.train) >= 4
+
+
+def test_too_little_text_is_refused_and_repeated_text_reported(tmp_path: Path) -> None:
+    tiny = Blend((write_text(tmp_path / "tiny", 4, 2),))
+    text = refusal(tmp_path, (10, 0, 0), blend=tiny, split="1,0,0")
+    assert "too little train data: need 10 samples of 8 + 1 tokens, have 8 tokens" in text
+    lines: list[str] = []
+    more = Blend((write_text(tmp_path / "more", 4, 5),))
+    splits = build(tmp_path, (10, 0, 0), lines, blend=more, split="1,0,0")
+    assert splits.train is not None
+    assert len(splits.train) >= 10
+    assert [line for line in lines if "more" in line] == [
+        f" > train data {tmp_path / 'more'}: need 10 samples, have 2 in one epoch, reading 5 epochs"
+    ]
+
+
+def test_per_split_paths(tmp_path: Path) -> None:
+    one, two = write_text(tmp_path / "one", 6, 20), write_text(tmp_path / "two", 9, 20, first_token=50)
+    lines: list[str] = []
+    splits = build(tmp_path, (5, 6, 7), lines, blend_per_split=(Blend((one,)), Blend((two,)), None))
+    assert isinstance(splits.train, GPTDataset)
+    assert isinstance(splits.valid, GPTDataset)
+    assert (len(splits.train.sequences), len(splits.valid.sequences)) == (6, 9)
+    assert splits.test is None
+    assert " > no test data: --test-data-path is not given" in lines
+    text = refusal(tmp_path, (5, 6, 7), blend_per_split=(None, Blend((two,)), None))
+    assert "--train-data-path is not given" in text
+
+
+def test_missing_file_of_a_blend_is_named(tmp_path: Path) -> None:
+    one = write_text(tmp_path / "one", 6, 20)
+    assert "nowhere.idx does not exist" in refusal(
+        tmp_path, (5, 0, 0), blend=Blend((one, str(tmp_path / "nowhere"))), split="1"
+    )
+
+
+def test_wrong_vocabulary_is_found_before_training(tmp_path: Path) -> None:
+    blend = Blend((write_text(tmp_path / "one", 6, 20), write_text(tmp_path / "two", 6, 20, first_token=95)))
+    text = refusal(tmp_path, (5, 0, 0), blend=blend, split="1", vocab_size=97)
+    assert text.startswith(f"{tmp_path / 'two'} holds token id 97, but the vocabulary has 97 ids (0 to 96)")
+    build(tmp_path, (5, 0, 0), blend=blend, split="1", vocab_size=101)
+
+
+def test_blend_follows_its_weights_and_names_its_sources(tmp_path: Path) -> None:
+    prefixes = tuple(write_text(tmp_path / f"part{i}", 5 + i, 40 + i, 100 * i + 1) for i in range(3))
+    splits = build(tmp_path, (1000, 0, 0), blend=Blend(prefixes, (5.0, 3.0, 2.0)), split="1")
+    train = splits.train
+    assert isinstance(train, BlendedDataset)
+    assert len(train) == 1000
+    assert np.bincount(train.dataset_index).tolist() == [500, 300, 200]
+    for i in range(0, 1000, 37):
+        number = int(train.dataset_index[i])
+        assert int(train[i]["tokens"].min()) // 100 == number
+        assert train.source_of(i) == prefixes[number]
+    with pytest.raises(IndexError):
+        train[1000]
+
+
+def test_unweighted_blend_larger_than_one_epoch_repeats_in_proportion(tmp_path: Path) -> None:
+    prefixes = (write_text(tmp_path / "one", 10, 41), write_text(tmp_path / "two", 20, 41))
+    lines: list[str] = []
+    one_epoch = build(tmp_path, (None, 0, 0), lines, blend=Blend(prefixes), split="1").train
+    assert one_epoch is not None
+    assert len(one_epoch) == 51 + 102
+    within = build(tmp_path, (100, 0, 0), lines, blend=Blend(prefixes), split="1").train
+    assert within is not None
+    assert len(within) == 100
+    assert not [line for line in lines if "epochs" in line]
+    beyond = build(tmp_path, (1000, 0, 0), lines, blend=Blend(prefixes), split="1").train
+    assert isinstance(beyond, BlendedDataset)
+    assert len(beyond) >= 1000
+    counts = np.bincount(beyond.dataset_index)
+    assert abs(counts[1] / counts[0] - 2) < 0.02
+    assert len([line for line in lines if "epochs" in line]) == 2
+
+
+def test_unweighted_blend_leaves_out_a_data_set_without_samples(tmp_path: Path) -> None:
+    prefixes = (write_text(tmp_path / "short", 2, 3), write_text(tmp_path / "long", 10, 41))
+    train = build(tmp_path, (40, 0, 0), blend=Blend(prefixes), split="1").train
+    assert isinstance(train, BlendedDataset)
+    assert {train.source_of(i) for i in range(40)} == {prefixes[1]}
+
+
+def test_extreme_weights_stay_in_range(tmp_path: Path) -> None:
+    random = np.random.RandomState(5)
+    prefixes = tuple(write_text(tmp_path / f"part{i}", 3, 9 + i) for i in range(13))
+    for attempt in range(12):
+        weights = tuple((10.0 ** random.uniform(-6, 6, size=13)).tolist())
+        wanted = int(random.randint(1, 90))
+        train = build(tmp_path, (wanted, 0, 0), blend=Blend(prefixes, weights), split="1", random_seed=attempt).train
+        assert isinstance(train, BlendedDataset)
+        assert wanted <= len(train) <= wanted + 13
+        for i in range(len(train)):
+            assert train[i]["tokens"].shape == (8,)
+
+
+def test_many_equal_data_sets_get_no_more_than_they_hold(tmp_path: Path) -> None:
+    # Rounding up gives 60 samples where 7 are asked for: the first data set is then asked beyond its own part.
+    prefix = write_text(tmp_path / "text", 2, 9)
+    weights = (0.6, *([0.4 / 59] * 59))
+    assert sum(samples_per_dataset(weights, 7)) == 64
+    train = build(tmp_path, (7, 0, 0), blend=Blend((prefix,) * 60, weights), split="1").train
+    assert isinstance(train, BlendedDataset)
+    assert int(np.bincount(train.dataset_index)[0]) > samples_per_dataset(weights, 7, 0.005)[0]
+    assert all(len(train[i]["tokens"]) == 8 for i in range(len(train)))
+
+
+def test_blend_is_read_from_the_cache_again(tmp_path: Path) -> None:
+    prefixes = (write_text(tmp_path / "one", 10, 41), write_text(tmp_path / "two", 20, 41))
+    trains = [build(tmp_path, (30, 0, 0), blend=Blend(prefixes, (1.0, 2.0)), split="1").train for _ in range(2)]
+    assert len(list((tmp_path / "cache").glob("*-BlendedDataset-train-dataset_index.npy"))) == 1
+    assert all(np.array_equal(trains[0][i]["tokens"], trains[1][i]["tokens"]) for i in range(30))  # type: ignore[index]
+    build(tmp_path, (30, 0, 0), blend=Blend(prefixes, (1.0, 2.0001)), split="1")
+    assert len(list((tmp_path / "cache").glob("*-BlendedDataset-train-dataset_index.npy"))) == 2
+
+
+def test_mock_data_needs_no_files(tmp_path: Path) -> None:
+    splits = build(tmp_path, (12, 5, 0), mock=True, vocab_size=31)
+    assert isinstance(splits.train, MockGPTDataset)
+    assert isinstance(splits.valid, MockGPTDataset)
+    assert (len(splits.train), len(splits.valid), splits.test) == (12, 5, None)
+    assert list(tmp_path.iterdir()) == []

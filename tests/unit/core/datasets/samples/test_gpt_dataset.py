@@ -1,0 +1,147 @@
+"""Samples of a GPT data set: masks, positions, padding, mock data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indices.index_builder import NumpyIndexBuilder
+from megatron.core.datasets.indices.index_cache import IndexCache
+from megatron.core.datasets.samples.gpt_dataset import GPTDataset, make_sample
+from megatron.core.datasets.samples.gpt_dataset_config import GPTDatasetConfig
+from megatron.core.datasets.samples.mock_gpt_dataset import MockGPTDataset
+from megatron.core.errors import ConfigurationError, DataError
+from tests.unit.core.datasets.samples.dense_mask import dense_attention_mask
+
+
+def open_text(
+    tmp_path: Path, documents: list[list[int]], num_samples: int | None, split_name: str = "train", **options: object
+) -> GPTDataset:
+    with IndexedDatasetBuilder(tmp_path / "text", np.uint16) as builder:
+        for document in documents:
+            builder.add_document(document)
+        builder.finalize()
+    config = GPTDatasetConfig(**({"sequence_length": 4, "mock": True} | options))  # type: ignore[arg-type]
+    dataset = IndexedDataset(tmp_path / "text")
+    cache = IndexCache(None, print)
+    return GPTDataset(dataset, range(len(dataset)), num_samples, split_name, config, NumpyIndexBuilder(), cache)
+
+
+def test_samples_overlap_by_one_token_and_cover_the_epoch(tmp_path: Path) -> None:
+    dataset = open_text(tmp_path, [list(range(10, 20)), [30, 31, 32], [], [40]], None)
+    stream = [token for i in dataset.document_index for token in dataset.indexed_dataset[int(i)].tolist()]
+    assert len(dataset) == 3  # 14 tokens: 1 + 3 * 4, one is left over
+    by_place = {int(dataset.shuffle_index[i]): dataset[i] for i in range(3)}
+    for place, sample in by_place.items():
+        assert sample["tokens"].tolist() == stream[4 * place : 4 * place + 4]
+        assert sample["labels"].tolist() == stream[4 * place + 1 : 4 * place + 5]
+        assert sample["loss_mask"].tolist() == [1, 1, 1, 1]
+        assert sample["position_ids"].tolist() == [0, 1, 2, 3]
+        assert "document_ids" not in sample
+    for index in (-1, 3):
+        with pytest.raises(IndexError):
+            dataset[index]
+
+
+def test_a_short_last_validation_sample_is_padded(tmp_path: Path) -> None:
+    options = {"drop_last_partial_validation_sequence": False}
+    dataset = open_text(tmp_path, [list(range(1, 12))], None, "valid", **options)
+    assert len(dataset) == 3
+    (last,) = (dataset[i] for i in range(3) if dataset.shuffle_index[i] == 2)
+    assert last["tokens"].tolist() == [9, 10, 11, 0]
+    assert last["labels"].tolist() == [10, 11, 0, 0]
+    assert last["loss_mask"].tolist() == [1, 1, 0, 0]
+    assert len(open_text(tmp_path, [list(range(1, 12))], None, "train", **options)) == 2
+
+
+def test_epochs_repeat_the_text_and_are_described(tmp_path: Path) -> None:
+    dataset = open_text(tmp_path, [list(range(1, 10))], 11)
+    assert dataset.usage.num_epochs == 5  # 45 tokens, 11 samples; 4 epochs give 8
+    assert len(dataset) == 11
+    assert dataset.usage.describe() == (
+        f"train data {tmp_path / 'text'}: need 11 samples, have 2 in one epoch, reading 5 epochs"
+    )
+    with pytest.raises(DataError, match="no tokens"):
+        open_text(tmp_path, [[], []], 3)
+
+
+EOD = 7
+
+
+@pytest.mark.parametrize("with_ends", [True, False])
+@pytest.mark.parametrize("flags", range(8))
+def test_resets_against_a_slow_definition(flags: int, with_ends: bool) -> None:
+    config = GPTDatasetConfig(
+        sequence_length=23,
+        mock=True,
+        eod_token_id=EOD,
+        reset_position_ids=bool(flags & 1),
+        reset_attention_mask=bool(flags & 2),
+        eod_mask_loss=bool(flags & 4),
+    )
+    random = np.random.RandomState(flags)
+    text = random.randint(0, 9, size=24).astype(np.int64)
+    text[text == EOD] = 8
+    if with_ends:
+        text[[0, 5, 6, 13, 22, 23]] = EOD
+    positions, ones = np.arange(23), np.ones(23, np.float32)
+    sample = make_sample(text, 24, config, positions, ones)
+    document, position = 0, 0
+    documents, expected_positions = [], []
+    for token in text[:-1].tolist():
+        documents.append(document)
+        expected_positions.append(position)
+        document, position = (document + 1, 0) if token == EOD else (document, position + 1)
+    assert sample["position_ids"].tolist() == (expected_positions if flags & 1 else list(range(23)))
+    assert ("document_ids" in sample) == bool(flags & 2)
+    if flags & 2:
+        assert sample["document_ids"].tolist() == documents
+        mask = dense_attention_mask(sample["document_ids"])
+        for row in range(23):
+            for column in range(23):
+                assert mask[row, column] == (column > row or documents[row] != documents[column])
+    assert sample["loss_mask"].tolist() == [0.0 if flags & 4 and token == EOD else 1.0 for token in text[:-1].tolist()]
+    assert positions.tolist() == list(range(23))
+    assert ones.tolist() == [1.0] * 23
+
+
+def test_resets_need_an_end_of_document_token() -> None:
+    with pytest.raises(ConfigurationError, match="no end-of-document token, which --reset-position-ids needs"):
+        GPTDatasetConfig(sequence_length=4, mock=True, reset_position_ids=True)
+
+
+def test_shared_arrays_cannot_be_written_to(tmp_path: Path) -> None:
+    sample = open_text(tmp_path, [list(range(1, 10))], None)[0]
+    for name in ("loss_mask", "position_ids"):
+        with pytest.raises(ValueError, match="read-only"):
+            sample[name][0] = 5  # type: ignore[literal-required]
+
+
+def test_mock_data_is_a_function_of_seed_split_and_index() -> None:
+    config = GPTDatasetConfig(sequence_length=50, mock=True, vocab_size=97, eod_token_id=96)
+    one, two = MockGPTDataset(11, "train", config), MockGPTDataset(30, "train", config)
+    assert len(one) == 11
+    assert all(one[i]["tokens"].tolist() == two[i]["tokens"].tolist() for i in range(11))
+    other_split = MockGPTDataset(11, "valid", config)
+    assert any(one[i]["tokens"].tolist() != other_split[i]["tokens"].tolist() for i in range(11))
+    with pytest.raises(IndexError):
+        one[11]
+
+
+def test_mock_data_can_be_learned() -> None:
+    config = GPTDatasetConfig(sequence_length=50, mock=True, vocab_size=97, eod_token_id=96)
+    dataset = MockGPTDataset(40, "train", config)
+    followers: dict[int, set[int]] = {}
+    for i in range(40):
+        sample = dataset[i]
+        assert 0 <= int(sample["tokens"].min()) <= int(sample["labels"].max()) < 97
+        for token, label in zip(sample["tokens"].tolist(), sample["labels"].tolist(), strict=True):
+            if token != 96 and label != 96:
+                followers.setdefault(token, set()).add(label)
+    assert len(followers) > 80
+    assert all(len(labels) == 1 for labels in followers.values())
+    assert any(96 in dataset[i]["tokens"] for i in range(40))

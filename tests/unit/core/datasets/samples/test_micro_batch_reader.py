@@ -1,0 +1,140 @@
+"""Reading micro-batches: the check of token ids, and errors that name the sample and the file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.samples.batch import BatchContents, BatchLayout
+from megatron.core.datasets.samples.blended_dataset_builder import BlendedDatasetBuilder
+from megatron.core.datasets.samples.data_samplers import PADDING_ID
+from megatron.core.datasets.samples.gpt_dataset import GPTSample, SampleDataset
+from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
+from megatron.core.datasets.samples.micro_batch_reader import MicroBatchReader
+from megatron.core.errors import DataError
+
+LENGTH = 16
+
+
+def text_dataset(tmp_path: Path, mmap_bin_files: bool = True) -> SampleDataset:
+    prefixes = []
+    for name, first in (("low", 1), ("high", 500)):
+        with IndexedDatasetBuilder(tmp_path / name, np.uint16) as builder:
+            builder.add_document(np.arange(first, first + 200))
+            builder.finalize()
+        prefixes.append(str(tmp_path / name))
+    config = GPTDatasetConfig(
+        sequence_length=LENGTH, blend=Blend(tuple(prefixes), (1.0, 1.0)), split="1", mmap_bin_files=mmap_bin_files
+    )
+    train = BlendedDatasetBuilder(config, (20, 0, 0), lambda line: None).build().train
+    assert train is not None
+    return train
+
+
+def read(dataset: SampleDataset, sample_ids: list[int], vocab_size: int = 700) -> torch.Tensor:
+    layout = BatchLayout(BatchContents(), len(sample_ids), LENGTH, vocab_size)
+    memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    MicroBatchReader(dataset, layout, vocab_size).read(sample_ids, memory.numpy())
+    tokens = layout.unpack(memory).tokens
+    assert tokens is not None
+    return tokens
+
+
+def of_file(dataset: SampleDataset, name: str) -> list[int]:
+    return [i for i in range(20) if dataset.source_of(i).endswith(name)]
+
+
+class Broken:
+    """A data set of somebody else's, of which sample 7 is broken."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> GPTSample:
+        if index == 7:
+            raise self.error
+        return {
+            "tokens": np.arange(LENGTH),
+            "labels": np.arange(1, LENGTH + 1),
+            "loss_mask": np.ones(LENGTH, np.float32),
+            "position_ids": np.arange(LENGTH),
+        }
+
+    def source_of(self, index: int) -> str:
+        if isinstance(self.error, DataError):
+            raise self.error
+        return "tape 3"
+
+
+def test_token_ids_beyond_the_vocabulary_name_the_sample_and_the_file(tmp_path: Path) -> None:
+    dataset = text_dataset(tmp_path)
+    low, high = of_file(dataset, "low")[0], of_file(dataset, "high")[0]
+    assert torch.equal(read(dataset, [low], 300)[0], torch.from_numpy(dataset[low]["tokens"]))
+    largest = int(dataset[high]["labels"].max())
+    with pytest.raises(DataError) as caught:
+        read(dataset, [low, high], 300)
+    text = str(caught.value)
+    assert text.startswith(f"sample {high} from {tmp_path / 'high'}: ")
+    assert f"holds token id {largest}, but the vocabulary has 300 ids" in text
+    assert "--tokenizer-type" in text
+    assert "\n" not in text
+    assert read(dataset, [low, high]).shape == (2, LENGTH)
+
+
+def test_what_fills_a_micro_batch_counts_nothing(tmp_path: Path) -> None:
+    dataset = text_dataset(tmp_path)
+    layout = BatchLayout(BatchContents(), 3, LENGTH, 700)
+    memory = np.empty(layout.num_bytes, np.uint8)
+    MicroBatchReader(dataset, layout, 700).read([4, PADDING_ID, PADDING_ID], memory)
+    batch = layout.unpack(torch.from_numpy(memory))
+    assert batch.loss_mask is not None
+    assert batch.loss_mask.sum(dim=1).tolist() == [LENGTH, 0, 0]
+    assert batch.num_tokens is not None
+    assert batch.num_tokens.item() == LENGTH
+    assert dataset[0]["loss_mask"].all()
+
+
+def test_the_last_label_is_checked_too(tmp_path: Path) -> None:
+    dataset = text_dataset(tmp_path)
+    sample = of_file(dataset, "low")[0]
+    last_label = int(dataset[sample]["labels"][-1])
+    assert read(dataset, [sample], last_label + 1).shape == (1, LENGTH)
+    with pytest.raises(DataError, match=f"token id {last_label}"):
+        read(dataset, [sample], last_label)
+
+
+@pytest.mark.parametrize("num_bytes_left", [0, 201])
+def test_a_file_that_was_cut_short_since_it_was_opened_is_named(num_bytes_left: int, tmp_path: Path) -> None:
+    dataset = text_dataset(tmp_path, mmap_bin_files=False)
+    sample = max(of_file(dataset, "high"), key=lambda number: int(dataset[number]["tokens"][0]))
+    os.truncate(tmp_path / "high.bin", num_bytes_left)
+    prefix = tmp_path / "high"
+    reason = f"^sample {sample} from {prefix}: {prefix}.bin became shorter than the 400 bytes that it had$"
+    with pytest.raises(DataError, match=reason):
+        read(dataset, [of_file(dataset, "low")[0], sample])
+
+
+def test_errors_of_the_system_are_the_users_to_mend() -> None:
+    with pytest.raises(DataError, match=r"^sample 7 from tape 3: \[Errno 5\] Input/output error$"):
+        read(Broken(OSError(5, "Input/output error")), [3, 7])
+
+
+def test_errors_that_nobody_foresaw_say_in_one_line_where_they_were_made() -> None:
+    with pytest.raises(DataError) as caught:
+        read(Broken(ValueError("no text\nin this one")), [3, 7])
+    reason = "sample 7 from tape 3: reading it failed with ValueError: no text in this one"
+    assert str(caught.value).startswith(f"{reason} ({__file__}, line ")
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_damaged_index_does_not_hide_which_sample_it_was() -> None:
+    with pytest.raises(DataError, match=r"^sample 7: the blend is damaged$"):
+        read(Broken(DataError("the blend is damaged")), [3, 7])

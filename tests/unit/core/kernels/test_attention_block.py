@@ -1,0 +1,158 @@
+"""Blocks of attention: kernels against the plain form, gradients against autograd, and merging."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.kernels.attention_block import (
+    AttentionBlocks,
+    BlockMask,
+    merge_block,
+    plain_block,
+    plain_block_backward,
+)
+from megatron.core.kernels.dot_product_attention import plain_attention
+
+BATCH, HEADS, LENGTH, HEAD_DIM = 3, 4, 8, 10
+
+
+def make_tensors(groups: int, keys: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """Return query, key, value and the gradient of the output."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((HEADS, LENGTH), (groups, keys), (groups, keys), (HEADS, LENGTH))
+    return [torch.randn(BATCH, h, s, HEAD_DIM, generator=generator, dtype=dtype) for h, s in shapes]
+
+
+def partly_blind(keys: int) -> torch.Tensor:
+    """Return a mask in which some queries see nothing."""
+    visible = torch.rand(BATCH, 1, LENGTH, keys, generator=torch.Generator().manual_seed(6)) > 0.4
+    visible[0, 0, 2] = False
+    visible[1] = False
+    return visible
+
+
+MASKS: dict[str, tuple[int, BlockMask]] = {
+    "everything": (6, BlockMask()),
+    "causal": (LENGTH, BlockMask(is_causal=True)),
+    "partly-blind": (6, BlockMask(partly_blind(6))),
+    "one-mask-for-all-sequences": (6, BlockMask(partly_blind(6)[:1])),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_kernels_equal_the_plain_form(name: str, groups: int) -> None:
+    keys, mask = MASKS[name]
+    query, key, value, grad = make_tensors(groups, keys)
+    expected = plain_block(query, key, value, mask)
+    output, logsumexp = AttentionBlocks().forward(query, key, value, mask)
+    torch.testing.assert_close(output, expected[0], rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(logsumexp, expected[1], rtol=1e-12, atol=1e-13)
+    # Rows that see nothing here see something elsewhere: their total is finite.
+    total = torch.logaddexp(logsumexp, torch.full_like(logsumexp, 0.3))
+    actual = AttentionBlocks().backward(grad, query, key, value, output, total, mask)
+    wanted = plain_block_backward(grad, query, key, value, output, total, mask)
+    for ours, theirs in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_queries_that_see_nothing_give_zero_and_minus_infinity(plain: bool) -> None:
+    query, key, value, _ = make_tensors(2, 6)
+    output, logsumexp = AttentionBlocks(plain).forward(query, key, value, BlockMask(partly_blind(6)))
+    assert not output[1].any()
+    assert not output[0, :, 2].any()
+    assert logsumexp[1].isneginf().all()
+    assert logsumexp[0, :, 2].isneginf().all()
+    assert logsumexp[2].isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout": 0.3, "seed": 12}])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_plain_gradients_are_those_of_autograd(options: dict[str, Any], groups: int) -> None:
+    mask = BlockMask(**options)
+    query, key, value, grad = make_tensors(groups, LENGTH)
+    leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    output, logsumexp = plain_block(*leaves, mask)
+    output.backward(grad)
+    actual = plain_block_backward(grad, query, key, value, output.detach(), logsumexp.detach(), mask)
+    for ours, leaf in zip(actual, leaves, strict=True):
+        assert leaf.grad is not None
+        torch.testing.assert_close(ours, leaf.grad, rtol=1e-11, atol=1e-13)
+
+
+def test_dropout_keeps_the_mean_and_follows_its_seed() -> None:
+    query, key, value, _ = make_tensors(4, LENGTH)
+    exact, _ = plain_block(query, key, value, BlockMask())
+    draws = [plain_block(query, key, value, BlockMask(dropout=0.25, seed=seed))[0] for seed in range(400)]
+    again, _ = AttentionBlocks().forward(query, key, value, BlockMask(dropout=0.25, seed=7))
+    assert torch.equal(again, draws[7])
+    assert not torch.equal(draws[7], draws[8])
+    # The standard error of 400 draws: 0.05 of the spread of one.
+    stacked = torch.stack(draws)
+    error = (stacked.mean(dim=0) - exact).abs() / stacked.std(dim=0)
+    assert error.max() < 0.05 * 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("plain", [False, True])
+def test_log_sum_exps_are_at_least_float32(dtype: torch.dtype, plain: bool) -> None:
+    query, key, value, grad = make_tensors(2, LENGTH, dtype)
+    output, logsumexp = AttentionBlocks(plain).forward(query, key, value, BlockMask())
+    assert (output.dtype, logsumexp.dtype) == (dtype, torch.promote_types(dtype, torch.float32))
+    grads = AttentionBlocks(plain).backward(grad, query, key, value, output, logsumexp, BlockMask())
+    assert [tensor.dtype for tensor in grads] == [dtype] * 3
+
+
+@pytest.mark.parametrize("splits", [(8,), (3, 5), (1, 6, 1)])
+def test_merged_blocks_are_the_whole(splits: tuple[int, ...]) -> None:
+    query, key, value, _ = make_tensors(2, LENGTH)
+    visible = partly_blind(LENGTH)
+    parts = zip(key.split(splits, 2), value.split(splits, 2), visible.split(splits, 3))
+    blocks = [plain_block(query, k, v, BlockMask(mask)) for k, v, mask in parts]
+    output, logsumexp = (tensor.clone() for tensor in blocks[0])
+    for block in blocks[1:]:
+        merge_block(output, logsumexp, *block)
+    expected, total = plain_block(query, key, value, BlockMask(visible))
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(logsumexp, total, rtol=1e-12, atol=1e-14)
+    assert not output.isnan().any()
+
+
+def test_a_block_of_everything_is_plain_attention() -> None:
+    query, key, value, _ = make_tensors(2, LENGTH)
+    sequence_first = [tensor.permute(2, 0, 1, 3) for tensor in (query, key, value)]
+    expected = plain_attention(*sequence_first, None, 0.0).permute(1, 2, 0, 3)
+    output, _ = plain_block(query, key, value, BlockMask(is_causal=True))
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_float16_scores_do_not_overflow() -> None:
+    query = torch.full((1, 1, 2, 16), 100.0, dtype=torch.float16)
+    for blocks in (AttentionBlocks(), AttentionBlocks(plain=True)):
+        output, logsumexp = blocks.forward(query, query, query, BlockMask())
+        torch.testing.assert_close(output, query, rtol=5e-3, atol=0.0)
+        assert logsumexp.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_cuda_kernels_are_close_to_the_plain_form(is_causal: bool, groups: int) -> None:
+    generator = torch.Generator().manual_seed(8)
+    shapes = ((HEADS, 64), (groups, 64), (groups, 64), (HEADS, 64))
+    query, key, value, grad = (
+        torch.randn(BATCH, h, s, 32, generator=generator).to("cuda", torch.bfloat16) for h, s in shapes
+    )
+    mask = BlockMask(is_causal=is_causal)
+    expected, total = plain_block(query, key, value, mask)
+    output, logsumexp = AttentionBlocks().forward(query, key, value, mask)
+    torch.testing.assert_close(output, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(logsumexp, total, rtol=1e-2, atol=1e-2)
+    actual = AttentionBlocks().backward(grad, query, key, value, output, logsumexp, mask)
+    wanted = plain_block_backward(grad, query, key, value, expected, total, mask)
+    for ours, theirs in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=5e-2)

@@ -1,0 +1,92 @@
+"""Parts that are written anywhere in a file make the file, with direct writes and without."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megatron.corpus.preprocessing import placed_file
+from megatron.corpus.preprocessing.placed_file import ALIGNMENT, PlacedFile, aligned_buffer
+
+
+def cut(num_bytes: int, draw: np.random.Generator) -> list[tuple[int, int]]:
+    """Cut a file into parts of all sizes, many of them smaller than a page, one larger than the buffer."""
+    sizes = [3 << 20]
+    while sum(sizes) < num_bytes:
+        sizes.append(int(draw.choice([0, 1, 2, 777, ALIGNMENT - 1, ALIGNMENT, ALIGNMENT + 1, 50_000, 500_001])))
+    draw.shuffle(sizes)
+    ends = np.cumsum(sizes).clip(max=num_bytes).tolist()
+    return list(zip([0, *ends], ends))
+
+
+def write_parts(path: Path, content: NDArray[np.uint8], draw: np.random.Generator) -> list[PlacedFile]:
+    """Write the parts in any order, each by one of three writers as three processes would, and return those."""
+    path.touch()
+    buffer = aligned_buffer()
+    files = [PlacedFile(path, buffer) for _ in range(3)]
+    parts = cut(len(content), draw)
+    draw.shuffle(parts)
+    for number, (begin, end) in enumerate(parts):
+        files[number % 3].write(content[begin:end].data, begin)
+    return files
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_parts_make_the_file(seed: int, tmp_path: Path) -> None:
+    draw = np.random.default_rng(seed)
+    content = draw.integers(0, 256, 9_000_001, np.uint8)
+    for file in write_parts(tmp_path / "0.tokens", content, draw):
+        file.close()
+    assert (tmp_path / "0.tokens").read_bytes() == content.tobytes()
+
+
+def test_a_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placed_file, "_DIRECT", 0)
+    draw = np.random.default_rng(7)
+    content = draw.integers(0, 256, 5_000_000, np.uint8)
+    for file in write_parts(tmp_path / "0.tokens", content, draw):
+        file.close()
+    assert (tmp_path / "0.tokens").read_bytes() == content.tobytes()
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no direct writes")
+@pytest.mark.parametrize("answer", ["refused", "cut short"])
+def test_a_file_system_that_takes_no_direct_write(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    num_direct = 0
+
+    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+        nonlocal num_direct
+        flags = int(Path(f"/proc/self/fdinfo/{descriptor}").read_text().split("flags:")[1].split()[0], 8)
+        if not flags & os.O_DIRECT:
+            return real(descriptor, data, offset)
+        num_direct += 1
+        if answer == "refused":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(descriptor, data[:ALIGNMENT], offset) - 5  # as if it had ended within a page
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    draw = np.random.default_rng(8)
+    content = draw.integers(0, 256, 5_000_000, np.uint8)
+    for file in write_parts(tmp_path / "0.tokens", content, draw):
+        file.close()
+    assert (tmp_path / "0.tokens").read_bytes() == content.tobytes()
+    assert num_direct == 3  # one a writer, none after it
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no direct writes")
+def test_other_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "0.tokens").touch()
+    file = PlacedFile(tmp_path / "0.tokens", aligned_buffer())
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(OSError, match="No space"):
+        file.write(memoryview(bytes(3 * ALIGNMENT)), 0)
+    file.close()

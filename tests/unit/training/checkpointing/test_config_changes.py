@@ -1,0 +1,67 @@
+"""Differences between a checkpoint's configuration and the run's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.training.checkpointing.config_changes import SHAPE_FIELDS, compare_configs
+
+
+def config(**model: object) -> dict[str, object]:
+    values = {
+        "num_layers": 4,
+        "hidden_size": 64,
+        "max_position_embeddings": 128,
+        "position_embedding_type": "learned_absolute",
+        "tensor_model_parallel_size": 1,
+    }
+    return {
+        "model": values | model,
+        "optimizer": {"lr": 1e-4, "betas": [0.9, 0.95]},
+        "checkpoint": {"save": "a"},
+        "logging": {"log_interval": 1},
+        "world_size": 1,
+    }
+
+
+def test_equal_configurations_differ_in_nothing() -> None:
+    changes = compare_configs(config(), config())
+    assert changes.shape == ()
+    assert changes.other == ()
+
+
+def test_shape_is_told_from_the_rest_and_shown_old_to_new() -> None:
+    new = config(num_layers=6, tensor_model_parallel_size=2) | {
+        "optimizer": {"lr": 3e-4, "betas": (0.9, 0.95)},
+        "checkpoint": {"save": "b"},
+        "logging": {"log_interval": 7},
+        "world_size": 2,
+    }
+    changes = compare_configs(config(), new)
+    assert changes.shape == ()
+    assert [str(change) for change in changes.weights] == ["model.num_layers: 4 -> 6"]
+    assert [str(change) for change in changes.other] == [
+        "model.tensor_model_parallel_size: 1 -> 2",
+        "optimizer.lr: 0.0001 -> 0.0003",
+        "world_size: 1 -> 2",
+    ]
+
+
+def test_number_of_positions_is_free_where_they_are_not_learned() -> None:
+    rope = {"position_embedding_type": "rope"}
+    changes = compare_configs(config(**rope), config(**rope, max_position_embeddings=256))
+    assert changes.shape == ()
+    assert [change.field for change in changes.other] == ["model.max_position_embeddings"]
+    learned = compare_configs(config(), config(max_position_embeddings=256))
+    assert [change.field for change in learned.shape] == ["model.max_position_embeddings"]
+
+
+def test_a_field_that_an_older_release_did_not_know_is_no_change() -> None:
+    changes = compare_configs(config(), config(swiglu=True))
+    assert changes.shape == ()
+    assert changes.other == ()
+
+
+def test_the_shape_fields_exist() -> None:
+    assert set(SHAPE_FIELDS) <= {field.name for field in dataclasses.fields(GPTConfig)}

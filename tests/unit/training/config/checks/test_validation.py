@@ -1,0 +1,300 @@
+"""Tests of the validation: each wrong configuration makes exactly its one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.core.errors import ConfigurationError
+from megatron.training.config.arguments import resolve_arguments
+from megatron.training.config.checks.run_checks import find_problems
+from tests.unit.training.config.command_lines import MINIMAL, TOKENIZER, write_data_set
+
+
+def problems_of(argv: list[str], world_size: int = 1) -> tuple[str, ...]:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_arguments(argv, world_size)
+    return caught.value.problems
+
+
+def without(flag: str, count: int = 2) -> list[str]:
+    start = MINIMAL.index(flag)
+    return [*MINIMAL[:start], *MINIMAL[start + count :]]
+
+
+WRONG = [
+    # flags that are added, world size, what the line says
+    (
+        "--num-attention-heads 8 --tensor-model-parallel-size 4",
+        6,
+        "world size 6 is not divisible by tensor(4) x pipeline(1) x context(1) = 4; "
+        "change --tensor-model-parallel-size, --pipeline-model-parallel-size or the number of processes",
+    ),
+    ("--tensor-model-parallel-size 4", 4, "--num-attention-heads 6 is not divisible by --tensor-"),
+    ("--tensor-model-parallel-size 2 --num-query-groups 3 --group-query-attention", 2, "--num-query-groups 3 and"),
+    ("--tensor-model-parallel-size 2 --ffn-hidden-size 91", 2, "--ffn-hidden-size 91 is not divisible by"),
+    ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 41", 2, "the next length that works: 42"),
+    (
+        "--context-parallel-size 2 --seq-length 38",
+        2,
+        "--seq-length 38 is not divisible by 4: --context-parallel-size 2 cuts it into 2 x 2 chunks; "
+        "the next length that works: 40; context-parallel sizes that work: 1, 19",
+    ),
+    (
+        "--context-parallel-size 2 --tensor-model-parallel-size 3 --sequence-parallel",
+        6,
+        "--seq-length 40 is not divisible by 12: --context-parallel-size 2 cuts it into 2 x 2 chunks, and then by "
+        "tensor(3); the next length that works: 48; context-parallel sizes that work: none",
+    ),
+    (
+        "--context-parallel-size 4 --cp-comm-type a2a p2p",
+        4,
+        "--cp-comm-type a2a shares the 6 heads of a tensor-parallel rank, in 6 query groups, among "
+        "--context-parallel-size 4 ranks, which is not possible; context-parallel sizes that work: 1, 2, 3, 6; "
+        "or give --cp-comm-type p2p or all_gather",
+    ),
+    (
+        "--context-parallel-size 4 --cp-comm-type a2a --num-query-groups 2 --group-query-attention",
+        4,
+        "the 6 heads of a tensor-parallel rank, in 2 query groups, among",
+    ),
+    ("--cp-comm-type p2p p2p p2p", 1, "has 3 values; give one for all layers, or one for each of --num-layers 2"),
+    (
+        "--cp-comm-type a2a+p2p",
+        1,
+        "--cp-comm-type a2a+p2p is not supported yet; values that work: p2p, all_gather, a2a",
+    ),
+    ("--cp-comm-type ring", 1, "--cp-comm-type ring: values that work: p2p, all_gather, a2a"),
+    ("--tensor-model-parallel-size 0", 1, "--tensor-model-parallel-size 0: a value greater than 0"),
+    ("--hidden-size 50", 1, "--hidden-size 50 is not divisible by --num-attention-heads 6; numbers of heads"),
+    ("--num-query-groups 4 --group-query-attention", 1, "numbers of groups that work: 1, 2, 3, 6"),
+    ("--num-query-groups 2", 1, "has no effect without --group-query-attention"),
+    ("--max-position-embeddings 32", 1, "--seq-length 40 is greater than --max-position-embeddings 32"),
+    ("--seq-length 0", 1, "--seq-length is missing"),
+    ("--position-embedding-type rope --rotary-percent 1.5", 1, "--rotary-percent 1.5"),
+    ("--position-embedding-type rope --rotary-percent .4", 1, "rotary positions turn 3 of 8 channels"),
+    ("--use-rope-scaling", 1, "--use-rope-scaling has no effect with --position-embedding-type learned_absolute"),
+    ("--swiglu --squared-relu", 1, "--swiglu and --squared-relu exclude each other"),
+    ("--fp16 --bf16", 1, "--fp16 and --bf16 exclude each other"),
+    ("--hidden-size 18 --swiglu", 1, "--hidden-size 18 is too small for --swiglu's default width"),
+    ("--recompute-granularity full", 1, "needs --recompute-method uniform or block"),
+    ("--recompute-granularity full --recompute-method block", 1, "needs --recompute-num-layers"),
+    (
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
+        1,
+        "--recompute-num-layers 3 is greater than --num-layers 2; values from 1 to 2 work",
+    ),
+    ("--recompute-activations --recompute-method uniform", 1, "no effect without --recompute-granularity full"),
+    ("--recompute-activations --recompute-granularity full", 1, "exclude each other"),
+    (
+        "--global-batch-size 10",
+        3,
+        "--global-batch-size 10 is not divisible by --micro-batch-size 2 x data-parallel size 3 = 6; "
+        "nearest sizes that work: 6 or 12",
+    ),
+    ("--global-batch-size 8 --rampup-batch-size 2 2", 1, "three numbers are expected"),
+    ("--global-batch-size 8 --rampup-batch-size 2 4 9", 1, "not a multiple of the increment 4"),
+    ("--global-batch-size 8 --rampup-batch-size 5 3 9", 1, "must be multiples of --micro-batch-size"),
+    ("--global-batch-size 8 --rampup-batch-size 12 2 9", 1, "greater than --global-batch-size 8"),
+    ("--global-batch-size 8 --rampup-batch-size 2 2 0", 1, "a number of samples above 0"),
+    ("--train-samples 100", 1, "--train-iters 10 and --train-samples 100 exclude each other"),
+    ("--train-iters 0 --train-samples 1", 1, "--train-samples 1 is less than one --global-batch-size 2"),
+    ("--train-iters 0", 1, "--train-iters is missing"),
+    ("--lr 0", 1, "--lr is missing"),
+    ("--lr -1", 1, "--lr -1.0: a value of 0 or more"),
+    ("--lr nan", 1, "--lr nan: a finite number is expected"),
+    ("--min-lr 1", 1, "--min-lr 1.0 is greater than --lr 0.001"),
+    ("--lr-warmup-fraction .1 --lr-warmup-iters 3", 1, "--lr-warmup-fraction 0.1 and --lr-warmup-iters 3 exclude"),
+    ("--lr-warmup-iters 10", 1, "the warm-up of 20 samples is not shorter than the decay of 20 samples"),
+    ("--lr-decay-samples 100", 1, "--lr-decay-samples 100 does not go with --train-iters"),
+    ("--lr-decay-style WSD", 1, "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 11", 1, "the WSD decay of 22 samples is longer"),
+    ("--weight-decay-incr-style linear", 1, "needs --start-weight-decay and --end-weight-decay"),
+    ("--start-weight-decay .3", 1, "--start-weight-decay 0.3 and --end-weight-decay 0.01 differ"),
+    (
+        "--weight-decay-incr-style linear --start-weight-decay .3 --end-weight-decay .2",
+        1,
+        "weight decay can only grow",
+    ),
+    (
+        "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler --load x",
+        1,
+        "exclude each other",
+    ),
+    ("--hidden-dropout 1", 1, "--hidden-dropout 1.0: a value from 0 to below 1"),
+    ("--seed 4294967296", 1, "--seed 4294967296: NumPy takes seeds up to"),
+    ("--log-interval 0", 1, "--log-interval 0: a value greater than 0"),
+    ("--timing-log-level 3", 1, "--timing-log-level 3: possible values are 0, 1, 2"),
+    ("--empty-unused-memory-level 3", 1, "possible values are 0, 1, 2"),
+    ("--save-interval 5", 1, "--save-interval 5 has no effect without --save DIR"),
+    ("--keep-last 2", 1, "--keep-last 2 has no effect without --save DIR"),
+    ("--ckpt-step 5", 1, "--ckpt-step 5 has no effect without --load DIR"),
+    ("--finetune", 1, "--finetune has no effect without --load DIR"),
+    ("--manual-gc-interval 3", 1, "has no effect without --manual-gc"),
+    ("--split 9,x", 1, "--split '9,x' cannot be read"),
+    ("--split 0,1,1", 1, "--split 0,1,1: the training set is empty"),
+    ("--tokenizer-type TikTokenizer", 1, "--tokenizer-model is missing; --tokenizer-type TikTokenizer needs it"),
+    ("--train-iters 1.5", 1, "--train-iters 1.5: an integer is expected"),
+    ("--grad-reduce-in-bf16", 1, "has no effect without --bf16"),
+    ("--data-path somewhere", 1, "--data-path and --mock-data exclude each other"),
+]
+
+
+@pytest.mark.parametrize(("flags", "world_size", "message"), WRONG, ids=[flags for flags, _, _ in WRONG])
+def test_each_wrong_configuration_makes_one_line(flags: str, world_size: int, message: str) -> None:
+    problems = problems_of([*MINIMAL, *flags.split()], world_size)
+    assert len(problems) == 1, problems
+    assert message in problems[0]
+    assert "\n" not in problems[0]
+
+
+@pytest.mark.parametrize("flag", ["--num-layers", "--hidden-size", "--num-attention-heads", "--micro-batch-size"])
+def test_a_missing_required_flag_makes_one_line(flag: str) -> None:
+    assert problems_of(without(flag)) == (f"{flag} is missing; it has no default",)
+
+
+def test_the_minimal_command_line_is_right() -> None:
+    assert find_problems(resolve_arguments(MINIMAL, 1).config) == []
+
+
+RIGHT = [
+    ("--tensor-model-parallel-size 6 --num-query-groups 3 --group-query-attention", 6),
+    ("--tensor-model-parallel-size 2 --num-query-groups 2 --group-query-attention", 4),
+    ("--kv-channels 7", 1),
+    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 1),
+    ("--global-batch-size 8 --rampup-batch-size 2 2 12", 1),
+    ("--max-position-embeddings 32 --position-embedding-type rope", 1),
+    ("--skip-train --lr 0 --train-iters 0", 1),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 4 --lr-wsd-decay-style cosine", 1),
+    ("--weight-decay-incr-style cosine --start-weight-decay .1 --end-weight-decay .2", 1),
+    ("--save-interval 5 --save here --keep-last 3 --keep-every 10", 1),
+]
+
+
+@pytest.mark.parametrize(("flags", "world_size"), RIGHT, ids=[flags for flags, _ in RIGHT])
+def test_right_configurations_pass(flags: str, world_size: int) -> None:
+    parsed = resolve_arguments([*MINIMAL, *flags.split()], world_size)
+    assert parsed.notes == ()
+
+
+def data_argv(*words: object) -> list[str]:
+    return [*(word for word in MINIMAL if word != "--mock-data"), *(str(word) for word in words)]
+
+
+def test_no_data_at_all() -> None:
+    assert problems_of(data_argv()) == ("no data: give --data-path PREFIX, --train-data-path PREFIX or --mock-data",)
+
+
+def test_missing_data_files(tmp_path: Path) -> None:
+    prefix = tmp_path / "text"
+    (problem,) = problems_of(data_argv("--data-path", prefix))
+    assert problem == (
+        f"--data-path {prefix}: data file {prefix}.idx does not exist; a data path is given without .bin or .idx, "
+        "as in my-corpus_text_document"
+    )
+    write_data_set(prefix)
+    (tmp_path / "text.bin").unlink()
+    (problem,) = problems_of(data_argv("--data-path", prefix))
+    assert f"{prefix}.bin does not exist" in problem
+
+
+def test_data_files_of_the_wrong_size(tmp_path: Path) -> None:
+    prefix = tmp_path / "text"
+    for name, size, message in (
+        ("text.idx", 20, "its header alone has 34"),
+        ("text.idx", 2041, "has 2041 bytes, but 100 sequences and 101 document indices need 2042"),
+        ("text.bin", 599, "is truncated: it has 599 bytes, its index describes 600"),
+        ("text.bin", 601, "does not belong to its .idx: it has 601 bytes, its index describes 600"),
+    ):
+        write_data_set(prefix)
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes().ljust(size, b"0")[:size])
+        (problem,) = problems_of(data_argv("--data-path", prefix))
+        assert message in problem
+    write_data_set(prefix)
+    (tmp_path / "text.idx").write_bytes(b"\x00" * 2042)
+    (problem,) = problems_of(data_argv("--data-path", prefix))
+    assert "is not an index file" in problem
+
+
+def test_a_data_set_without_documents(tmp_path: Path) -> None:
+    write_data_set(tmp_path / "text", lengths=())
+    (problem,) = problems_of(data_argv("--data-path", tmp_path / "text"))
+    assert "the data set holds no documents" in problem
+
+
+def test_each_missing_data_set_of_a_blend_is_named(tmp_path: Path) -> None:
+    write_data_set(tmp_path / "a")
+    problems = problems_of(data_argv("--data-path", 0.2, tmp_path / "a", 0.3, tmp_path / "b", 0.5, tmp_path / "c"))
+    assert [problem.split(":")[0] for problem in problems] == [
+        f"--data-path {tmp_path}/b",
+        f"--data-path {tmp_path}/c",
+    ]
+
+
+def test_weights_of_a_blend(tmp_path: Path) -> None:
+    write_data_set(tmp_path / "a")
+    (problem,) = problems_of(data_argv("--data-path", 0.0, tmp_path / "a"))
+    assert "is 0; give a positive weight" in problem
+    (problem,) = problems_of(data_argv("--data-path", 0.5, tmp_path / "a", tmp_path / "b"))
+    assert "mix weights and plain prefixes" in problem
+
+
+def test_an_empty_validation_set_is_refused_with_a_split_that_works(tmp_path: Path) -> None:
+    write_data_set(tmp_path / "text", lengths=(3,) * 8)
+    (problem,) = problems_of(data_argv("--data-path", tmp_path / "text", "--split", "969,30,1"))
+    assert "of the 8 documents" in problem
+    assert "leaves the validation set empty; give --split " in problem
+    resolve_arguments(data_argv("--data-path", tmp_path / "text", "--split", "6,1,1"), 1)
+    resolve_arguments(data_argv("--data-path", tmp_path / "text", "--eval-iters", 0), 1)
+
+
+def test_an_empty_test_set_is_accepted_and_left_to_the_data_sets_to_report(tmp_path: Path) -> None:
+    write_data_set(tmp_path / "text", lengths=(3,) * 121)
+    for split in ("949,50,1", "99,1,0", "1"):
+        parsed = resolve_arguments(data_argv("--data-path", tmp_path / "text", "--split", split), 1)
+        assert parsed.notes == ()
+
+
+def test_split_with_data_of_their_own(tmp_path: Path) -> None:
+    write_data_set(tmp_path / "a")
+    (problem,) = problems_of(data_argv("--train-data-path", tmp_path / "a", "--split", "9,1,0"))
+    assert "--split 9,1,0 has no effect where each set has data of its own" in problem
+    (problem,) = problems_of(data_argv("--valid-data-path", tmp_path / "a"))
+    assert "--train-data-path is missing" in problem
+
+
+def tokenizer_argv(*words: object) -> list[str]:
+    return [*(word for word in MINIMAL if word not in TOKENIZER), *(str(word) for word in words)]
+
+
+def test_missing_tokenizer_files(tmp_path: Path) -> None:
+    problems = problems_of(tokenizer_argv())
+    assert [problem.split(" is ")[0] for problem in problems] == ["--vocab-file", "--merge-file"]
+    merges = tmp_path / "merges.txt"
+    merges.write_text("")
+    (problem,) = problems_of(tokenizer_argv("--vocab-file", tmp_path / "v.json", "--merge-file", merges))
+    assert problem.startswith(f"--vocab-file {tmp_path}/v.json: there is no such file")
+    (problem,) = problems_of(tokenizer_argv("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tmp_path))
+    assert "has no tokenizer.json" in problem
+    (problem,) = problems_of(tokenizer_argv("--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", tmp_path))
+    assert "needs a file" in problem
+    (problem,) = problems_of(tokenizer_argv("--tokenizer-type", "TikTokenizer", "--tokenizer-model", tmp_path / "none"))
+    assert "no such file or folder" in problem
+    (problem,) = problems_of(tokenizer_argv("--tokenizer-type", "NullTokenizer"))
+    assert problem.startswith("--vocab-size is missing")
+
+
+def test_folders_and_files_are_not_confused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for flag in ("--save", "--load", "--tensorboard-dir", "--data-cache-path"):
+        assert problems_of([*MINIMAL, flag, str(file)]) == (f"{flag} {file} is a file; give a folder",)
+    (problem,) = problems_of([*MINIMAL, "--metrics-jsonl", str(tmp_path)])
+    assert "is a folder; give a file" in problem
+
+
+def test_list_files_that_cannot_be_read(tmp_path: Path) -> None:
+    problems = problems_of(data_argv("--data-args-path", tmp_path / "none"))
+    assert len(problems) == 1
+    assert "the file cannot be read" in problems[0]

@@ -1,0 +1,308 @@
+"""Tests of the command line: what each flag does, what is refused, and that no flag disappears."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.core.config_base import field_docs, field_specs
+from megatron.core.errors import ConfigurationError
+from megatron.training.config.argument_block import format_arguments
+from megatron.training.config.arguments import (
+    all_flags,
+    command_line_fields,
+    config_parts,
+    parse_arguments,
+    parse_arguments_or_exit,
+    resolve_arguments,
+)
+from megatron.training.config.flag_notes import (
+    NO_EFFECT,
+    NOT_SUPPORTED,
+    NOT_SUPPORTED_VALUES,
+)
+from megatron.training.config.run_config import RunConfig
+from tests.unit.training.config.command_lines import MINIMAL, write_data_set
+
+ROOT = Path(__file__).parents[4]
+FROZEN = Path(__file__).with_name("frozen_flags.txt")
+
+
+def config_of(text: str, world_size: int = 1) -> RunConfig:
+    return resolve_arguments([*MINIMAL, *text.split()], world_size).config
+
+
+def problems_of(text: str, world_size: int = 1) -> tuple[str, ...]:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_arguments([*MINIMAL, *text.split()], world_size)
+    return caught.value.problems
+
+
+def test_no_flag_of_the_frozen_list_has_disappeared() -> None:
+    frozen = set(FROZEN.read_text(encoding="utf-8").split())
+    now = set(all_flags())
+    assert frozen - now == set(), "users type these flags: they must stay"
+    assert now - frozen == set(), f"add the new flags to {FROZEN.name}"
+
+
+def test_every_flag_is_in_one_class_and_every_name_belongs_to_one_field() -> None:
+    names = [spec.name for _, spec in command_line_fields()]
+    flags = [flag for _, spec in command_line_fields() for flag in spec.flags]
+    assert len(names) == len(set(names))
+    assert len(flags) == len(set(flags))
+    assert set(flags).isdisjoint(NO_EFFECT)
+    assert set(flags).isdisjoint(NOT_SUPPORTED)
+    assert set(NO_EFFECT).isdisjoint(NOT_SUPPORTED)
+    assert set(NOT_SUPPORTED_VALUES) <= set(names)
+
+
+def test_every_field_has_a_help_text() -> None:
+    for config_class in config_parts().values():
+        docs = field_docs(config_class)
+        for spec in field_specs(config_class):
+            assert docs[spec.name].endswith("."), f"{config_class.__name__}.{spec.name}"
+
+
+def test_the_last_value_wins() -> None:
+    assert config_of("--train-iters 20 --train-iters 30").training.train_iters == 30
+    assert config_of("--split 9,1,0 --split 8,1,1").data.split == "8,1,1"
+    assert config_of("--rampup-batch-size 1 1 1 --rampup-batch-size 2 2 8 --global-batch-size 4").training == (
+        config_of("--rampup-batch-size 2 2 8 --global-batch-size 4").training
+    )
+
+
+def test_extra_validation_sets_accumulate(tmp_path: Path) -> None:
+    write_data_set(tmp_path / "text")
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(f"1 {tmp_path / 'text'}")
+    flags = (
+        f"--extra-valid-datalist {tmp_path}/a --extra-valid-data-samples 3 --extra-valid-data-names n "
+        f"--extra-valid-datalist {tmp_path}/b --extra-valid-data-samples 4 --extra-valid-data-names m"
+    )
+    validation = config_of(flags).validation
+    assert validation.extra_valid_datalist == (f"{tmp_path}/a", f"{tmp_path}/b")
+    assert (validation.extra_valid_data_samples, validation.extra_valid_data_names) == ((3, 4), ("n", "m"))
+    assert problems_of(f"{flags} --eval-iters 0") == (
+        "--extra-valid-datalist has nothing to do with --eval-iters 0, which turns evaluation off; give --eval-iters 1 "
+        "or more",
+    )
+    (tmp_path / "b").write_text(f"-1 {tmp_path / 'text'} 1 {tmp_path / 'nothing'}")
+    assert problems_of(flags) == (
+        f"validation set m: the weight of {tmp_path}/text is -1; give a positive weight",
+        f"validation set m: data file {tmp_path}/nothing.idx does not exist; a data path is given without .bin or "
+        ".idx, as in my-corpus_text_document",
+    )
+
+
+def test_switches_negative_flags_and_aliases() -> None:
+    config = config_of("--no-bias-gelu-fusion --disable-bias-linear --swiglu --layernorm-epsilon 1e-6 --bf16")
+    assert not config.model.bias_gelu_fusion
+    assert not config.model.add_bias_linear
+    assert config.model.activation == "swiglu"
+    assert config.model.norm_epsilon == 1e-6
+    assert config.model.params_dtype == "bfloat16"
+    assert config_of("--no-check-for-nan-in-loss-and-grad").ddp.check_for_nan_in_loss_and_grad is False
+
+
+def test_equals_sign_and_local_rank_spellings() -> None:
+    config = config_of("--seed=7 --local_rank=0")
+    assert config.initialization.seed == 7
+    assert config.initialization.local_rank == 0
+
+
+def test_defaults_are_megatrons() -> None:
+    config = config_of("")
+    assert config.optimizer.weight_decay == 0.01
+    assert config.optimizer.initial_loss_scale == 2**32
+    assert config.optimizer.adam_beta2 == 0.999
+    assert config.scheduler.lr_decay_style == "linear"
+    assert (config.validation.eval_interval, config.validation.eval_iters) == (1000, 100)
+    assert (config.logging.log_interval, config.data.num_workers) == (100, 2)
+    assert config.model.hidden_dropout == config.model.attention_dropout == 0.1
+    assert config.initialization.seed == 1234
+    assert config.tokenizer.tokenizer_type == "NullTokenizer"
+
+
+def test_abbreviations_are_unknown_flags_with_the_nearest_match() -> None:
+    assert problems_of("--train-iter 3") == ("unknown flag --train-iter; did you mean --train-iters?",)
+    assert problems_of("--train_iters 3") == ("unknown flag --train_iters; did you mean --train-iters?",)
+    assert problems_of("--hiden-size=3") == ("unknown flag --hiden-size; did you mean --hidden-size?",)
+    assert problems_of("--zzqqxx") == ("unknown flag --zzqqxx; see --help",)
+
+
+def test_flags_without_their_value_hide_no_other_problem() -> None:
+    words = "--num-layers --lr -1 --fp8-format --bf16=yes --hiden-size 3 --adam-beta2 --rampup-batch-size"
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_arguments([*MINIMAL, *words.split()], 1)
+    problems = caught.value.problems
+    assert set(problems[:5]) == {
+        "--num-layers: expected one argument",
+        "--fp8-format: expected 1 argument",
+        "--bf16: ignored explicit argument 'yes'",
+        "--adam-beta2: expected one argument",
+        "--rampup-batch-size: expected at least one argument",
+    }
+    assert problems[5:] == (
+        "unknown flag --hiden-size; did you mean --hidden-size?",
+        "--lr -1.0: a value of 0 or more is expected",
+    )
+
+
+def test_a_stray_value_is_refused() -> None:
+    assert problems_of("--swiglu true") == ("unexpected value 'true'; a value must follow its flag",)
+
+
+def test_all_problems_are_reported_together() -> None:
+    problems = problems_of("--hiden-size 3 --fp8-format hybrid --lr x --fp16 --bf16 --num-attention-heads 5")
+    assert len(problems) == 5
+    assert all("\n" not in problem for problem in problems)
+
+
+@pytest.mark.parametrize("flag", sorted(NO_EFFECT))
+def test_flags_without_effect_are_accepted_with_one_line(flag: str) -> None:
+    note = NO_EFFECT[flag]
+    value = "" if note.arity == 0 else (*note.accepted, "7")[0]
+    parsed = resolve_arguments([*MINIMAL, flag, *value.split()], 1)
+    assert parsed.notes == (f"{flag} {value}".strip() + f" has no effect: {note.reason}",)
+    assert parsed.config == config_of("")
+
+
+def test_values_that_ask_for_what_is_done_anyway_make_no_line() -> None:
+    parsed = resolve_arguments([*MINIMAL, *["--transformer-impl", "local", "--num-dataset-builder-threads", "1"]], 1)
+    assert parsed.notes == ()
+
+
+def test_values_that_would_change_the_result_are_refused() -> None:
+    assert problems_of("--train-mode finetune") == ("--train-mode finetune is not supported yet; possible: pretrain",)
+    assert problems_of("--recompute-modules core_attn mlp") == (
+        "--recompute-modules core_attn mlp is not supported yet; possible: core_attn",
+    )
+
+
+@pytest.mark.parametrize("flag", sorted(NOT_SUPPORTED))
+def test_flags_not_supported_yet_are_refused_by_name_unless_default(flag: str) -> None:
+    refused = NOT_SUPPORTED[flag]
+    words = [] if refused.arity == 0 else ["77"]
+    (problem,) = problems_of(" ".join([flag, *words]))
+    assert problem.startswith(" ".join([flag, *words]) + " is not supported yet")
+    if refused.default is not None:
+        assert resolve_arguments([*MINIMAL, flag, refused.default], 1).notes == ()
+
+
+def test_default_values_of_unbuilt_features_are_accepted() -> None:
+    config = config_of(
+        "--pipeline-model-parallel-size 1 --context-parallel-size 1 --cp-comm-type p2p "
+        "--data-parallel-sharding-strategy no_shard --expert-model-parallel-size 1"
+    )
+    assert config == config_of("")
+
+
+def test_values_of_megatron_that_are_not_built_are_told_from_wrong_ones() -> None:
+    assert problems_of("--optimizer hybridadam") == (
+        "--optimizer hybridadam is not supported yet; possible: adam, sgd",
+    )
+    assert problems_of("--data-parallel-sharding-strategy optim_grads_params") == (
+        "--data-parallel-sharding-strategy optim_grads_params is not supported yet; "
+        "possible: no_shard, optim, optim_grads",
+    )
+    assert problems_of("--optimizer adm") == ("--optimizer adm: possible values are adam, sgd",)
+
+
+def test_flags_of_loading_without_anything_to_load_say_so() -> None:
+    words = ["--no-verify-checkpoint", "--dist-ckpt-strictness", "log_all"]
+    assert [note for note in resolve_arguments([*MINIMAL, *words], 1).notes if "without --load" in note] == [
+        "--no-verify-checkpoint has no effect without --load DIR",
+        "--dist-ckpt-strictness log_all has no effect without --load DIR",
+    ]
+    assert not [note for note in resolve_arguments([*MINIMAL, *words, "--load", "x"], 1).notes if "--load" in note]
+
+
+def test_checkpoint_formats_of_megatron_are_accepted_with_one_line() -> None:
+    assert resolve_arguments([*MINIMAL, "--ckpt-format", "torch"], 1).notes == ()
+    assert len(resolve_arguments([*MINIMAL, "--ckpt-format", "torch_dist"], 1).notes) == 1
+
+
+def test_sequence_parallel_is_turned_off_without_tensor_parallelism() -> None:
+    parsed = resolve_arguments([*MINIMAL, "--sequence-parallel"], 1)
+    assert not parsed.config.model.sequence_parallel
+    assert len(parsed.notes) == 1
+    assert config_of("--sequence-parallel --tensor-model-parallel-size 2", 2).model.sequence_parallel
+
+
+def test_flash_attention_with_packed_documents_says_that_it_is_not_used() -> None:
+    packed = [*MINIMAL, "--use-flash-attn", "--reset-attention-mask"]
+    assert resolve_arguments(packed, 1).notes == (
+        "flash-attn is not used with packed documents: --reset-attention-mask takes torch's own attention",
+    )
+    assert resolve_arguments([*MINIMAL, "--attention-backend", "flash"], 1).notes == ()
+
+
+def test_data_lists_from_files(tmp_path: Path) -> None:
+    for name in "ab":
+        write_data_set(tmp_path / name)
+    words = tmp_path / "list"
+    words.write_text(f"0.3 {tmp_path}/a\n0.7 {tmp_path}/b")
+    argv = [*(word for word in MINIMAL if word != "--mock-data"), "--eval-iters", "0"]
+    config = resolve_arguments([*argv, "--data-args-path", str(words)], 1).config
+    assert config.data.data_path == ("0.3", f"{tmp_path}/a", "0.7", f"{tmp_path}/b")
+    lists = tmp_path / "lists.json"
+    lists.write_text(json.dumps({"train": [f"{tmp_path}/a"], "valid": [f"{tmp_path}/b"]}))
+    config = resolve_arguments([*argv, "--per-split-data-args-path", str(lists)], 1).config
+    assert config.data.train_data_path == (f"{tmp_path}/a",)
+    assert config.data.valid_data_path == (f"{tmp_path}/b",)
+    assert config.data.split is None
+
+
+def test_print_config_prints_json_that_reads_back_and_ends_with_status_0(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments([*MINIMAL, "--print-config", "--use-mcore-models"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr()
+    config = RunConfig.from_dict(json.loads(printed.out))
+    assert config.model == config_of("").model
+    assert "--use-mcore-models has no effect" in printed.err
+
+
+def test_only_rank_0_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, status in (([*MINIMAL, "--print-config"], 0), (["--help"], 0), (["--lr"], 2)):
+        with pytest.raises(SystemExit) as ended:
+            parse_arguments_or_exit(argv, world_size=2, rank=1)
+        assert ended.value.code == status
+    parse_arguments([*MINIMAL, "--use-mcore-models"], world_size=2, rank=1)
+    printed = capsys.readouterr()
+    assert printed.out == printed.err == ""
+
+
+def test_help_shows_every_effective_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for _, spec in command_line_fields():
+        assert all(flag in text for flag in spec.flags)
+
+
+def test_dotted_block_is_sorted_and_reaches_column_51() -> None:
+    lines = format_arguments(config_of("--lr 3e-3")).splitlines()
+    assert lines[0] == "------------------------ arguments ------------------------"
+    assert lines[-1] == "-------------------- end of arguments ---------------------"
+    assert "  adam_beta1 ...................................... 0.9" in lines
+    assert "  lr .............................................. 0.003" in lines
+    names = [line.split()[0] for line in lines[1:-1]]
+    assert names == sorted(names, key=str.lower)
+    # As in Megatron, a name that fills the column by itself pushes its value out.
+    assert {line[50:52] for line in lines[1:-1] if len(line.split()[0]) < 48} == {". "}
+    assert {"world_size", "data_parallel_size", "params_dtype"} <= set(names)
+
+
+def test_the_argument_document_is_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/generate_argument_docs.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

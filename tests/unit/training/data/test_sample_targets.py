@@ -1,0 +1,43 @@
+"""How many samples a run asks of its data sets, from its beginning and when it goes on."""
+
+from __future__ import annotations
+
+from megatron.training.config.arguments import resolve_arguments
+from megatron.training.config.run_config import RunConfig
+from megatron.training.data.data_plan import SampleTargets, sample_targets
+from megatron.training.train_state import TrainState
+from tests.unit.training.config.command_lines import MINIMAL
+
+RUN = "--train-iters 21 --eval-interval 5 --eval-iters 3"
+
+
+def config_of(flags: str) -> RunConfig:
+    return resolve_arguments([*MINIMAL, *flags.split()], world_size=1).config
+
+
+def test_a_run_from_its_beginning() -> None:
+    assert sample_targets(config_of(f"{RUN} --global-batch-size 4")) == SampleTargets(84, 5 * 12, 12)
+
+
+def test_a_run_that_goes_on_unchanged_asks_for_the_same() -> None:
+    config = config_of(f"{RUN} --micro-batch-size 1 --rampup-batch-size 2 1 9 --global-batch-size 4")
+    begun = sample_targets(config)
+    sizes = [2, 2, 2] + [3] + [4] * 17
+    assert begun.train == sum(sizes)
+    for iteration in (3, 4, 5, 10, 21):
+        done = TrainState(iteration, sum(sizes[:iteration]), iteration // 5 * 12)
+        assert sample_targets(config, done) == begun
+
+
+def test_a_run_that_has_read_larger_batches_needs_more() -> None:
+    done = TrainState(iteration=10, consumed_train_samples=160, consumed_valid_samples=2 * 48)
+    targets = sample_targets(config_of(f"{RUN} --global-batch-size 6"), done)
+    assert targets == SampleTargets(160 + 11 * 6, 96 + 3 * 18, 18)
+
+
+def test_a_run_that_has_evaluated_more_often_needs_more() -> None:
+    done = TrainState(iteration=20, consumed_train_samples=80, consumed_valid_samples=10 * 12)
+    targets = sample_targets(
+        config_of("--train-iters 21 --eval-interval 20 --eval-iters 3 --global-batch-size 4"), done
+    )
+    assert targets == SampleTargets(84, 120 + 12, 12)

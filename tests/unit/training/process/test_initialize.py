@@ -1,0 +1,84 @@
+"""What a process learns from its launcher, and what it does on its own."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megatron.core.device import Device
+from megatron.core.errors import ConfigurationError
+from megatron.training.config.arguments import resolve_arguments
+from megatron.training.process import initialize
+from megatron.training.process.initialize import LaunchEnvironment, initialize_runtime, read_launch_environment
+from tests.unit.training.config.command_lines import MINIMAL
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "expected"),
+    [({}, "", 0), ({}, "--local-rank 3", 3), ({"LOCAL_RANK": "2"}, "--local-rank 3", 2)],
+)
+def test_local_rank_is_the_launchers_or_the_flags(
+    environment: dict[str, str], flags: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    seen: list[int | None] = []
+
+    def note(launch: LaunchEnvironment) -> Device:
+        seen.append(launch.local_rank)
+        return Device("cpu")
+
+    monkeypatch.setattr(initialize, "initialize_device", note)
+    initialize_runtime(resolve_arguments([*MINIMAL, *flags.split()], 1).config, read_launch_environment())
+    assert [rank or 0 for rank in seen] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"RANK": "x"},
+            "RANK is 'x' in the environment; start the processes with torchrun, or unset RANK to",
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "two", "LOCAL_RANK": ""}, "WORLD_SIZE is 'two', LOCAL_RANK is '' in the"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is '-1' in the environment"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2 in the environment"),
+        ({"RANK": "3"}, "RANK is 3 and WORLD_SIZE is 1 in the environment"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError) as caught:
+        read_launch_environment()
+    assert message in str(caught.value)
+
+
+def test_one_process_needs_no_backend_and_says_nothing_of_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    initialize_runtime(resolve_arguments(MINIMAL, 1).config, LaunchEnvironment())
+    assert not dist.is_initialized()
+    assert "WARNING" not in capsys.readouterr().out
+
+
+def test_a_store_that_never_answers_does_not_hold_a_failing_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(silent.getsockname()[1]))
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(initialize, "_FAILURE_TIMEOUT", timedelta(seconds=0.5))
+        assert initialize.is_first_failure()
+        assert not initialize.has_run_failed()

@@ -1,0 +1,68 @@
+"""The lines of a run's log."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.training.reporting.log_lines import IntervalAverage, StepReport, format_evaluation, format_step
+
+STEP = StepReport(
+    iteration=20,
+    consumed_samples=320,
+    global_batch_size=16,
+    num_tokens=16384.0,
+    lm_loss=11.05231,
+    learning_rate=1.5e-7,
+    next_learning_rate=2.34375e-7,
+    loss_scale=524288.0,
+    next_loss_scale=262144.0,
+    grad_norm=23.668,
+    num_zeros=None,
+    params_norm=None,
+    is_skipped=False,
+    step_time_s=0.4576,
+    tokens_per_second=35804.2,
+    tflops_per_device=459.1,
+    mfu=None,
+    sample_ids_hash="0123456789abcdef",
+)
+
+
+def averaged(*steps: StepReport) -> IntervalAverage:
+    average = IntervalAverage()
+    for step in steps:
+        average.add(step)
+    return average
+
+
+def test_step_line_is_megatrons() -> None:
+    line = format_step(STEP, averaged(STEP), 200, log_throughput=False)
+    assert line[len(" [2024-09-14 19:44:24]") :] == (
+        " iteration       20/     200 | consumed samples:          320 | elapsed time per iteration (ms): 457.6 |"
+        " learning rate: 2.343750E-07 | global batch size:    16 | lm loss: 1.105231E+01 | loss scale: 262144.0 |"
+        " grad norm: 23.668 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+    )
+
+
+def test_throughput_and_utilization_are_those_of_all_iterations_since_the_last_line() -> None:
+    fast = dataclasses.replace(STEP, step_time_s=1.0, tflops_per_device=400.0, mfu=0.4)
+    slow = dataclasses.replace(STEP, step_time_s=3.0, tflops_per_device=100.0, mfu=0.1)
+    line = format_step(slow, averaged(fast, slow), 200, log_throughput=True)
+    assert "(ms): 2000.0 | throughput per GPU (TFLOP/s/GPU): 175.0 | MFU: 17.5% | learning rate" in line
+
+
+def test_skipped_iterations_contribute_no_loss() -> None:
+    skipped = dataclasses.replace(STEP, is_skipped=True, lm_loss=99.0, grad_norm=None)
+    assert "lm loss: 1.105231E+01" in format_step(STEP, averaged(skipped, STEP, skipped), 200, log_throughput=False)
+    line = format_step(skipped, averaged(skipped), 200, log_throughput=False)
+    assert "lm loss" not in line
+    assert "grad norm" not in line
+    assert "number of skipped iterations:   1 |" in line
+
+
+def test_evaluation_is_framed() -> None:
+    above, line, below = format_evaluation("iteration 40 on test set", 2.5).split("\n")
+    assert line == (
+        " validation loss at iteration 40 on test set | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 |"
+    )
+    assert above == below == "-" * len(above)

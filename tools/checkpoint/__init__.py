@@ -1,1 +1,0 @@
-"""Convert, inspect and compare checkpoints."""
