@@ -13,7 +13,7 @@ from megatron.commands.command_line import Parser
 FORMATS = {
     "megatron": "megatron",
     "native": "native",
-    "torch_dist": "native",
+    "torch_dist": "torch_dist",
     "torch": "torch",
     "core": "torch",
     "mcore": "torch",
@@ -64,8 +64,8 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="convert.py",
         description="Convert a checkpoint between layouts and formats, one tensor at a time, and check the result.",
-        epilog="Names: megatron is the native format or torch, whichever is found (as a saver: the format that "
-        "--loader megatron found, else native); core, mcore and legacy are torch, llama_mistral is hf. "
+        epilog="Names: megatron is the native format, torch or torch_dist, whichever is found (as a saver: the format "
+        "that --loader megatron found, else native); core, mcore and legacy are torch, llama_mistral is hf. "
         "See docs/converting.md.",
         allow_abbrev=False,
     )
@@ -91,7 +91,10 @@ def build_parser() -> Parser:
     dtype.add_argument("--bf16", action="store_true", help="convert the weights to bfloat16 (without optimizer)")
     dtype.add_argument("--fp16", action="store_true", help="convert the weights to float16 (without optimizer)")
     content.add_argument(
-        "--true-vocab-size", type=int, metavar="N", help="rows of the embedding that are no padding, in a torch file"
+        "--true-vocab-size",
+        type=int,
+        metavar="N",
+        help="rows of the vocabulary that are no padding, in Megatron's files",
     )
     content.add_argument("--tokenizer-type", metavar="TYPE", help="kind of tokenizer to record (the checkpoint's own)")
     content.add_argument("--tokenizer-model", metavar="PATH", help="its model file, or folder with tokenizer.json")
@@ -160,8 +163,8 @@ def idle_flags(values: argparse.Namespace, found: str, saver: str) -> list[str]:
             lines.append("--no-save-optim has no effect: a Hugging Face folder never holds optimizer state")
     elif saver == "native":
         note(LAYOUT_FLAGS, "changes the recorded configuration only: native files load at any layout")
-    if found != "torch":
-        note(("--true-vocab-size",), "has no effect: only torch files hold padding")
+    if found not in ("torch", "torch_dist"):
+        note(("--true-vocab-size",), "has no effect: only Megatron's files hold padding")
     return lines
 
 

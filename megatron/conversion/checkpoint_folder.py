@@ -19,7 +19,7 @@ class FoundCheckpoint:
 
 
 def find_checkpoint(
-    directory: Path, ckpt_step: int | None = None, expected: tuple[CheckpointFormat, ...] = ("native", "torch", "hf")
+    directory: Path, ckpt_step: int | None = None, expected: tuple[CheckpointFormat, ...] = tuple(FORMAT_NAMES)
 ) -> FoundCheckpoint:
     """Find the checkpoint of a run's folder that its tracker file names, or that a folder is itself.
 
@@ -40,7 +40,8 @@ def find_checkpoint(
     if found is None:
         raise CheckpointError(
             f"{folder} holds no checkpoint: neither a file {TRACKER_FILE}, nor the files of the native format "
-            "(index.json), of Megatron's torch format (mp_rank_00) or of Hugging Face's (config.json)"
+            "(index.json), of Megatron's torch format (mp_rank_00) or torch_dist (.metadata), or of Hugging Face's "
+            "(config.json)"
         )
     if found not in expected:
         names = " or ".join(FORMAT_NAMES[name] for name in expected)

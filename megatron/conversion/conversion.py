@@ -30,13 +30,15 @@ from megatron.interop.native.native_writer import TokenizerWriter, write_native
 from megatron.interop.open_checkpoint import CheckpointFormat, open_checkpoint
 from megatron.interop.source_view import SourceView
 from megatron.interop.streamed_logits import sample_tokens, source_config, streamed_logits
+from megatron.interop.torch_dist.torch_dist_writer import write_torch_dist
 
 Log = Callable[[str], None]
 TRANSFORMERS_TOLERANCE = 1e-4
 _LOADED: dict[str, tuple[CheckpointFormat, ...]] = {
-    "megatron": ("native", "torch"),
+    "megatron": ("native", "torch", "torch_dist"),
     "native": ("native",),
     "torch": ("torch",),
+    "torch_dist": ("torch_dist",),
     "hf": ("hf",),
 }
 
@@ -169,18 +171,24 @@ def run(
 
     def write(directory: Path) -> Path:
         if saver == "torch":
-            return _write_torch(counted, directory, iteration, write_tokenizer)
+            return _write_megatron(write_megatron_torch, counted, directory, iteration, write_tokenizer)
+        if saver == "torch_dist":
+            return _write_megatron(write_torch_dist, counted, directory, iteration, write_tokenizer)
         return write_native(counted, directory, iteration, write_tokenizer=write_tokenizer)
 
     return publish_checked(arguments.save_dir, iteration, write, check, log)
 
 
-def _write_torch(
-    view: SourceView, directory: Path, iteration: int | Literal["release"], write_tokenizer: TokenizerWriter | None
+def _write_megatron(
+    write: Callable[[CheckpointSource, Path, int | Literal["release"]], Path],
+    view: SourceView,
+    directory: Path,
+    iteration: int | Literal["release"],
+    write_tokenizer: TokenizerWriter | None,
 ) -> Path:
     if write_tokenizer is None:
-        return write_megatron_torch(view, directory, iteration)
-    folder = write_megatron_torch(SourceView(view, {**view.common, "tokenizer": None}), directory, iteration)
+        return write(view, directory, iteration)
+    folder = write(SourceView(view, {**view.common, "tokenizer": None}), directory, iteration)
     write_tokenizer(folder)
     return folder
 

@@ -11,36 +11,32 @@ from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 from megatron.interop.native.native_source import NativeSource
+from megatron.interop.torch_dist.folder_files import COMMON_FILE, METADATA_FILE
+from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
 
-CheckpointFormat = Literal["native", "torch", "hf"]
+CheckpointFormat = Literal["native", "torch", "torch_dist", "hf"]
 
 _MARKS: tuple[tuple[str, CheckpointFormat], ...] = (
     (INDEX_FILE, "native"),
     ("mp_rank_*", "torch"),
+    (METADATA_FILE, "torch_dist"),
+    (COMMON_FILE, "torch_dist"),
     ("config.json", "hf"),
 )
 FORMAT_NAMES: dict[CheckpointFormat, str] = {
     "native": "the native format",
     "torch": "Megatron's torch format",
+    "torch_dist": "Megatron's torch_dist format",
     "hf": "Hugging Face's format",
 }
 
 
 def detect_format(folder: str | Path) -> CheckpointFormat | None:
-    """Return the format of a folder that holds the files of one checkpoint, or None where there are none.
-
-    Raises:
-        CheckpointError: it is a format that cannot be read.
-    """
+    """Return the format of a folder that holds the files of one checkpoint, or None where there are none."""
     folder = Path(folder)
     for pattern, name in _MARKS:
         if next(folder.glob(pattern), None) is not None:
             return name
-    if (folder / "metadata.json").is_file() and (folder / ".metadata").is_file():
-        raise CheckpointError(
-            f"{folder} is in Megatron's torch_dist format, which cannot be read; load it in Megatron-LM and save it "
-            "with --ckpt-format torch"
-        )
     return None
 
 
@@ -56,15 +52,17 @@ def open_checkpoint(folder: str | Path, verify: bool = True, vocab_size: int | N
     found = detect_format(folder)
     if found == "native":
         return NativeSource(folder, verify)
-    if found == "torch":
-        return _open_megatron_torch(folder, verify, vocab_size)
+    if found in ("torch", "torch_dist"):
+        return _open_megatron(MegatronTorchSource if found == "torch" else TorchDistSource, folder, verify, vocab_size)
     if found == "hf":
         return HuggingFaceSource(folder)
     raise CheckpointError(f"{folder} holds no checkpoint: no {', '.join(mark for mark, _ in _MARKS)} is in it")
 
 
-def _open_megatron_torch(folder: Path, verify: bool, vocab_size: int | None) -> MegatronTorchSource:
-    source = MegatronTorchSource(folder, vocab_size)
+def _open_megatron(
+    format_source: type[MegatronTorchSource | TorchDistSource], folder: Path, verify: bool, vocab_size: int | None
+) -> CheckpointSource:
+    source = format_source(folder, vocab_size)
     try:
         if verify:
             source.check_storages()

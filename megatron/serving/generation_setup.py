@@ -61,7 +61,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--load",
         metavar="DIR",
-        help="folder that a run saved its checkpoints to, natively or in Megatron's torch format",
+        help="folder that a run saved its checkpoints to, natively or in a format of Megatron's",
     )
     model.add_argument("--load-hf", metavar="DIR", help="Hugging Face model folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (the newest)")
@@ -161,7 +161,7 @@ def _folder_of_other_format(arguments: argparse.Namespace) -> Path | None:
         return folder
     candidates = candidate_folders(Path(arguments.load), arguments.ckpt_step)
     if candidates:
-        return candidates[0] if detect_format(candidates[0]) == "torch" else None
+        return candidates[0] if detect_format(candidates[0]) in ("torch", "torch_dist") else None
     folder = Path(arguments.load)
     return None if detect_format(folder) is None else folder
 
@@ -189,23 +189,24 @@ def _open_source(arguments: argparse.Namespace, folder: Path, sizes: tuple[int, 
     from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
     from megatron.interop.inference_model import load_model_from
     from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
+    from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
 
     source: CheckpointSource = _source_of(folder)
     config = RunConfig.from_dict(source.common["config"])
     copies = source.common["tokenizer"]
     tokenizer = load_tokenizer(arguments, config.tokenizer, None if copies is None else folder / copies)
     check_tokenizer(tokenizer, config.model.vocab_size)
-    if isinstance(source, MegatronTorchSource) and tokenizer.vocab_size < config.model.vocab_size:
+    if isinstance(source, (MegatronTorchSource, TorchDistSource)) and tokenizer.vocab_size < config.model.vocab_size:
         # Rows that pad the vocabulary must not be chosen; such files need not tell how many they are.
         source.close()
-        source = MegatronTorchSource(folder, tokenizer.vocab_size)
+        source = type(source)(folder, tokenizer.vocab_size)
         config = RunConfig.from_dict(source.common["config"])
     config = check_layout(config, *sizes)
 
     def load_model(state: ParallelState, device: Device) -> GPTModel:
         failure = None
         try:
-            if isinstance(source, MegatronTorchSource):
+            if isinstance(source, (MegatronTorchSource, TorchDistSource)):
                 source.check_storages(state.rank, state.world_size)
             model = load_model_from(source, state, device)
         except InputError as error:
@@ -224,10 +225,11 @@ def _source_of(folder: Path) -> CheckpointSource:
     from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
     from megatron.interop.native.native_source import NativeSource
     from megatron.interop.open_checkpoint import detect_format
+    from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
 
     found = detect_format(folder)
-    if found == "torch":
-        return MegatronTorchSource(folder)
+    if found in ("torch", "torch_dist"):
+        return MegatronTorchSource(folder) if found == "torch" else TorchDistSource(folder)
     return HuggingFaceSource(folder) if found == "hf" else NativeSource(folder)
 
 

@@ -46,6 +46,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/core/parallel_state.py",
         "megatron/core/pipeline_parallel/p2p_communication.py",
         "megatron/interop/huggingface/parallelize.py",
+        "megatron/interop/torch_dist/metadata_writer.py",
         "megatron/training/process/initialize.py",
         "megatron/verification/collective_recorder.py",
         "megatron/verification/worker_pool.py",
@@ -58,7 +59,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "transformers": ("megatron/conversion/transformers_logits.py",),
     # Checkpoints hold no pickles, Megatron's excepted: those are written by one file and never run.
     "pickle": ("megatron/interop/megatron_torch/pickle_writer.py",),
-    "torch.save": (),
+    # The entries of torch.distributed.checkpoint's files are what it makes of tensors.
+    "torch.save": ("megatron/interop/torch_dist/chunk_file.py",),
     "torch.load": (),
 }
 

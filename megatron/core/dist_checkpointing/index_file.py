@@ -12,7 +12,6 @@ from megatron.core.errors import CheckpointError
 
 INDEX_FILE = "index.json"
 FORMAT_VERSION = 1
-_TORCH_DIST_FILE = ".metadata"
 
 
 def read_index_file(folder: Path) -> dict[str, Any]:
@@ -20,14 +19,9 @@ def read_index_file(folder: Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpointError: it is missing or cannot be understood.
-        CheckpointError: a newer version of the format wrote it, or Megatron-LM a format of torch.
+        CheckpointError: a newer version of the format wrote it.
     """
     path = folder / INDEX_FILE
-    if (folder / _TORCH_DIST_FILE).exists() and not path.exists():
-        raise CheckpointError(
-            f"{folder} is a checkpoint of Megatron-LM in the format torch_dist, which is not read here; write it with "
-            "--ckpt-format torch there"
-        )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = int(content.pop("format_version"))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron.core.config_base import config_to_dict
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig
-from megatron.interop.megatron_torch.megatron_arguments import PROGRESS, TRAIN_DATA
+from megatron.interop.megatron_torch.megatron_arguments import PROGRESS, TRAIN_DATA, TRUE_VOCAB_SIZE
 from megatron.interop.megatron_torch.rank_files import RankFile
-from megatron.interop.megatron_torch.stored_optimizer import optimizer_scalars
+from megatron.interop.megatron_torch.stored_optimizer import OptimizerScalars, optimizer_scalars
 
 GPT2_VOCAB_SIZE = 50257
 TOKENIZER_FOLDER = "tokenizer"
@@ -63,8 +64,11 @@ def model_of_tensors(ranks: Mapping[tuple[int, int], RankFile], has_arguments: b
 def real_vocab_size(arguments: Mapping[str, Any], padded: int) -> int:
     """Return the number of tokens of the tokenizer that the arguments name; where they do not tell, all rows."""
     kind, given = arguments.get("tokenizer_type"), arguments.get("vocab_size")
+    true_size = arguments.get(TRUE_VOCAB_SIZE)
+    if isinstance(true_size, int) and 0 < true_size <= padded:
+        return true_size
     if kind == "NullTokenizer" and given is not None:
-        return int(given) + 1
+        return min(int(given) + 1, padded)
     divisor, tp = arguments.get("make_vocab_size_divisible_by", 128), arguments.get("tensor_model_parallel_size", 1)
     if kind in ("GPT2BPETokenizer", None) and padded_vocab_size(GPT2_VOCAB_SIZE, int(divisor), int(tp)) == padded:
         return GPT2_VOCAB_SIZE
@@ -76,14 +80,30 @@ def common_state(
 ) -> dict[str, Any]:
     """Return the ``common`` of a native index for a checkpoint's files."""
     first = ranks[0, 0]
-    arguments, state = first.arguments, first.file.value
-    scheduler = state.get("opt_param_scheduler", state.get("lr_scheduler"))
     scalars = optimizer_scalars(first) if has_optimizer else None
-    world_size = int(arguments.get("world_size") or len(ranks))
+    folder = first.file.path.parents[1]
+    return shared_state(folder, first.arguments, first.file.value, scalars, config, model, len(ranks))
+
+
+def shared_state(
+    folder: Path,
+    arguments: Mapping[str, Any],
+    state: Mapping[str, Any],
+    scalars: OptimizerScalars | None,
+    config: Mapping[str, Any],
+    model: GPTConfig,
+    num_ranks: int,
+) -> dict[str, Any]:
+    """Return the ``common`` of a native index for the values that a checkpoint's ranks share.
+
+    ``scalars`` is None where the optimizer's state was not saved, ``num_ranks`` counts where ``args`` do not.
+    """
+    scheduler = state.get("opt_param_scheduler", state.get("lr_scheduler"))
+    world_size = int(arguments.get("world_size") or num_ranks)
     progress = {ours: int(arguments.get(theirs) or 0) for ours, theirs in PROGRESS.items()}
     precision = {"params_dtype": model.params_dtype}
     sharding = {"use_distributed_optimizer": config["ddp"].get("use_distributed_optimizer", False)}
-    tokenizer = first.file.path.parents[1] / TOKENIZER_FOLDER
+    tokenizer = folder / TOKENIZER_FOLDER
     return {
         "progress": {
             "iteration": int(state.get("iteration") or 0),
@@ -95,6 +115,7 @@ def common_state(
             "checkpoint": {},
             "logging": {},
             **config,
+            "training": {"micro_batch_size": 1, **config["training"]},
             "model": config_to_dict(model),
             "optimizer": {**config["optimizer"], **precision, **sharding},
             "world_size": world_size,

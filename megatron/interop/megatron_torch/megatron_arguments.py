@@ -167,6 +167,9 @@ PROGRESS: Mapping[str, str] = {
 TRAIN_DATA = "train_data"
 """What was read of each data set, as JSON text: a name in ``args`` that Megatron does not know, and passes over."""
 
+TRUE_VOCAB_SIZE = "true_vocab_size"
+"""The rows of the vocabulary that are no padding: a name in ``args`` that Megatron's trainer passes over."""
+
 _ATTENTION_BACKENDS = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}
 
 

@@ -104,6 +104,11 @@ class MegatronTorchSource:
                 stored.file.release_pages()
         return result
 
+    def random_states(self) -> dict[tuple[int, int], Any]:
+        """Return what each (tensor, pipeline) rank stored of its streams of random numbers."""
+        stored = {place: rank.file.value.get("rng_state") for place, rank in self.ranks.items()}
+        return {place: self.ranks[place].file.with_tensors(value) for place, value in stored.items()}
+
     def check_storages(self, index: int = 0, count: int = 1) -> None:
         """Compare the checksums of every ``count``-th stored block of numbers, from number ``index`` on.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickletools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -72,17 +72,20 @@ _NUMPY_RECONSTRUCT = ("numpy._core.multiarray._reconstruct", "numpy.core.multiar
 _NUMPY_SCALAR = ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar")
 
 
-def read_pickle(stream: BinaryIO | bytes, path: Path, persistent_load: PersistentLoad) -> Any:
+def read_pickle(
+    stream: BinaryIO | bytes, path: Path, persistent_load: PersistentLoad, records: Collection[GlobalName] = ()
+) -> Any:
     """Return the value of the pickle at the stream's position, and leave the stream after its end.
 
-    ``path`` is for messages. ``persistent_load`` turns what the file says of a storage into its key.
+    ``path`` is for messages. ``persistent_load`` turns what the file says of a storage into its key. Objects of the
+    classes in ``records`` become records, too.
 
     Raises:
         CheckpointError: the pickle names something that is not on the list of what a checkpoint may hold.
         ValueError: it is no pickle.
     """
     try:
-        return _Interpreter(path, persistent_load).run(pickletools.genops(stream))
+        return _Interpreter(path, persistent_load, records).run(pickletools.genops(stream))
     except (IndexError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a pickle of a checkpoint ({error!r})") from error
 
@@ -103,9 +106,10 @@ def storage_dtype(kind: Any, path: Path) -> torch.dtype:
 class _Interpreter:
     """Hold the stack, the marks and the memo of one pickle."""
 
-    def __init__(self, path: Path, persistent_load: PersistentLoad) -> None:
+    def __init__(self, path: Path, persistent_load: PersistentLoad, records: Collection[GlobalName] = ()) -> None:
         self.path = path
         self.persistent_load = persistent_load
+        self.records = frozenset((*_INERT_NAMES, *records))
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
@@ -206,6 +210,8 @@ class _Interpreter:
             target.shape, target.dtype, target.data = tuple(shape), _of(Record, dtype).arguments[0], _of(bytes, data)
         elif isinstance(target, Record) and target.kind == _NUMPY_DTYPE:
             return  # byte order and the like: all that is written is little-endian
+        elif isinstance(target, Record) and isinstance(state, tuple):
+            target.attributes["state"] = state
         elif isinstance(target, Record):
             target.attributes.update(_of(dict, state))
         elif isinstance(target, OrderedDict) and isinstance(state, dict):
@@ -224,7 +230,7 @@ class _Interpreter:
         """
         if name.module == "torch" and name.name in _TORCH_DTYPES:
             return _TORCH_DTYPES[name.name]
-        if str(name) in (*_MAKERS, _TENSOR_WITH_ATTRIBUTES) or name in _INERT_NAMES or name.module in _INERT_MODULES:
+        if str(name) in (*_MAKERS, _TENSOR_WITH_ATTRIBUTES) or name in self.records or name.module in _INERT_MODULES:
             return name
         if name.module == "torch" and name.name in _STORAGE_DTYPES:
             return name
@@ -241,7 +247,7 @@ class _Interpreter:
             return self._made(rebuild, _of(tuple, tensor_arguments))
         if str(function) in _MAKERS:
             return _MAKERS[str(function)](arguments)
-        if function in _INERT_NAMES or function.module in _INERT_MODULES:
+        if function in self.records or function.module in _INERT_MODULES:
             return Record(function, arguments)
         raise self.refuse(f"a call of {function}")
 

@@ -81,27 +81,27 @@ class RankPlanner:
         self.fused_norms = fused_norms
         self._dtype_of = dtype_of
         self._describer = StageDescriber(self.model, self.padded_vocab_size)
-        self._terms = None if common["optimizer"] is None else self._optimizer_terms()
+        self.terms = None if common["optimizer"] is None else self._optimizer_terms()
 
     def plan_rank(
         self, folder: Path, tp_rank: int, pp_rank: int, iteration: int, extras: RankExtras
     ) -> tuple[PlannedFile, ...]:
         """Return the plan of a rank's file, and of the distributed optimizer's where there is one."""
         chunks = self.parameters(tp_rank, pp_rank)
-        arguments = self._arguments(extras.arguments)
+        arguments = self.arguments(extras.arguments)
         models = [model_state(parameters, self._dtype_of, self.fused_norms) for parameters in chunks]
         optimizer: Any = None
         slots = [slot for model in models for slot in model.slots]
         flat: PlannedValue | None = None
-        if self._terms is not None and self.common["config"]["ddp"].get("use_distributed_optimizer"):
-            optimizer = distributed_optimizer_state(self._terms)
+        if self.terms is not None and self.common["config"]["ddp"].get("use_distributed_optimizer"):
+            optimizer = distributed_optimizer_state(self.terms)
             sizes = [
                 flat_bucket_size(arguments, pp_rank, number, sum(parameter.num_elements for parameter in parameters))
                 for number, parameters in enumerate(chunks)
             ]
-            flat = flat_optimizer_state(chunks, sizes, self._terms, self._buffer_dtypes(arguments))
-        elif self._terms is not None:
-            planned = optimizer_state(chunks, self._terms, self._dtype_of)
+            flat = flat_optimizer_state(chunks, sizes, self.terms, self._buffer_dtypes(arguments))
+        elif self.terms is not None:
+            planned = optimizer_state(chunks, self.terms, self._dtype_of)
             optimizer = planned.value
             slots += planned.slots
         scheduler = self.common["scheduler"]
@@ -130,7 +130,8 @@ class RankPlanner:
             chunks.append(in_fused_order(parameters) if self.fused_norms else parameters)
         return chunks
 
-    def _arguments(self, carried: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, carried: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of ``args``; those in ``carried`` that nothing here decides are kept."""
         config, progress, layout = self.common["config"], self.common["progress"], self.common["layout"]
         half = self.model.params_dtype == "bfloat16" and not config["ddp"].get("grad_reduce_in_bf16", False)
         derived = derived_arguments(

@@ -107,24 +107,24 @@ def optimizer_state(
         entry |= {kind: planned(kind, parameter) for kind in terms.state_names}
         if entry:
             state[number] = entry
-    groups, first = _param_groups(terms), 0
+    groups, first = param_groups(terms), 0
     for group, parameters in zip(groups, ordered):
         group["params"] = list(range(first, first + len(parameters)))
         first += len(parameters)
     inner: dict[str, Any] = {"state": state, "param_groups": groups}
     if not terms.is_half:
         return PlannedValue(inner, tuple(slots))
-    value: dict[str, Any] = {"optimizer": inner, **_grad_scaler(terms)}
+    value: dict[str, Any] = {"optimizer": inner, **loss_scale_entry(terms)}
     value["fp32_from_fp16_params"] = [[planned("main_param", parameter) for parameter in group] for group in ordered]
     return PlannedValue(value, tuple(slots))
 
 
 def distributed_optimizer_state(terms: OptimizerTerms) -> dict[str, Any]:
     """Return what the distributed optimizer leaves in the model's file: its tensors are in one of their own."""
-    groups = _param_groups(terms)
+    groups = param_groups(terms)
     for group in groups:
         group["step"] = float(terms.num_steps)
-    return {"optimizer": {"param_groups": groups}, **_grad_scaler(terms)}
+    return {"optimizer": {"param_groups": groups}, **loss_scale_entry(terms)}
 
 
 def flat_optimizer_state(
@@ -171,7 +171,8 @@ def rank_value(
     return value
 
 
-def _param_groups(terms: OptimizerTerms) -> list[dict[str, Any]]:
+def param_groups(terms: OptimizerTerms) -> list[dict[str, Any]]:
+    """Return the optimizer's groups, with weight decay and without, but for their parameters."""
     return [_param_group(terms, multiplier) for multiplier in (1.0, 0.0)]
 
 
@@ -196,7 +197,7 @@ def _param_group(terms: OptimizerTerms, multiplier: float) -> dict[str, Any]:
     return {**common, **rule, **switches, "fused": None, "decoupled_weight_decay": True}
 
 
-def _grad_scaler(terms: OptimizerTerms) -> dict[str, Any]:
+def loss_scale_entry(terms: OptimizerTerms) -> dict[str, Any]:
     """Return the entry of the loss scale; Megatron keeps the scale as a tensor."""
     if terms.grad_scaler is None:
         return {}

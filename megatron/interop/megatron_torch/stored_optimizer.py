@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from megatron.interop.megatron_torch.stored_values import LazyTensor
 from megatron.interop.megatron_torch.torch_file import TorchFile
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-_FLAT_STATES = {"param": "main_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+FLAT_STATES = {"param": "main_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""The tensors of a flat buffer and the kinds of state that they hold."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,22 @@ def stored_states(rank: RankFile, chunks: Sequence[Sequence[LocalParameter]]) ->
 
 def optimizer_scalars(rank: RankFile) -> OptimizerScalars:
     """Return the step count and the loss scale of a rank's file."""
-    optimizer = rank.file.value["optimizer"]
+    return scalars_of(rank.file.value, lambda value: _number(rank.file, value))
+
+
+def scalars_of(shared: Mapping[str, Any], number: Callable[[Any], Any]) -> OptimizerScalars:
+    """Return the step count and the loss scale of a file's values; ``number`` reads a tensor that may hold one."""
+    optimizer = shared["optimizer"]
     inner = _inner(optimizer)
     steps: list[Any] = [group["step"] for group in inner["param_groups"] if group.get("step") is not None]
     state = inner.get("state", {})
     steps += [entry["step"] for entry in state.values() if isinstance(entry, Mapping) and "step" in entry]
     if "common_step" in state:
         steps.append(state["common_step"])
-    scaler = {name: _number(rank.file, value) for name, value in optimizer.get("grad_scaler", {}).items()}
+    scaler = {name: number(value) for name, value in optimizer.get("grad_scaler", {}).items()}
     if "scale" in scaler:
         scaler["scale"] = float(scaler["scale"])
-    num_steps = int(_number(rank.file, steps[0])) if steps else int(rank.file.value.get("iteration", 0))
+    num_steps = int(number(steps[0])) if steps else int(shared.get("iteration", 0))
     return OptimizerScalars(num_steps, scaler)
 
 
@@ -157,7 +163,7 @@ def _flat_states(rank: RankFile, file: TorchFile, chunks: Sequence[Sequence[Loca
         tensors = buffers[0]
         layout = _find_layout(rank, file, number, parameters, tensors)
         is_half = any(t.dtype in (torch.float16, torch.bfloat16) for t in rank.chunks[number].values())
-        for name, kind in _FLAT_STATES.items():
+        for name, kind in FLAT_STATES.items():
             if kind == "main_param" and not is_half:
                 continue  # the weights themselves, which the model's file holds too
             for parameter, start in zip(parameters, layout.starts):

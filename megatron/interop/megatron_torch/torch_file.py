@@ -7,14 +7,16 @@ import os
 import struct
 import zipfile
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 from megatron.core.errors import CheckpointError
+from megatron.interop.megatron_torch.file_section import FileSection
 from megatron.interop.megatron_torch.pickle_reader import read_pickle, storage_dtype
 from megatron.interop.megatron_torch.stored_values import LazyTensor, StorageKey
 
@@ -38,14 +40,16 @@ class TorchFile:
     """Hold an open file of torch's zip format, or of the one before it: ``value`` is what was saved.
 
     Tensors in ``value`` are `LazyTensor`; `view` maps their bytes, so that only the pages that are looked at are read.
+    With a ``section`` (first byte, number of bytes) that part of the file is read as a file of the zip format.
 
     Raises:
         DamagedCheckpointError: the file is missing, cut short or no such file.
         CheckpointError: it asks for something that is not data.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, section: tuple[int, int] | None = None) -> None:
         self.path = path
+        self._section = section
         self.places: dict[str, StoragePlace] = {}
         self._map: mmap.mmap | None = None
         try:
@@ -53,7 +57,7 @@ class TorchFile:
                 self.value = self._read(file)
         except OSError as error:
             raise DamagedCheckpointError(f"{path}: {os.strerror(error.errno or 0)}") from error
-        except (zipfile.BadZipFile, ValueError, EOFError, KeyError, struct.error) as error:
+        except (zipfile.BadZipFile, ValueError, EOFError, KeyError, RuntimeError, struct.error) as error:
             raise DamagedCheckpointError(f"{path}: not a whole file of torch's format ({error})") from error
 
     def close(self) -> None:
@@ -79,6 +83,16 @@ class TorchFile:
             self._mapped(), dtype=tensor.dtype, count=reach, offset=place.start + tensor.offset * itemsize
         )
         return flat.as_strided(tensor.shape, tensor.strides)
+
+    def with_tensors(self, value: Any) -> Any:
+        """Return a value of the file with its tensors read into memory; for small ones."""
+        if isinstance(value, LazyTensor):
+            return self.view(value).clone()
+        if isinstance(value, Mapping):
+            return {key: self.with_tensors(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.with_tensors(item) for item in value)
+        return value
 
     def release_pages(self) -> None:
         """Give back the memory of the pages that were looked at; views stay good and are read again when used."""
@@ -110,24 +124,33 @@ class TorchFile:
         return self._map
 
     def _read(self, file: BinaryIO) -> Any:
+        if self._section is not None:
+            return self._read_zip(FileSection(file, *self._section), self._section[0])
         if file.read(4) == b"PK\x03\x04":
             return self._read_zip(file)
         file.seek(0)
         return self._read_legacy(file)
 
-    def _read_zip(self, file: BinaryIO) -> Any:
-        with zipfile.ZipFile(file) as archive:
+    def _read_zip(self, file: BinaryIO | FileSection, first_byte: int = 0) -> Any:
+        size = file.seek(0, os.SEEK_END)
+        with zipfile.ZipFile(cast(BinaryIO, file)) as archive:
             entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
             if "data.pkl" not in entries:
                 raise ValueError("it holds no data.pkl")
+            for name, entry in entries.items():
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError(f"{name} is compressed")
+                if entry.header_offset + entry.file_size > size:
+                    raise ValueError(f"it ends within {name}")
             if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
                 raise CheckpointError(f"{self.path}: written on a big-endian machine, which is not supported")
             for name, entry in entries.items():
                 if name.startswith("data/"):
-                    if entry.compress_type != zipfile.ZIP_STORED:
-                        raise ValueError(f"{name} is compressed")
                     start = _data_start(file, entry)
-                    self.places[name.removeprefix("data/")] = StoragePlace(start, entry.file_size, entry.CRC)
+                    if start + entry.file_size > size:
+                        raise ValueError(f"it ends within {name}")
+                    place = StoragePlace(first_byte + start, entry.file_size, entry.CRC)
+                    self.places[name.removeprefix("data/")] = place
             return read_pickle(archive.read(entries["data.pkl"]), self.path, self._zip_storage)
 
     def _zip_storage(self, description: Any) -> StorageKey:
@@ -172,7 +195,7 @@ class TorchFile:
         return value
 
 
-def _data_start(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
+def _data_start(file: BinaryIO | FileSection, entry: zipfile.ZipInfo) -> int:
     """Return where an entry's data begins; the local header's extra field is not the directory's."""
     file.seek(entry.header_offset)
     header = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))

@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.index_file import INDEX_FILE
 from megatron.core.dist_checkpointing.storage import checksum, sync_folder, write_text
 from megatron.interop.megatron_torch.rank_files import is_megatron_torch
+from megatron.interop.torch_dist.folder_files import is_torch_dist
 from megatron.training.checkpointing.checkpoint_folders import TRACKER_FILE, iteration_folder, saved_iterations
 
 _PENDING_TRACKER = f".{TRACKER_FILE}.pending"
@@ -150,4 +151,6 @@ def _format_of(folder: Path) -> str | None:
     """Return the format of a published checkpoint that this program writes, or None."""
     if (folder / INDEX_FILE).exists():
         return "native"
+    if is_torch_dist(folder):
+        return "torch_dist"
     return "torch" if is_megatron_torch(folder) else None

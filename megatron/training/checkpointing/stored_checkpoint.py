@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.serialization import LoadedTensors, load_i
 from megatron.core.dist_checkpointing.validation import STRICT, Strictness
 from megatron.core.parallel_state import ParallelState
 from megatron.interop.megatron_torch.rank_files import is_megatron_torch
+from megatron.interop.torch_dist.folder_files import is_torch_dist
 from megatron.training.checkpointing.torch_checkpoint import open_torch_checkpoint
 
 
@@ -67,13 +68,13 @@ class NativeCheckpoint:
 def open_stored(
     folder: Path, state: ParallelState, verify: bool = True, vocab_size: int | None = None
 ) -> StoredCheckpoint:
-    """Open a folder of the native format or of Megatron's own, collectively.
+    """Open a folder of the native format or of one of Megatron's own, collectively.
 
     ``vocab_size`` is the run's: files of Megatron hold padding beside the vocabulary, and do not say how much.
 
     Raises:
         CheckpointError: it is damaged, or not a checkpoint that can be loaded. On every rank alike.
     """
-    if is_megatron_torch(folder):
+    if is_megatron_torch(folder) or is_torch_dist(folder):
         return open_torch_checkpoint(folder, state, verify, vocab_size)
     return NativeCheckpoint(folder, load_index(folder, state.world, verify), state, verify)

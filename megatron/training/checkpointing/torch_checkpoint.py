@@ -1,4 +1,4 @@
-"""Load a checkpoint of Megatron's own format into a run of any layout."""
+"""Load a checkpoint of one of Megatron's own formats into a run of any layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from megatron.core.errors import CheckpointError, MegatronError
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel.random import DEFAULT, REPLICATED, TENSOR_PARALLEL
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
-from megatron.interop.megatron_torch.stored_values import LazyTensor
+from megatron.interop.torch_dist.folder_files import is_torch_dist
+from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
 
 STREAM_PLACES: Mapping[str, tuple[str, ...]] = {
     DEFAULT: ("cuda_rng_state",),
@@ -28,13 +29,14 @@ STREAM_PLACES: Mapping[str, tuple[str, ...]] = {
 }
 """Where a stream of random numbers stands in an entry of ``rng_state``."""
 Result = TypeVar("Result")
+MegatronSource = MegatronTorchSource | TorchDistSource
 
 
 @dataclass(frozen=True, eq=False)
 class TorchCheckpoint:
     """Offer the open files of a checkpoint; each rank reads the boxes that it holds, from any rank's file."""
 
-    source: MegatronTorchSource
+    source: MegatronSource
     index: CheckpointIndex
     streams: Mapping[str, torch.Tensor]
     state: ParallelState
@@ -89,8 +91,8 @@ def open_torch_checkpoint(folder: Path, state: ParallelState, verify: bool, voca
         CheckpointError: a file is damaged, asks for what is not data, or is of another model. On every rank alike.
     """
 
-    def open_files() -> MegatronTorchSource:
-        source = MegatronTorchSource(folder, vocab_size)
+    def open_files() -> MegatronSource:
+        source = (TorchDistSource if is_torch_dist(folder) else MegatronTorchSource)(folder, vocab_size)
         try:
             if verify:
                 source.check_storages(state.world.rank, state.world.size)
@@ -109,7 +111,7 @@ def open_torch_checkpoint(folder: Path, state: ParallelState, verify: bool, voca
     return TorchCheckpoint(source, CheckpointIndex(tensors, {}, source.common), streams, state)
 
 
-def _streams(source: MegatronTorchSource) -> dict[str, torch.Tensor]:
+def _streams(source: MegatronSource) -> dict[str, torch.Tensor]:
     """Return the streams of random numbers in the files, by native name: those of every data-parallel rank, or none.
 
     Megatron usually stores one state for all data-parallel ranks; here they differ, and then all are stored.
@@ -117,8 +119,7 @@ def _streams(source: MegatronTorchSource) -> dict[str, torch.Tensor]:
     found = {}
     layout = source.common["layout"]
     cp, dp = layout["context_parallel_size"], layout["data_parallel_size"]
-    for (tp_rank, pp_rank), rank in source.ranks.items():
-        states = rank.file.value.get("rng_state")
+    for (tp_rank, pp_rank), states in source.random_states().items():
         if not isinstance(states, list) or len(states) != dp * cp:
             continue
         for number, entry in enumerate(states):
@@ -126,9 +127,9 @@ def _streams(source: MegatronTorchSource) -> dict[str, torch.Tensor]:
                 value = entry
                 for key in keys:
                     value = value.get(key) if isinstance(value, Mapping) else None
-                if isinstance(value, LazyTensor):
+                if isinstance(value, torch.Tensor):
                     place = {"pp": pp_rank, "dp": number // cp, "cp": number % cp, "tp": tp_rank}
-                    found[rng_name(stream, **place)] = rank.file.view(value)
+                    found[rng_name(stream, **place)] = value
     return found
 
 

@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.index_file import read_index_file
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.interop.torch_dist.folder_files import is_torch_dist
 from megatron.training.checkpointing.checkpoint_folders import candidate_folders
 from megatron.training.config.data_config import DataConfig
 
@@ -86,10 +87,14 @@ def read_checkpoint_arguments(directory: str, ckpt_step: int | None) -> Checkpoi
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
+    if is_torch_dist(folder):
+        from megatron.interop.torch_dist.shared_values import recorded_config as recorded_args
+
+        return recorded_args(folder)
     if next(folder.glob(MEGATRON_FILES), None) is None:
         config: Mapping[str, Any] = read_index_file(folder)["common"]["config"]
         return config
-    # Megatron keeps these values beside its tensors: this format alone cannot be read without torch.
+    # Megatron keeps these values beside its tensors: its formats alone cannot be read without torch.
     from megatron.interop.megatron_torch.recorded_config import recorded_config
 
     return recorded_config(folder)

@@ -70,12 +70,3 @@ def test_a_newer_format_is_refused_with_both_versions(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="version 9 is newer than 1") as caught:
         read_index(tmp_path)
     assert not isinstance(caught.value, DamagedCheckpointError)
-
-
-def test_the_folder_of_another_format_is_told_from_damage(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(b"\x80")
-    with pytest.raises(
-        CheckpointError, match=r"in the format torch_dist, which is not read here; write it with"
-    ) as caught:
-        read_index(tmp_path)
-    assert not isinstance(caught.value, DamagedCheckpointError)

@@ -1,0 +1,101 @@
+"""Write any source as a checkpoint of Megatron's ``torch_dist`` format, one box of a tensor at a time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatron.core.dist_checkpointing.planner import split_box
+from megatron.core.dist_checkpointing.storage import sync_folder, write_text
+from megatron.core.errors import CheckpointError
+from megatron.interop.checkpoint_source import CheckpointSource
+from megatron.interop.megatron_torch.carried_values import carried_from
+from megatron.interop.megatron_torch.common_state import TOKENIZER_FOLDER
+from megatron.interop.megatron_torch.megatron_arguments import plain_arguments
+from megatron.interop.megatron_torch.megatron_torch_writer import TRACKER_FILE
+from megatron.interop.torch_dist.chunk_file import ChunkFile, ChunkPlace, WrittenEntry
+from megatron.interop.torch_dist.folder_files import is_torch_dist
+from megatron.interop.torch_dist.metadata_writer import write_shared_files
+from megatron.interop.torch_dist.shared_values import read_common
+from megatron.interop.torch_dist.torch_dist_plan import TorchDistPlan
+
+MAX_FILE_BYTES = 4 * 1024**3
+"""Size at which the next data file begins."""
+_MAX_CHUNK_BYTES = 64 * 1024 * 1024
+
+
+def write_torch_dist(source: CheckpointSource, directory: str | Path, iteration: int | Literal["release"]) -> Path:
+    """Write the source as an iteration of ``directory`` and return the folder.
+
+    What is written loads at any layout: the configuration of the source says which one ``args`` record. The tracker
+    file is written last, when everything else is on disk; nothing of that name may be there before.
+
+    Raises:
+        CheckpointError: the file system refused.
+    """
+    directory = Path(directory)
+    folder = directory / (iteration if isinstance(iteration, str) else f"iter_{iteration:07d}")
+    needed = sum(info.num_bytes for info in source.tensors.values())
+    plan = TorchDistPlan(source.common, _carried_arguments(source.folder))
+    try:
+        folder.mkdir(parents=True)
+        if source.common["tokenizer"] is not None:
+            shutil.copytree(source.folder / source.common["tokenizer"], folder / TOKENIZER_FOLDER)
+        written = list(_write_files(source, plan, folder))
+        write_shared_files(folder, plan.shared_value(has_random_states=False), written)
+        write_text(directory / TRACKER_FILE, str(iteration))
+        sync_folder(directory)
+    except OSError as error:
+        free = shutil.disk_usage(directory).free if directory.is_dir() else 0
+        raise CheckpointError(
+            f"cannot write {error.filename or folder}: {error.strerror}; about {needed} bytes are needed in all, "
+            f"{free} are free"
+        ) from error
+    return folder
+
+
+def data_file_name(rank: int, number: int) -> str:
+    """Return the name of a data file of a rank."""
+    return f"__{rank}_{number}.distcp"
+
+
+def _write_files(
+    source: CheckpointSource, plan: TorchDistPlan, folder: Path, max_file_bytes: int = MAX_FILE_BYTES
+) -> Iterator[WrittenEntry]:
+    chunks = _chunks(source, plan)
+    number, is_done = 0, False
+    while not is_done:
+        with ChunkFile(folder / data_file_name(0, number)) as file:
+            if number == 0:
+                for layer in range(int(source.common["config"]["model"]["num_layers"])):
+                    for key, value in plan.layer_objects(layer):
+                        file.append_object(key, value)
+            is_done = True
+            for place, values in chunks:
+                file.append_chunk(place, values)
+                if file.num_bytes >= max_file_bytes:
+                    is_done = False
+                    break
+        yield from file.written
+        number += 1
+
+
+def _chunks(source: CheckpointSource, plan: TorchDistPlan) -> Iterator[tuple[ChunkPlace, torch.Tensor]]:
+    for name, info in source.tensors.items():
+        for box in split_box(info.whole, info.dtype.itemsize, _MAX_CHUNK_BYTES):
+            values = source.read(name, box)
+            for place in plan.places(name, info.global_shape, box):
+                yield place, values
+            for place in plan.padding(name, info.global_shape, box):
+                yield place, torch.zeros(place.box.shape, dtype=info.dtype)
+
+
+def _carried_arguments(folder: Path) -> Mapping[str, Any]:
+    """Return the values of ``args`` that a folder of one of Megatron's formats holds; none of another."""
+    if is_torch_dist(folder):
+        return plain_arguments(read_common(folder)["args"].attributes)
+    return carried_from(folder).arguments
