@@ -91,13 +91,6 @@ def test_a_changed_schedule_is_shown_and_reaches_every_parameter(checkpoints: Pa
         assert {f"optimizer.exp_avg.{weight}", f"optimizer.exp_avg_sq.{weight}"} <= changed
 
 
-def test_torch_dist_means_the_native_format(checkpoints: Path) -> None:
-    run = go_on(checkpoints, "--ckpt-format torch_dist").check()
-    (line,) = [line for line in run.stdout.splitlines() if line.startswith("--ckpt-format torch_dist: ")]
-    assert "native format" in line
-    assert read_index(newest(checkpoints)).common["progress"]["iteration"] == 6
-
-
 def test_a_folder_without_a_checkpoint_ends_the_run_on_demand(tmp_path: Path) -> None:
     run = fork_training(toy_args(tmp_path, FLAGS, "--exit-on-missing-checkpoint"))
     assert "--exit-on-missing-checkpoint is given" in errors_of(run)

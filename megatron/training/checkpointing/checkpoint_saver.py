@@ -17,7 +17,7 @@ from megatron.core.errors import CheckpointError, TrainingError
 from megatron.training.checkpointing.checkpoint_choice import Log
 from megatron.training.checkpointing.checkpoint_saving import CommonState, SaveTarget, save_in_steps
 from megatron.training.checkpointing.save_directory import SaveFolders, prepare_save_directory
-from megatron.training.config.checkpoint_config import CheckpointConfig
+from megatron.training.config.checkpoint_config import NATIVE_FORMAT, CheckpointConfig
 from megatron.training.process.initialize import Runtime
 
 
@@ -112,10 +112,10 @@ def open_saver(options: CheckpointConfig, runtime: Runtime, log: Log) -> Checkpo
     if options.save is None:
         return None
     folders = prepare_save_directory(options.save, runtime.state, log)
-    if options.ckpt_format == "torch" and not folders.is_shared:
-        # Its files hold what ranks of several machines write.
+    if options.ckpt_format != NATIVE_FORMAT and not folders.is_shared:
+        # Their files belong together, or hold what ranks of several machines write.
         raise CheckpointError(
-            f"--ckpt-format torch needs a folder that all machines share, and --save {options.save} is a folder of its "
-            "own on each; change --save, or save in the native format and convert"
+            f"--ckpt-format {options.ckpt_format} needs a folder that all machines share, and --save {options.save} is "
+            "a folder of its own on each; change --save, or save in the native format and convert"
         )
     return CheckpointSaver(Path(options.save), folders, runtime, options, log)

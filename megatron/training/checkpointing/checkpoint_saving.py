@@ -47,6 +47,7 @@ from megatron.training.checkpointing.checkpoint_directory import (
 from megatron.training.checkpointing.checkpoint_folders import iteration_folder
 from megatron.training.checkpointing.checkpoint_tokenizer import warn_of_missing_tokenizer, write_tokenizer_files
 from megatron.training.checkpointing.save_directory import SaveFolders, one_folder
+from megatron.training.checkpointing.torch_dist_saving import plan_torch_dist_share
 from megatron.training.checkpointing.torch_saving import plan_torch_share
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.train_state import TrainProgress
@@ -133,6 +134,8 @@ def save_in_steps(tensors: RunTensors, common: CommonState, target: SaveTarget) 
         raise_on_all_ranks(_attempt(lambda: _create_folder(target, iteration)), world)
         if target.options.ckpt_format == "torch":
             yield from _torch_steps(tensors, common, target, content)
+        elif target.options.ckpt_format == "torch_dist":
+            yield from _torch_dist_steps(tensors, common, target, content)
         else:
             yield from _native_steps(tensors, common, target, content)
     except MegatronError:
@@ -195,6 +198,32 @@ def _torch_steps(
         task = BackgroundTask(work, _THREAD_NAME)
         yield task
         _results(task, target.state.world)
+
+
+def _torch_dist_steps(
+    tensors: RunTensors, common: CommonState, target: SaveTarget, content: Mapping[str, Any]
+) -> Iterator[BackgroundTask[Any]]:
+    """Write and publish a checkpoint of Megatron's torch_dist format."""
+    iteration, world = common.progress.iteration, target.state.world
+    folder = saving_folder(target.directory, iteration)
+    rng = {} if target.options.no_save_rng else tensors.rng
+    share = plan_torch_dist_share(folder, content, _saved_state(tensors, target), rng, target.state)
+    if target.area is not None:
+        share = share.staged(target.area)
+    write_tokenizer = common.write_tokenizer if target.is_leader else None
+    writing = BackgroundTask(lambda: (share.write(), write_tokenizer_files(folder, write_tokenizer)), _THREAD_NAME)
+    yield writing
+    results = _results(writing, world)
+    warn_of_missing_tokenizer([warning for _, warning in results], target.log)
+
+    def finish() -> None:
+        if target.is_leader:
+            share.complete([entry for entries, _ in results for entry in entries])
+        _publish(target, iteration)
+
+    finishing = BackgroundTask(finish, _THREAD_NAME)
+    yield finishing
+    _results(finishing, world)
 
 
 def _plain_content(tensors: RunTensors, common: CommonState, target: SaveTarget) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def plan_torch_share(
     params_dtype = dtype_from_name(content["config"]["model"]["params_dtype"])
     main_dtype = arithmetic_dtype(params_dtype)
     planner = RankPlanner(content, lambda name: params_dtype if name.startswith(MODEL_PREFIX) else main_dtype)
-    extras = RankExtras(arguments={}, rng_state=_rng_state(content, rng, state))
+    extras = RankExtras(arguments={}, rng_state=stored_random_states(content, rng, state))
     holdings: dict[str, list[ShardedTensor]] = {}
     for tensor in tensors:
         holdings.setdefault(tensor.name, []).append(tensor)
@@ -195,7 +195,7 @@ def _find_gap(share: TorchShare, state: ParallelState) -> CheckpointError | None
     return None
 
 
-def _rng_state(content: Mapping[str, Any], rng: Mapping[str, torch.Tensor], state: ParallelState) -> Any:
+def stored_random_states(content: Mapping[str, Any], rng: Mapping[str, torch.Tensor], state: ParallelState) -> Any:
     """Return Megatron's ``rng_state``: that of the first rank of a place, or of all where they draw their own dropout.
 
     Generators that are not used here stand where Megatron's seeds put them at the start of a run.

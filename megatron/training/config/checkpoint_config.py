@@ -6,6 +6,9 @@ import dataclasses
 
 from megatron.core.config_base import flag
 
+NATIVE_FORMAT = "safetensors"
+"""The name of the native format on the command line."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -29,8 +32,8 @@ class CheckpointConfig:
     """Load the weights alone and begin at iteration 0."""
     ckpt_step: int | None = None
     """Iteration to load, in place of the newest."""
-    ckpt_format: str = flag("safetensors", choices=("safetensors", "torch_dist", "torch"))
-    """Format of the checkpoints written; safetensors is the native one."""
+    ckpt_format: str = flag(NATIVE_FORMAT, choices=(NATIVE_FORMAT, "torch_dist", "torch"))
+    """Format of the checkpoints written; safetensors is the native one, torch_dist and torch are Megatron's."""
     async_save: bool = False
     """Write checkpoints while training goes on."""
     keep_last: int | None = None

@@ -32,7 +32,6 @@ def resolve(config: RunConfig) -> Resolution:
     config = _resolve_weight_decay(config)
     notes.extend(_attention_notes(config))
     notes.extend(_loading_notes(config))
-    notes.extend(_checkpoint_notes(config))
     notes.extend(_validation_notes(config))
     return Resolution(config, tuple(notes), tuple(problems))
 
@@ -136,10 +135,4 @@ def _loading_notes(config: RunConfig) -> list[str]:
 def _validation_notes(config: RunConfig) -> list[str]:
     if config.validation.full_validation and config.validation.extra_valid_data_samples:
         return ["--extra-valid-data-samples has no effect with --full-validation: all of each set is evaluated"]
-    return []
-
-
-def _checkpoint_notes(config: RunConfig) -> list[str]:
-    if config.checkpoint.ckpt_format == "torch_dist":
-        return ["--ckpt-format torch_dist: checkpoints are written in the native format"]
     return []

@@ -1,0 +1,145 @@
+"""Runs that save with --ckpt-format torch_dist go on at any layout, and torch.distributed.checkpoint reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron.interop.comparison import compare_sources
+from megatron.interop.open_checkpoint import open_checkpoint
+from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
+from tests.e2e.test_torch_checkpoints import LAYOUTS, NO_DROPOUT, compare
+from tests.e2e.toy_run import exact_figures, leftovers, newest, toy_args
+from tests.harness.forked_training import ForkedRun, fork_training
+
+FLAGS = "--num-layers 4 --train-iters 8 --save-interval 4 --eval-interval 1000"
+SAVE = "--ckpt-format torch_dist"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[ForkedRun, Path]:
+    folder = tmp_path_factory.mktemp("whole")
+    return fork_training(toy_args(folder, FLAGS, NO_DROPOUT)).check(), folder / "checkpoints"
+
+
+def read_with_torch(folder: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of a folder as torch's own loader reads it."""
+    described = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    values = {
+        key: torch.full(entry.size, -7, dtype=entry.properties.dtype)
+        for key, entry in described.items()
+        if isinstance(entry, dcp.TensorStorageMetadata)
+    }
+    dcp.load(values, checkpoint_id=folder, no_dist=True)
+    return values
+
+
+def assert_torch_reads(folder: Path) -> None:
+    """Assert that torch reads what a source reads of every parameter, and zeros where the vocabulary is padded."""
+    source = TorchDistSource(folder)
+    values = read_with_torch(folder)
+    for name in source.tensors:
+        *prefix, parameter = name.split(".", 1 if name.startswith("model.") else 2)
+        key = parameter if prefix == ["model"] else f"optimizer.state.{prefix[1]}.{parameter}"
+        ours = source.read(name)
+        words = key.split(".layers.")
+        if len(words) == 2:
+            layer, _, rest = words[1].partition(".")
+            for module, norm in (
+                ("self_attention.linear_qkv", "input_layernorm"),
+                ("mlp.linear_fc1", "pre_mlp_layernorm"),
+            ):
+                rest = rest.replace(f"{norm}.", f"{module}.layer_norm_")
+            theirs = values[f"{words[0]}.layers.{rest}"][int(layer)]
+        else:
+            theirs = values[key]
+        assert torch.equal(theirs[: ours.shape[0]], ours), name
+        assert not theirs[ours.shape[0] :].any(), name
+    source.close()
+
+
+def test_resume_at_the_same_layout_is_exact_with_dropout(tmp_path: Path) -> None:
+    layout = "--tensor-model-parallel-size 2 --use-distributed-optimizer --bf16 --async-save --swiglu"
+    layout += " --untie-embeddings-and-output-weights --vocab-size 129"
+    whole = fork_training(toy_args(tmp_path / "whole", FLAGS, SAVE, layout), 4).check()
+    folder = tmp_path / "parts"
+    fork_training(toy_args(folder, FLAGS, SAVE, layout, "--exit-interval 4"), 4).check()
+    found = sorted(path.name for path in newest(folder / "checkpoints").iterdir() if path.is_file())
+    assert found == [".metadata", *(f"__{rank}_0.distcp" for rank in range(4)), "common.pt", "metadata.json"]
+    resumed = fork_training(toy_args(folder, FLAGS, SAVE, layout), 4).check()
+    assert exact_figures(resumed.iterations()) == exact_figures(whole.iterations())
+    assert leftovers(folder / "checkpoints") == []
+    ours, theirs = (open_checkpoint(newest(run / "checkpoints")) for run in (folder, tmp_path / "whole"))
+    assert all(found.is_equal for found in compare_sources(ours, theirs))
+    assert (ours.common["progress"], ours.common["optimizer"]) == (
+        theirs.common["progress"],
+        theirs.common["optimizer"],
+    )
+    assert ours.tensors["model.embedding.word_embeddings.weight"].global_shape == (130, 32)
+    values = read_with_torch(newest(folder / "checkpoints"))
+    # 130 tokens, padded to a multiple of 8 x TP.
+    for key in ("embedding.word_embeddings.weight", "optimizer.state.param.output_layer.weight"):
+        assert values[key].shape == (144, 32)
+        assert not values[key][130:].any()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_layout_goes_on_from_any_other(name: str, whole: tuple[ForkedRun, Path], tmp_path: Path) -> None:
+    processes, layout = LAYOUTS[name]
+    fork_training(toy_args(tmp_path, FLAGS, SAVE, NO_DROPOUT, layout, "--exit-interval 4"), processes).check()
+    assert_torch_reads(newest(tmp_path / "checkpoints"))
+    back = fork_training(toy_args(tmp_path, FLAGS, NO_DROPOUT)).check()
+    compare(back, whole[0])
+
+
+def test_a_folder_saved_natively_goes_on_in_megatrons_format(whole: tuple[ForkedRun, Path], tmp_path: Path) -> None:
+    fork_training(toy_args(tmp_path, FLAGS, NO_DROPOUT, "--exit-interval 4")).check()
+    compare(fork_training(toy_args(tmp_path, FLAGS, SAVE, NO_DROPOUT, "--keep-last 1")).check(), whole[0])
+    folders = [tmp_path / "checkpoints" / f"iter_{iteration:07d}" for iteration in (4, 8)]
+    assert [(folder / "index.json").is_file() for folder in folders] == [True, False]
+    ours, theirs = open_checkpoint(folders[1]), open_checkpoint(newest(whole[1]))
+    assert all(found.is_equal for found in compare_sources(ours, theirs))
+
+
+def test_ranks_that_share_a_key_value_group(tmp_path: Path) -> None:
+    groups = "--group-query-attention --num-query-groups 2"
+    whole = fork_training(toy_args(tmp_path / "whole", FLAGS, NO_DROPOUT, groups)).check()
+    layout = f"--tensor-model-parallel-size 4 {groups} --exit-interval 4"
+    fork_training(toy_args(tmp_path / "parts", FLAGS, SAVE, NO_DROPOUT, layout), 4).check()
+    compare(fork_training(toy_args(tmp_path / "parts", FLAGS, NO_DROPOUT, groups)).check(), whole)
+
+
+def test_damaged_files_fall_back_or_end_the_run_in_one_line(tmp_path: Path) -> None:
+    flags = toy_args(tmp_path, FLAGS, SAVE, "--train-iters 4 --save-interval 2")
+    fork_training(flags).check()
+    folder = tmp_path / "checkpoints" / "iter_0000004"
+    shard, metadata = folder / "__0_0.distcp", folder / ".metadata"
+
+    def refusal(*more: str) -> str:
+        run = fork_training([*flags, "--ckpt-step", "4", *more])
+        assert run.statuses == (2,), run.outputs
+        (line,) = run.errors[0].strip().splitlines()
+        return line
+
+    kept = shard.read_bytes()
+    flipped = bytearray(kept)
+    flipped[len(kept) // 2] ^= 1
+    shard.write_bytes(flipped)
+    assert f"{shard}: the bytes of storage" in refusal()
+    shard.write_bytes(kept[:-1000])
+    assert f"{shard}: ends within" in refusal()
+    shard.unlink()
+    assert f"{shard}: No such file or directory" in refusal()
+    shard.write_bytes(kept)
+    assert "is of another tokenizer" in refusal("--vocab-size", "300")
+    metadata.write_bytes(metadata.read_bytes()[:-100])
+    assert f"{metadata}: not the metadata of a checkpoint" in refusal()
+    metadata.unlink()
+    assert f"{metadata}: No such file or directory" in refusal()
+    run = fork_training(flags).check()
+    assert f"WARNING: checkpoint {folder} is damaged" in run.stdout
+    assert [line["iteration"] for line in run.iterations()][-2:] == [3, 4]
+    assert metadata.exists()
