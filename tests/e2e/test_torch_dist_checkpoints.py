@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
 from megatron.interop.comparison import compare_sources
 from megatron.interop.open_checkpoint import open_checkpoint
-from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
 from tests.e2e.test_torch_checkpoints import LAYOUTS, NO_DROPOUT, compare
 from tests.e2e.toy_run import exact_figures, leftovers, newest, toy_args
 from tests.harness.forked_training import ForkedRun, fork_training
+from tests.harness.torch_loader import assert_torch_reads, read_with_torch
 
 FLAGS = "--num-layers 4 --train-iters 8 --save-interval 4 --eval-interval 1000"
 SAVE = "--ckpt-format torch_dist"
@@ -23,42 +21,6 @@ SAVE = "--ckpt-format torch_dist"
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[ForkedRun, Path]:
     folder = tmp_path_factory.mktemp("whole")
     return fork_training(toy_args(folder, FLAGS, NO_DROPOUT)).check(), folder / "checkpoints"
-
-
-def read_with_torch(folder: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a folder as torch's own loader reads it."""
-    described = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    values = {
-        key: torch.full(entry.size, -7, dtype=entry.properties.dtype)
-        for key, entry in described.items()
-        if isinstance(entry, dcp.TensorStorageMetadata)
-    }
-    dcp.load(values, checkpoint_id=folder, no_dist=True)
-    return values
-
-
-def assert_torch_reads(folder: Path) -> None:
-    """Assert that torch reads what a source reads of every parameter, and zeros where the vocabulary is padded."""
-    source = TorchDistSource(folder)
-    values = read_with_torch(folder)
-    for name in source.tensors:
-        *prefix, parameter = name.split(".", 1 if name.startswith("model.") else 2)
-        key = parameter if prefix == ["model"] else f"optimizer.state.{prefix[1]}.{parameter}"
-        ours = source.read(name)
-        words = key.split(".layers.")
-        if len(words) == 2:
-            layer, _, rest = words[1].partition(".")
-            for module, norm in (
-                ("self_attention.linear_qkv", "input_layernorm"),
-                ("mlp.linear_fc1", "pre_mlp_layernorm"),
-            ):
-                rest = rest.replace(f"{norm}.", f"{module}.layer_norm_")
-            theirs = values[f"{words[0]}.layers.{rest}"][int(layer)]
-        else:
-            theirs = values[key]
-        assert torch.equal(theirs[: ours.shape[0]], ours), name
-        assert not theirs[ours.shape[0] :].any(), name
-    source.close()
 
 
 def test_resume_at_the_same_layout_is_exact_with_dropout(tmp_path: Path) -> None:

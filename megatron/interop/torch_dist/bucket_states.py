@@ -6,6 +6,7 @@ Kinds ``dp_reshardable`` and, before it, ``fully_sharded_bucket_space`` (a tenso
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,8 +46,16 @@ class _Run:
     fields: tuple[Any, ...] = ()
 
 
-_Buffers = dict[tuple[int, int], dict[str, list[_Run]]]
-"""The runs of each kind of state, by model-parallel rank and number of the buffer, in order."""
+@dataclass(frozen=True)
+class _Buffer:
+    """Hold what is stored of one kind of state in one buffer, and the number of elements that the buffer has."""
+
+    runs: tuple[_Run, ...]
+    length: int
+
+
+_Buffers = dict[tuple[int, int], dict[str, _Buffer]]
+"""The buffers of each kind of state, by model-parallel rank and number of the buffer."""
 
 
 class BucketStates:
@@ -102,23 +111,24 @@ class BucketStates:
                         has_loss=contents.has_loss,
                     )
                     for parameter, start in self._placed(parameters, states["param"], pp_rank, number):
-                        for kind, runs in states.items():
-                            for box in _parameter_boxes(parameter, start, runs):
+                        for kind, buffer in states.items():
+                            for box in _parameter_boxes(parameter, start, buffer.runs):
                                 yield FLAT_STATES[kind], parameter, box
 
     def _placed(
-        self, parameters: Sequence[LocalParameter], runs: Sequence[_Run], pp_rank: int, number: int
+        self, parameters: Sequence[LocalParameter], buffer: _Buffer, pp_rank: int, number: int
     ) -> list[tuple[LocalParameter, int]]:
         """Return each parameter's first element in the buffer."""
-        length = runs[-1].end
         for ordered in (parameters, in_fused_order(parameters)):
             for layout in self._layouts(ordered, pp_rank, number):
                 placed = list(zip(ordered, layout.starts))
-                if layout.num_elements == length and all(self._is_weight(p, start, runs) for p, start in placed):
+                fits = layout.num_elements == buffer.length
+                if fits and all(self._is_weight(p, start, buffer.runs) for p, start in placed):
                     return placed
+        needed = sum(parameter.num_elements for parameter in parameters)
         raise CheckpointError(
-            f"{self.metadata.path}: the optimizer's buffer {number} of pipeline rank {pp_rank} has {length} elements, "
-            f"which do not lie as Megatron lays out the {sum(p.num_elements for p in parameters)} of its parameters"
+            f"{self.metadata.path}: the optimizer's buffer {number} of pipeline rank {pp_rank} has {buffer.length} "
+            f"elements, which do not lie as Megatron lays out the {needed} of its parameters"
         )
 
     def _layouts(self, parameters: Sequence[LocalParameter], pp_rank: int, number: int) -> Iterator[FlatBuffer]:
@@ -129,8 +139,11 @@ class BucketStates:
             yield plan_flat_buffer(sizes, bucket_size, own_bucket)
 
     def _is_weight(self, parameter: LocalParameter, start: int, runs: Sequence[_Run]) -> bool:
-        """Return whether the first and the last real element of a parameter in the buffer are the weight's."""
-        boxes = list(_parameter_boxes(parameter, start, runs))
+        """Return whether the first and the last real element of a parameter in the buffer are the weight's.
+
+        A copy of a weight is taken for one: the files hold the weight once.
+        """
+        boxes = [] if parameter.is_replica else list(_parameter_boxes(parameter, start, runs))
         for box, is_end in ((boxes[0], False), (boxes[-1], True)) if boxes else ():
             shape = box.box.shape
             corner = tuple(o + (size - 1 if is_end else 0) for o, size in zip(box.box.offset, shape, strict=True))
@@ -151,31 +164,31 @@ class BucketStates:
                 buckets.setdefault((int(group), int(number), kind), {})[int(bucket)] = key
         for (group, number, kind), keys in buckets.items():
             lengths = self._unpadded(group, number)
-            runs = found.setdefault((group, number), {})[kind] = []
-            end = 0
+            runs: list[_Run] = []
+            base = 0
             for bucket in range(len(keys)):
                 if bucket not in keys:
                     raise CheckpointError(f"{self.metadata.path}: bucket {bucket} of {kind} is missing")
-                bucket_runs = list(self._bucket_runs(keys[bucket], end, lengths[bucket] if lengths else None))
-                runs += bucket_runs
-                end = bucket_runs[-1].end
+                size = math.prod(self.metadata.tensors[keys[bucket]].shape)
+                length = size if lengths is None else min(lengths[bucket], size)
+                runs += self._bucket_runs(keys[bucket], base, length)
+                base += length
+            found.setdefault((group, number), {})[kind] = _Buffer(tuple(runs), base)
         for key, segment in self.metadata.objects.items():
             match = _GATHERED.fullmatch(key)
             if match is not None:
                 for number, kind, run in self._gathered_runs(segment):
-                    found.setdefault((int(match[1]), number), {})[kind] = [run]
+                    found.setdefault((int(match[1]), number), {})[kind] = _Buffer((run,), run.end)
         return found
 
-    def _bucket_runs(self, key: str, base: int, unpadded: int | None) -> Iterator[_Run]:
-        """Yield the runs of one bucket that begins at element ``base`` of the buffer; padding after it is left out.
+    def _bucket_runs(self, key: str, base: int, length: int) -> Iterator[_Run]:
+        """Yield the runs of a bucket's first ``length`` elements; it begins at element ``base`` of the buffer.
 
         Shapes: a bucket is ``[elements]``, or ``[data-parallel ranks, elements of each]``.
         """
         entry = self.metadata.tensors[key]
-        *_, row = entry.shape
-        length = row * (entry.shape[0] if len(entry.shape) == 2 else 1) if unpadded is None else unpadded
-        for chunk in sorted(entry.chunks, key=lambda chunk: chunk.box.offset):
-            place = chunk.box.offset[-1] + (chunk.box.offset[0] * row if len(entry.shape) == 2 else 0)
+        for chunk in entry.chunks:
+            place = chunk.box.offset[-1] + (chunk.box.offset[0] * entry.shape[1] if len(entry.shape) == 2 else 0)
             end = min(place + chunk.box.num_elements, length)
             if end > place:
                 yield _Run(base + place, base + end, chunk.segment)
