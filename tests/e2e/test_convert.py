@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ from megatron.commands.convert_arguments import parse_arguments
 from megatron.conversion import conversion
 from megatron.conversion.conversion import convert
 from megatron.conversion.conversion_check import ConversionMismatchError
+from megatron.conversion.difference import diff_checkpoints
 from megatron.core.errors import CheckpointError
 from megatron.interop.comparison import compare_sources
 from megatron.interop.native.native_source import NativeSource
+from megatron.interop.open_checkpoint import open_checkpoint
 from megatron.training.config.run_config import RunConfig
 from tests.e2e.toy_run import exact_figures, newest, toy_args
 from tests.harness.forked_training import fork_training
 
 STATE = ("progress", "optimizer", "scheduler", "tokenizer")
+PADDED = "--make-vocab-size-divisible-by 96"
 HALF_WAY = "--bf16 --exit-interval 4 --num-layers 4"
 
 
@@ -37,6 +41,26 @@ def run_converter(load: Path, save: Path, *more: str) -> list[str]:
     words = ["--load-dir", str(load), "--save-dir", str(save), *" ".join(more).split()]
     convert(parse_arguments(words).values, lines.append)
     return lines
+
+
+@pytest.mark.parametrize("origin", ["native", "torch"])
+def test_there_and_back_by_torch_dist(origin: str, trained: Path, tmp_path: Path) -> None:
+    start = trained
+    if origin == "torch":
+        start = tmp_path / "torch"
+        run_converter(trained, start, "--saver torch")
+    sizes = "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 2"
+    run_converter(start, tmp_path / "between", "--saver torch_dist", sizes)
+    # 128 tokens are padded to a multiple of 8 x 2; --make-vocab-size-divisible-by 96 pads them to 192.
+    run_converter(tmp_path / "between", tmp_path / "padded", "--loader torch_dist --saver torch_dist", PADDED)
+    run_converter(tmp_path / "padded", tmp_path / "back", f"--saver {origin}")
+    lines: list[str] = []
+    words = {"first": start, "second": tmp_path / "back", "ckpt_step": None}
+    settings = argparse.Namespace(**words, weights_only=False, tolerance=0.0)
+    assert diff_checkpoints(settings, lines.append), lines
+    back = open_checkpoint(newest(tmp_path / "back"))
+    assert back.tensors["optimizer.main_param.embedding.word_embeddings.weight"].global_shape == (128, 32)
+    back.close()
 
 
 def test_another_layout_holds_the_same_bits_and_is_resumed(trained: Path, tmp_path: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
+
+import pytest
 
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.interop.huggingface.writer import write_hugging_face
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
 from megatron.interop.native.native_source import NativeSource
+from megatron.interop.torch_dist.torch_dist_writer import write_torch_dist
 from tests.e2e.test_text_generation import (
     GPT2_SHAPE,
     NULL_TOKENIZER,
@@ -56,17 +60,24 @@ def test_a_hugging_face_folder_is_cut_over_processes(tmp_path: Path) -> None:
     assert result.stdout == expected_text(flags, "3 14 15", 9) + "\n"
 
 
-def megatron_folder(folder: Path, flags: str, iteration: int | Literal["release"] = 10) -> Path:
+def megatron_folder(
+    folder: Path,
+    flags: str,
+    iteration: int | Literal["release"] = 10,
+    write: Callable[..., Path] = write_megatron_torch,
+) -> Path:
     save(folder / "native", flags)
     source = NativeSource(folder / "native" / "iter_0000010")
-    write_megatron_torch(source, folder / "megatron", iteration)
+    write(source, folder / "megatron", iteration)
     source.close()
     return folder / "megatron"
 
 
-def test_megatrons_files_with_ids_for_text(tmp_path: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("write", [write_megatron_torch, write_torch_dist])
+def test_megatrons_files_with_ids_for_text(write: Callable[..., Path], tmp_path: Path, monkeypatch, capsys) -> None:
     flags = f"{QWEN_SHAPE} {NULL_TOKENIZER}"
-    words = ("--load", megatron_folder(tmp_path, flags), "--prompt", "3 14 15", "--tokens-to-generate", "9", "--greedy")
+    folder = megatron_folder(tmp_path, flags, write=write)
+    words = ("--load", folder, "--prompt", "3 14 15", "--tokens-to-generate", "9", "--greedy")
     assert call_tool(monkeypatch, capsys, *words) == (0, expected_text(flags, "3 14 15", 9) + "\n", "")
 
 

@@ -58,6 +58,10 @@ class TorchDistSource:
         self.config = config_of_arguments(self.arguments)
         self.padded_vocab_size = self._shapes.get(f"model.{WORD_EMBEDDING}", (0,))[0]
         self.config["model"]["vocab_size"] = vocab_size or real_vocab_size(self.arguments, self.padded_vocab_size)
+        tokenizer = self.config["tokenizer"]
+        if tokenizer.get("tokenizer_type") == "NullTokenizer" and tokenizer.get("vocab_size") == self.padded_vocab_size:
+            # Counted with the end-of-document id, for which there would be no row otherwise.
+            tokenizer["vocab_size"] = self.padded_vocab_size - 1
         self.model = self._model_config()
         self._check_vocabulary(vocab_size)
         self.tensors: dict[str, TensorInfo] = {}
