@@ -10,6 +10,7 @@ from megatron.interop.comparison import compare_sources
 from megatron.interop.open_checkpoint import open_checkpoint
 from tests.e2e.test_torch_checkpoints import LAYOUTS, NO_DROPOUT, compare
 from tests.e2e.toy_run import exact_figures, leftovers, newest, toy_args
+from tests.harness.faults import Faults
 from tests.harness.forked_training import ForkedRun, fork_training
 from tests.harness.torch_loader import assert_torch_reads, read_with_torch
 
@@ -72,6 +73,18 @@ def test_ranks_that_share_a_key_value_group(tmp_path: Path) -> None:
     layout = f"--tensor-model-parallel-size 4 {groups} --exit-interval 4"
     fork_training(toy_args(tmp_path / "parts", FLAGS, SAVE, NO_DROPOUT, layout), 4).check()
     compare(fork_training(toy_args(tmp_path / "parts", FLAGS, NO_DROPOUT, groups)).check(), whole)
+
+
+@pytest.mark.parametrize("how", ["", "--async-save"])
+def test_a_disk_that_takes_no_more_is_said_and_leaves_what_was_there(how: str, tmp_path: Path) -> None:
+    args = toy_args(tmp_path, SAVE, how, "--save-interval 2 --train-iters 8 --eval-interval 100 --micro-batch-size 4")
+    run = fork_training(args, faults=Faults(no_room=(7, 100)))
+    assert run.statuses == (1,)
+    path = tmp_path / "checkpoints" / ".iter_0000008.saving" / "__0_0.distcp"
+    message = f"error: the last checkpoint, of iteration 8, was not saved: cannot write {path}: File too large; "
+    assert run.errors[0].startswith(message)
+    assert newest(tmp_path / "checkpoints").name in ("iter_0000006", "iter_0000004" if how else "")
+    assert leftovers(tmp_path / "checkpoints") == []
 
 
 def test_damaged_files_fall_back_or_end_the_run_in_one_line(tmp_path: Path) -> None:

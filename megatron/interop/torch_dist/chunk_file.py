@@ -81,7 +81,13 @@ class ChunkFile:
 
     def _append(self, key: str, value: Any, place: ChunkPlace | None, dtype: str | None) -> None:
         start = self.num_bytes
-        torch.save(value, self._file)
+        try:
+            torch.save(value, self._file)
+        except RuntimeError as error:
+            # What torch says of a file that takes no more hides what the file said.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         self.written.append(WrittenEntry(key, self.path.name, start, self.num_bytes - start, place, dtype))
 
 

@@ -57,6 +57,7 @@ class TorchDistShare:
         if not self.writes and not self.objects:
             return []
         path = self.folder / data_file_name(self.rank, 0)
+        needed = sum(write.values.nbytes * len(write.places) for write in self.writes)
         try:
             with ChunkFile(path) as file:
                 for key, value in self.objects:
@@ -65,7 +66,7 @@ class TorchDistShare:
                     for place in write.places:
                         file.append_chunk(place, write.values)
         except OSError as failure:
-            raise write_error(path, failure) from failure
+            raise write_error(path, failure, needed) from failure
         return file.written
 
     def complete(self, written: Sequence[WrittenEntry]) -> None:
