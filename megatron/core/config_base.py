@@ -101,7 +101,7 @@ class Config:
         for name in inspect.get_annotations(cls):
             declared = cls.__dict__.get(name, dataclasses.MISSING)
             field = declared if isinstance(declared, dataclasses.Field) else flag(declared)
-            options: FlagOptions = field.metadata[_METADATA_KEY]
+            options: FlagOptions = field.metadata.get(_METADATA_KEY, FlagOptions())
             own_role, names = options.role or role, in_args if options.in_args is None else options.in_args
             if own_role not in typing.get_args(Role):
                 roles = ", ".join(typing.get_args(Role))
