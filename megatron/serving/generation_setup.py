@@ -16,8 +16,8 @@ from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_toke
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_record import load_recorded_tokenizer
 from megatron.training.config.checks import layout
+from megatron.training.config.data_config import TokenizerConfig
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.tokenizer_config import TokenizerConfig
 from megatron.training.process.initialize import LaunchEnvironment, initialize_device, initialize_distributed
 from megatron.training.process.refusal import launch_environment_or_exit, refuse
 

@@ -130,6 +130,8 @@ class TrainingStep:
         for model in self.parts.models:
             model.zero_grad_buffer()
         result = self._forward_backward(source, begun)
+        if self.config.training.empty_unused_memory_level >= 2:
+            self.runtime.device.empty_cache()
         self._finish_gradients(result)
         with self.timers("optimizer", log_level=1):
             outcome = self._update(train_state.iteration + 1, begun.sample_ids.tolist())

@@ -75,11 +75,7 @@ def _resolve_batch(config: RunConfig) -> RunConfig:
 
 
 def _resolve_precision(config: RunConfig) -> RunConfig:
-    optimizer = dataclasses.replace(
-        config.optimizer,
-        params_dtype=config.model.params_dtype,
-        use_distributed_optimizer=config.ddp.use_distributed_optimizer,
-    )
+    optimizer = dataclasses.replace(config.optimizer, params_dtype=config.model.params_dtype)
     return dataclasses.replace(config, optimizer=optimizer)
 
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import typing
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.core.config_base import config_from_dict, config_to_dict
+from megatron.core.config_base import FieldSpec, config_from_dict, config_to_dict, field_specs
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.pipeline_parallel.schedules import default_schedule
 from megatron.core.pipeline_parallel.stage_layout import StageLayout, plan_stage_layout
 from megatron.training.config.checkpoint_config import CheckpointConfig
-from megatron.training.config.data_config import DataConfig
-from megatron.training.config.initialization_config import InitializationConfig
+from megatron.training.config.data_config import DataConfig, TokenizerConfig
 from megatron.training.config.logging_config import LoggingConfig
-from megatron.training.config.scheduler_config import SchedulerConfig
-from megatron.training.config.tokenizer_config import TokenizerConfig
-from megatron.training.config.training_config import TrainingConfig
-from megatron.training.config.validation_config import ValidationConfig
+from megatron.training.config.training_config import (
+    InitializationConfig,
+    SchedulerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +119,11 @@ class RunConfig:
             return self.logging.metrics_jsonl
         return f"{self.checkpoint.save}/metrics.jsonl"
 
+    def flags(self) -> Iterator[tuple[FieldSpec, Any]]:
+        """Yield every field that a flag sets, with its value."""
+        for part, spec in command_line_fields():
+            yield spec, getattr(getattr(self, part), spec.name)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the whole configuration as JSON-ready values."""
         return config_to_dict(self)
@@ -125,6 +132,20 @@ class RunConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """Read back what `to_dict` returned; raise ConfigurationError for anything else."""
         return config_from_dict(cls, values)
+
+
+def config_parts() -> dict[str, type]:
+    """Return the configuration classes of a run by the name of the part."""
+    hints = typing.get_type_hints(RunConfig)
+    return {name: hint for name, hint in hints.items() if hint is not int}
+
+
+def command_line_fields() -> Iterator[tuple[str, FieldSpec]]:
+    """Yield (part, field) for every field that a flag sets."""
+    for part, config_class in config_parts().items():
+        for spec in field_specs(config_class):
+            if spec.options.cli:
+                yield part, spec
 
 
 def samples_of_iterations(training: TrainingConfig, iterations: int, consumed: int = 0) -> int:

@@ -64,12 +64,7 @@ def _check_rampup(config: RunConfig) -> Iterator[str]:
 
 def _check_length(config: RunConfig) -> Iterator[str]:
     training = config.training
-    if training.train_iters and training.train_samples:
-        yield (
-            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude "
-            "each other; keep one"
-        )
-    elif not (training.train_iters or training.train_samples or training.skip_train):
+    if not (training.train_iters or training.train_samples or training.skip_train):
         yield "--train-iters is missing; give it, or --train-samples, or --skip-train"
     if 0 < training.train_samples < training.global_batch_size:
         yield (
@@ -78,17 +73,8 @@ def _check_length(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _check_garbage_collection(config: RunConfig) -> Iterator[str]:
-    if config.training.manual_gc_interval and not config.training.manual_gc:
-        yield (
-            f"--manual-gc-interval {config.training.manual_gc_interval} has no effect without --manual-gc; "
-            "add it or leave this out"
-        )
-
-
 CHECKS = (
     Check(_BATCH, _check_global_batch),
     Check((*_BATCH, "rampup_batch_size"), _check_rampup),
     Check(("train_iters", "train_samples", "global_batch_size", "micro_batch_size"), _check_length),
-    Check(("manual_gc_interval",), _check_garbage_collection),
 )

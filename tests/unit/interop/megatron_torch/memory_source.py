@@ -79,7 +79,7 @@ def _common(model: GPTConfig, has_optimizer: bool, distributed: bool, overlap: b
         "config": {
             "model": config_to_dict(model),
             "training": {"micro_batch_size": 2, "global_batch_size": 8},
-            "optimizer": {"lr": 3e-3, "params_dtype": model.params_dtype, "use_distributed_optimizer": distributed},
+            "optimizer": {"lr": 3e-3, "params_dtype": model.params_dtype},
             "scheduler": {},
             "ddp": {
                 "use_distributed_optimizer": distributed,

@@ -33,10 +33,9 @@ def test_warmup_as_a_share_of_the_decay_is_not_rounded() -> None:
     assert config.schedule_lengths.lr_warmup_steps == pytest.approx(2.7)
 
 
-def test_precision_and_sharding_reach_the_optimizer() -> None:
+def test_precision_reaches_the_optimizer() -> None:
     config = config_of("--bf16")
     assert config.optimizer.params_dtype == "bfloat16"
-    assert not config.optimizer.use_distributed_optimizer
 
 
 @pytest.mark.parametrize(
@@ -55,7 +54,7 @@ def test_sharding_strategies_and_the_distributed_optimizer_agree(
     assert resolved.notes == ()
     config = resolved.config
     assert (config.ddp.shards_optimizer, config.ddp.shards_gradients) == (shards, shards_gradients)
-    assert config.ddp.use_distributed_optimizer == config.optimizer.use_distributed_optimizer == shards
+    assert config.ddp.use_distributed_optimizer == shards
     assert config.ddp.overlap_param_gather == ("overlap-param-gather" in text)
 
 
@@ -134,6 +133,15 @@ def test_json_round_trip() -> None:
         world_size=1,
     )
     assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_a_configuration_of_an_earlier_release_reads_back_without_its_retired_field() -> None:
+    values = config_of("").to_dict()
+    values["optimizer"]["use_distributed_optimizer"] = True
+    assert RunConfig.from_dict(values) == config_of("")
+    values["optimizer"]["use_distributed_optimiser"] = True
+    with pytest.raises(ConfigurationError, match="unknown field use_distributed_optimiser"):
+        RunConfig.from_dict(values)
 
 
 def test_list_files(tmp_path: Path) -> None:

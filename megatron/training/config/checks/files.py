@@ -1,4 +1,4 @@
-"""Checks that the tokenizer's files are given and there."""
+"""Checks that the tokenizer's files are given and there, and that the folders of a run are folders."""
 
 from __future__ import annotations
 
@@ -46,8 +46,22 @@ def _check_null_tokenizer(config: RunConfig) -> Iterator[str]:
         yield "--vocab-size is missing; --tokenizer-type NullTokenizer needs it"
 
 
+def _check_folders(config: RunConfig) -> Iterator[str]:
+    for name, folder in (
+        ("--save", config.checkpoint.save),
+        ("--load", config.checkpoint.load),
+        ("--tensorboard-dir", config.logging.tensorboard_dir),
+        ("--data-cache-path", config.data.data_cache_path),
+    ):
+        if folder is not None and Path(folder).is_file():
+            yield f"{name} {folder} is a file; give a folder"
+    if config.logging.metrics_jsonl is not None and Path(config.logging.metrics_jsonl).is_dir():
+        yield f"--metrics-jsonl {config.logging.metrics_jsonl} is a folder; give a file"
+
+
 CHECKS = (
     Check(("tokenizer_type",), _check_byte_pair_files),
     Check(("tokenizer_type",), _check_model_file),
     Check(("tokenizer_type", "vocab_size"), _check_null_tokenizer),
+    Check((), _check_folders),
 )
