@@ -78,12 +78,12 @@ def test_scale_stays_above_its_minimum() -> None:
     assert scales(scaler, "xxx") == [8, 6, 6]
 
 
-def test_the_logged_run_of_fifteen_skipped_iterations() -> None:
+def test_sixteen_overflows_at_the_start_leave_two_to_the_seventeen() -> None:
     scaler = make_grad_scaler(OptimizerConfig(params_dtype="float16"))
     assert scaler.scale == 2.0**32
-    for _ in range(15):
+    for _ in range(16):
         scaler.update(found_inf=True)
-    assert scaler.scale == 262144.0
+    assert scaler.scale == 131072.0
 
 
 def test_state_survives_json_and_continues_alike() -> None:
