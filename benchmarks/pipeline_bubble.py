@@ -29,6 +29,7 @@ from benchmarks.machine import describe_machine
 from megatron.core.collectives import barrier
 from megatron.core.main_grad import WeightGradQueue
 from megatron.core.parallel_state import create_parallel_state
+from megatron.core.pipeline_parallel.action import StagePlace
 from megatron.core.pipeline_parallel.executor import (
     MicrobatchLoss,
     ModelChunk,
@@ -38,7 +39,6 @@ from megatron.core.pipeline_parallel.executor import (
 )
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.schedules import SCHEDULES
-from megatron.core.pipeline_parallel.stage_place import StagePlace
 from megatron.core.pipeline_parallel.timeline import Timeline
 from tests.harness.distributed import run_distributed
 

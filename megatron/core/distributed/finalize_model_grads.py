@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.collectives import all_reduce, broadcast
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.param_part import ParamPart
+from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.parallel_state import ParallelState
 from megatron.core.process_group import Group
 

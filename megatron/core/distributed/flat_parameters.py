@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from megatron.core.collectives import all_gather_into
 from megatron.core.distributed.param_layout import ParamLayout
 from megatron.core.process_group import Group
+from megatron.core.sharding import ParamSpec, flat_range_boxes, spec_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -58,3 +60,39 @@ class FlatParameters:
         """Wait until every bucket is gathered."""
         while self._works:
             self.wait(next(iter(self._works)))
+
+
+@dataclass(frozen=True, eq=False)
+class ParamPart:
+    """Hold the elements ``[start, end)`` of a flattened parameter: their values and, once reduced, their gradient.
+
+    Both are views: of the parameter's own memory and of where the gradients of an iteration end up.
+
+    Shapes: ``values, gradient: [end - start]``.
+    """
+
+    parameter: torch.nn.Parameter
+    start: int
+    end: int
+    values: torch.Tensor
+    gradient: torch.Tensor
+
+    @property
+    def spec(self) -> ParamSpec:
+        """Return the description of the whole local parameter."""
+        return spec_of(self.parameter)
+
+    def described(self, flat: torch.Tensor) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+        """Cut a tensor of this part's length into views that are boxes of the local parameter, each described.
+
+        Boxes that are padding only are left out.
+
+        Shapes: ``flat: [end - start]``.
+        """
+        position = 0
+        for box in flat_range_boxes(self.parameter.shape, self.start, self.end):
+            view = flat[position : position + box.num_elements].view(box.shape)
+            position += box.num_elements
+            spec = self.spec.within(box)
+            if spec.pieces:
+                yield spec, view

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron.core.collectives import all_reduce, reduce_scatter_into
-from megatron.core.distributed.flat_parameters import FlatParameters
+from megatron.core.distributed.flat_parameters import FlatParameters, ParamPart
 from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, parts_of_range
-from megatron.core.distributed.param_part import ParamPart
 from megatron.core.main_grad import MainGrad, attach_main_grad, gradient_uses_of
 from megatron.core.process_group import Group
 
@@ -214,3 +214,26 @@ class ParamAndGradBuffer:
         if self.plan.shard:
             return reduce_scatter_into(shard, whole, self.group, op, async_op=self.plan.overlap)
         return all_reduce(whole, self.group, op, async_op=self.plan.overlap)
+
+
+def await_in_forward(module: nn.Module, buffers: Sequence[ParamAndGradBuffer]) -> None:
+    """Let every submodule, when it is called, wait until the buckets of its own parameters are gathered.
+
+    So gathering overlaps with the forward passes of the submodules before. A parameter may be used elsewhere only
+    after its own module has been called in the same forward pass.
+    """
+    bucket_of: dict[int, tuple[FlatParameters, int]] = {}
+    for buffer in buffers:
+        assert buffer.flat_parameters is not None
+        for index, bucket in enumerate(buffer.buckets):
+            for parameter in buffer.parameters_of(bucket):
+                bucket_of[id(parameter)] = (buffer.flat_parameters, index)
+    for submodule in module.modules():
+        own = [bucket_of[id(p)] for p in submodule.parameters(recurse=False) if id(p) in bucket_of]
+        if own:
+            submodule.register_forward_pre_hook(functools.partial(_wait_for, tuple(dict.fromkeys(own))))
+
+
+def _wait_for(awaited: Iterable[tuple[FlatParameters, int]], module: nn.Module, args: object) -> None:
+    for parameters, index in awaited:
+        parameters.wait(index)

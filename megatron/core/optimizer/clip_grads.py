@@ -10,9 +10,9 @@ import torch
 
 from megatron.core.collectives import all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.distributed.param_and_grad_buffer import GradSegment, ParamAndGradBuffer
 from megatron.core.distributed.param_layout import PARAM_ALIGNMENT, parts_of_range
-from megatron.core.distributed.param_part import ParamPart
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group

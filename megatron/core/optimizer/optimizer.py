@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.collectives import all_gather_objects, all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.param_part import ParamPart
+from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.errors import TrainingError
 from megatron.core.optimizer.clip_grads import (
     GradMeter,
@@ -21,9 +21,8 @@ from megatron.core.optimizer.clip_grads import (
     sum_of_squares,
 )
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
-from megatron.core.optimizer.inner_optimizer import InnerOptimizer
+from megatron.core.optimizer.inner_optimizer import InnerOptimizer, build_param_groups
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import build_param_groups
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.sharding import ParamSpec

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron.core.pipeline_parallel.stage_place import RECEIVES_AHEAD
+from megatron.core.pipeline_parallel.action import RECEIVES_AHEAD
 from megatron.core.process_group import Group
 
 

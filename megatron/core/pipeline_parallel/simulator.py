@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from megatron.core.errors import MegatronError
-from megatron.core.pipeline_parallel.action import Action, Pass
-from megatron.core.pipeline_parallel.stage_place import RECEIVES_AHEAD, StagePlace, sends_in_flight
+from megatron.core.pipeline_parallel.action import RECEIVES_AHEAD, Action, Pass, StagePlace, sends_in_flight
 from megatron.core.pipeline_parallel.timeline import RankTimeline, Timeline
 
 
