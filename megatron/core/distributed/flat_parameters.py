@@ -1,4 +1,4 @@
-"""The parameters of one dtype in one flat buffer, of which each data-parallel rank updates its shards."""
+"""Flat parameters: one buffer for each dtype, gathered from shards, and the part of each that a rank updates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class FlatParameters:
-    """Move parameters into one flat buffer, of which they become views, and gather its buckets from the ranks' shards.
+    """Move parameters into one flat buffer, whose buckets are gathered from the data-parallel ranks' shards.
+
+    The parameters become views of the buffer.
 
     Shapes: ``data: [layout.num_elements]``; padding between parameters is zero and stays so.
     """
@@ -36,7 +38,7 @@ class FlatParameters:
         self._works: dict[int, dist.Work] = {}
 
     def start_gather(self, async_op: bool) -> None:
-        """Gather every bucket, in the order in which a forward pass uses them; return at once where ``async_op``."""
+        """All-gather every bucket, in the order in which a forward pass uses them; with ``async_op`` do not wait."""
         assert not self._works, "a gather is still under way"
         for index in reversed(range(len(self.layout.buckets))):
             bucket = self.layout.buckets[index]
@@ -47,7 +49,7 @@ class FlatParameters:
                 self._works[index] = work
 
     def is_pending(self, bucket_index: int) -> bool:
-        """Return whether nobody has waited for a bucket that is being gathered."""
+        """Return whether a bucket's gather has been started and not waited for."""
         return bucket_index in self._works
 
     def wait(self, bucket_index: int) -> None:
@@ -83,7 +85,7 @@ class ParamPart:
         return spec_of(self.parameter)
 
     def described(self, flat: torch.Tensor) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
-        """Cut a tensor of this part's length into views that are boxes of the local parameter, each described.
+        """Cut a tensor of this part's length into views, each with the description of a box of the local parameter.
 
         Boxes that are padding only are left out.
 

@@ -16,7 +16,9 @@ from megatron.core.sharding import spec_of
 
 
 class InnerOptimizer:
-    """Update main parameters from their ``grad``; its state exists from the start, so that loading can fill it.
+    """Update main parameters from their ``grad``.
+
+    The state exists from the start, so that loading can fill it.
 
     ``state_names`` are the tensors of a parameter's shape that it keeps: Adam's moments or SGD's momentum. One step
     count serves all parameters. ``groups`` pairs main parameters with the multiplier of their weight decay.
@@ -113,7 +115,7 @@ def _state_names(config: OptimizerConfig) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Hold parameters that share a weight decay: the scheduled value times ``weight_decay_multiplier``."""
+    """Hold parameters that share a weight decay: the value of the schedule times ``weight_decay_multiplier``."""
 
     parameters: tuple[torch.nn.Parameter, ...]
     weight_decay_multiplier: float

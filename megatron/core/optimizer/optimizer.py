@@ -39,7 +39,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, eq=False)
 class _OptimizedPart:
-    """Tie what this rank updates of a parameter to its main values: themselves, unless of a half precision."""
+    """Pair the part of a parameter that this rank updates with its main parameter: itself, or its float32 copy."""
 
     part: ParamPart
     main_param: torch.Tensor
@@ -55,7 +55,7 @@ class MegatronOptimizer:
     ``step`` passes over the gradients twice: once for the norm, which is not finite exactly where some gradient is
     not, and once for the update, which applies the loss scale and the clipping as one factor. Half-precision
     parameters have float32 main parameters that are updated and then rounded into the model. No update is made from a
-    gradient that is not finite. ``fused_adam`` (apex's class, see ``extensions.apex``) is used on CUDA.
+    gradient that is not finite. ``fused_adam`` (apex's class, see ``core.kernels.apex``) is used on CUDA.
     """
 
     def __init__(

@@ -9,23 +9,24 @@ from itertools import groupby
 from typing import NamedTuple
 
 RECEIVES_AHEAD = 1
-"""How many messages a rank has posted receives for, on each link, before it needs them."""
+"""Number of receives that a rank posts ahead on each link, before it needs the messages."""
 
 
 class Pass(Enum):
-    """Name the part of a micro-batch's work that an action runs.
+    """Name a forward pass, a backward pass, or one of the halves of a split backward pass.
 
-    A schedule uses either BACKWARD or, for the same micro-batch and chunk, BACKWARD_INPUT and later BACKWARD_WEIGHT.
+    A pipeline schedule has, for each micro-batch and chunk, either BACKWARD, or BACKWARD_INPUT and later
+    BACKWARD_WEIGHT.
     """
 
     FORWARD = "forward"
     BACKWARD = "backward"
     BACKWARD_INPUT = "backward_input"
-    """Compute the gradient of the activations, which the previous stage waits for."""
+    """Compute the input gradient, which the previous stage waits for."""
     BACKWARD_WEIGHT = "backward_weight"
-    """Compute the gradient of the weights, which nobody waits for."""
+    """Compute the weight gradient, which no other stage waits for."""
 
-    # The one that the enumeration module makes formats a string each time; a large schedule is hashed often.
+    # The hash that Enum defines formats a string each time, and a large schedule is hashed often.
     __hash__ = object.__hash__
 
     @property
@@ -35,7 +36,7 @@ class Pass(Enum):
 
     @property
     def frees_activations(self) -> bool:
-        """Return whether nothing of the forward pass is needed any more afterwards."""
+        """Return whether the activations of the forward pass can be freed afterwards."""
         return self in (Pass.BACKWARD, Pass.BACKWARD_WEIGHT)
 
 
@@ -51,9 +52,9 @@ class Action(NamedTuple):
 class StagePlace:
     """Name one rank of a pipeline of ``pp`` ranks that hold ``num_chunks`` model chunks each.
 
-    What an action receives and sends follows from its chunk's place: a forward pass takes the activation of the
-    global stage before, a backward pass the gradient of the one after. Both neighbours of a global stage are on the
-    neighbouring ranks, the last rank's next one being the first.
+    Chunk ``c`` of rank ``r`` is the global stage ``c * pp + r``. A forward pass receives the activation of the global
+    stage before, a backward pass the gradient of the global stage after. Both are on neighbouring ranks, where the
+    first rank follows the last one.
     """
 
     pp: int = 1
@@ -92,11 +93,11 @@ class StagePlace:
 
 
 def sends_in_flight(pp: int, actions: Sequence[Action]) -> int:
-    """Return how many unfinished sends on a link a rank may leave behind when it goes on, never waiting needlessly.
+    """Return the number of sends in flight on a link at which a rank neither deadlocks nor waits needlessly.
 
-    One is enough where neighbours work at most one message apart. Where a chunk takes more than ``pp`` micro-batches
-    in a row, the surplus of the group lies waiting between the last rank and the first: waiting for those sends would
-    close a circle. The tests compare the times with those of unlimited sends.
+    One is enough where neighbours are at most one message apart. Where a chunk takes more than ``pp`` micro-batches in
+    a row, the surplus of the group is in flight between the last rank and the first, and waiting for those sends would
+    deadlock. The tests compare the times with those of unlimited sends.
     """
     forwards = (action.chunk for action in actions if action.kind is Pass.FORWARD)
     longest_run = max((sum(1 for _ in run) for _, run in groupby(forwards)), default=0)
