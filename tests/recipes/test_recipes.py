@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -84,6 +85,9 @@ def test_a_recipe_touches_the_files_that_it_names_and_works(recipe: str, tmp_pat
     touched = set(re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert touched == files_named(recipe)
     shutil.copytree(REPOSITORY / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
-    applied = subprocess.run(["git", "apply", str(patch)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    # Below a repository, git would leave out every path that is not in it.
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+    command = ["git", "apply", str(patch)]
+    applied = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert applied.returncode == 0, f"{applied.stderr}mend the recipe and its patch"
     run_command([sys.executable, "-B", "-c", PREAMBLE + USES[recipe], *MINIMAL], cwd=tmp_path).check()
