@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import platform
 import statistics
 import sys
 import time
@@ -26,9 +25,11 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.machine import describe_machine
 from megatron.core.collectives import barrier
 from megatron.core.main_grad import WeightGradQueue
 from megatron.core.parallel_state import create_parallel_state
+from megatron.core.pipeline_parallel.action import StagePlace
 from megatron.core.pipeline_parallel.executor import (
     MicrobatchLoss,
     ModelChunk,
@@ -38,7 +39,6 @@ from megatron.core.pipeline_parallel.executor import (
 )
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.schedules import SCHEDULES
-from megatron.core.pipeline_parallel.stage_place import StagePlace
 from megatron.core.pipeline_parallel.timeline import Timeline
 from tests.harness.distributed import run_distributed
 
@@ -150,7 +150,7 @@ def main() -> None:
             "unit_ms": arguments.unit_ms,
             "message": f"{SHAPE} float32 over gloo",
             "torch": torch.__version__,
-            "machine": platform.machine(),
+            "machine": describe_machine(),
         }
         arguments.output.write_text(json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 

@@ -51,7 +51,7 @@ def describe_machine(folder: Path) -> dict[str, str]:
     commit = subprocess.run(["git", "-C", str(_ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return {
         **described,
-        "kernel": platform.release(),
+        "kernel": platform.release().partition("-")[0],
         "file system": kind.stdout.strip(),
         "commit": commit.stdout.strip(),
     }

@@ -25,7 +25,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from preprocess_text import KINDS, write_text
+
+from benchmarks.machine import describe_machine
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
@@ -169,7 +173,7 @@ def main() -> None:
             text.unlink()
     report = {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} processors, {platform.system()} {platform.release()}",
+        "machine": describe_machine(),
         "load_average": load_average,
         "versions": {"python": platform.python_version()} | {name: version(name) for name in ("gigatoken", "numpy")},
         "rounds": options.rounds,

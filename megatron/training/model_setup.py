@@ -15,10 +15,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, ScheduleConfig
+from megatron.core.pipeline_parallel.action import StagePlace
 from megatron.core.pipeline_parallel.executor import PipelineConnection
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
-from megatron.core.pipeline_parallel.stage_place import StagePlace
 from megatron.core.precision import dtype_from_name
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.initialize import Runtime

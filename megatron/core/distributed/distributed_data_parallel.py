@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
-from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, ReductionPlan
-from megatron.core.distributed.param_gather import await_in_forward
+from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, ReductionPlan, await_in_forward
 from megatron.core.distributed.param_layout import ParamLayout, default_bucket_size, plan_layout
-from megatron.core.distributed.param_part import ParamPart
 from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
 from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_state import ParallelState

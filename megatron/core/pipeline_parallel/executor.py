@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.collectives import all_gather_objects
 from megatron.core.main_grad import WeightGradQueue
-from megatron.core.pipeline_parallel.action import Action, Pass
+from megatron.core.pipeline_parallel.action import Action, Pass, StagePlace, sends_in_flight
 from megatron.core.pipeline_parallel.p2p_communication import (
     HandOver,
     Link,
@@ -21,7 +21,6 @@ from megatron.core.pipeline_parallel.p2p_communication import (
     ReceiveQueue,
     SendQueue,
 )
-from megatron.core.pipeline_parallel.stage_place import StagePlace, sends_in_flight
 from megatron.core.pipeline_parallel.timeline import RankTimeline, Timeline
 from megatron.core.process_group import Group
 

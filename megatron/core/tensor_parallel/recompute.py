@@ -1,4 +1,4 @@
-"""Activation recompute: drop what a region saved and run it again in the backward pass.
+"""Activation recompute (checkpointing): drop the activations of a region and compute them again in the backward pass.
 
 Chen et al. 2016, https://arxiv.org/abs/1604.06174.
 """

@@ -11,7 +11,7 @@ import torch
 from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.param_groups import is_decayed
+from megatron.core.optimizer.inner_optimizer import is_decayed
 from megatron.core.process_group import Group
 from megatron.core.sharding import Piece, even_pieces, spec_of
 from megatron.core.tensor_parallel.random import RngStreams

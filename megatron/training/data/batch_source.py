@@ -1,4 +1,4 @@
-"""Where training and evaluation get their micro-batches from: one rank reads, its tensor-parallel peers receive."""
+"""Micro-batches of training and evaluation: one rank reads ahead and broadcasts to its tensor-parallel peers."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class BatchSource:
         return self._layout.unpack(memory, self._positions)
 
     def close(self) -> None:
-        """End the threads; there are no more micro-batches after this."""
+        """Stop the reading threads; there are no more micro-batches after this."""
         if self._packed is not None:
             self._packed.close()
 

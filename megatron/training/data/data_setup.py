@@ -1,4 +1,4 @@
-"""Build the data sets of a run, and decide the order in which it reads them."""
+"""Build the data sets of a run, and choose the order of their samples."""
 
 from __future__ import annotations
 

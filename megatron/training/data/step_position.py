@@ -1,4 +1,4 @@
-"""Where one step of a run stands in its training data, as its checkpoints and its metrics file say.
+"""Which samples of the training data a step read, found from the run's checkpoints and its metrics file.
 
 Importing this module imports no torch.
 """

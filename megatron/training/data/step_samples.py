@@ -1,4 +1,4 @@
-"""The samples that a step of a run trains on: where their text is."""
+"""The samples that a step of a run trains on, and the documents that they come from."""
 
 from __future__ import annotations
 

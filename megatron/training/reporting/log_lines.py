@@ -1,4 +1,4 @@
-"""The lines that users read and grep while a run goes on."""
+"""Log lines: what a run prints of its steps, its evaluations and its memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class IntervalAverage:
     mfu_seconds: float = 0.0
 
     def add(self, step: StepReport) -> None:
-        """Take one iteration in."""
+        """Add one iteration."""
         self.num_iterations += 1
         self.elapsed_s += step.step_time_s
         self.tflops_seconds += step.tflops_per_device * step.step_time_s

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.main_grad import MainGrad, WeightGradQueue, attach_main_grad, main_grad_of
 from megatron.core.parallel_state import create_parallel_state
+from megatron.core.pipeline_parallel.action import StagePlace
 from megatron.core.pipeline_parallel.executor import (
     MicrobatchLoss,
     ModelChunk,
@@ -25,7 +26,6 @@ from megatron.core.pipeline_parallel.executor import (
 )
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.schedules import SCHEDULES
-from megatron.core.pipeline_parallel.stage_place import StagePlace
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
 from tests.harness.distributed import run_distributed

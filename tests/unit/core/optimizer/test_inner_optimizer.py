@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.optimizer.param_groups import build_param_groups, is_decayed
+from megatron.core.optimizer.inner_optimizer import build_param_groups, is_decayed
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
 
 
