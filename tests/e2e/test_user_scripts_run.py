@@ -41,7 +41,7 @@ def line(pattern: str) -> re.Pattern[str]:
 
 
 def expected_lines(num_processes: int, dp: int, tp: int, pp: int, folder: Path) -> list[re.Pattern[str]]:
-    """Return what CONTRACT-minded users grep in a first run's log."""
+    """Return the lines of a first run that users grep for."""
     checkpoints = re.escape(str(folder))
     padded = -(-50257 // (128 * tp)) * 128 * tp
     patterns = [
