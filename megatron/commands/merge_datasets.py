@@ -136,14 +136,14 @@ def merge(folder: Path, output_prefix: Path, multimodal: bool = False, with_chec
     print(f"Wrote {output_prefix}.bin and .idx")
 
 
-def main() -> int:
-    """Run the command and return its exit status."""
+def main(argv: list[str] | None = None) -> int:
+    """Run the command, by default on the words of the command line, and return its exit status."""
     parser = Parser(prog="merge_datasets.py", description=__doc__)
     parser.add_argument("--input", required=True, type=Path, metavar="DIR", help="folder of .bin/.idx pairs")
     parser.add_argument("--output-prefix", required=True, type=Path, metavar="PREFIX", help="path without suffix")
     parser.add_argument("--multimodal", action="store_true", help="refuse data sets without sequence modes")
     parser.add_argument("--no-checksums", action="store_true", help="write no PREFIX.checksums.json")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     return exit_status_of(
         lambda: merge(arguments.input, arguments.output_prefix, arguments.multimodal, not arguments.no_checksums)
     )

@@ -21,9 +21,9 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from megatron.commands.command_line import Parser, exit_status_of
+from megatron.commands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_of
 from megatron.core.datasets.indexed.indexed_dataset import optimal_dtype
 from megatron.core.errors import ConfigurationError, DataError, TokenizerError
-from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer
 from megatron.core.tokenizers.encoder_choice import ENGINES, choose_encoder
 from megatron.core.tokenizers.text_encoder import ReferenceEncoder
 from megatron.core.tokenizers.tokenizer import Tokenizer
@@ -73,23 +73,7 @@ def build_parser() -> Parser:
         help="at a line that holds no document: stop, or name it and go on without it (stop)",
     )
     data.add_argument("--no-checksums", action="store_true", help="write no PREFIX_KEY_document.checksums.json")
-    tokenizer = parser.add_argument_group("tokenizer")
-    tokenizer.add_argument(
-        "--tokenizer-type",
-        default="GPT2BPETokenizer",
-        metavar="TYPE",
-        help=f"one of {', '.join(TOKENIZER_TYPES)}",
-    )
-    tokenizer.add_argument("--vocab-file", metavar="FILE", help="vocabulary (GPT2BPETokenizer)")
-    tokenizer.add_argument("--merge-file", metavar="FILE", help="byte-pair merges (GPT2BPETokenizer)")
-    tokenizer.add_argument("--tokenizer-model", metavar="PATH", help="model file, or folder with tokenizer.json")
-    tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="size (NullTokenizer, TikTokenizer)")
-    tokenizer.add_argument(
-        "--vocab-extra-ids", type=int, default=0, metavar="N", help="SentencePieceTokenizer's <extra_id_N>"
-    )
-    tokenizer.add_argument("--tiktoken-pattern", choices=["v1", "v2"], help="how TikTokenizer cuts words")
-    tokenizer.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N")
-    tokenizer.add_argument("--tiktoken-special-tokens", nargs="+", default=[], metavar="TOKEN")
+    tokenizer = add_tokenizer_arguments(parser, "GPT2BPETokenizer")
     tokenizer.add_argument(
         "--tokenizer-engine",
         default="auto",
@@ -135,17 +119,7 @@ def load_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
     Raises:
         TokenizerError: it cannot be built, or lacks the token that --append-eod appends.
     """
-    tokenizer = build_tokenizer(
-        tokenizer_type=arguments.tokenizer_type,
-        vocab_file=arguments.vocab_file,
-        merge_file=arguments.merge_file,
-        tokenizer_model=arguments.tokenizer_model,
-        vocab_size=arguments.vocab_size,
-        vocab_extra_ids=arguments.vocab_extra_ids,
-        tiktoken_pattern=arguments.tiktoken_pattern,
-        tiktoken_num_special_tokens=arguments.tiktoken_num_special_tokens,
-        tiktoken_special_tokens=arguments.tiktoken_special_tokens,
-    )
+    tokenizer = tokenizer_of(arguments)
     if arguments.append_eod and tokenizer.eod_id is None:
         raise TokenizerError(f"--append-eod: this {tokenizer.name} has no end-of-document token; drop --append-eod")
     return tokenizer
@@ -254,9 +228,9 @@ def preprocess(arguments: argparse.Namespace) -> None:
         print(f"Wrote {prefix}.bin and .idx")
 
 
-def main() -> int:
-    """Run the command and return its exit status."""
-    arguments = build_parser().parse_args()
+def main(argv: list[str] | None = None) -> int:
+    """Run the command, by default on the words of the command line, and return its exit status."""
+    arguments = build_parser().parse_args(argv)
     # Each worker encodes in one thread; threads of the package's own would not survive the fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return exit_status_of(lambda: preprocess(arguments))

@@ -29,7 +29,7 @@ from tests.harness.distributed import run_distributed
 from tests.harness.training_run import CommandResult, launch_prefix, run_command
 from tests.unit.core.inference.small_models import build
 
-TOOL = Path(text_generation_cli.__file__).resolve()
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "text_generation_cli.py"
 GPT2_SHAPE = "--num-layers 2 --hidden-size 24 --num-attention-heads 4 --max-position-embeddings 40 --seq-length 40"
 LLAMA_SHAPE = (
     "--num-layers 3 --hidden-size 24 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "

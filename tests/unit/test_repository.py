@@ -27,8 +27,6 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "argparse": (
         "megatron/training/config/arguments.py",
         "megatron/commands/",
-        "megatron/conversion/",
-        "megatron/serving/generation_setup.py",
         "megatron/interop/megatron_torch/pickle_writer.py",
     ),
     "os.environ": (
