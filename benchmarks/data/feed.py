@@ -35,9 +35,9 @@ from torch.utils.data import DataLoader
 _ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(_ROOT))
 
+from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder  # noqa: E402
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder  # noqa: E402
 from megatron.core.datasets.samples.batch import BatchContents, BatchLayout  # noqa: E402
-from megatron.core.datasets.samples.blended_dataset_builder import BlendedDatasetBuilder  # noqa: E402
 from megatron.core.datasets.samples.gpt_dataset import GPTSample, SampleDataset  # noqa: E402
 from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig  # noqa: E402
 from megatron.core.datasets.samples.micro_batch_reader import MicroBatchReader  # noqa: E402

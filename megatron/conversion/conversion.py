@@ -10,20 +10,19 @@ from typing import Literal
 import torch
 
 from megatron.conversion.checkpoint_folder import find_checkpoint
-from megatron.conversion.conversion_check import check_result, compare_logits, parameters_of
+from megatron.conversion.conversion_check import check_result, compare_logits, parameters_of, transformers_logits
 from megatron.conversion.conversion_request import FORMATS, ConversionRequest, idle_flags
 from megatron.conversion.progress import ByteProgress
 from megatron.conversion.publication import publish_checked
 from megatron.conversion.target_layout import Target, retarget
-from megatron.conversion.transformers_logits import transformers_logits
 from megatron.core.dist_checkpointing.state_dict import OPTIMIZER_PREFIX, RNG_PREFIX
 from megatron.core.errors import ConfigurationError, TokenizerError
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
 from megatron.interop.checkpoint_source import CheckpointSource
+from megatron.interop.huggingface.model_export import write_hugging_face
 from megatron.interop.huggingface.source import HuggingFaceSource
-from megatron.interop.huggingface.writer import write_hugging_face
 from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
 from megatron.interop.native.native_source import NativeSource
 from megatron.interop.native.native_writer import TokenizerWriter, write_native

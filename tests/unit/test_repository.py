@@ -53,7 +53,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "flash_attn": ("megatron/core/kernels/flash_attn.py",),
     "transformer_engine": ("megatron/core/kernels/transformer_engine.py",),
     # What it computes is compared with: in tests, and after a conversion where that is asked for.
-    "transformers": ("megatron/conversion/transformers_logits.py",),
+    "transformers": ("megatron/conversion/conversion_check.py",),
     # Checkpoints hold no pickles, Megatron's excepted: those are written by one file and never run.
     "pickle": ("megatron/interop/megatron_torch/pickle_writer.py",),
     "torch.save": (),
@@ -65,7 +65,7 @@ TORCH_FREE_PATTERNS = (
     "megatron/core/errors.py",
     "megatron/core/config_base.py",
     "megatron/core/**/*_config.py",
-    "megatron/core/datasets/samples/blended_dataset_builder.py",
+    "megatron/core/datasets/blended_dataset_builder.py",
     "megatron/core/tokenizers/*.py",
     "megatron/core/dist_checkpointing/index_file.py",
     "megatron/training/checkpointing/checkpoint_folders.py",

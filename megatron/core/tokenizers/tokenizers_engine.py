@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.optional_package import load_package
-from megatron.core.tokenizers.unicode_text import require_unicode
+from megatron.core.tokenizers.tokenizer import require_unicode
 
 
 class TokenizersEngine:

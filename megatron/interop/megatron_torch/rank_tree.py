@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.interop.megatron_torch.flat_buffer import plan_flat_buffer
 from megatron.interop.megatron_torch.key_names import fused_key
 from megatron.interop.megatron_torch.pickle_writer import PlannedTensor, given_tensor
 from megatron.interop.megatron_torch.stage_parameters import LocalParameter
-from megatron.interop.megatron_torch.stored_optimizer import alone_in_bucket, in_optimizer_order
+from megatron.interop.megatron_torch.stored_optimizer import alone_in_bucket, in_optimizer_order, plan_flat_buffer
 
 CHECKPOINT_VERSION = 3.0
 _LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")

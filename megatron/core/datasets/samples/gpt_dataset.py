@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,24 @@ class SampleDataset(Protocol):
     def __getitem__(self, index: int) -> GPTSample: ...
 
     def source_of(self, index: int) -> str: ...
+
+
+@runtime_checkable
+class ExternalSamples(Protocol):
+    """Give micro-batches in an order of the caller's own.
+
+    A run that is to go on as if it had not been stopped, at any layout, needs an order that is a function of
+    ``consumed_samples``, of which each data-parallel rank takes its share. The first rank of each tensor-parallel group
+    reads, where its pipeline stage needs samples, and asks for a few micro-batches more than the run trains on. Loss
+    masks hold 0 and 1 only. Positions other than 0, 1, … need ``--reset-position-ids``, ``document_ids``
+    ``--reset-attention-mask``.
+    """
+
+    def read_microbatches(
+        self, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
+    ) -> Iterator[Sequence[GPTSample]]:
+        """Yield the micro-batches of one data-parallel rank that follow ``consumed_samples`` samples of all ranks."""
+        ...
 
 
 @dataclass(frozen=True)

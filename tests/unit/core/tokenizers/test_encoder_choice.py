@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers import encoder_choice
 from megatron.core.tokenizers.encoder_choice import HARD_TEXTS, choose_encoder
-from megatron.core.tokenizers.gigatoken_encoder import GigatokenEncoder
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer
 from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from megatron.core.tokenizers.text_encoder import GigatokenEncoder
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from tests.unit.core.tokenizers.gpt2_oracle import GPT2Oracle
 

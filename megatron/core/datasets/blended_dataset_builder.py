@@ -50,7 +50,7 @@ from megatron.core.datasets.samples.mock_gpt_dataset import MockGPTDataset
 from megatron.core.errors import DataError
 
 if TYPE_CHECKING:
-    from megatron.core.datasets.samples.external_samples import ExternalSamples
+    from megatron.core.datasets.samples.gpt_dataset import ExternalSamples
 
 _PATH_FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
 _PROBED_TOKENS = 1 << 16
