@@ -13,8 +13,7 @@ import codecs
 import os
 from pathlib import Path
 
-from megatron.commands.command_line import Parser, exit_status_of
-from megatron.commands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_keywords
+from megatron.commands.command_line import Parser, add_tokenizer_arguments, exit_status_of, tokenizer_keywords
 from megatron.core.errors import ConfigurationError
 from megatron.corpus.cleaning.cleaner import Cleaner, CleaningPlan
 from megatron.corpus.cleaning.sources import find_inputs, is_read

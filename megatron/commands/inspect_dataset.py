@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron.commands.command_line import Parser, exit_status_of
-from megatron.commands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_of
+from megatron.commands.command_line import Parser, add_tokenizer_arguments, exit_status_of, tokenizer_of
 from megatron.core.datasets.indexed.dataset_checksums import checksums_path, write_checksums
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
 from megatron.core.errors import ConfigurationError, DataError

@@ -15,10 +15,9 @@ from megatron.core.datasets.indexed.dataset_checksums import (
     CHECKSUM_BLOCK_BYTES,
     Block,
     checksum_blocks,
-    checksums_path,
     write_checksums,
 )
-from megatron.core.datasets.indexed.index_writer import PIECE_LENGTH, cut, write_index
+from megatron.core.datasets.indexed.index_writer import PIECE_LENGTH, cut, replace_tokens, write_index
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megatron.core.errors import DataError
 
@@ -121,10 +120,7 @@ def merge(folder: Path, output_prefix: Path, multimodal: bool = False, with_chec
     try:
         blocks = copy_tokens(datasets, tokens)
         write_merged_index(datasets, index)
-        # A new .bin beside an old .idx would be a wrong pair: the old index goes first, the new one comes last.
-        idx_path(output_prefix).unlink(missing_ok=True)
-        checksums_path(output_prefix).unlink(missing_ok=True)
-        os.replace(tokens, bin_path(output_prefix))
+        replace_tokens(output_prefix, tokens)
         os.replace(index, idx_path(output_prefix))
         if with_checksums:
             write_checksums(output_prefix, blocks)

@@ -20,8 +20,7 @@ from typing import Any
 # NumPy's threads would only be in the way of forking workers.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from megatron.commands.command_line import Parser, exit_status_of
-from megatron.commands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_of
+from megatron.commands.command_line import Parser, add_tokenizer_arguments, exit_status_of, tokenizer_of
 from megatron.core.datasets.indexed.indexed_dataset import optimal_dtype
 from megatron.core.errors import ConfigurationError, DataError, TokenizerError
 from megatron.core.tokenizers.encoder_choice import ENGINES, choose_encoder
@@ -33,8 +32,7 @@ from megatron.corpus.preprocessing.input_files import STDIN, InputFile, find_inp
 from megatron.corpus.preprocessing.leader import Leader
 from megatron.corpus.preprocessing.progress import Progress
 from megatron.corpus.preprocessing.sample import take_sample
-from megatron.corpus.preprocessing.sentences import load_splitter
-from megatron.corpus.preprocessing.tokenized_chunk import Recipe
+from megatron.corpus.preprocessing.tokenized_chunk import Recipe, load_splitter
 from megatron.corpus.preprocessing.work_folder import WorkFolder
 from megatron.corpus.preprocessing.worker import work
 from megatron.corpus.preprocessing.worker_pool import WorkerPool, num_slots

@@ -16,9 +16,14 @@ from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.sharding import Box, Piece
 from megatron.interop.checkpoint_source import CheckpointSource
-from megatron.interop.megatron_torch.carried_values import CarriedValues, carried_from
 from megatron.interop.megatron_torch.common_state import TOKENIZER_FOLDER
-from megatron.interop.megatron_torch.rank_planner import PlannedFile, RankExtras, RankPlanner
+from megatron.interop.megatron_torch.rank_planner import (
+    CarriedValues,
+    PlannedFile,
+    RankExtras,
+    RankPlanner,
+    carried_from,
+)
 from megatron.interop.megatron_torch.rank_tree import Slot
 from megatron.interop.megatron_torch.torch_file_writer import TorchFileWriter
 
