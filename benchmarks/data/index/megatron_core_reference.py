@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# mypy: ignore-errors
+# It runs against another package of the same name.
 import json
 import sys
 import warnings
