@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.commands.command_line import Parser, exit_status_of
-from megatron.conversion.conversion_request import FORMATS, ConversionRequest
-from megatron.conversion.target_layout import Target
+from megatron.conversion.conversion_request import FORMATS, ConversionRequest, Target
 
 _CHECKPOINT_DECIDES = "the checkpoint's own configuration says it"
 NO_EFFECT: dict[str, tuple[bool, str]] = {

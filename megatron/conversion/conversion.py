@@ -11,10 +11,10 @@ import torch
 
 from megatron.conversion.checkpoint_folder import find_checkpoint
 from megatron.conversion.conversion_check import check_result, compare_logits, parameters_of, transformers_logits
-from megatron.conversion.conversion_request import FORMATS, ConversionRequest, idle_flags
+from megatron.conversion.conversion_request import FORMATS, ConversionRequest, Target, idle_flags
 from megatron.conversion.progress import ByteProgress
 from megatron.conversion.publication import publish_checked
-from megatron.conversion.target_layout import Target, retarget
+from megatron.conversion.target_layout import retarget
 from megatron.core.dist_checkpointing.state_dict import OPTIMIZER_PREFIX, RNG_PREFIX
 from megatron.core.errors import ConfigurationError, TokenizerError
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer

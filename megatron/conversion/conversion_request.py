@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.conversion.target_layout import Target
-
 FORMATS = {
     "megatron": "megatron",
     "native": "native",
@@ -21,6 +19,18 @@ FORMATS = {
     "llama_mistral": "hf",
 }
 """Names of loaders and savers, Megatron's own among them, and what each stands for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Hold what a conversion was asked to change; None leaves what the checkpoint says."""
+
+    tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    make_vocab_size_divisible_by: int | None = None
+    params_dtype: str | None = None
+    keeps_optimizer: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,10 +66,7 @@ class LazyTensor:
     @property
     def num_elements(self) -> int:
         """Return the number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     def flat_part(self, start: int, shape: tuple[int, ...]) -> LazyTensor:
         """Return the contiguous tensor of ``shape`` that begins at element ``start`` of this one-dimensional one."""
