@@ -44,7 +44,7 @@ def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:
 
 
 def open_all(prefixes: Sequence[Path], multimodal: bool) -> list[IndexedDataset]:
-    """Open the data sets and see that they can be one.
+    """Open the data sets and check that they can be merged.
 
     Raises:
         DataError: one cannot be read or is damaged, or they differ in dtype or in having modes.
@@ -69,7 +69,7 @@ def open_all(prefixes: Sequence[Path], multimodal: bool) -> list[IndexedDataset]
 
 
 def copy_tokens(datasets: Sequence[IndexedDataset], target: Path) -> list[Block]:
-    """Write the tokens of all data sets, see them on the disk, and return their checksums."""
+    """Write the tokens of all data sets, force them to disk, and return their checksums."""
     blocks = []
     num_documents = 0
     with open(target, "wb") as output:

@@ -63,12 +63,12 @@ def build_parser() -> Parser:
     data.add_argument("--split-sentences", action="store_true", help="make each sentence a sequence (needs nltk)")
     data.add_argument("--keep-newlines", action="store_true", help="keep white space between sentences with the first")
     data.add_argument("--lang", default="english", metavar="LANGUAGE", help="language of the sentences (english)")
-    data.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help="the one format that there is")
+    data.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help="the only format")
     data.add_argument(
         "--on-error",
         default="stop",
         choices=["stop", "skip"],
-        help="at a line that holds no document: stop, or name it and go on without it (stop)",
+        help="at a line that holds no document: stop, or report and skip it (stop)",
     )
     data.add_argument("--no-checksums", action="store_true", help="write no PREFIX_KEY_document.checksums.json")
     tokenizer = add_tokenizer_arguments(parser, "GPT2BPETokenizer")
@@ -76,14 +76,14 @@ def build_parser() -> Parser:
         "--tokenizer-engine",
         default="auto",
         choices=ENGINES,
-        help="what encodes: the fastest that gives the tokenizer's ids on a sample of the input, or this one (auto)",
+        help="engine that encodes; auto is the fastest that gives the tokenizer's ids on a sample of the input (auto)",
     )
     runtime = parser.add_argument_group("running")
     runtime.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
     runtime.add_argument(
         "--log-interval", type=int, default=1000, metavar="N", help="documents between two reports (1000)"
     )
-    runtime.add_argument("--restart", action="store_true", help="forget unfinished work")
+    runtime.add_argument("--restart", action="store_true", help="discard unfinished work and start again")
     runtime.add_argument(
         "--partitions", type=int, default=1, metavar="N", help="lay documents out as Megatron does with N partitions"
     )
@@ -94,10 +94,10 @@ def build_parser() -> Parser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Find what no reading is needed to refuse, all of it at once.
+    """Check the values of the flags and report every problem at once.
 
     Raises:
-        ConfigurationError: values that cannot be.
+        ConfigurationError: naming every invalid value.
     """
     problems = [
         f"--{name.replace('_', '-')} {getattr(arguments, name)} is not positive"
@@ -124,7 +124,7 @@ def load_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
 
 
 def describe_work(arguments: argparse.Namespace, files: list[InputFile], tokenizer: Tokenizer) -> dict[str, Any]:
-    """List all that the output depends on, so that unfinished work is continued by the same command only."""
+    """List all that the output depends on: only the same command may resume unfinished work."""
     return {
         "input": [[file.path, file.num_bytes, file.modified_ns] for file in files],
         "json_keys": list(arguments.json_keys),
@@ -143,9 +143,9 @@ def describe_work(arguments: argparse.Namespace, files: list[InputFile], tokeniz
 def tokenize(
     arguments: argparse.Namespace, files: list[InputFile], recipe: Recipe, tokenizer: Tokenizer, folder: WorkFolder
 ) -> tuple[Progress, Recipe]:
-    """Do what is left of the work: choose an engine, start the workers, and see all chunks written.
+    """Tokenize the chunks that are left: choose an engine, start the workers, wait until all chunks are written.
 
-    The recipe that comes back has the engine: giving it up takes a while, and is better left to the process's end.
+    The returned recipe holds the engine, because freeing it takes a while and is left to the end of the process.
 
     Raises:
         InputError: the input or an engine cannot be used.

@@ -63,7 +63,7 @@ def build_parser() -> Parser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Refuse values that cannot be, all of them at once.
+    """Check the values of the flags and report every problem at once.
 
     Raises:
         ConfigurationError: naming them.
@@ -80,10 +80,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def open_port(arguments: argparse.Namespace) -> GenerationServer:
-    """Take the port; requests are answered later.
+    """Bind the port. Requests are answered once the model is loaded.
 
     Raises:
-        InputError: the port cannot be had.
+        InputError: the port is taken or not allowed.
     """
     from megatron.serving.generation_http import GenerationServer
 
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     """Serve until a signal.
 
     Raises:
-        InputError: something that was given cannot be used.
+        InputError: a flag, the checkpoint or the port cannot be used.
     """
     check_arguments(arguments)
     model = model_request(arguments)

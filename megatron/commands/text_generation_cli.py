@@ -49,10 +49,10 @@ def build_parser() -> Parser:
 
 
 def check_sampling(arguments: argparse.Namespace) -> SamplingConfig:
-    """Return how tokens are chosen.
+    """Return the sampling configuration.
 
     Raises:
-        ConfigurationError: values that cannot be, all of them at once.
+        ConfigurationError: naming every invalid value.
     """
     sampling = SamplingConfig(
         greedy=arguments.greedy,
@@ -70,7 +70,7 @@ def check_sampling(arguments: argparse.Namespace) -> SamplingConfig:
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
-    """Return the texts to continue.
+    """Return the prompts.
 
     Raises:
         InputError: there is none, or the file cannot be read.
@@ -129,10 +129,10 @@ def generate_texts(
 
 
 def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
-    """Print the texts.
+    """Print each prompt with its continuation.
 
     Raises:
-        InputError: something that was given cannot be used.
+        InputError: a flag, a prompt or the checkpoint cannot be used.
     """
     sampling = check_sampling(arguments)
     prompts = read_prompts(arguments)

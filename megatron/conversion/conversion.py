@@ -49,7 +49,7 @@ def convert(request: ConversionRequest, log: Log = say) -> None:
     """Convert one checkpoint.
 
     Raises:
-        InputError: the checkpoint cannot be read, or cannot become what is asked for.
+        InputError: the checkpoint cannot be read, or not converted to the target.
         ConversionMismatchError: the result is not what was converted; it was not published.
     """
     found = find_checkpoint(request.load_dir, request.ckpt_step, _LOADED[FORMATS[request.loader]])
@@ -95,7 +95,7 @@ def target_format(loader: str, saver: str, found: CheckpointFormat) -> Checkpoin
 
 
 def read_target(request: ConversionRequest, source: CheckpointSource, saver: CheckpointFormat) -> Target:
-    """Return what is to be changed.
+    """Return the target that the source and the format to write allow.
 
     Raises:
         ConfigurationError: the weights alone of a checkpoint with optimizer state would change their type.
@@ -114,7 +114,7 @@ def read_target(request: ConversionRequest, source: CheckpointSource, saver: Che
 
 
 def is_random_stream(name: str) -> bool:
-    """Tell whether a tensor is the state of a stream of random numbers."""
+    """Return whether a tensor is the state of a stream of random numbers."""
     return name.startswith(RNG_PREFIX)
 
 
@@ -178,7 +178,7 @@ def _write_torch(
 
 
 def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> TokenizerWriter | None:
-    """Return what leaves the tokenizer in a run's checkpoint; None for the source's own record, or none.
+    """Return a function that records the tokenizer in a checkpoint; None keeps the source's record, if any.
 
     Raises:
         TokenizerError: the tokenizer of the command line cannot be built.
@@ -203,7 +203,7 @@ def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> To
 
 
 def compare_with_transformers(view: CheckpointSource, folder: Path, log: Log) -> None:
-    """Hold the model against what the transformers package makes of the Hugging Face side.
+    """Compare the model's logits with those that the transformers package computes from the Hugging Face folder.
 
     Raises:
         ConversionMismatchError: the logits are not the same.

@@ -23,7 +23,7 @@ FORMATS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Hold what a conversion was asked to change; None leaves what the checkpoint says."""
+    """Hold what a conversion changes; None keeps the checkpoint's value."""
 
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int | None = None

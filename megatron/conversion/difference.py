@@ -1,4 +1,4 @@
-"""What the comparison of two checkpoints prints."""
+"""Compare two checkpoints and print their differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the inspector prints of a checkpoint."""
+"""List a checkpoint: tensors, layout, progress and configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shared state of a checkpoint as it is for another layout."""
+"""Change the layout and the precision that a checkpoint records."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ each document, and the number of lines."""
 
 @dataclass(frozen=True)
 class Problem:
-    """Say what is wrong with a line, counted from 0."""
+    """Hold a line's number, counted from 0, and what is wrong with it."""
 
     line: int
     message: str

@@ -1,4 +1,4 @@
-"""A model for use, not for training, at any layout: its configuration, its stage on this rank, and its weights."""
+"""Build a model for inference at any layout: its configuration, its stage on this rank, and its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the model of a source on a few tokens, one layer in memory at a time."""
+"""Compute the logits of a checkpoint's model on a few tokens, one layer in memory at a time."""
 
 from __future__ import annotations
 

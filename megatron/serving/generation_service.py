@@ -27,7 +27,7 @@ class ServiceEnding(Exception):
 
 
 class Job:
-    """Hold one request and, once ``done`` is set, what came of it."""
+    """Hold one request and, once ``done`` is set, its result."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
@@ -35,7 +35,7 @@ class Job:
         self._result: Sequence[Continuation] | Exception = ServiceEnding("the server is ending; send the request again")
 
     def finish(self, result: Sequence[Continuation] | Exception) -> None:
-        """Give the result, or why there is none."""
+        """Set the result, or the error in its place."""
         self._result = result
         self.done.set()
 
@@ -118,7 +118,7 @@ def run_service(engine: InferenceEngine, jobs: JobQueue | None, is_ending: Calla
 def _answer(
     engine: InferenceEngine, request: GenerationRequest, is_ending: Callable[[], bool]
 ) -> Sequence[Continuation] | InputError | ServiceEnding:
-    """Return what comes of a request: the same kind on every rank."""
+    """Return the result of a request, of the same kind on every rank."""
     try:
         return engine.generate(request, is_cancelled=is_ending)
     except GenerationCancelled:

@@ -72,7 +72,7 @@ class ModelRequest:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """Hold what is known of a checkpoint before its weights are read.
+    """Hold a checkpoint's configuration and tokenizer, before its weights are read.
 
     ``load_model`` is called on every rank once the processes have met, and returns this rank's stage.
     """
@@ -109,7 +109,7 @@ def layout_sizes(request: ModelRequest, num_processes: int) -> tuple[int, int]:
 
 
 def open_checkpoint(request: ModelRequest, launch: LaunchEnvironment) -> Checkpoint:
-    """Read what a checkpoint of any format says of itself; only this process reads.
+    """Read the configuration and the tokenizer of a checkpoint of any format. Nothing communicates.
 
     Raises:
         InputError: it cannot be read, its tokenizer cannot be built, or its model cannot be cut like this.
@@ -127,7 +127,7 @@ def _folder_of_other_format(request: ModelRequest) -> Path | None:
     ``--load`` may also name such a folder itself, of any format.
 
     Raises:
-        CheckpointError: a format that was asked for by name is not there, or one that cannot be read is.
+        CheckpointError: the folder has another format than the one asked for, or one that cannot be read.
     """
     from megatron.interop.open_checkpoint import detect_format
     from megatron.training.checkpointing.checkpoint_folders import candidate_folders
@@ -209,10 +209,10 @@ def _source_of(folder: Path) -> CheckpointSource:
 
 
 def check_layout(config: RunConfig, tensor: int, pipeline: int) -> RunConfig:
-    """Return the configuration of a run as it is for generation.
+    """Return a run's configuration with the layout of generation.
 
     Raises:
-        ConfigurationError: the model cannot be cut so.
+        ConfigurationError: the model cannot be split this way.
     """
     from megatron.interop.inference_model import inference_config, inference_stage
 
@@ -245,7 +245,7 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Refuse a tokenizer whose ids the model does not know.
 
     Raises:
-        InputError: so it is.
+        InputError: the tokenizer has more ids than the model.
     """
     if tokenizer.vocab_size > vocab_size:
         raise InputError(

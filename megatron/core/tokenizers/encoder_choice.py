@@ -1,4 +1,4 @@
-"""Choose the fastest engine that gives the same ids as the tokenizer, on a sample of the very input."""
+"""Choose the fastest engine that gives the tokenizer's ids on a sample of the input."""
 
 from __future__ import annotations
 

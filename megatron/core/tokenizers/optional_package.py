@@ -1,4 +1,4 @@
-"""Packages that only some inputs need."""
+"""Import optional packages, or refuse in one line."""
 
 from __future__ import annotations
 

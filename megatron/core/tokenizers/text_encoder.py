@@ -1,4 +1,4 @@
-"""What preprocessing needs of a tokenizer: arrays of ids from UTF-8 text, as fast as an engine gives them."""
+"""Encode UTF-8 text into arrays of token ids, with the tokenizer itself or a faster engine."""
 
 from __future__ import annotations
 

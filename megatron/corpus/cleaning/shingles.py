@@ -1,4 +1,4 @@
-"""Texts as sets of runs of words, for their similarity."""
+"""Turn texts into sets of shingles (runs of words), and these into MinHash keys."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
 
 
 def is_read(path: str, inputs: Sequence[str]) -> bool:
-    """Tell whether a file that exists is one of the inputs, or lies in a folder of them and is of a known kind."""
+    """Return whether a file that exists is one of the inputs, or lies in a folder of them and is of a known kind."""
     if not os.path.exists(path):
         return False
     real = os.path.realpath(path)

@@ -1,4 +1,4 @@
-"""What is decided by a text alone: its repair, its length and its language; and the keys that its duplicates share."""
+"""Judge a text by itself: repair its encoding, filter by length and language, compute the keys of its duplicates."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _CHARACTERS_PER_TOKEN: Final = 16
 
 @dataclass(frozen=True)
 class TextRules:
-    """Say what a text must be; a rule that is None, 0 or empty is off.
+    """Hold the rules for a text. A rule that is None, 0 or empty is off.
 
     Attributes:
         tokenizer: the keywords of `build_tokenizer`, where ``min_tokens`` is not 0.
@@ -73,7 +73,7 @@ class TextRules:
 
 
 class Finding(NamedTuple):
-    """Say what is to become of a text.
+    """Hold the verdict on a text.
 
     Attributes:
         text: after repair.

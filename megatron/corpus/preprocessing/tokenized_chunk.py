@@ -1,4 +1,4 @@
-"""From the text of a chunk to the numbers that the output files hold."""
+"""Tokenize the documents of one chunk into the arrays that the output files hold."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class WorkFolder:
             raise DataError(f"another process just finished {self.path}; run again to do it again")
 
     def _continues(self, found: dict[str, Any]) -> bool:
-        """Tell whether the work that was found is this work; work on an input that changed is worth nothing."""
+        """Return whether the unfinished work is this command's. Work on an input that changed is dropped."""
         different = sorted(
             name for name in {*found, *self._description} if found.get(name) != self._description.get(name)
         )

@@ -1,4 +1,4 @@
-"""Everything about a model folder that is decided before a byte of it is written, and then its files."""
+"""Plan a Hugging Face model folder from a checkpoint of any format, and write it whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two lines of Python from a Hugging Face model folder to a model that is cut over all processes."""
+"""Load a Hugging Face model folder as a tensor-parallel model, ready for inference."""
 
 from __future__ import annotations
 

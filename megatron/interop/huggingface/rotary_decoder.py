@@ -111,7 +111,7 @@ class RotaryDecoderFamily:
             yield whole("model.output_layer.weight", "lm_head.weight", (config.vocab_size, width))
 
     def is_buffer(self, name: str) -> bool:
-        """Tell whether these are rotary frequencies, which older files hold."""
+        """Return whether these are rotary frequencies, which older files hold."""
         return _BUFFER.fullmatch(name) is not None
 
     def _layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:

@@ -31,7 +31,7 @@ from megatron.interop.megatron_torch.unsupported_arguments import check_argument
 
 @dataclass(frozen=True)
 class StoredBox:
-    """Say where the values of one box of a global tensor are."""
+    """Locate the values of one box of a global tensor."""
 
     box: Box
     file: TorchFile

@@ -24,7 +24,7 @@ DtypeOf = Callable[[str], torch.dtype]
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Say that a parameter, or a tensor of its optimizer state, goes into a planned tensor at element ``start``.
+    """Place a parameter, or a tensor of its optimizer state, in a planned tensor at element ``start``.
 
     ``name`` is the native name of the global tensor that the values come from.
     """

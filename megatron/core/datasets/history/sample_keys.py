@@ -1,4 +1,4 @@
-"""Which piece of which text a sample number stands for: what a step's hash is made of, and what can be shown."""
+"""Find the data set, document and tokens behind a sample number; count what was read of each data set."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Pieces = Callable[[], Iterator[NDArray[Any]]]
 def write_index(
     path: Path, dtype: np.dtype[Any], sequence_lengths: Pieces, sequence_counts: Pieces, modes: Pieces | None = None
 ) -> None:
-    """Write the index of a data set whose tokens lie back to back, and see it on the disk.
+    """Write the index of a data set whose tokens lie back to back, and force it to disk.
 
     Args:
         sequence_lengths: the tokens of each sequence, int32.

@@ -75,7 +75,7 @@ class DataUsage:
     num_epochs: int
 
     def describe(self) -> str:
-        """Say in one line what is needed, what is there, and how often it is read."""
+        """Return one line: the samples needed, the samples there are, and the number of epochs."""
         epochs = "1 epoch" if self.num_epochs == 1 else f"{self.num_epochs} epochs"
         needed = self.samples_per_epoch if self.num_samples is None else self.num_samples
         return f"{self.name}: need {needed} samples, have {self.samples_per_epoch} in one epoch, reading {epochs}"
@@ -245,7 +245,7 @@ def fingerprint_lengths(indexed_dataset: IndexedDataset, cache: IndexCache) -> s
 
 
 def token_range_error(source: str, smallest: int, largest: int, vocab_size: int) -> DataError:
-    """Say that a data set holds token ids that the tokenizer does not have."""
+    """Return the error for token ids that the tokenizer does not have."""
     return DataError(
         f"{source} holds token id {smallest if smallest < 0 else largest}, but the vocabulary has {vocab_size} ids (0 "
         f"to {vocab_size - 1}); give the tokenizer that the data was written with (--tokenizer-type, --vocab-file, "
