@@ -87,7 +87,7 @@ def build_parser() -> Parser:
         "--deduplicate",
         choices=["off", "exact", "near"],
         default="off",
-        help="drop documents that equal an earlier one (exact), or are similar to one as well (near; package datasketch)",
+        help="drop documents equal to an earlier one (exact), or also those similar to one (near; package datasketch)",
     )
     filters.add_argument(
         "--similarity",
