@@ -64,7 +64,7 @@ def test_special_tokens_of_a_tokenizer_json_are_kept(hugging_face: HuggingFaceTo
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engines_against_the_published_algorithm(engine: str) -> None:
     if not SHARED.is_dir():
-        pytest.skip("the GPT-2 vocabulary is not beside the repository (shared)")
+        pytest.skip("the GPT-2 vocabulary is not beside the repository (../shared)")
     files = SHARED / "gpt2-vocab.json", SHARED / "gpt2-merges.txt"
     encoder = choose_encoder(GPT2BPETokenizer(*files), engine, [], no_report)
     oracle = GPT2Oracle(*files)
