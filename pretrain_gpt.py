@@ -17,8 +17,8 @@ from megatron.training.process.refusal import launch_environment_or_exit
 if TYPE_CHECKING:
     import torch
 
+    from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
     from megatron.core.datasets.samples.batch import Batch
-    from megatron.core.datasets.samples.blended_dataset_builder import BlendedDatasetBuilder
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.pipeline_parallel.executor import MicrobatchLoss
     from megatron.core.pipeline_parallel.stage_layout import StageContents
@@ -49,7 +49,7 @@ def provide_datasets(
     config: RunConfig, tokenizer: Tokenizer, targets: SampleTargets, report: Callable[[str], None]
 ) -> BlendedDatasetBuilder:
     """Return what builds the training, validation and test data that the flags name."""
-    from megatron.core.datasets.samples.blended_dataset_builder import BlendedDatasetBuilder
+    from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
     from megatron.training.data.data_plan import dataset_config, run_position
 
     if config.data.dataloader_type == "external":

@@ -98,7 +98,7 @@ def sleeping_chunk(place: StagePlace, chunk: int, unit_s: float) -> ModelChunk:
 
     def forward_step(microbatch: int, hidden: torch.Tensor | None) -> torch.Tensor | MicrobatchLoss:
         x = torch.ones(SHAPE, requires_grad=True) if hidden is None else hidden
-        x = _Sleep.apply(x, unit_s, queue)
+        x = _Sleep.apply(x, unit_s, queue)  # type: ignore[no-untyped-call]
         return MicrobatchLoss(x.sum(), torch.ones(())) if place.is_last(chunk) else x
 
     return ModelChunk(forward_step, weight_grad_queue=queue)

@@ -6,6 +6,7 @@ Every save ends when all bytes are on the disk; every load begins with no byte o
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -132,7 +133,7 @@ def main() -> None:
             for loader, (writer, load) in loaders(state).items():
                 if writer == name:
                     forget_files(folder)
-                    loads.setdefault(loader, []).append(timed(lambda load=load, folder=folder: load(folder)))
+                    loads.setdefault(loader, []).append(timed(functools.partial(load, folder)))
             print(f"{name}: {sizes[name] / saves[name][-1] / 1e9:.2f} GB/s", flush=True)
             shutil.rmtree(folder)
     figures = {"num_bytes": num_bytes, "file_bytes": sizes, "save_s": saves, "load_s": loads}

@@ -102,7 +102,7 @@ def measure(kind: str, workers: int, text: Path, options: argparse.Namespace, fo
         "command_s": [one["command_s"] for one in tool],
     }
     for name in ("bare", "tool", "command"):
-        seconds = quartiles(result[f"{name}_s"])  # type: ignore[arg-type]
+        seconds = quartiles(result[f"{name}_s"])
         result[f"{name}_mb_s"] = [text_bytes / 1e6 / value for value in reversed(seconds)]
         result[f"{name}_documents_s"] = num_documents / seconds[1]
     result["share_of_bare"] = result["tool_mb_s"][1] / result["bare_mb_s"][1]

@@ -1,4 +1,4 @@
-"""Which folder holds the checkpoint that a command names, and in which format."""
+"""Find the folder and the format of the checkpoint that a command names."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """Say how a tensor of two checkpoints differs; None stands for a tensor that one of them lacks.
+    """Hold how a tensor of two checkpoints differs. None stands for a tensor that one of them lacks.
 
     ``max_difference`` is the largest absolute difference of two elements, ``max_value`` the largest absolute value in
     the second checkpoint. ``num_different`` counts elements whose bits differ.

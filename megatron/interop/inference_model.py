@@ -1,9 +1,10 @@
-"""A model for use, not for training, at any layout: its configuration, its stage on this rank, and its weights."""
+"""Build a model for inference at any layout: its configuration, its stage on this rank, and its weights."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 
@@ -19,6 +20,19 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.interop.checkpoint_source import CheckpointSource, TensorInfo
 
+EVEN_PIPELINE: Final[Mapping[str, Any]] = {
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "pipeline_model_parallel_layout": None,
+    "pipeline_schedule": None,
+    "microbatch_group_size_per_virtual_pipeline_stage": None,
+}
+"""Fields of a model's configuration for one stage on each pipeline rank, of as many layers as the others."""
+
 
 def inference_config(
     config: GPTConfig,
@@ -33,15 +47,7 @@ def inference_config(
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         context_parallel_size=1,
         sequence_parallel=False,
-        num_layers_per_virtual_pipeline_stage=None,
-        num_virtual_stages_per_pipeline_rank=None,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-        pipeline_model_parallel_layout=None,
-        pipeline_schedule=None,
-        microbatch_group_size_per_virtual_pipeline_stage=None,
+        **EVEN_PIPELINE,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         fp16=config.fp16 and params_dtype is None,

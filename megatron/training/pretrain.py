@@ -9,10 +9,9 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
-from megatron.core.datasets.history.read_counter import ReadCounter
-from megatron.core.datasets.samples.blended_dataset_builder import DatasetSplits
-from megatron.core.datasets.samples.external_samples import ExternalSamples
-from megatron.core.datasets.samples.gpt_dataset import SampleDataset
+from megatron.core.datasets.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.history.sample_keys import ReadCounter
+from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, SampleDataset
 from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
 from megatron.core.timers import Timers

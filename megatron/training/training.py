@@ -6,7 +6,7 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.datasets.history.read_counter import ReadCounter
+from megatron.core.datasets.history.sample_keys import ReadCounter
 from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
 from megatron.core.distributed.replica_check import check_replicas_equal
 from megatron.core.errors import TrainingError

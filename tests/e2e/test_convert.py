@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.commands.convert_arguments import parse_arguments
+from megatron.commands.convert_checkpoint import parse_arguments
 from megatron.conversion import conversion
 from megatron.conversion.conversion import convert
 from megatron.conversion.conversion_check import ConversionMismatchError
@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_converter(load: Path, save: Path, *more: str) -> list[str]:
     lines: list[str] = []
     words = ["--load-dir", str(load), "--save-dir", str(save), *" ".join(more).split()]
-    convert(parse_arguments(words).values, lines.append)
+    convert(parse_arguments(words)[0], lines.append)
     return lines
 
 

@@ -18,7 +18,7 @@ SCRIPTS = SHARED / "user_scripts"
 DATA = SHARED / "data"
 pytestmark = pytest.mark.skipif(
     not (SCRIPTS.is_dir() and DATA.is_dir()),
-    reason="the users' scripts and GPT-2's vocabulary are not beside the repository",
+    reason="the users' scripts and GPT-2's vocabulary are not beside the repository (../shared)",
 )
 
 SMALL = """

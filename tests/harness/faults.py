@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 import pretrain_gpt
+from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.samples.batch import Batch
-from megatron.core.datasets.samples.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.samples.gpt_dataset import GPTSample, SampleDataset
 from megatron.core.errors import DataError
 from megatron.core.models.gpt.gpt_model import GPTModel

@@ -21,18 +21,17 @@ from megatron.interop.megatron_torch.common_state import (
     real_vocab_size,
 )
 from megatron.interop.megatron_torch.megatron_arguments import config_of_arguments
-from megatron.interop.megatron_torch.query_key_value_rows import native_row_blocks
 from megatron.interop.megatron_torch.rank_files import RankFile, open_rank_files
 from megatron.interop.megatron_torch.stage_parameters import WORD_EMBEDDING, LocalParameter, StageDescriber
 from megatron.interop.megatron_torch.stored_optimizer import has_optimizer, stored_states
-from megatron.interop.megatron_torch.stored_values import LazyTensor
+from megatron.interop.megatron_torch.stored_values import LazyTensor, native_row_blocks
 from megatron.interop.megatron_torch.torch_file import TorchFile
 from megatron.interop.megatron_torch.unsupported_arguments import check_arguments
 
 
 @dataclass(frozen=True)
 class StoredBox:
-    """Say where the values of one box of a global tensor are."""
+    """Locate the values of one box of a global tensor."""
 
     box: Box
     file: TorchFile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,10 +47,7 @@ class LocalParameter:
     @property
     def num_elements(self) -> int:
         """Return the number of elements of the local tensor, padding included."""
-        count = 1
-        for size in self.local_shape:
-            count *= size
-        return count
+        return math.prod(self.local_shape)
 
 
 class StageDescriber:

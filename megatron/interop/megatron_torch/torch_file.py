@@ -27,7 +27,7 @@ _HAS_MADVISE = hasattr(mmap.mmap, "madvise")  # not on Windows
 
 @dataclass(frozen=True)
 class StoragePlace:
-    """Say where a storage's bytes lie in a file; ``checksum`` is the CRC-32 that the file gives, where it does."""
+    """Locate a storage's bytes in a file. ``checksum`` is the CRC-32 that the file gives, where it does."""
 
     start: int
     num_bytes: int

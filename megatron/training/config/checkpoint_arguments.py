@@ -51,7 +51,7 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
         config: Mapping[str, Any] = read_index_file(folder)["common"]["config"]
         return config
     # Megatron keeps these values beside its tensors: this format alone cannot be read without torch.
-    from megatron.interop.megatron_torch.recorded_config import recorded_config
+    from megatron.interop.megatron_torch.common_state import recorded_config
 
     return recorded_config(folder)
 

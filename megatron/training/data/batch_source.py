@@ -19,8 +19,7 @@ from megatron.core.datasets.samples.data_samplers import (
     sample_ids_hash,
 )
 from megatron.core.datasets.samples.external_reader import ExternalReader
-from megatron.core.datasets.samples.external_samples import ExternalSamples
-from megatron.core.datasets.samples.gpt_dataset import SampleDataset
+from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, SampleDataset
 from megatron.core.datasets.samples.micro_batch_reader import MicroBatchReader
 from megatron.core.datasets.samples.read_ahead import ReadAhead
 from megatron.core.device import Device

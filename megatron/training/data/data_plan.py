@@ -19,7 +19,7 @@ from megatron.training.config.run_config import RunConfig, samples_of_iterations
 from megatron.training.train_state import TrainState
 
 if TYPE_CHECKING:
-    from megatron.core.datasets.samples.blended_dataset_builder import DatasetSplits
+    from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 
 
 class DatasetSplitsBuilder(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.datasets.samples.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.samples.data_samplers import DataloaderType, SampleOrder
 from megatron.core.datasets.samples.gpt_dataset import SampleDataset
 from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.core.datasets.samples.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.device import Device
 from megatron.core.errors import CheckpointError, DataError
 from megatron.core.parallel_state import create_parallel_state

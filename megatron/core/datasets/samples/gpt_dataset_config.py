@@ -1,4 +1,4 @@
-"""Say what a GPT data set is made of; read blends and splits as the command line writes them."""
+"""Describe a GPT data set; parse blends and splits as the command line writes them."""
 
 from __future__ import annotations
 

@@ -23,10 +23,9 @@ from megatron.core.inference.engine import generate
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_state import create_parallel_state, describe_parallel_state
 from megatron.core.sharding import spec_of
-from megatron.interop.huggingface.loading import load_hugging_face_model
-from megatron.interop.huggingface.parallelize import parallelize
+from megatron.interop.huggingface.model_export import write_hugging_face
+from megatron.interop.huggingface.parallelize import load_hugging_face_model, parallelize
 from megatron.interop.huggingface.source import HuggingFaceSource
-from megatron.interop.huggingface.writer import write_hugging_face
 from megatron.interop.inference_model import load_model_from
 from megatron.interop.native.native_source import NativeSource
 from tests.harness.distributed import run_distributed

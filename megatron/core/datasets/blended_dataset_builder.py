@@ -50,7 +50,7 @@ from megatron.core.datasets.samples.mock_gpt_dataset import MockGPTDataset
 from megatron.core.errors import DataError
 
 if TYPE_CHECKING:
-    from megatron.core.datasets.samples.external_samples import ExternalSamples
+    from megatron.core.datasets.samples.gpt_dataset import ExternalSamples
 
 _PATH_FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
 _PROBED_TOKENS = 1 << 16
@@ -258,7 +258,7 @@ class BlendedDatasetBuilder:
         return blend
 
     def _takes_all(self, split: int) -> bool:
-        """Tell whether all of the validation data is read once, whatever the weights."""
+        """Return whether all of the validation data is read once, whatever the weights."""
         return SPLIT_NAMES[split] == "valid" and self.num_samples[split] is None
 
     def _open_split(self, split: int, report: Callable[[str], None]) -> list[_Source] | None:
@@ -330,7 +330,7 @@ class BlendedDatasetBuilder:
         return SPLIT_NAMES[split] == "test" and self.config.blend_per_split is None
 
     def _describe_empty_split(self, dataset: IndexedDataset, split: int) -> str:
-        """Say that a data set has no sequences for a split, and which ``--split`` would give it some."""
+        """Describe a split without sequences, with a ``--split`` that would give it some."""
         name = SPLIT_NAMES[split]
         fact = f"{self._describe_wanted(split)} are asked for, but {dataset.prefix}"
         if self.config.blend_per_split is not None:
@@ -349,7 +349,7 @@ class BlendedDatasetBuilder:
         return f"{'all' if wanted is None else wanted} {SPLIT_NAMES[split]} samples"
 
     def _find_shortage(self, sources: Sequence[_Source], split: int) -> str | None:
-        """Say what is wrong with text that does not fill one sample even once; reading it twice is no shortage."""
+        """Describe text that does not fill one sample; None where it does. Several epochs are no shortage."""
         wanted, length = self.num_samples[split], self.config.sequence_length
         if wanted is None and not self._takes_all(split):
             return None

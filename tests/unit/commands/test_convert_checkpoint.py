@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.commands.convert_arguments import NO_EFFECT, idle_flags, parse_arguments
+from megatron.commands.convert_checkpoint import NO_EFFECT, parse_arguments
+from megatron.conversion.conversion_request import idle_flags
 
 FOLDERS = ["--load-dir", "a", "--save-dir", "b"]
 TYPED = """
@@ -16,10 +17,10 @@ TYPED = """
 
 
 def test_what_users_of_megatron_type_is_accepted_and_said() -> None:
-    parsed = parse_arguments([*TYPED.split(), *FOLDERS])
-    assert parsed.values.target_tensor_parallel_size == 8
-    assert parsed.values.verify
-    told = {note.split(" ")[0] for note in parsed.notes}
+    request, notes = parse_arguments([*TYPED.split(), *FOLDERS])
+    assert (request.target.tensor_parallel_size, request.target.params_dtype) == (8, "bfloat16")
+    assert request.verify
+    told = {note.split(" ")[0] for note in notes}
     assert told == {
         "--saver-transformer-impl",
         "--model-size",
@@ -28,7 +29,7 @@ def test_what_users_of_megatron_type_is_accepted_and_said() -> None:
         "--megatron-path",
     }
     assert told <= set(NO_EFFECT)
-    assert not parse_arguments([*FOLDERS, "--no-verify"]).values.verify
+    assert not parse_arguments([*FOLDERS, "--no-verify"])[0].verify
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,6 @@ ALL_CONTENT = """
     ],
 )
 def test_a_flag_that_the_formats_leave_idle_is_said(found: str, saver: str, idle: list[str]) -> None:
-    lines = idle_flags(parse_arguments([*ALL_CONTENT.split(), *FOLDERS]).values, found, saver)
+    lines = idle_flags(parse_arguments([*ALL_CONTENT.split(), *FOLDERS])[0], found, saver)
     assert [line[: len(start)] for line, start in zip(lines, idle, strict=True)] == idle
-    assert idle_flags(parse_arguments(FOLDERS).values, found, saver) == []
+    assert idle_flags(parse_arguments(FOLDERS)[0], found, saver) == []
