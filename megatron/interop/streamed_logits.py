@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.planner import split_box
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of
@@ -78,9 +79,7 @@ def _one_by_one(num_layers: int) -> Iterator[StageContents]:
 def _alone_in_float32(config: GPTConfig) -> GPTConfig:
     return dataclasses.replace(
         config,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        context_parallel_size=1,
+        **ONE_RANK.model_fields(),
         sequence_parallel=False,
         num_layers_per_virtual_pipeline_stage=None,
         num_virtual_stages_per_pipeline_rank=None,
@@ -93,7 +92,7 @@ def _alone_in_float32(config: GPTConfig) -> GPTConfig:
 
 
 def _build_stage(config: GPTConfig, contents: StageContents) -> GPTModel:
-    rng = RngStreams(Device("cpu"), _SEED, tp_rank=0, dp_rank=0, cp_rank=0, pp_rank=0)
+    rng = RngStreams(Device("cpu"), _SEED, ONE_RANK.place())
     return GPTModel(
         config,
         single_rank_group(),

@@ -10,6 +10,7 @@ from megatron.core.config_base import config_from_dict, config_to_dict
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.schedules import default_schedule
 from megatron.core.pipeline_parallel.stage_layout import StageLayout, plan_stage_layout
 from megatron.training.config.checkpoint_config import CheckpointConfig
@@ -53,9 +54,14 @@ class RunConfig:
     world_size: int = 1
 
     @property
+    def parallel_sizes(self) -> ParallelSizes:
+        """Return the grid of the run's ranks; it has fewer than there are where they are not whole model copies."""
+        return self.model.parallel_sizes.in_world(self.world_size)
+
+    @property
     def data_parallel_size(self) -> int:
         """Return the number of model copies."""
-        return self.world_size // max(self.model.model_parallel_size, 1)
+        return self.parallel_sizes.dp
 
     @property
     def stage_layout(self) -> StageLayout:

@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Iterator
 
 from megatron.core.config_base import field_specs
+from megatron.core.parallel_sizes import MODEL_SIZE_NAMES
 from megatron.training.config.checks.check import Check
 from megatron.training.config.run_config import RunConfig
 
 POSITIVE = frozenset(
     [
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
+        *MODEL_SIZE_NAMES,
         "num_layers",
         "hidden_size",
         "num_attention_heads",
