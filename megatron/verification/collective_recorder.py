@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core.device import Device
 from megatron.core.process_group import CollectiveCall
 from megatron.core.timers import Timers
+from megatron.planning.closed_forms import Traffic, Volume
 from megatron.training.config.run_config import RunConfig
 from megatron.training.model_setup import ModelProvider, build_training_parts
 from megatron.training.process.initialize import make_runtime
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import ForwardStep, TrainingStep
-from megatron.verification.closed_forms import Traffic, Volume
 from megatron.verification.run_cell import make_source
 
 
