@@ -83,14 +83,14 @@ class RunConfig:
         """Return the number of samples of the whole run."""
         if self.training.train_samples:
             return self.training.train_samples
-        return samples_of_iterations(self.training, self.training.train_iters)
+        return self.training.batch_sizes.samples_of_iterations(self.training.train_iters)
 
     @property
     def train_iters(self) -> int:
         """Return the number of iterations of the whole run, batch-size ramp-up included."""
         if self.training.train_iters:
             return self.training.train_iters
-        return iterations_of_samples(self.training, self.training.train_samples)
+        return self.training.batch_sizes.iterations_of_samples(self.training.train_samples)
 
     @property
     def schedule_lengths(self) -> ScheduleLengths:
@@ -131,33 +131,3 @@ class RunConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """Read back what `to_dict` returned; raise ConfigurationError for anything else."""
         return config_from_dict(cls, values)
-
-
-def samples_of_iterations(training: TrainingConfig, iterations: int, consumed: int = 0) -> int:
-    """Return how many samples are consumed after that many more iterations, batch-size ramp-up included."""
-    for batch, phase_end in _rampup_phases(training):
-        steps = min(iterations, -(-max(phase_end - consumed, 0) // batch))
-        consumed += steps * batch
-        iterations -= steps
-    return consumed + iterations * training.global_batch_size
-
-
-def iterations_of_samples(training: TrainingConfig, samples: int) -> int:
-    """Return how many whole iterations a number of samples makes, batch-size ramp-up included."""
-    consumed = 0
-    iterations = 0
-    for batch, phase_end in _rampup_phases(training):
-        steps = -(-max(min(phase_end, samples) - consumed, 0) // batch)
-        consumed += steps * batch
-        iterations += steps
-    return iterations + max(samples - consumed, 0) // max(training.global_batch_size, 1)
-
-
-def _rampup_phases(training: TrainingConfig) -> list[tuple[int, int]]:
-    """Return (batch size, consumed samples up to which it holds) for each size below the full one."""
-    if len(training.rampup_batch_size) != 3:
-        return []
-    start, increment, samples = training.rampup_batch_size
-    num_increments = (training.global_batch_size - start) // increment
-    # Rounded up: a size holds while the consumed samples are below its share's end, a whole number or not.
-    return [(start + i * increment, -(-(i + 1) * samples // num_increments)) for i in range(num_increments)]
