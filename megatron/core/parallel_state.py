@@ -49,16 +49,6 @@ class ParallelState:
         """Return the number of all ranks."""
         return self.sizes.world_size
 
-    @property
-    def is_first_stage(self) -> bool:
-        """Return whether this rank holds the first pipeline stage."""
-        return self.pp.is_first
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Return whether this rank holds the last pipeline stage."""
-        return self.pp.is_last
-
 
 Communicator = Callable[[tuple[int, ...]], "dist.ProcessGroup | None"]
 """Returns what a set of ranks communicates with; None where it does not."""

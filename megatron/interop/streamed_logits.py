@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -20,6 +19,7 @@ from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.interop.checkpoint_source import CheckpointSource
+from megatron.interop.inference_model import inference_config
 
 MAX_READ_BYTES = 64 * 1024 * 1024
 _SEED = 20
@@ -57,7 +57,7 @@ def streamed_logits(source: CheckpointSource, tokens: torch.Tensor) -> torch.Ten
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    config = _alone_in_float32(source_config(source))
+    config = inference_config(source_config(source), 1, 1, "float32")
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     hidden: torch.Tensor | None = None
     for contents in _one_by_one(config.num_layers):
@@ -74,21 +74,6 @@ def _one_by_one(num_layers: int) -> Iterator[StageContents]:
     for number in range(num_layers):
         yield StageContents((number,))
     yield StageContents(has_loss=True)
-
-
-def _alone_in_float32(config: GPTConfig) -> GPTConfig:
-    return dataclasses.replace(
-        config,
-        **ONE_RANK.model_fields(),
-        sequence_parallel=False,
-        num_layers_per_virtual_pipeline_stage=None,
-        num_virtual_stages_per_pipeline_rank=None,
-        fp16=False,
-        bf16=False,
-        params_dtype="float32",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
 
 
 def _build_stage(config: GPTConfig, contents: StageContents) -> GPTModel:

@@ -135,8 +135,9 @@ def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
     _add_layer_ends(total, here, m * layers, m * layers, m * layers)
     # What is recomputed runs forward again, up to the last thing that the backward pass needs.
     _add_layer_ends(total, here, m * full, m * (full - early), 0)
-    for number in chunk.layer_numbers:
-        _add_exchange(total, here, number)
+    is_selective = here.config.model.recompute_granularity == "selective"
+    for position, number in enumerate(chunk.layer_numbers):
+        _add_exchange(total, here, number, is_recomputed=is_selective or position < full)
     A = here.hidden_bytes
     if here.config.model.sequence_parallel:
         total.add("reduce_scatter", TP, A, m * chunk.has_embedding)
@@ -153,7 +154,7 @@ def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
 
 
 def _recomputed(here: _Rank, layers: int) -> tuple[int, int]:
-    """Return how many layers run forward again, and how many of those stop before their last communication.
+    """Return how many layers, the first ones, run forward again, and how many stop before their last communication.
 
     A recomputed group of layers ends where the backward pass has all that it saved. Without dropout nothing is saved
     behind the last layer's fc2, whose sum over the tensor ranks is then left out.
@@ -183,7 +184,7 @@ def _add_layer_ends(total: _Sum, here: _Rank, entered: int, left: int, backward:
         total.add("all_reduce", TP, A, 2 * backward)
 
 
-def _add_exchange(total: _Sum, here: _Rank, number: int) -> None:
+def _add_exchange(total: _Sum, here: _Rank, number: int, is_recomputed: bool) -> None:
     """Add what the attention of a layer sends for all micro-batches."""
     if here.sizes.cp == 1:
         return
@@ -191,7 +192,7 @@ def _add_exchange(total: _Sum, here: _Rank, number: int) -> None:
     exchange = model.cp_exchange(number)
     heads = model.num_attention_heads // here.sizes.tp
     groups = key_value_heads_of_rank(model.num_query_groups, here.sizes.tp)
-    forwards = here.num_microbatches * (1 + _attention_is_recomputed(here, number))
+    forwards = here.num_microbatches * (1 + is_recomputed)
     backwards = here.num_microbatches
     head_bytes = here.tokens * model.kv_channels * here.element
     if exchange == "p2p":
@@ -212,19 +213,6 @@ def _add_exchange(total: _Sum, here: _Rank, number: int) -> None:
         total.add("all_to_all", CP, back, 2 * backwards + again)
 
 
-def _attention_is_recomputed(here: _Rank, number: int) -> bool:
-    model = here.config.model
-    if model.recompute_granularity == "selective":
-        return True
-    if model.recompute_granularity != "full":
-        return False
-    if model.recompute_method != "block":
-        return True
-    chunks = here.config.stage_layout.chunks(here.place["pp"])
-    first = next(chunk.layer_numbers[0] for chunk in chunks if number in chunk.layer_numbers)
-    return number - first < (model.recompute_num_layers or 1)
-
-
 def _add_sends(total: _Sum, here: _Rank, index: int, num_chunks: int) -> None:
     """Add a chunk's activations for the next stage and gradients for the previous one."""
     message = here.hidden_bytes // (here.sizes.tp if here.config.model.sequence_parallel else 1)
@@ -241,7 +229,7 @@ def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) 
     replica = here.place["dp"] * sizes.cp + here.place["cp"]
     partial_bytes = 0
     for chunk in chunks:
-        parameters = list(chunk_parameters(model, chunk))
+        parameters = chunk_parameters(model, chunk)
         tied = [index for index, parameter in enumerate(parameters) if parameter.is_tied]
         for bucket in plan_buckets([p.size for p in parameters], tied, ddp, sizes.num_replicas).buckets:
             grad_bytes = bucket.num_elements * grad_element

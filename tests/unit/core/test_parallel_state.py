@@ -77,10 +77,10 @@ def test_neighbours_share_a_tensor_parallel_group_and_stages_are_far_apart() -> 
     assert state.tp.ranks == (6, 7)
     assert state.dp.ranks == (4, 6)
     assert state.pp.ranks == (2, 6, 10, 14)
-    assert not state.is_first_stage
-    assert not state.is_last_stage
-    assert describe_parallel_state(0, 16, ParallelSizes(tp=2, pp=4)).is_first_stage
-    assert describe_parallel_state(15, 16, ParallelSizes(tp=2, pp=4)).is_last_stage
+    assert not state.pp.is_first
+    assert not state.pp.is_last
+    assert describe_parallel_state(0, 16, ParallelSizes(tp=2, pp=4)).pp.is_first
+    assert describe_parallel_state(15, 16, ParallelSizes(tp=2, pp=4)).pp.is_last
     assert describe_parallel_state(0, 2, ParallelSizes(tp=2)).pp.is_first
     assert describe_parallel_state(0, 2, ParallelSizes(tp=2)).pp.is_last
 

@@ -127,7 +127,7 @@ def failures_of_rank(pp: int) -> tuple[str, list[Continuation]]:
         engine.generate(request, is_cancelled=is_cancelled)
     assert count == 5
     weights = [parameter.clone() for parameter in engine.model.parameters()]
-    if state.is_last_stage:
+    if state.pp.is_last:
         with torch.no_grad():
             engine.model.output_weight.fill_(torch.nan)
     message = ""

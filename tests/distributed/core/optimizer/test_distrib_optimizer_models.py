@@ -127,11 +127,11 @@ class Stage(nn.Module):
         shape = tuple(self.own.shape)
         attach_spec(self.own, ParamSpec(f"stage{state.pp.rank}.weight", shape, full_pieces(shape)))
         self.word: nn.Parameter | None = None
-        if state.is_first_stage or state.is_last_stage:
+        if state.pp.is_first or state.pp.is_last:
             self.word = nn.Parameter(torch.ones(rows, 11, dtype=torch.float64))
             spec = ParamSpec("weight", (rows, 11), full_pieces((rows, 11)))
             name = "embedding.word_embeddings.weight"
-            attach_spec(self.word, tie_over_pipeline(spec, name=name, is_first_stage=state.is_first_stage))
+            attach_spec(self.word, tie_over_pipeline(spec, name=name, is_first_stage=state.pp.is_first))
 
 
 def step_of_stages(folder: str, options: Options, pp: int) -> dict[str, Any]:
