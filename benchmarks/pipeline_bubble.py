@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import describe_machine
 from megatron.core.collectives import barrier
 from megatron.core.main_grad import WeightGradQueue
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.pipeline_parallel.action import StagePlace
 from megatron.core.pipeline_parallel.executor import (
@@ -106,7 +107,7 @@ def sleeping_chunk(place: StagePlace, chunk: int, unit_s: float) -> ModelChunk:
 
 def run_on_rank(case: Case, unit_s: float, repeats: int) -> list[Timeline]:
     """Run the iterations on this rank and return what all ranks recorded; the first one warms up."""
-    pp = create_parallel_state(pipeline_model_parallel_size=dist.get_world_size()).pp
+    pp = create_parallel_state(ParallelSizes(pp=dist.get_world_size())).pp
     links = create_pipeline_links(pp, wraps_around=case.num_chunks > 1)
     place = StagePlace(pp.size, pp.rank, case.num_chunks)
     connection = PipelineConnection(place, links, lambda microbatch: SHAPE, torch.float32)

@@ -34,6 +34,7 @@ def initialize_rank(rank: int) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from megatron.core.parallel_sizes import ParallelSizes
     from megatron.core.parallel_state import create_parallel_state
     from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 
@@ -48,7 +49,7 @@ def initialize_rank(rank: int) -> dict[str, Any]:
     dist.new_group = counting
     start = time.perf_counter()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=TP * PP * DP)
-    state = create_parallel_state(TP, PP)
+    state = create_parallel_state(ParallelSizes(tp=TP, pp=PP))
     create_pipeline_links(state.pp, wraps_around=True)
     seconds = time.perf_counter() - start
     return {"rank": rank, "stage": state.pp.rank, "groups_created": num_groups, "seconds": round(seconds, 3)}
@@ -57,12 +58,14 @@ def initialize_rank(rank: int) -> dict[str, Any]:
 def time_step(dp: int) -> dict[str, Any]:
     """Train a few steps as one rank in the middle of TP 8 · PP 16 · DP ``dp``, and return the fastest one's time."""
     import pretrain_gpt
+    from megatron.core.device import Device
     from megatron.core.timers import Timers
     from megatron.training.model_setup import build_training_parts
+    from megatron.training.process.initialize import make_runtime
     from megatron.training.train_state import TrainState
     from megatron.training.training_step import TrainingStep
     from megatron.verification.collective_recorder import stand_in
-    from megatron.verification.run_cell import make_runtime, make_source, resolve_cell
+    from megatron.verification.run_cell import make_source, resolve_cell
 
     world_size = TP * PP * dp
     flags = [
@@ -75,7 +78,7 @@ def time_step(dp: int) -> dict[str, Any]:
     config = resolve_cell(flags, world_size, "float32")
     times = []
     with stand_in(TP * dp * (PP // 2) + 1, world_size):
-        runtime = make_runtime(config)
+        runtime = make_runtime(config, Device("cpu"))
         parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
         step = TrainingStep(config, runtime, parts, pretrain_gpt.forward_step, Timers())
         source, train_state = make_source(config, runtime, "plain"), TrainState()

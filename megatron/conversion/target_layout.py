@@ -43,7 +43,7 @@ def retarget(common: Mapping[str, Any], target: Target, has_random_streams: bool
         raise ConfigurationError([_with_target_flags(problem) for problem in problems])
     changed = dict(common) | {"config": config.to_dict()}
     if not has_random_streams:
-        changed["layout"] = _describe(config)
+        changed["layout"] = config.parallel_sizes.record()
     if not target.keeps_optimizer:
         changed |= {"optimizer": None, "scheduler": None}
     return changed
@@ -72,7 +72,7 @@ def _with_layout(config: RunConfig, target: Target) -> RunConfig:
         # A split that was made for another number of stages says nothing about this one.
         changes |= {**EVEN_PIPELINE, "num_layers_per_virtual_pipeline_stage": virtual}
     model = dataclasses.replace(old, **changes)
-    return dataclasses.replace(config, model=model, world_size=model.model_parallel_size)
+    return dataclasses.replace(config, model=model, world_size=model.parallel_sizes.world_size)
 
 
 def _with_precision(config: RunConfig, dtype: str | None) -> RunConfig:
@@ -84,16 +84,6 @@ def _with_precision(config: RunConfig, dtype: str | None) -> RunConfig:
         model=dataclasses.replace(config.model, **precision),
         optimizer=dataclasses.replace(config.optimizer, params_dtype=dtype),
     )
-
-
-def _describe(config: RunConfig) -> dict[str, int]:
-    return {
-        "tensor_model_parallel_size": config.model.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": config.model.pipeline_model_parallel_size,
-        "context_parallel_size": config.model.context_parallel_size,
-        "data_parallel_size": 1,
-        "world_size": config.world_size,
-    }
 
 
 def _or(given: int | None, otherwise: int) -> int:

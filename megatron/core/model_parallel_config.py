@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.config_base import POSITIVE, Config, flag
+from megatron.core.parallel_sizes import ParallelSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,12 @@ class ModelParallelConfig(Config, in_args=True):
         object.__setattr__(self, "params_dtype", half or self.params_dtype or "float32")
 
     @property
-    def model_parallel_size(self) -> int:
-        """Return the number of ranks that hold one copy of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+    def parallel_sizes(self) -> ParallelSizes:
+        """Return the sizes of the grid of ranks that holds one copy of the model."""
+        return ParallelSizes(
+            tp=self.tensor_model_parallel_size, pp=self.pipeline_model_parallel_size, cp=self.context_parallel_size
+        )
+
+    def cp_exchange(self, layer_number: int) -> str:
+        """Return a layer's choice among ``cp_comm_type``: one for all layers, or one a layer."""
+        return self.cp_comm_type[0 if len(self.cp_comm_type) == 1 else layer_number]

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.state_dict import model_tensors
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.random import RngStreams
@@ -43,9 +44,7 @@ def inference_config(
     """Return a trained model's configuration at another layout, without what only training needs."""
     return dataclasses.replace(
         config,
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-        context_parallel_size=1,
+        **ParallelSizes(tp=tensor_model_parallel_size, pp=pipeline_model_parallel_size).model_fields(),
         sequence_parallel=False,
         **EVEN_PIPELINE,
         hidden_dropout=0.0,
@@ -81,7 +80,7 @@ def build_inference_model(config: GPTConfig, state: ParallelState, device: Devic
     """
     contents = inference_stage(config.num_layers, state.pp.size, state.pp.rank)
     # Nothing is drawn from the streams: there is no dropout.
-    rng = RngStreams(device, 0, tp_rank=state.tp.rank, dp_rank=0, cp_rank=0, pp_rank=state.pp.rank)
+    rng = RngStreams(device, 0, state.place)
     model = GPTModel(
         config,
         state.tp,

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.planner import split_box
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of
@@ -76,7 +77,7 @@ def _one_by_one(num_layers: int) -> Iterator[StageContents]:
 
 
 def _build_stage(config: GPTConfig, contents: StageContents) -> GPTModel:
-    rng = RngStreams(Device("cpu"), _SEED, tp_rank=0, dp_rank=0, cp_rank=0, pp_rank=0)
+    rng = RngStreams(Device("cpu"), _SEED, ONE_RANK.place())
     return GPTModel(
         config,
         single_rank_group(),

@@ -267,7 +267,7 @@ def load_engine(checkpoint: Checkpoint, launch: LaunchEnvironment) -> InferenceE
     device = initialize_device(launch)
     initialize_distributed(launch, device, device.default_backend, TIMEOUT_MINUTES)
     config = checkpoint.config
-    state = create_parallel_state(config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
+    state = create_parallel_state(config.parallel_sizes)
     model = checkpoint.load_model(state, device)
     links = create_pipeline_links(state.pp) if state.pp.size > 1 else None
     return InferenceEngine(model, state, links)

@@ -212,13 +212,7 @@ def _train(run: TrainingRun, train_source: BatchSource, start_time: float) -> st
 
 
 def _describe_world(config: RunConfig) -> str:
-    model = config.model
-    return (
-        f"using world size: {config.world_size}, data-parallel size: {config.data_parallel_size}, "
-        f"context-parallel size: {model.context_parallel_size}, "
-        f"tensor-model-parallel size: {model.tensor_model_parallel_size}, "
-        f"pipeline-model-parallel size: {model.pipeline_model_parallel_size}"
-    )
+    return f"using world size: {config.world_size}, {config.parallel_sizes.describe()}"
 
 
 def _printer(launch: LaunchEnvironment) -> Log:

@@ -70,7 +70,7 @@ def agree(result: ScheduleResult, exit_request: ExitRequest | None, runtime: Run
 
     Of the ranks that computed the same loss only the first tensor-parallel rank counts.
     """
-    counts = runtime.state.tp.is_first and runtime.state.is_last_stage
+    counts = runtime.state.tp.is_first and runtime.state.pp.is_last
     signal_received = exit_request is not None and exit_request.signal_received
     time_is_up = exit_request is not None and exit_request.time_is_up
     values = torch.zeros(4, dtype=torch.float64, device=runtime.device.torch_device)

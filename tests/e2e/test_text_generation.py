@@ -53,7 +53,7 @@ def save(folder: Path, flags: str, iteration: int = 10, seed: int = 77, with_tok
     """Save an untrained model as a training run saves its own, on one rank or on every rank of a job."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     config, tokenizer = run_config(flags, world_size)
-    state = create_parallel_state(config.model.tensor_model_parallel_size, config.model.pipeline_model_parallel_size)
+    state = create_parallel_state(config.parallel_sizes)
     models = [build(config.model, state.tp, seed, contents) for contents in config.stage_layout.chunks(state.pp.rank)]
     common = CommonState(
         progress=TrainProgress(iteration=iteration),

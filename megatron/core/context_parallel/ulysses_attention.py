@@ -5,7 +5,6 @@ Jacobs et al. 2023, https://arxiv.org/abs/2309.14509.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +12,9 @@ import torch
 
 from megatron.core.collectives import all_to_all_first_dim
 from megatron.core.context_parallel.all_gather_attention import Core
+from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads
 from megatron.core.context_parallel.partition import to_rank_order, to_sequence_order, visible_keys
 from megatron.core.process_group import Group
-
-
-def copies_of_key_value_heads(num_heads: int, num_groups: int, cp_size: int) -> int | None:
-    """Return how often each key-value head is repeated so that the ranks can share the heads, or None if they cannot.
-
-    The repeated heads are the least common multiple of groups and ranks; each serves a whole number of queries' heads.
-    """
-    repeated = math.lcm(num_groups, cp_size)
-    return None if num_heads % repeated else repeated // num_groups
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,16 @@ class DistributedDataParallelConfig(Config, role="layout", in_args=True):
         """Return whether each data-parallel rank keeps the optimizer's state of its own shard only."""
         return self.use_distributed_optimizer or self.data_parallel_sharding_strategy != "no_shard"
 
+    def shards_over(self, num_replicas: int) -> bool:
+        """Return whether that many ranks with the same weights share the optimizer's state: one rank has all of it."""
+        return self.shards_optimizer and num_replicas > 1
+
+    def grad_dtype(self, params_dtype: str) -> str:
+        """Return the dtype in which gradients of parameters of a dtype are accumulated and reduced, both by name."""
+        if self.grad_reduce_in_bf16 and params_dtype == "bfloat16":
+            return params_dtype
+        return "float64" if params_dtype == "float64" else "float32"
+
     @property
     def shards_gradients(self) -> bool:
         """Return whether each data-parallel rank keeps the gradients of its own shard only."""

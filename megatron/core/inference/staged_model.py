@@ -76,7 +76,7 @@ def _problems(model: GPTModel, state: ParallelState, links: PipelineLinks | None
             f"generation runs over tensor- and pipeline-parallel processes, here context({state.cp.size}) x "
             f"data({state.dp.size}); change the number of processes"
         )
-    if (model.pre_process, model.post_process) != (state.is_first_stage, state.is_last_stage):
+    if (model.pre_process, model.post_process) != (state.pp.is_first, state.pp.is_last):
         problems.append(
             f"stage {state.pp.rank} of pipeline({state.pp.size}) is not what the model holds; build it with "
             "pre_process on the first stage and post_process on the last"

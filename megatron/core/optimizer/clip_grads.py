@@ -37,8 +37,7 @@ class GradStatistics:
 
 def is_counted(spec: ParamSpec, state: ParallelState) -> bool:
     """Return whether this rank's copy of a parameter is the one that counts in sums over the model."""
-    coordinates = {"tp": state.tp.rank, "pp": state.pp.rank}
-    return spec.is_owner and all(coordinates[axis] == 0 for axis in spec.replicated_axes)
+    return spec.is_owner and all(state.place[axis] == 0 for axis in spec.replicated_axes)
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

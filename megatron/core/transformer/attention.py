@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from megatron.core.context_parallel.exchange import exchange_of_layer, with_context_parallel
+from megatron.core.context_parallel.exchange import with_context_parallel
+from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
 from megatron.core.kernels.dot_product_attention import PLAIN_BACKENDS, select_attention_core
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
@@ -53,13 +54,13 @@ class SelfAttention(nn.Module):
         self.rng = rng
         self.head_dim = config.kv_channels
         self.num_heads = config.num_attention_heads // tp.size
-        self.num_groups = max(config.num_query_groups // tp.size, 1)
+        self.num_groups = key_value_heads_of_rank(config.num_query_groups, tp.size)
         self.dropout = config.attention_dropout
         self.recompute_core = config.recompute_granularity == "selective"
         self.cp = single_rank_group(("cp",)) if cp is None else cp
         self.core = with_context_parallel(
             select_attention_core(config.attention_backend, torch.device(device).type),
-            exchange_of_layer(config.cp_comm_type, layer_number),
+            config.cp_exchange(layer_number),
             self.cp,
             plain_blocks=config.attention_backend in PLAIN_BACKENDS,
         )

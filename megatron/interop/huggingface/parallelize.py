@@ -11,6 +11,7 @@ from megatron.core.device import Device, select_device
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.inference_model import load_model_from
@@ -31,7 +32,7 @@ def parallelize(folder: str | Path, state: ParallelState | None = None, *, param
         if not dist.is_initialized() and dist.is_torchelastic_launched():
             dist.init_process_group(device.default_backend, device_id=device.torch_device if device.is_cuda else None)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        state = create_parallel_state(tensor_model_parallel_size=world_size)
+        state = create_parallel_state(ParallelSizes(tp=world_size))
     return load_hugging_face_model(folder, state, device, params_dtype)
 
 

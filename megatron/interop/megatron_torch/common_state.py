@@ -101,9 +101,7 @@ def common_state(
             "world_size": world_size,
         },
         "layout": {
-            "tensor_model_parallel_size": model.tensor_model_parallel_size,
-            "pipeline_model_parallel_size": model.pipeline_model_parallel_size,
-            "context_parallel_size": model.context_parallel_size,
+            **model.parallel_sizes.record(),
             "data_parallel_size": int(arguments.get("data_parallel_size") or 1),
             "world_size": world_size,
         },

@@ -103,7 +103,7 @@ def derived_arguments(
     return {
         "padded_vocab_size": padded_vocab_size,
         "params_dtype": getattr(torch, model.params_dtype),
-        "world_size": data_parallel_size * model.model_parallel_size,
+        "world_size": data_parallel_size * model.parallel_sizes.world_size,
         "data_parallel_size": data_parallel_size,
         "virtual_pipeline_model_parallel_size": num_chunks if num_chunks > 1 else None,
         "transformer_pipeline_model_parallel_size": pp,

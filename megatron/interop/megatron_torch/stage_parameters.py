@@ -13,6 +13,7 @@ from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.inner_optimizer import is_decayed
+from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.process_group import Group
 from megatron.core.sharding import Piece, even_pieces, spec_of
 from megatron.core.tensor_parallel.random import RngStreams
@@ -63,7 +64,7 @@ class StageDescriber:
             config = dataclasses.replace(config, make_vocab_size_divisible_by=padded_vocab_size // tp)
         self.config = dataclasses.replace(config, sequence_parallel=False)
         with torch.random.fork_rng(devices=[]):
-            self._rng = RngStreams(Device("cpu"), 0, tp_rank=0, dp_rank=0, cp_rank=0, pp_rank=0)
+            self._rng = RngStreams(Device("cpu"), 0, ONE_RANK.place())
 
     def parameters(
         self, tp_rank: int, layer_numbers: Sequence[int], *, has_embedding: bool, has_loss: bool

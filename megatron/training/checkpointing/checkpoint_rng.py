@@ -9,16 +9,10 @@ import torch
 
 from megatron.core.dist_checkpointing.index import CheckpointIndex
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_name, whole_tensor
-from megatron.core.dist_checkpointing.state_dict import describe_layout, rng_name
+from megatron.core.dist_checkpointing.state_dict import rng_name
+from megatron.core.parallel_sizes import GRID_AXES, SIZE_NAMES
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel.random import STREAM_AXES
-
-_SIZES = {
-    "pp": "pipeline_model_parallel_size",
-    "dp": "data_parallel_size",
-    "cp": "context_parallel_size",
-    "tp": "tensor_model_parallel_size",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,24 +33,24 @@ def choose_streams(
     equal on all tensor-parallel ranks goes on at another tensor-parallel size. A run on another kind of device, or of
     a checkpoint that holds no streams, continues none.
     """
-    old, new = index.common["layout"], describe_layout(state)
-    changed = {axis for axis, size in _SIZES.items() if old.get(size) != new[size]}
-    groups = {"pp": state.pp, "dp": state.dp, "cp": state.cp, "tp": state.tp}
-    place = {axis: 0 if axis in changed else group.rank for axis, group in groups.items()}
+    old, new = index.common["layout"], state.sizes.record()
+    changed = {axis for axis, size in SIZE_NAMES.items() if old.get(size) != new[size]}
+    place = {axis: 0 if axis in changed else at for axis, at in state.place.items()}
     streams, tensors = {}, []
     for stream, values in own.items():
-        stored = index.tensors.get(rng_name(stream, **place))
+        stored = index.tensors.get(rng_name(stream, place))
         is_like = stored is not None and (stored.global_shape, stored.dtype) == (
             tuple(values.shape),
             dtype_name(values.dtype),
         )
-        if is_like and changed.isdisjoint(STREAM_AXES.get(stream, tuple(_SIZES))):
+        if is_like and changed.isdisjoint(STREAM_AXES.get(stream, GRID_AXES)):
             streams[stream] = torch.empty_like(values)
-            tensors.append(whole_tensor(rng_name(stream, **place), streams[stream]))
+            tensors.append(whole_tensor(rng_name(stream, place), streams[stream]))
     begun = [stream for stream in own if stream not in streams]
     if not begun:
         return StreamChoice(streams, tuple(tensors), None)
-    reasons = [f"{_SIZES[axis]} {old.get(_SIZES[axis])} -> {new[_SIZES[axis]]}" for axis in _SIZES if axis in changed]
+    names = [SIZE_NAMES[axis] for axis in GRID_AXES if axis in changed]
+    reasons = [f"{name} {old.get(name)} -> {new[name]}" for name in names]
     return StreamChoice(
         streams,
         tuple(tensors),

@@ -26,7 +26,6 @@ from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
 from megatron.core.dist_checkpointing.staging import StagingArea
 from megatron.core.dist_checkpointing.state_dict import (
     RunTensors,
-    describe_layout,
     model_tensors,
     optimizer_tensors,
     rng_tensors,
@@ -207,7 +206,7 @@ def _plain_content(tensors: RunTensors, common: CommonState, target: SaveTarget)
     content = {
         "progress": {name: value for name, value in dataclasses.asdict(common.progress).items() if value is not None},
         "config": common.config,
-        "layout": describe_layout(target.state),
+        "layout": target.state.sizes.record(),
         "optimizer": None if optimizer is None else optimizer.scalar_state(),
         "scheduler": None if optimizer is None else common.scheduler,
         "tokenizer": None if common.write_tokenizer is None else TOKENIZER_FOLDER,

@@ -128,7 +128,7 @@ def _streams(source: MegatronTorchSource) -> dict[str, torch.Tensor]:
                     value = value.get(key) if isinstance(value, Mapping) else None
                 if isinstance(value, LazyTensor):
                     place = {"pp": pp_rank, "dp": number // cp, "cp": number % cp, "tp": tp_rank}
-                    found[rng_name(stream, **place)] = rank.file.view(value)
+                    found[rng_name(stream, place)] = rank.file.view(value)
     return found
 
 

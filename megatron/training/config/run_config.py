@@ -11,6 +11,7 @@ from megatron.core.config_base import FieldSpec, config_from_dict, config_to_dic
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.schedules import default_schedule
 from megatron.core.pipeline_parallel.stage_layout import StageLayout, plan_stage_layout
 from megatron.training.config.checkpoint_config import CheckpointConfig
@@ -55,9 +56,14 @@ class RunConfig:
     world_size: int = 1
 
     @property
+    def parallel_sizes(self) -> ParallelSizes:
+        """Return the grid of the run's ranks; it has fewer than there are where they are not whole model copies."""
+        return self.model.parallel_sizes.in_world(self.world_size)
+
+    @property
     def data_parallel_size(self) -> int:
         """Return the number of model copies."""
-        return self.world_size // max(self.model.model_parallel_size, 1)
+        return self.parallel_sizes.dp
 
     @property
     def stage_layout(self) -> StageLayout:
@@ -79,14 +85,14 @@ class RunConfig:
         """Return the number of samples of the whole run."""
         if self.training.train_samples:
             return self.training.train_samples
-        return samples_of_iterations(self.training, self.training.train_iters)
+        return self.training.batch_sizes.samples_of_iterations(self.training.train_iters)
 
     @property
     def train_iters(self) -> int:
         """Return the number of iterations of the whole run, batch-size ramp-up included."""
         if self.training.train_iters:
             return self.training.train_iters
-        return iterations_of_samples(self.training, self.training.train_samples)
+        return self.training.batch_sizes.iterations_of_samples(self.training.train_samples)
 
     @property
     def schedule_lengths(self) -> ScheduleLengths:
@@ -146,33 +152,3 @@ def command_line_fields() -> Iterator[tuple[str, FieldSpec]]:
         for spec in field_specs(config_class):
             if spec.options.cli:
                 yield part, spec
-
-
-def samples_of_iterations(training: TrainingConfig, iterations: int, consumed: int = 0) -> int:
-    """Return how many samples are consumed after that many more iterations, batch-size ramp-up included."""
-    for batch, phase_end in _rampup_phases(training):
-        steps = min(iterations, -(-max(phase_end - consumed, 0) // batch))
-        consumed += steps * batch
-        iterations -= steps
-    return consumed + iterations * training.global_batch_size
-
-
-def iterations_of_samples(training: TrainingConfig, samples: int) -> int:
-    """Return how many whole iterations a number of samples makes, batch-size ramp-up included."""
-    consumed = 0
-    iterations = 0
-    for batch, phase_end in _rampup_phases(training):
-        steps = -(-max(min(phase_end, samples) - consumed, 0) // batch)
-        consumed += steps * batch
-        iterations += steps
-    return iterations + max(samples - consumed, 0) // max(training.global_batch_size, 1)
-
-
-def _rampup_phases(training: TrainingConfig) -> list[tuple[int, int]]:
-    """Return (batch size, consumed samples up to which it holds) for each size below the full one."""
-    if len(training.rampup_batch_size) != 3:
-        return []
-    start, increment, samples = training.rampup_batch_size
-    num_increments = (training.global_batch_size - start) // increment
-    # Rounded up: a size holds while the consumed samples are below its share's end, a whole number or not.
-    return [(start + i * increment, -(-(i + 1) * samples // num_increments)) for i in range(num_increments)]

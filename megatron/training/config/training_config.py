@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron.core.batch_size_rampup import BatchSizeRampup
 from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag
 
 
@@ -45,6 +46,11 @@ class TrainingConfig(Config, role="run"):
     """Run Python's garbage collector only at fixed iterations, so that all ranks stop together."""
     manual_gc_interval: int = flag(0, bounds=NOT_NEGATIVE, needs="manual_gc")
     """With --manual-gc: iterations from one collection to the next; 0 for never."""
+
+    @property
+    def batch_sizes(self) -> BatchSizeRampup:
+        """Return the global batch size over the run."""
+        return BatchSizeRampup(self.global_batch_size, self.rampup_batch_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

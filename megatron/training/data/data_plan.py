@@ -15,7 +15,7 @@ from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetC
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.config.data_lists import extra_validation_sets
 from megatron.training.config.resolution import DEFAULT_SPLIT
-from megatron.training.config.run_config import RunConfig, samples_of_iterations
+from megatron.training.config.run_config import RunConfig
 from megatron.training.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -63,9 +63,8 @@ def sample_targets(config: RunConfig, done: TrainState | None = None) -> SampleT
     done = TrainState() if done is None else done
     per_evaluation = config.validation.eval_iters * config.training.global_batch_size
     iterations_left = max(config.train_iters - done.iteration, 0)
-    train = max(
-        config.train_samples, samples_of_iterations(config.training, iterations_left, done.consumed_train_samples)
-    )
+    left = config.training.batch_sizes.samples_of_iterations(iterations_left, done.consumed_train_samples)
+    train = max(config.train_samples, left)
     validation = config.validation
     evaluations = _num_evaluations(config, config.train_iters) + 1
     evaluations_left = max(evaluations - _num_evaluations(config, done.iteration), 1)

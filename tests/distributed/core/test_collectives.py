@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.core import collectives
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group
 from tests.harness.distributed import run_distributed
@@ -23,7 +24,7 @@ def transposed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def every_collective() -> dict[str, Any]:
-    world: Group = create_parallel_state(tensor_model_parallel_size=3).tp
+    world: Group = create_parallel_state(ParallelSizes(tp=3)).tp
     mine = tensor_of(world.rank)
     summed = mine.clone()
     assert collectives.all_reduce(summed, world) is None
@@ -77,7 +78,7 @@ def test_collectives_over_three_ranks() -> None:
 
 
 def summed_in(dtype: torch.dtype) -> torch.Tensor:
-    world = create_parallel_state(tensor_model_parallel_size=2).tp
+    world = create_parallel_state(ParallelSizes(tp=2)).tp
     tensor = tensor_of(world.rank, dtype)
     collectives.all_reduce(tensor, world)
     part = collectives.reduce_scatter_first_dim(tensor_of(world.rank, dtype), world)

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from megatron.core import collectives
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import Group, single_rank_group
 
 ALONE = single_rank_group()
-DESCRIBED = describe_parallel_state(1, 6, tensor_model_parallel_size=3).tp
+DESCRIBED = describe_parallel_state(1, 6, ParallelSizes(tp=3)).tp
 
 
 def test_one_rank_keeps_its_values() -> None:

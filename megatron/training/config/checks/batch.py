@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.parallel_sizes import MODEL_SIZE_NAMES
 from megatron.training.config.checks.check import Check
 from megatron.training.config.checks.layout import has_whole_copies
 from megatron.training.config.run_config import RunConfig
 
-_BATCH = (
-    "micro_batch_size",
-    "global_batch_size",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-)
+_BATCH = ("micro_batch_size", "global_batch_size", *MODEL_SIZE_NAMES)
 
 
 def _slice(config: RunConfig) -> int:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.context_parallel.exchange import with_context_parallel
 from megatron.core.context_parallel.partition import cut_sequence, to_sequence_order
 from megatron.core.kernels.dot_product_attention import document_mask, fused_attention, plain_attention
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group
 from tests.harness.closeness import assert_tensors_close
@@ -89,7 +90,7 @@ def all_exchanges(case: Case, dtype: torch.dtype) -> dict[tuple[int, str], list[
     """Run every exchange on the four ranks as CP 4, and as CP 2 twice side by side."""
     results = {}
     for size in (2, 4):
-        cp = create_parallel_state(context_parallel_size=size).cp
+        cp = create_parallel_state(ParallelSizes(cp=size)).cp
         for exchange in EXCHANGES:
             results[size, exchange] = cut_attention(case, exchange, cp, dtype)
     return results
@@ -105,7 +106,7 @@ def test_outputs_and_gradients_are_those_of_whole_attention(name: str) -> None:
 
 
 def three_ranks(case: Case) -> dict[str, list[np.ndarray]]:
-    cp = create_parallel_state(context_parallel_size=3).cp
+    cp = create_parallel_state(ParallelSizes(cp=3)).cp
     return {exchange: cut_attention(case, exchange, cp, torch.float64) for exchange in EXCHANGES}
 
 
@@ -123,7 +124,7 @@ def slope_under_dropout(case: Case, exchange: str) -> tuple[float, float]:
 
     The loss is a weighted sum of the outputs of all ranks; every call draws the same weights to drop.
     """
-    cp = create_parallel_state(context_parallel_size=2).cp
+    cp = create_parallel_state(ParallelSizes(cp=2)).cp
     core = with_context_parallel(fused_attention, exchange, cp)
     *whole, weights = inputs(case, torch.float64)
     weights = cut_sequence(weights, cp, dim=0)

@@ -18,6 +18,7 @@ from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
 from megatron.core.main_grad import main_grad_of
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, attach_spec, even_pieces, full_pieces, tie_over_pipeline
@@ -86,7 +87,7 @@ class Pair(nn.Module):
 
 
 def step_of_pair(options: Options) -> tuple[float, float, int, torch.Tensor, torch.Tensor]:
-    state = create_parallel_state(tensor_model_parallel_size=2)
+    state = create_parallel_state(ParallelSizes(tp=2))
     ddp = DistributedDataParallel(Pair(state.tp), DistributedDataParallelConfig(**options), state)  # type: ignore[arg-type]
     config = OptimizerConfig(lr=0.1, params_dtype="float64", log_num_zeros_in_grad=True, clip_grad=2.0)
     optimizer = make_optimizer(config, [ddp], state)
@@ -126,15 +127,15 @@ class Stage(nn.Module):
         shape = tuple(self.own.shape)
         attach_spec(self.own, ParamSpec(f"stage{state.pp.rank}.weight", shape, full_pieces(shape)))
         self.word: nn.Parameter | None = None
-        if state.is_first_stage or state.is_last_stage:
+        if state.pp.is_first or state.pp.is_last:
             self.word = nn.Parameter(torch.ones(rows, 11, dtype=torch.float64))
             spec = ParamSpec("weight", (rows, 11), full_pieces((rows, 11)))
             name = "embedding.word_embeddings.weight"
-            attach_spec(self.word, tie_over_pipeline(spec, name=name, is_first_stage=state.is_first_stage))
+            attach_spec(self.word, tie_over_pipeline(spec, name=name, is_first_stage=state.pp.is_first))
 
 
 def step_of_stages(folder: str, options: Options, pp: int) -> dict[str, Any]:
-    state = create_parallel_state(pipeline_model_parallel_size=pp)
+    state = create_parallel_state(ParallelSizes(pp=pp))
     chunks = [
         DistributedDataParallel(module, DistributedDataParallelConfig(**options), state)  # type: ignore[arg-type]
         for module in (Stage(state), Wide(torch.float64))

@@ -15,11 +15,12 @@ from megatron.core.datasets.samples.batch import Batch
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
 from megatron.core.datasets.samples.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.datasets.samples.mock_gpt_dataset import MockGPTDataset
+from megatron.core.device import Device
 from megatron.core.process_group import CollectiveCall
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource
-from megatron.verification.run_cell import make_runtime
+from megatron.training.process.initialize import make_runtime
 from tests.harness.distributed import run_distributed
 
 LENGTH, MICRO_BATCH, VOCABULARY = 24, 3, 61
@@ -78,7 +79,7 @@ class Received:
 def receive(flags: str, world_size: int) -> Received:
     config = resolve_arguments([*COMMON.split(), *flags.split()], world_size).config
     calls: list[CollectiveCall] = []
-    runtime = make_runtime(config, calls.append)
+    runtime = make_runtime(config, Device("cpu"), observer=calls.append)
     dataset = WatchedDataset(config)
     with closing(BatchSource(dataset, config, runtime, VOCABULARY, CONSUMED)) as source:
         batches = [source.next() for _ in range(NUM_BATCHES)]

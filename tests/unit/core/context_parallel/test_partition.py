@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.context_parallel.exchange import exchange_of_layer
+from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads
 from megatron.core.context_parallel.partition import (
     chunks_of,
     cut_for_rank,
@@ -15,7 +15,7 @@ from megatron.core.context_parallel.partition import (
     to_sequence_order,
     visible_keys,
 )
-from megatron.core.context_parallel.ulysses_attention import copies_of_key_value_heads
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_group import Group, single_rank_group
 
 SIZES = (1, 2, 3, 4, 8)
@@ -93,5 +93,5 @@ def test_key_value_heads_are_repeated_until_the_ranks_can_share_them(
 
 
 def test_exchanges_are_given_once_or_for_each_layer() -> None:
-    assert exchange_of_layer(("a2a",), 3) == "a2a"
-    assert exchange_of_layer(("a2a", "p2p", "all_gather"), 1) == "p2p"
+    assert ModelParallelConfig(cp_comm_type=("a2a",)).cp_exchange(3) == "a2a"
+    assert ModelParallelConfig(cp_comm_type=("a2a", "p2p", "all_gather")).cp_exchange(1) == "p2p"

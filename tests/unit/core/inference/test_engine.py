@@ -16,6 +16,7 @@ from megatron.core.inference.request import (
 )
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from tests.unit.core.inference.small_models import build, golden_model, odd_config, whole_logits
@@ -194,7 +195,7 @@ def test_a_model_with_sequence_parallelism_is_refused() -> None:
 
 def test_pipeline_ranks_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"pipeline\(2\)"):
-        generate(make_model("odd"), [[1]], 3, GREEDY, None, describe_parallel_state(0, 2, 1, 2))
+        generate(make_model("odd"), [[1]], 3, GREEDY, None, describe_parallel_state(0, 2, ParallelSizes(pp=2)))
 
 
 def test_weights_that_are_not_finite_are_reported() -> None:

@@ -15,6 +15,7 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing import rank_share
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import TrainingError
+from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.checkpointing import checkpoint_saving
@@ -54,7 +55,7 @@ class Gate:
 
 def make_saver(directory: Path, lines: list[str], **options) -> CheckpointSaver:
     device = Device("cpu")
-    rng = RngStreams(device, 1, tp_rank=0, dp_rank=0, cp_rank=0, pp_rank=0)
+    rng = RngStreams(device, 1, ONE_RANK.place())
     config = CheckpointConfig(save=str(directory), **options)
     saver = open_saver(config, Runtime(device, STATE, rng), lines.append)
     assert saver is not None
@@ -218,5 +219,5 @@ def test_memory_is_taken_once_for_all_saves(tmp_path: Path) -> None:
 
 def test_without_a_folder_nothing_is_saved(tmp_path: Path) -> None:
     device = Device("cpu")
-    rng = RngStreams(device, 1, tp_rank=0, dp_rank=0, cp_rank=0, pp_rank=0)
+    rng = RngStreams(device, 1, ONE_RANK.place())
     assert open_saver(CheckpointConfig(), Runtime(device, STATE, rng), lambda line: None) is None

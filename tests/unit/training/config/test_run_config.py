@@ -11,8 +11,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.data_lists import read_data_list, read_per_split_lists
 from megatron.training.config.resolution import resolve
-from megatron.training.config.run_config import RunConfig, iterations_of_samples, samples_of_iterations
-from megatron.training.config.training_config import TrainingConfig
+from megatron.training.config.run_config import RunConfig
 from tests.unit.training.config.command_lines import MINIMAL
 
 
@@ -101,17 +100,10 @@ def test_schedule_lengths_in_samples() -> None:
     assert config.train_samples == 1000
 
 
-def training(**values: object) -> TrainingConfig:
-    return TrainingConfig(micro_batch_size=2, **values)  # type: ignore[arg-type]
-
-
-def test_ramp_up_counts_samples_and_iterations_both_ways() -> None:
-    # sizes 4, 8, 12 hold for 20 samples each, then 16: 5 x 4, 3 x 8 (to 44), 2 x 12 (to 68), 16 ...
-    config = training(global_batch_size=16, rampup_batch_size=(4, 4, 60))
-    consumed = [samples_of_iterations(config, count) for count in (0, 1, 5, 6, 8, 10, 11, 13)]
-    assert consumed == [0, 4, 20, 28, 44, 68, 84, 116]
-    for count, samples in zip((0, 1, 5, 6, 8, 10, 11, 13), consumed):
-        assert iterations_of_samples(config, samples) == count
+def test_ramp_up_counts_in_the_length_of_a_run() -> None:
+    ramp = "--global-batch-size 16 --rampup-batch-size 4 4 60"
+    assert config_of(f"{ramp} --train-iters 11").train_samples == 84
+    assert config_of(f"{ramp} --train-iters 0 --train-samples 84").train_iters == 11
 
 
 def test_resolving_twice_changes_nothing() -> None:

@@ -12,7 +12,7 @@ from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import describe_parallel_state
-from megatron.core.process_group import Group, single_rank_group
+from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from tests.harness.closeness import assert_gradients_close, relative_difference
@@ -31,11 +31,9 @@ LLAMA = {
 
 def meta_model(config: GPTConfig, tp_rank: int) -> GPTModel:
     """Return the shapes of one tensor-parallel rank's model, without memory or processes."""
-    tp: Group = describe_parallel_state(
-        tp_rank, config.tensor_model_parallel_size, config.tensor_model_parallel_size
-    ).tp
-    rng = RngStreams(Device("cpu"), 1, tp_rank=tp_rank, dp_rank=0, cp_rank=0, pp_rank=0)
-    return GPTModel(config, tp, rng, seed=1, device="meta")
+    state = describe_parallel_state(tp_rank, config.tensor_model_parallel_size, config.parallel_sizes)
+    rng = RngStreams(Device("cpu"), 1, state.place)
+    return GPTModel(config, state.tp, rng, seed=1, device="meta")
 
 
 GPT2_345M = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import pretrain_gpt
+from megatron.planning.closed_forms import Traffic, Volume, step_traffic
 from megatron.training.config.run_config import RunConfig
 from megatron.verification.cells import Cell, Layout, make_cell, matrix
-from megatron.verification.closed_forms import Traffic, Volume, step_traffic
 from megatron.verification.collective_recorder import record_step
 from megatron.verification.run_cell import resolve_cell
 
