@@ -81,19 +81,3 @@ def _chunks_in_rank_order(size: int) -> list[int]:
 def _permute_chunks(tensor: torch.Tensor, order: list[int], dim: int) -> torch.Tensor:
     chunks = tensor.chunk(len(order), dim=dim)
     return torch.cat([chunks[index] for index in order], dim=dim)
-
-
-def visible_keys(
-    query_positions: torch.Tensor,
-    key_positions: torch.Tensor,
-    query_documents: torch.Tensor | None = None,
-    key_documents: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return which keys each query may look at: none after it, and none of another document.
-
-    Shapes: positions ``[sq]``, ``[sk]``; documents ``[b, sq]``, ``[b, sk]``; ``-> [b or 1, 1, sq, sk]`` of bool.
-    """
-    visible = (key_positions[None, :] <= query_positions[:, None])[None, None]
-    if query_documents is None or key_documents is None:
-        return visible
-    return visible & (query_documents[:, None, :, None] == key_documents[:, None, None, :])

@@ -199,8 +199,8 @@ class _Batch:
         """
         self._stop_if_cancelled()
         end = start + tokens.shape[1]
-        positions, mask = self.prompts.positions(start, end), self.prompts.mask(start, end)
-        return self.staged.forward(tokens, positions, mask, self.cache, last_position_only=not all_positions)
+        positions, pattern = self.prompts.positions(start, end), self.prompts.pattern(start, end)
+        return self.staged.forward(tokens, positions, pattern, self.cache, last_position_only=not all_positions)
 
     def _stop_if_cancelled(self) -> None:
         if self.is_cancelled is None:

@@ -12,7 +12,6 @@ import torch
 
 from megatron.core.collectives import (
     all_gather_first_dim,
-    all_gather_last_dim,
     all_reduce,
     reduce_scatter_first_dim,
 )
@@ -23,27 +22,6 @@ def _summed(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
     result = tensor.clone(memory_format=torch.contiguous_format)
     all_reduce(result, tp)
     return result
-
-
-def _own_part_first_dim(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    length = tensor.shape[0] // tp.size
-    return tensor.narrow(0, tp.rank * length, length).contiguous()
-
-
-def _own_part_last_dim(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    length = tensor.shape[-1] // tp.size
-    return tensor.narrow(-1, tp.rank * length, length).contiguous()
-
-
-class _CopyToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-        ctx.tp = tp
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(grad, ctx.tp), None
 
 
 class _ReduceFromRegion(torch.autograd.Function):
@@ -63,17 +41,6 @@ class _ReduceFromRegionInPlace(_ReduceFromRegion):
         result = tensor.detach()
         all_reduce(result, tp)
         return result
-
-
-class _ScatterToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-        ctx.tp = tp
-        return _own_part_first_dim(tensor, tp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather_first_dim(grad, ctx.tp), None
 
 
 class _GatherFromSequence(torch.autograd.Function):
@@ -98,38 +65,11 @@ class _ReduceScatterToSequence(torch.autograd.Function):
         return all_gather_first_dim(grad, ctx.tp), None
 
 
-class _GatherFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-        ctx.tp = tp
-        return all_gather_last_dim(tensor, tp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _own_part_last_dim(grad, ctx.tp), None
-
-
-class _ScatterToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-        ctx.tp = tp
-        return _own_part_last_dim(tensor, tp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather_last_dim(grad, ctx.tp), None
-
-
 def _apply(function: type[torch.autograd.Function], tensor: torch.Tensor, tp: Group) -> torch.Tensor:
     if tp.size == 1:
         return tensor
     result: torch.Tensor = function.apply(tensor, tp)  # type: ignore[no-untyped-call]
     return result
-
-
-def copy_to_tensor_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Enter a tensor-parallel region. Forward: identity; backward: all-reduce."""
-    return _apply(_CopyToRegion, tensor, tp)
 
 
 def reduce_from_tensor_parallel_region(tensor: torch.Tensor, tp: Group, in_place: bool = False) -> torch.Tensor:
@@ -138,14 +78,6 @@ def reduce_from_tensor_parallel_region(tensor: torch.Tensor, tp: Group, in_place
     With ``in_place`` the sum is written into ``tensor``, which must be contiguous and which nothing else reads.
     """
     return _apply(_ReduceFromRegionInPlace if in_place else _ReduceFromRegion, tensor, tp)
-
-
-def scatter_to_sequence_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Keep this rank's part of the sequence. Forward: split along s; backward: all-gather along s.
-
-    Shapes: ``[s, ...] -> [s/tp, ...]``.
-    """
-    return _apply(_ScatterToSequence, tensor, tp)
 
 
 def gather_from_sequence_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
@@ -162,16 +94,3 @@ def reduce_scatter_to_sequence_parallel_region(tensor: torch.Tensor, tp: Group) 
     Forward: reduce-scatter along s; backward: all-gather along s. Shapes: ``[s, ...] -> [s/tp, ...]``.
     """
     return _apply(_ReduceScatterToSequence, tensor, tp)
-
-
-def gather_from_tensor_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Join shards of the last dim. Forward: all-gather; backward: split. Shapes: ``[..., n/tp] -> [..., n]``."""
-    return _apply(_GatherFromRegion, tensor, tp)
-
-
-def scatter_to_tensor_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Keep this rank's shard of the last dim. Forward: split; backward: all-gather.
-
-    Shapes: ``[..., n] -> [..., n/tp]``.
-    """
-    return _apply(_ScatterToRegion, tensor, tp)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -72,7 +73,6 @@ class MLP(nn.Module):
             device=device,
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> LayerOutput:
         """Return the feed-forward output."""
-        output: torch.Tensor = self.linear_fc2(self.activation(self.linear_fc1(x)))
-        return output
+        return LayerOutput(self.linear_fc2(self.activation(self.linear_fc1(x))))
