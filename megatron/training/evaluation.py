@@ -41,6 +41,4 @@ def evaluate(
         device=runtime.device.torch_device,
         connection=parts.connection,
     )
-    for model in parts.chunks:
-        model.train()
     return agree(result, None, runtime).lm_loss

@@ -38,23 +38,15 @@ def positions_of(rank: int, size: int, length: int, device: torch.device | str =
     return torch.cat([torch.arange(start, start + chunk, device=device) for start in starts])
 
 
-def cut_for_rank(tensor: torch.Tensor, rank: int, size: int, dim: int) -> torch.Tensor:
-    """Return a rank's part of a whole sequence along ``dim``; the tensor itself where one rank holds everything.
-
-    Shapes: ``[…, s, …] -> […, s/size, …]``.
-    """
-    if size == 1:
-        return tensor
-    chunk = chunk_length(tensor.shape[dim], size)
-    return torch.cat([tensor.narrow(dim, index * chunk, chunk) for index in chunks_of(rank, size)], dim=dim)
-
-
 def cut_sequence(tensor: torch.Tensor, cp: Group, dim: int) -> torch.Tensor:
-    """Return this rank's part of a whole sequence along ``dim``.
+    """Return this rank's part of a whole sequence along ``dim``; the tensor itself where one rank holds everything.
 
     Shapes: ``[…, s, …] -> […, s/cp, …]``.
     """
-    return cut_for_rank(tensor, cp.rank, cp.size, dim)
+    if cp.size == 1:
+        return tensor
+    chunk = chunk_length(tensor.shape[dim], cp.size)
+    return torch.cat([tensor.narrow(dim, index * chunk, chunk) for index in chunks_of(cp.rank, cp.size)], dim=dim)
 
 
 def to_sequence_order(tensor: torch.Tensor, size: int, dim: int) -> torch.Tensor:

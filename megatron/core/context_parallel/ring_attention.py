@@ -85,8 +85,8 @@ class _Ring:
             end_key = local_length // 2 if source < rank else local_length
         visible = None
         if pattern.document_ids is not None:
-            length, device = pattern.document_ids.shape[1], pattern.document_ids.device
-            queries, keys = (positions_of(holder, size, length, device) for holder in (rank, source))
+            device = pattern.document_ids.device
+            queries, keys = (positions_of(holder, size, size * local_length, device) for holder in (rank, source))
             visible = pattern.visible(queries[first_query:], keys[:end_key])
         is_causal = pattern.is_plain_causal and number == 0
         return _Step(first_query, end_key, BlockMask(visible, is_causal, self.dropout, self.seed + number))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.inference.kv_cache import PreallocatedKeyValueCache
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.p2p_communication import PipelineLinks, ReceiveQueue, SendQueue
 from megatron.core.precision import dtype_from_name
+from megatron.core.transformer.kv_cache import KeyValueCache
 
 
 class StagedModel:
@@ -38,7 +38,7 @@ class StagedModel:
         tokens: torch.Tensor,
         position_ids: torch.Tensor,
         pattern: AttentionPattern,
-        cache: PreallocatedKeyValueCache,
+        cache: KeyValueCache,
         last_position_only: bool,
     ) -> torch.Tensor | None:
         """Return the logits on the last stage and None on the others.

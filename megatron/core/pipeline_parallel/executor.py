@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -88,13 +88,11 @@ class ModelChunk:
 
     ``no_sync`` surrounds every backward pass but the last. ``weight_grad_queue`` takes the weights' gradients of
     ``BACKWARD_INPUT`` passes until their ``BACKWARD_WEIGHT``; without one they are computed at once.
-    ``on_gradients_complete`` is called after the chunk's last backward pass.
     """
 
     forward: ChunkForward
     no_sync: NoSync = _no_reduction
     weight_grad_queue: WeightGradQueue | None = None
-    on_gradients_complete: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,15 +122,6 @@ class _Stash:
     roots: list[GradientEdge]
 
 
-@dataclass
-class _Recorder:
-    """Note the times of actions."""
-
-    clock: Callable[[], float]
-    starts: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
-
-
 def run_schedule(
     actions: Sequence[Action],
     chunks: Sequence[ModelChunk],
@@ -154,7 +143,7 @@ def run_schedule(
     """
     assert connection is None or connection.place.num_chunks == len(chunks)
     run = _Run(actions, chunks, device, connection, calculate_per_token_loss, loss_scale)
-    return run.run(None if clock is None else _Recorder(clock))
+    return run.run(clock)
 
 
 def gather_timeline(timeline: RankTimeline, pp: Group) -> Timeline:
@@ -183,8 +172,6 @@ class _Run:
         self.trains = any(action.kind.sends_gradient for action in actions)
         # The last pass of each kind, since a split pass leaves its last contributions in two places.
         self._last_passes = {(a.kind, a.chunk): index for index, a in enumerate(actions)}
-        last = {a.chunk: index for index, a in enumerate(actions) if a.kind is not Pass.FORWARD}
-        self._completing = set(last.values())
         self._stashes: dict[tuple[int, int], _Stash] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.num_tokens = torch.zeros((), dtype=torch.float64, device=device)
@@ -220,16 +207,16 @@ class _Run:
         ]
         return ReceiveQueue(link, expected, connection.dtype, device)
 
-    def run(self, recorder: _Recorder | None) -> ScheduleResult:
+    def run(self, clock: Callable[[], float] | None) -> ScheduleResult:
         """Run every action and wait until what was sent has gone."""
+        starts, ends = [], []
+        now = clock or (lambda: 0.0)
         for index, action in enumerate(self.actions):
             message = self._receive(action)
-            if recorder is not None:
-                recorder.starts.append(recorder.clock())
+            starts.append(now())
             leaving = self._compute(index, action, message)
             del message
-            if recorder is not None:
-                recorder.ends.append(recorder.clock())
+            ends.append(now())
             if leaving is not None:
                 out = self.activations_out if action.kind is Pass.FORWARD else self.gradients_out
                 out.send(leaving)
@@ -237,9 +224,7 @@ class _Run:
         self.activations_out.finish()
         self.gradients_out.finish()
         assert not self._stashes or not self.trains, "the schedule leaves micro-batches without a backward pass"
-        timeline = None
-        if recorder is not None:
-            timeline = RankTimeline(self.actions, tuple(recorder.starts), tuple(recorder.ends))
+        timeline = None if clock is None else RankTimeline(self.actions, tuple(starts), tuple(ends))
         return ScheduleResult(self.loss_sum, self.num_tokens, self.auxiliary, timeline)
 
     def _receive(self, action: Action) -> torch.Tensor | None:
@@ -264,8 +249,6 @@ class _Run:
                     leaving = self._backward(action, message)
             else:
                 leaving = self._backward(action, message)
-        if index in self._completing and chunk.on_gradients_complete is not None:
-            chunk.on_gradients_complete()
         return leaving
 
     def _forward(self, action: Action, hidden: torch.Tensor | None) -> torch.Tensor | None:

@@ -119,7 +119,7 @@ class RowParallelLinear(nn.Module):
         # One rank brings the bias into the sum: a product adds it for nothing, a pass of its own costs memory traffic.
         adds_bias = self.tp.rank == 0
         partial = tensor_parallel_linear(x, self.weight, self.bias, InputRegion.SPLIT, self.tp, adds_bias=adds_bias)
-        return reduce_from_tensor_parallel_region(partial, self.tp, in_place=True)
+        return reduce_from_tensor_parallel_region(partial, self.tp)
 
 
 class _EmbeddingLookup(torch.autograd.Function):
@@ -193,7 +193,7 @@ class VocabParallelEmbedding(nn.Module):
         partial = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(partial, self.tp)
-        return reduce_from_tensor_parallel_region(partial, self.tp, in_place=True)
+        return reduce_from_tensor_parallel_region(partial, self.tp)
 
 
 def replicated_spec(

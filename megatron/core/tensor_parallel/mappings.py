@@ -10,37 +10,21 @@ from typing import Any
 
 import torch
 
-from megatron.core.collectives import (
-    all_gather_first_dim,
-    all_reduce,
-    reduce_scatter_first_dim,
-)
+from megatron.core.collectives import all_gather_first_dim, all_reduce, reduce_scatter_first_dim
 from megatron.core.process_group import Group
 
 
-def _summed(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    result = tensor.clone(memory_format=torch.contiguous_format)
-    all_reduce(result, tp)
-    return result
-
-
 class _ReduceFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-        return _summed(tensor, tp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _ReduceFromRegionInPlace(_ReduceFromRegion):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
         # Not mark_dirty: what comes out of a linear map may be a view, which autograd lets nobody change.
         result = tensor.detach()
         all_reduce(result, tp)
         return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
 
 
 class _GatherFromSequence(torch.autograd.Function):
@@ -72,12 +56,12 @@ def _apply(function: type[torch.autograd.Function], tensor: torch.Tensor, tp: Gr
     return result
 
 
-def reduce_from_tensor_parallel_region(tensor: torch.Tensor, tp: Group, in_place: bool = False) -> torch.Tensor:
+def reduce_from_tensor_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
     """Leave a tensor-parallel region. Forward: all-reduce; backward: identity.
 
-    With ``in_place`` the sum is written into ``tensor``, which must be contiguous and which nothing else reads.
+    The sum is written into ``tensor``, which must be contiguous and which nothing else reads.
     """
-    return _apply(_ReduceFromRegionInPlace if in_place else _ReduceFromRegion, tensor, tp)
+    return _apply(_ReduceFromRegion, tensor, tp)
 
 
 def gather_from_sequence_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import nn
 
@@ -16,21 +14,11 @@ from megatron.core.process_group import Group, single_rank_group
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.random import TENSOR_PARALLEL, RngStreams
 from megatron.core.tensor_parallel.recompute import recompute
+from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.query_key_value import make_query_key_value
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-
-class KeyValueCache(Protocol):
-    """Keep the keys and values of positions that were computed before (inference only)."""
-
-    def update(self, layer_number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the new positions of a layer and return all of its keys and values.
-
-        Shapes: ``[s, b, g/tp, d] -> [all, b, g/tp, d]``.
-        """
-        ...
 
 
 class SelfAttention(nn.Module):
@@ -101,8 +89,7 @@ class SelfAttention(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> LayerOutput:
         """Return the attention output."""
-        is_of_whole_sequences = cache is not None or pattern.mask is not None
-        assert self.cp.size == 1 or not is_of_whole_sequences, "a cache or a mask is of whole sequences"
+        assert self.cp.size == 1 or (cache is None and pattern.mask is None), "a cache or a mask is of whole sequences"
         query, key, value = self._query_key_value(x)
         if angles is not None:
             query, key = apply_rotary(query, angles), apply_rotary(key, angles)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,27 +16,15 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def _gelu(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x)
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _squared_relu(x: torch.Tensor) -> torch.Tensor:
-    return F.relu(x).square()
-
-
 def _swiglu(x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "squared_relu": _squared_relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "squared_relu": lambda x: F.relu(x).square(),
     "swiglu": _swiglu,
 }
 

@@ -12,7 +12,7 @@ from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.tensor_parallel.recompute import recompute
-from megatron.core.transformer.attention import KeyValueCache
+from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm

@@ -124,10 +124,8 @@ class TransformerConfig(ModelParallelConfig):
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
         """Return the shape of the hidden states of whole sequences on one rank: what pipeline stages hand on."""
-        length = seq_length // self.context_parallel_size
-        if self.sequence_parallel:
-            length //= self.tensor_model_parallel_size
-        return length, micro_batch_size, self.hidden_size
+        tp = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        return seq_length // self.context_parallel_size // tp, micro_batch_size, self.hidden_size
 
     def forward_flops_per_sequence(self, seq_length: int) -> float:
         """Return the operations of one forward pass over one sequence; a multiply-add counts as two.

@@ -11,7 +11,8 @@ from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.random import REPLICATED, TENSOR_PARALLEL, RngStreams
-from megatron.core.transformer.attention import KeyValueCache, SelfAttention
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles

@@ -51,7 +51,7 @@ class StepReport:
 class IntervalAverage:
     """Average the iterations between two log lines; skipped ones contribute no loss."""
 
-    total: float = 0.0
+    totals: dict[str, float] = field(default_factory=dict)
     count: int = 0
     num_skipped: int = 0
     num_nan: int = 0
@@ -59,7 +59,6 @@ class IntervalAverage:
     num_iterations: int = 0
     tflops_seconds: float = 0.0
     mfu_seconds: float = 0.0
-    auxiliary: dict[str, float] = field(default_factory=dict)
 
     def add(self, step: StepReport) -> None:
         """Take one iteration in."""
@@ -71,9 +70,8 @@ class IntervalAverage:
         if step.is_skipped:
             self.num_skipped += 1
         else:
-            self.total += step.lm_loss
-            for name, value in step.auxiliary.items():
-                self.auxiliary[name] = self.auxiliary.get(name, 0.0) + value
+            for name, value in {"lm loss": step.lm_loss, **step.auxiliary}.items():
+                self.totals[name] = self.totals.get(name, 0.0) + value
             self.count += 1
 
 
@@ -90,9 +88,7 @@ def format_step(step: StepReport, average: IntervalAverage, train_iters: int, lo
             parts.append(f" MFU: {100.0 * average.mfu_seconds / average.elapsed_s:.1f}% |")
     parts.append(f" learning rate: {step.next_learning_rate:.6E} |")
     parts.append(f" global batch size: {step.global_batch_size:5d} |")
-    if average.count:
-        totals = {"lm loss": average.total, **average.auxiliary}
-        parts += [f" {name}: {total / average.count:.6E} |" for name, total in totals.items()]
+    parts += [f" {name}: {total / average.count:.6E} |" for name, total in average.totals.items()]
     parts.append(f" loss scale: {step.next_loss_scale:.1f} |")
     if step.grad_norm is not None:
         parts.append(f" grad norm: {step.grad_norm:.3f} |")

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.core.transformer.attention import KeyValueCache
+from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -78,7 +78,10 @@ class GPTModel(Model):
         self.rotary = _make_rotary(config)
         self.name_parameters()
         if is_tied and pre_process != post_process:
-            _tie_over_pipeline(self)
+            # Both ends of the pipeline hold a copy of one parameter, the word embedding.
+            spec = spec_of(self.output_weight)
+            tied = tie_over_pipeline(spec, name=f"{_WORD_EMBEDDING}.weight", is_first_stage=pre_process)
+            attach_spec(self.output_weight, tied)
         self.initialize_parameters(seed)
 
     @property
@@ -158,14 +161,3 @@ def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
         high_frequency_factor=config.rope_scaling_high_freq_factor,
         original_length=config.rope_scaling_original_max_position_embeddings,
     )
-
-
-def _tie_over_pipeline(model: GPTModel) -> None:
-    """Make this stage's copy of the word embedding one of two: the last stage holds it as its output layer."""
-    name = f"{_WORD_EMBEDDING}.weight"
-    if model.embedding is not None:
-        weight = model.embedding.word_embeddings.weight
-        attach_spec(weight, tie_over_pipeline(spec_of(weight), name=name, is_first_stage=True))
-    elif model.output_layer is not None:
-        weight = model.output_layer.weight
-        attach_spec(weight, tie_over_pipeline(spec_of(weight), name=name, is_first_stage=False))

@@ -8,7 +8,6 @@ import torch
 from megatron.core.context_parallel.exchange import exchange_of_layer
 from megatron.core.context_parallel.partition import (
     chunks_of,
-    cut_for_rank,
     cut_sequence,
     positions_of,
     to_rank_order,
@@ -48,7 +47,7 @@ def test_parts_together_are_the_whole(size: int, dim: int) -> None:
     shape = [3, 5, 7]
     shape[dim] = 48
     whole = torch.randn(shape)
-    parts = [cut_for_rank(whole, rank, size, dim) for rank in range(size)]
+    parts = [cut_sequence(whole, Group(("cp",), tuple(range(size)), rank), dim) for rank in range(size)]
     assert all(part.shape[dim] == 48 // size for part in parts)
     for rank, part in enumerate(parts):
         assert torch.equal(part, whole.index_select(dim, positions_of(rank, size, 48)))
@@ -69,7 +68,7 @@ def test_group_decides_the_part() -> None:
 
 def test_a_length_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ValueError, match="a sequence of 14 cannot be cut into 2 x 2 equal chunks"):
-        cut_for_rank(torch.arange(14), 0, 2, dim=0)
+        cut_sequence(torch.arange(14), Group(("cp",), (0, 1), 0), dim=0)
 
 
 @pytest.mark.parametrize(
