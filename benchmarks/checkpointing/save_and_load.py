@@ -79,7 +79,7 @@ def savers(state: TrainedState, num_bytes: int, folder: Path) -> dict[str, Calla
 
 def loaders(state: TrainedState) -> dict[str, tuple[str, Callable[[Path], object]]]:
     """Return what fills the state from a folder, by name, and the name of who wrote it."""
-    tensors = RunTensors(models=state.parts.modules, optimizer=state.parts.optimizer)
+    tensors = RunTensors(models=state.parts.chunks, optimizer=state.parts.optimizer)
     flat = state.flat()
 
     def ours(verify: bool) -> Callable[[Path], object]:

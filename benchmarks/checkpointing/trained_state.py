@@ -43,11 +43,11 @@ class TrainedState:
     @property
     def tensors(self) -> RunTensors:
         """Return what a checkpoint holds."""
-        return RunTensors(models=self.parts.modules, optimizer=self.parts.optimizer, rng=self.runtime.rng.state_dict())
+        return RunTensors(models=self.parts.chunks, optimizer=self.parts.optimizer, rng=self.runtime.rng.state_dict())
 
     def flat(self) -> dict[str, torch.Tensor]:
         """Return the same tensors under flat names, for other programs to save."""
-        named = {f"model.{name}": p.detach() for m in self.parts.modules for name, p in m.named_parameters()}
+        named = {f"model.{name}": p.detach() for m in self.parts.chunks for name, p in m.named_parameters()}
         return named | {name: tensor for name, (_, tensor) in self.parts.optimizer.sharded_state().items()}
 
     def saver(self, folder: Path, **options: Any) -> CheckpointSaver:

@@ -123,9 +123,9 @@ def _compare_replicas(run: TrainingRun) -> None:
     Raises:
         TrainingError: they differ, on every rank alike; the message names the parameters.
     """
-    for model in run.parts.models:
-        model.finish_param_gather()
-    parameters = [parameter for module in run.parts.modules for parameter in module.parameters()]
+    for chunk in run.parts.ddp_chunks:
+        chunk.finish_param_gather()
+    parameters = [parameter for chunk in run.parts.chunks for parameter in chunk.parameters()]
     error = None
     try:
         check_replicas_equal(parameters, run.runtime.state.dp_cp)

@@ -58,7 +58,7 @@ def record_step(
         recorder.calls.clear()
         with closing(make_source(config, runtime, data)) as source:
             step.run(TrainState(), source, config.training.global_batch_size, None)
-        for chunk in parts.models:
+        for chunk in parts.ddp_chunks:
             chunk.finish_param_gather()
     return recorder.traffic()
 

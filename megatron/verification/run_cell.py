@@ -68,7 +68,7 @@ def run_cell(
             assert report.grad_norm is not None
             result.losses.append(report.lm_loss)
             result.grad_norms.append(report.grad_norm)
-    for chunk in parts.models:
+    for chunk in parts.ddp_chunks:
         chunk.finish_param_gather()
         for parameter in chunk.parameters():
             result.parameters += fragments_of(spec_of(parameter), parameter, runtime.state.rank)
@@ -79,7 +79,7 @@ def gradient_fragments(parts: TrainingParts, rank: int) -> list[Fragment]:
     """Return what this rank holds of the reduced gradients: all of them, or those of its shards."""
     return [
         fragment
-        for chunk in parts.models
+        for chunk in parts.ddp_chunks
         for part in chunk.parts
         for spec, gradient in part.described(part.gradient)
         for fragment in fragments_of(spec, gradient, rank)

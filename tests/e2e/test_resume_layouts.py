@@ -146,7 +146,7 @@ def load_and_save(argv: list[str]) -> tuple[list[tuple[int, int, int]], int]:
     train_state = checkpoints.resume()
     os.preadv = real_preadv
     assert train_state.iteration == 10
-    wanted = model_tensors(parts.modules) + optimizer_tensors(parts.optimizer)
+    wanted = model_tensors(parts.chunks) + optimizer_tensors(parts.optimizer)
     checkpoints.save(train_state)
     checkpoints.finish()
     return reads, sum(num_bytes(tensor) for tensor in wanted)

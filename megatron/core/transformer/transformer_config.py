@@ -133,6 +133,24 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
         """Return the initial standard deviation of the layers that end a residual branch."""
         return float(self.init_method_std / (2.0 * self.num_layers) ** 0.5)
 
+    def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
+        """Return the shape of the hidden states of whole sequences on one rank: what pipeline stages hand on."""
+        tp = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        return seq_length // self.context_parallel_size // tp, micro_batch_size, self.hidden_size
+
+    def forward_flops_per_sequence(self, seq_length: int) -> float:
+        """Return the operations of one forward pass over one sequence; a multiply-add counts as two.
+
+        Matrix products alone are counted: norms, activations and embedding lookups are together far below one per cent.
+        Causal attention counts the half of the score matrix that is used.
+        Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
+        """
+        hidden, queries, keys = self.hidden_size, self.query_projection_size, self.kv_projection_size
+        projections = hidden * (queries + 2 * keys) + queries * hidden
+        core = 2 * queries * seq_length / 2
+        mlp = hidden * self.ffn_hidden_size * (3 if self.swiglu else 2)
+        return 2.0 * seq_length * self.num_layers * (projections + core + mlp)
+
 
 def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
     """Return Megatron's width of the feed-forward layer where none is given."""

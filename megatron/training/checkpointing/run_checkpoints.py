@@ -104,9 +104,9 @@ class RunCheckpoints:
             self.saver.check_last()
 
     def _tensors(self) -> RunTensors:
-        for model in self.parts.models:
-            model.finish_param_gather()
-        return RunTensors(models=self.parts.modules, optimizer=self.parts.optimizer, rng=self.runtime.rng.state_dict())
+        for chunk in self.parts.ddp_chunks:
+            chunk.finish_param_gather()
+        return RunTensors(models=self.parts.chunks, optimizer=self.parts.optimizer, rng=self.runtime.rng.state_dict())
 
     def _write_tokenizer(self, folder: Path) -> None:
         # The record makes the folder of this name itself.

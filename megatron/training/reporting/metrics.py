@@ -81,6 +81,7 @@ class MetricsWriter:
                 "params_norm": step.params_norm,
                 "tflops_per_device": step.tflops_per_device,
                 "mfu": step.mfu,
+                **step.auxiliary,
             }
         )
 
@@ -89,6 +90,7 @@ class MetricsWriter:
         logging = self._logging
         scalars: dict[str, float | None] = {
             "lm loss": None if step.is_skipped else step.lm_loss,
+            **({} if step.is_skipped else step.auxiliary),
             "grad-norm": step.grad_norm,
             "num-zeros": step.num_zeros,
             "params-norm": step.params_norm,

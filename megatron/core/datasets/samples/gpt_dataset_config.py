@@ -80,9 +80,6 @@ class GPTDatasetConfig:
     eod_mask_loss: bool = False
     """Leave positions whose input is an end-of-document token out of the loss."""
 
-    create_attention_mask: bool = True
-    """Accepted for Megatron's sake: masks are never made densely, attention is causal in any case."""
-
     eod_token_id: int | None = None
     """The tokenizer's end-of-document token."""
 

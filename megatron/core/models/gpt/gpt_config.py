@@ -80,6 +80,11 @@ class GPTConfig(TransformerConfig, in_args=True):
         """Return how many channels of each head are rotated."""
         return int(self.kv_channels * self.rotary_percent)
 
+    def forward_flops_per_sequence(self, seq_length: int) -> float:
+        """Return the operations of one forward pass over one sequence, those of the output layer included."""
+        output_layer = 2.0 * seq_length * self.hidden_size * self.padded_vocab_size
+        return super().forward_flops_per_sequence(seq_length) + output_layer
+
 
 def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int) -> int:
     """Return the next multiple of ``make_vocab_size_divisible_by`` x tensor-parallel size."""

@@ -13,7 +13,7 @@ from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import tensor_parallel_group
 
 MAPPINGS: dict[str, Callable[[torch.Tensor, Group], torch.Tensor]] = {
-    "reduce": mappings.reduce_from_tensor_parallel_region,
+    "reduce": lambda tensor, tp: mappings.reduce_from_tensor_parallel_region(tensor.contiguous(), tp),
     "gather_sequence": mappings.gather_from_sequence_parallel_region,
     "reduce_scatter": mappings.reduce_scatter_to_sequence_parallel_region,
 }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.context_parallel.partition import cut_for_rank
+from megatron.core.context_parallel.partition import positions_of
 from megatron.core.datasets.samples.batch import Batch
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
 from megatron.core.datasets.samples.gpt_dataset_config import GPTDatasetConfig
@@ -111,7 +111,7 @@ def expected_batch(case: Case, number: int, rank: Received) -> dict[str, torch.T
     samples: list[Any] = [dataset[index] for index in range(first, first + MICRO_BATCH)]
     whole = {name: torch.stack([torch.from_numpy(sample[name].copy()) for sample in samples]) for name in samples[0]}
     cut = {
-        name: tensor if name == "document_ids" else cut_for_rank(tensor, rank.cp, case.cp, 1)
+        name: tensor if name == "document_ids" else tensor[:, positions_of(rank.cp, case.cp, tensor.shape[1])]
         for name, tensor in whole.items()
     }
     return cut | {"num_tokens": whole["loss_mask"].sum().long()}

@@ -29,6 +29,8 @@ def to_blend(value: Any) -> Blend | None:
 
 def to_config(case: dict[str, Any], cache: Path) -> GPTDatasetConfig:
     values = dict(case["config"])
+    # Megatron's alone: here a mask is never made densely.
+    values.pop("create_attention_mask")
     blend, per_split = values.pop("blend", None), values.pop("blend_per_split", None)
     return GPTDatasetConfig(
         **values,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.core.device import Device
+from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import describe_parallel_state
@@ -195,7 +196,7 @@ def test_packed_documents_are_as_if_alone() -> None:
     document_ids = (torch.arange(12) >= 5).long().expand(2, 12)
     positions = torch.cat((torch.arange(5), torch.arange(7))).expand(2, 12)
     with torch.no_grad():
-        packed = model(tokens, positions, labels=labels, document_ids=document_ids)
+        packed = model(tokens, positions, labels=labels, pattern=AttentionPattern(document_ids=document_ids))
         alone = [
             model(tokens[:, part], positions[:, part], labels=labels[:, part]) for part in (slice(0, 5), slice(5, 12))
         ]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.inference.kv_cache import PreallocatedKeyValueCache
+from megatron.core.transformer.kv_cache import KeyValueCache
 
 
 def positions(start: int, end: int, offset: float = 0.0) -> torch.Tensor:
@@ -12,7 +12,7 @@ def positions(start: int, end: int, offset: float = 0.0) -> torch.Tensor:
 
 
 def test_updates_append_and_return_all_positions() -> None:
-    cache = PreallocatedKeyValueCache(7)
+    cache = KeyValueCache(7)
     for start, end in ((0, 4), (4, 5), (5, 7)):
         key, value = cache.update(2, positions(start, end), positions(start, end, 0.5))
         assert torch.equal(key, positions(0, end))
@@ -21,7 +21,7 @@ def test_updates_append_and_return_all_positions() -> None:
 
 
 def test_layers_are_apart() -> None:
-    cache = PreallocatedKeyValueCache(6)
+    cache = KeyValueCache(6)
     cache.update(0, positions(0, 3), positions(0, 3))
     key, _ = cache.update(5, positions(2, 3), positions(2, 3))
     assert torch.equal(key, positions(2, 3))
@@ -29,7 +29,7 @@ def test_layers_are_apart() -> None:
 
 
 def test_nothing_is_allocated_after_the_first_update() -> None:
-    cache = PreallocatedKeyValueCache(6)
+    cache = KeyValueCache(6)
     first, _ = cache.update(0, positions(0, 2), positions(0, 2))
     second, _ = cache.update(0, positions(2, 3), positions(2, 3))
     assert first.data_ptr() == second.data_ptr()
@@ -38,7 +38,7 @@ def test_nothing_is_allocated_after_the_first_update() -> None:
 
 
 def test_more_positions_than_there_is_room_for_are_refused() -> None:
-    cache = PreallocatedKeyValueCache(4)
+    cache = KeyValueCache(4)
     cache.update(0, positions(0, 3), positions(0, 3))
     with pytest.raises(AssertionError, match="5 positions in a cache of 4"):
         cache.update(0, positions(3, 5), positions(3, 5))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 
-class PreallocatedKeyValueCache:
+class KeyValueCache:
     """Keep every layer's keys and values for up to ``max_length`` positions of one batch.
 
     A layer's buffers are allocated whole at its first update, in the dtype, on the device and with the heads of what
-    is stored, so that the cache need not know the model. Meets ``transformer.attention.KeyValueCache``.
+    is stored, so that the cache need not know the model.
     """
 
     def __init__(self, max_length: int) -> None:
