@@ -152,7 +152,7 @@ def _folder_of_other_format(arguments: argparse.Namespace) -> Path | None:
         CheckpointError: a format that was asked for by name is not there, or one that cannot be read is.
     """
     from megatron.interop.open_checkpoint import detect_format
-    from megatron.training.checkpointing.checkpoint_folders import candidate_folders
+    from megatron.training.checkpointing.folder import candidate_folders
 
     if arguments.load_hf is not None:
         folder = Path(arguments.load_hf)
@@ -167,7 +167,7 @@ def _folder_of_other_format(arguments: argparse.Namespace) -> Path | None:
 
 
 def _open_native(arguments: argparse.Namespace, sizes: tuple[int, int], log: Log) -> Checkpoint:
-    from megatron.training.checkpointing.checkpoint_loading import read_common
+    from megatron.training.checkpointing.load import read_common
 
     common = read_common(arguments.load, arguments.ckpt_step, log)
     config = check_layout(RunConfig.from_dict(common["config"]), *sizes)
@@ -176,7 +176,7 @@ def _open_native(arguments: argparse.Namespace, sizes: tuple[int, int], log: Log
 
     def load_model(state: ParallelState, device: Device) -> GPTModel:
         from megatron.interop.inference_model import build_inference_model
-        from megatron.training.checkpointing.checkpoint_loading import load_model_weights
+        from megatron.training.checkpointing.load import load_model_weights
 
         model = build_inference_model(config.model, state, device)
         load_model_weights(arguments.load, [model], state, log, arguments.ckpt_step)
@@ -186,7 +186,7 @@ def _open_native(arguments: argparse.Namespace, sizes: tuple[int, int], log: Log
 
 
 def _open_source(arguments: argparse.Namespace, folder: Path, sizes: tuple[int, int]) -> Checkpoint:
-    from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
+    from megatron.core.collectives import raise_on_all_ranks
     from megatron.interop.inference_model import load_model_from
     from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 

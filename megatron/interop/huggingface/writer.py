@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.storage import sync_folder
+from megatron.core.dist_checkpointing.disk import sync_folder
 from megatron.core.errors import CheckpointError
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.model_export import ModelExport

@@ -10,11 +10,10 @@ from typing import Literal
 import torch
 
 from megatron.core.config_base import config_from_dict
-from megatron.core.dist_checkpointing.planner import split_box
-from megatron.core.dist_checkpointing.storage import sync_folder, write_text
+from megatron.core.dist_checkpointing.disk import sync_folder, write_text
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.sharding import Box, Piece
+from megatron.core.sharding import Box, Piece, split_box
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.megatron_torch.carried_values import CarriedValues, carried_from
 from megatron.interop.megatron_torch.common_state import TOKENIZER_FOLDER

@@ -7,9 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.dist_checkpointing.index import CheckpointIndex, encode_common, write_index
-from megatron.core.dist_checkpointing.mapping import StoredPiece, StoredTensor, dtype_name
-from megatron.core.dist_checkpointing.storage import sync_folder, write_text
+from megatron.core.dist_checkpointing.disk import sync_folder, write_text
+from megatron.core.dist_checkpointing.index import (
+    CheckpointIndex,
+    StoredPiece,
+    StoredTensor,
+    encode_common,
+    write_index,
+)
+from megatron.core.dist_checkpointing.mapping import dtype_name
 from megatron.core.errors import CheckpointError
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.checkpoint_source import CheckpointSource

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.index_file import read_index_file
+from megatron.core.dist_checkpointing.index import read_index_file
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.num_microbatches_calculator import global_batch_size_at
-from megatron.training.checkpointing.checkpoint_folders import candidate_folders, iteration_folder, saved_iterations
+from megatron.training.checkpointing.folder import candidate_folders, iteration_folder, saved_iterations
 from megatron.training.config.run_config import RunConfig, samples_of_iterations
 from megatron.training.train_state import TrainProgress
 

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import CheckpointError, TokenizerError
-from megatron.training.checkpointing.checkpoint_loading import (
-    read_common,
-)
-from megatron.training.checkpointing.checkpoint_saving import save_checkpoint
-from megatron.training.checkpointing.save_directory import prepare_save_directory
+from megatron.training.checkpointing.load import read_common
+from megatron.training.checkpointing.recovery import prepare_save_directory
+from megatron.training.checkpointing.save import save_checkpoint
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from tests.unit.core.dist_checkpointing.toy import (
     assert_equal_runs,

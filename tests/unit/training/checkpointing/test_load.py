@@ -12,12 +12,8 @@ from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
-from megatron.training.checkpointing.checkpoint_loading import (
-    load_checkpoint,
-    load_model_weights,
-    read_common,
-)
-from megatron.training.checkpointing.checkpoint_saving import save_checkpoint
+from megatron.training.checkpointing.load import load_checkpoint, load_model_weights, read_common
+from megatron.training.checkpointing.save import save_checkpoint
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.train_state import TrainProgress
 from tests.unit.core.dist_checkpointing.toy import (

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import CheckpointError
-from megatron.training.checkpointing import checkpoint_directory
-from megatron.training.checkpointing.checkpoint_directory import (
+from megatron.training.checkpointing import publication
+from megatron.training.checkpointing.folder import candidate_folders, iteration_folder, saved_iterations
+from megatron.training.checkpointing.publication import (
     create_saving_folder,
     expired_iterations,
     publish,
-    recover,
     remove_expired,
 )
-from megatron.training.checkpointing.checkpoint_folders import candidate_folders, iteration_folder, saved_iterations
+from megatron.training.checkpointing.recovery import recover
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -97,7 +97,7 @@ def test_killed_at_any_rename_something_complete_is_found(
     folder = create_saving_folder(tmp_path, iteration)
     (folder / "index.json").write_text("new")
     calls = 0
-    real_rename, real_write = os.rename, checkpoint_directory.write_text
+    real_rename, real_write = os.rename, publication.write_text
 
     def count() -> None:
         nonlocal calls
@@ -114,8 +114,8 @@ def test_killed_at_any_rename_something_complete_is_found(
         real_write(path, text)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_directory.os, "rename", rename)
-        patch.setattr(checkpoint_directory, "write_text", write)
+        patch.setattr(publication.os, "rename", rename)
+        patch.setattr(publication, "write_text", write)
         total = 4 if again else 3
         if step < total:
             with pytest.raises(Killed):
@@ -143,7 +143,7 @@ def test_a_refused_rename_puts_the_replaced_one_back(tmp_path: Path, monkeypatch
             raise OSError(28, "No space left on device")
         real_rename(source, target)
 
-    monkeypatch.setattr(checkpoint_directory.os, "rename", rename)
+    monkeypatch.setattr(publication.os, "rename", rename)
     with pytest.raises(OSError, match="No space left"):
         publish(tmp_path, 10)
     assert content(tmp_path) == [".iter_0000010.saving", "iter_0000010", TRACKER]

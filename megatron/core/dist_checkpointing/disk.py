@@ -1,4 +1,4 @@
-"""A file that is written once, from its beginning to its end, as fast as the disk takes it."""
+"""Files that are forced to disk: large ones as fast as it takes them, small ones, folders, and its refusals."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import shutil
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,9 +15,15 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.errors import CheckpointError
+
 CHUNK_BYTES = 16 * 1024 * 1024
 _ALIGNMENT = 4096
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux has it
+
+
+class CheckpointWriteError(CheckpointError):
+    """Report a checkpoint that the file system did not take; what was saved before is still in place."""
 
 
 class SequentialFile:
@@ -112,6 +119,34 @@ class SequentialFile:
             flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
             self._is_direct = False
+
+
+def sync_folder(folder: Path) -> None:
+    """Force a folder's entries (new files, renames) to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file and force it to disk."""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_error(path: Path, failure: OSError, needed_bytes: int = 0) -> CheckpointWriteError:
+    """Return the error that says what could not be written, how many bytes it needs and how many there are."""
+    need = f"; {needed_bytes} bytes are needed for it" if needed_bytes else ""
+    try:
+        free = f", {shutil.disk_usage(path.parent).free} are free"
+    except OSError:
+        free = ""
+    reason = failure.strerror or os.strerror(failure.errno or 0)
+    return CheckpointWriteError(f"cannot write {path}: {reason}{need}{free}")
 
 
 def _open_new(path: Path) -> tuple[int, bool]:

@@ -1,20 +1,23 @@
-"""Shard files: safetensors written one piece at a time, and whether one is as it was written."""
+"""Shard files: what a rank writes of a checkpoint, in which order, and whether a file is as it was written."""
 
 from __future__ import annotations
 
 import json
-import os
-import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.core.dist_checkpointing.mapping import StoredFile, StoredPiece
-from megatron.core.dist_checkpointing.sequential_file import SequentialFile
+from megatron.core.dist_checkpointing.background import StagingArea
+from megatron.core.dist_checkpointing.checksum import checksum
+from megatron.core.dist_checkpointing.disk import SequentialFile, write_error
+from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredFile, StoredPiece, StoredTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, TensorDescription, dtype_of, piece_key
+from megatron.core.dist_checkpointing.save_plan import SavePlan
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 
 _SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
@@ -43,17 +46,85 @@ class ShardEntry:
 
 
 @dataclass(frozen=True)
-class WrittenEntry:
-    """Say where an entry went."""
+class WrittenShare:
+    """Say what a rank has written: its file, None where it is nothing, and the checksum of each entry in order."""
 
-    start: int
-    num_bytes: int
-    checksum: str
+    file: StoredFile | None
+    checksums: tuple[str, ...]
 
 
-def checksum(data: bytes | bytearray | memoryview) -> str:
-    """Return the CRC-32 of the bytes as eight hex digits."""
-    return f"{zlib.crc32(data):08x}"
+@dataclass(frozen=True, eq=False)
+class RankShare:
+    """Hold what this rank writes of a checkpoint; entries of wide types come first."""
+
+    file_name: str
+    entries: tuple[ShardEntry, ...]
+
+    def staged(self, area: StagingArea) -> RankShare:
+        """Return the same share with a copy of its values, which training no longer changes."""
+        copies = area.copy([entry.values for entry in self.entries])
+        return replace(self, entries=tuple(replace(entry, values=copy) for entry, copy in zip(self.entries, copies)))
+
+    def write(self, folder: Path) -> WrittenShare:
+        """Write the share into an existing folder and force it to disk; a rank without a share writes no file.
+
+        Raises:
+            CheckpointWriteError: the file system refused; the half-written file is gone.
+        """
+        if not self.entries:
+            return WrittenShare(None, ())
+        path = folder / self.file_name
+        try:
+            return write_shard(path, self.entries)
+        except OSError as failure:
+            path.unlink(missing_ok=True)
+            raise write_error(path, failure, shard_bytes(self.entries)) from failure
+
+
+def take_share(plan: SavePlan, tensors: Sequence[ShardedTensor], rank: int) -> RankShare:
+    """Return what ``rank``, this one, writes of its tensors according to the plan that was made of them."""
+    by_name: dict[str, list[ShardedTensor]] = {}
+    for tensor in tensors:
+        if tensor.is_owner:
+            by_name.setdefault(tensor.name, []).append(tensor)
+    entries = []
+    for planned in plan.own:
+        for box in planned.boxes:
+            views = (tensor.view(box) for tensor in by_name[planned.name])
+            values = next(view for view in views if view is not None)
+            entries.append(ShardEntry(piece_key(planned.name, planned.global_shape, box), values))
+    return RankShare(shard_name(rank), tuple(entries))
+
+
+def shard_name(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"shard_{rank:05d}.safetensors"
+
+
+def build_index(plan: SavePlan, shares: Sequence[WrittenShare], common: Mapping[str, Any]) -> CheckpointIndex:
+    """Return the index of a checkpoint whose shares, in the order of the ranks, are written; for the first rank."""
+    planned: dict[str, TensorDescription] = {}
+    pieces: dict[str, list[StoredPiece]] = {}
+    for rank, (own, share) in enumerate(zip(plan.ranks, shares, strict=True)):
+        start = 0 if share.file is None else share.file.header_bytes
+        checksums = iter(share.checksums)
+        for tensor in own:
+            name, shape = tensor.name, tensor.global_shape
+            planned[name] = tensor
+            stored = pieces.setdefault(name, [])
+            for box in tensor.boxes:
+                num_bytes = box.num_elements * dtype_of(tensor.dtype).itemsize
+                key = piece_key(name, shape, box)
+                stored.append(StoredPiece(box, shard_name(rank), key, start, num_bytes, next(checksums)))
+                start += num_bytes
+    tensors = {
+        name: StoredTensor(
+            name, tensor.global_shape, tensor.dtype, tuple(sorted(pieces[name], key=lambda piece: piece.box.offset))
+        )
+        for name, tensor in planned.items()
+    }
+    files = {shard_name(rank): share.file for rank, share in enumerate(shares) if share.file is not None}
+    return CheckpointIndex(tensors, files, common)
 
 
 def shard_header(entries: Sequence[ShardEntry]) -> bytes:
@@ -73,7 +144,7 @@ def shard_header(entries: Sequence[ShardEntry]) -> bytes:
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def write_shard(path: Path, entries: Sequence[ShardEntry]) -> tuple[StoredFile, list[WrittenEntry]]:
+def write_shard(path: Path, entries: Sequence[ShardEntry]) -> WrittenShare:
     """Write entries to a safetensors file and force it to disk; no more than one entry is copied at a time.
 
     Entries of wide types must come first, so that every one is aligned in the file.
@@ -82,14 +153,10 @@ def write_shard(path: Path, entries: Sequence[ShardEntry]) -> tuple[StoredFile, 
         OSError: the file cannot be written.
     """
     header = shard_header(entries)
-    written = []
     with SequentialFile(path, shard_bytes(entries)) as file:
         file.append(header)
-        for entry in entries:
-            start = file.num_bytes
-            crc = file.append(_bytes_of(entry.values))
-            written.append(WrittenEntry(start, file.num_bytes - start, f"{crc:08x}"))
-    return StoredFile(file.num_bytes, len(header), checksum(header)), written
+        checksums = tuple(f"{file.append(_bytes_of(entry.values)):08x}" for entry in entries)
+    return WrittenShare(StoredFile(file.num_bytes, len(header), checksum(header)), checksums)
 
 
 def shard_bytes(entries: Sequence[ShardEntry]) -> int:
@@ -144,23 +211,6 @@ def readable_keys(path: Path) -> set[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
         # A header that cannot be read gives access to nothing.
         return set()
-
-
-def sync_folder(folder: Path) -> None:
-    """Force a folder's entries (new files, renames) to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file and force it to disk."""
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _bytes_of(values: torch.Tensor) -> NDArray[np.uint8]:

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing import rank_share
+from megatron.core.dist_checkpointing import shard_file
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import TrainingError
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.training.checkpointing import checkpoint_saving
-from megatron.training.checkpointing.checkpoint_folders import saved_iterations
-from megatron.training.checkpointing.checkpoint_loading import load_checkpoint
-from megatron.training.checkpointing.checkpoint_saver import CheckpointSaver, open_saver
-from megatron.training.checkpointing.checkpoint_saving import CommonState
+from megatron.training.checkpointing import save as saving
+from megatron.training.checkpointing.folder import saved_iterations
+from megatron.training.checkpointing.load import load_checkpoint
+from megatron.training.checkpointing.save import CommonState
+from megatron.training.checkpointing.saver import CheckpointSaver, open_saver
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.process.initialize import Runtime
 from megatron.training.train_state import TrainProgress
@@ -37,13 +37,13 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._open = threading.Event()
-        real = rank_share.write_shard
+        real = shard_file.write_shard
 
         def write(path, entries):
             assert self._open.wait(20.0)
             return real(path, entries)
 
-        monkeypatch.setattr(rank_share, "write_shard", write)
+        monkeypatch.setattr(shard_file, "write_shard", write)
 
     def open(self) -> None:
         self._open.set()
@@ -159,7 +159,7 @@ def test_a_full_disk_is_said_and_the_next_save_goes_on(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(rank_share, "write_shard", refuse)
+        patch.setattr(shard_file, "write_shard", refuse)
         save(saver, 20)
         saver.finish()
     needed = (tmp_path / "iter_0000010" / "shard_00000.safetensors").stat().st_size
@@ -187,7 +187,7 @@ def test_a_refusal_to_publish_is_said_too(tmp_path: Path, monkeypatch: pytest.Mo
     def refuse(directory: Path, iteration: int) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(checkpoint_saving, "publish", refuse)
+    monkeypatch.setattr(saving, "publish", refuse)
     save(saver, 20)
     assert f"cannot write {tmp_path / 'iter_0000020'}: {os.strerror(errno.EDQUOT)}" in lines[-1]
     assert names(tmp_path) == ["iter_0000010", TRACKER]
@@ -197,7 +197,7 @@ def test_a_fault_of_the_program_is_no_warning(tmp_path: Path, monkeypatch: pytes
     def fail(path, entries):
         raise ValueError("not a matter of the disk")
 
-    monkeypatch.setattr(rank_share, "write_shard", fail)
+    monkeypatch.setattr(shard_file, "write_shard", fail)
     saver = make_saver(tmp_path, [], async_save=True)
     save(saver, 10)
     with pytest.raises(ValueError, match="not a matter of the disk"):

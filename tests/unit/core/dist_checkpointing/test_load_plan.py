@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.mapping import StoredPiece, StoredTensor, TensorDescription, piece_key
-from megatron.core.dist_checkpointing.read_plan import PieceRead, plan_reads, refine
+from megatron.core.dist_checkpointing.index import StoredPiece, StoredTensor
+from megatron.core.dist_checkpointing.load_plan import PieceRead, plan_reads, refine
+from megatron.core.dist_checkpointing.mapping import TensorDescription, piece_key
+from megatron.core.dist_checkpointing.shard_file import ShardEntry, write_shard
 from megatron.core.dist_checkpointing.shard_reader import ShardReader, check_pieces, contiguous_runs
-from megatron.core.dist_checkpointing.storage import ShardEntry, write_shard
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 from megatron.core.errors import CheckpointError
 from megatron.core.sharding import Box, Piece, full_pieces
@@ -146,11 +147,12 @@ def write_pieces(folder: Path, values: torch.Tensor, boxes: list[Box]) -> Stored
     shape = tuple(values.shape)
     keys = [piece_key("a", shape, box) for box in boxes]
     entries = [ShardEntry(key, values[box.slices]) for key, box in zip(keys, boxes)]
-    _, written = write_shard(folder / "s", entries)
-    places = zip(boxes, keys, written)
-    pieces = tuple(
-        StoredPiece(box, "s", key, place.start, place.num_bytes, place.checksum) for box, key, place in places
-    )
+    written = write_shard(folder / "s", entries)
+    assert written.file is not None
+    sizes = [box.num_elements * 4 for box in boxes]
+    starts = itertools.accumulate(sizes, initial=written.file.header_bytes)
+    places = zip(boxes, keys, starts, sizes, written.checksums)
+    pieces = tuple(StoredPiece(box, "s", *place) for box, *place in places)
     return StoredTensor("a", shape, "float32", pieces)
 
 

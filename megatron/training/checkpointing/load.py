@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.dist_checkpointing.index import CheckpointIndex
+from megatron.core.dist_checkpointing.load import LoadedTensors
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.serialization import LoadedTensors, raise_on_all_ranks
 from megatron.core.dist_checkpointing.state_dict import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
@@ -23,16 +24,16 @@ from megatron.core.dist_checkpointing.validation import STRICT, STRICTNESS, Stri
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
 from megatron.interop.huggingface.model_record import MODEL_RECORD
-from megatron.training.checkpointing.checkpoint_choice import (
+from megatron.training.checkpointing.choice import (
     Log,
     agree_on_candidates,
     agree_on_required_candidates,
     first_undamaged,
     report_missing,
 )
-from megatron.training.checkpointing.checkpoint_rng import choose_streams
 from megatron.training.checkpointing.config_changes import ConfigChange, compare_configs
-from megatron.training.checkpointing.stored_checkpoint import open_stored
+from megatron.training.checkpointing.native import open_stored
+from megatron.training.checkpointing.rng import choose_streams
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.train_state import TrainProgress
 
@@ -235,7 +236,9 @@ def _check_main_params(
 def _check_untouched(
     folder: Path, tensors: Sequence[ShardedTensor], index: CheckpointIndex, filled: Set[str], state: ParallelState
 ) -> None:
-    """Refuse to call values initial that a newer checkpoint, damaged and passed over, may have left behind.
+    """Refuse a checkpoint that lacks a tensor which a damaged one, tried before it, may have filled.
+
+    Such a tensor no longer has its initial value.
 
     Raises:
         CheckpointError: a tensor that this checkpoint lacks is in the damaged one. On every rank alike.

@@ -9,15 +9,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from megatron.core.dist_checkpointing.mapping import StoredFile, StoredPiece, StoredTensor, dtype_name
-from megatron.core.dist_checkpointing.read_plan import plan_reads
+from megatron.core.dist_checkpointing.index import StoredFile, StoredPiece, StoredTensor
+from megatron.core.dist_checkpointing.load_plan import plan_reads
+from megatron.core.dist_checkpointing.mapping import dtype_name
+from megatron.core.dist_checkpointing.shard_file import ShardEntry, check_file, shard_bytes, write_shard
 from megatron.core.dist_checkpointing.shard_reader import ShardReader
-from megatron.core.dist_checkpointing.storage import (
-    ShardEntry,
-    check_file,
-    shard_bytes,
-    write_shard,
-)
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 from megatron.core.sharding import Box, Piece, full_pieces
 
@@ -26,12 +22,15 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 
 def write(path: Path, **tensors: torch.Tensor) -> tuple[StoredFile, dict[str, StoredTensor]]:
     entries = [ShardEntry(name, values) for name, values in tensors.items()]
-    file, written = write_shard(path, entries)
-    stored = {}
-    for entry, place in zip(entries, written):
+    written = write_shard(path, entries)
+    file = written.file
+    assert file is not None
+    stored, start = {}, file.header_bytes
+    for entry, checksum in zip(entries, written.checksums, strict=True):
         shape = tuple(entry.values.shape)
         box = Box((0,) * len(shape), shape)
-        piece = StoredPiece(box, path.name, entry.key, place.start, place.num_bytes, place.checksum)
+        piece = StoredPiece(box, path.name, entry.key, start, entry.values.nbytes, checksum)
+        start += entry.values.nbytes
         stored[entry.key] = StoredTensor(entry.key, shape, dtype_name(entry.values.dtype), (piece,))
     assert path.stat().st_size == file.num_bytes == shard_bytes(entries)
     return file, stored

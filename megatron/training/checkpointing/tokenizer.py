@@ -7,11 +7,10 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.rank_share import write_error
-from megatron.core.dist_checkpointing.storage import sync_folder
+from megatron.core.dist_checkpointing.disk import sync_folder, write_error
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
-from megatron.training.checkpointing.checkpoint_choice import Log
+from megatron.training.checkpointing.choice import Log
 
 
 def write_tokenizer_files(folder: Path, write_tokenizer: Callable[[Path], None] | None) -> str | None:
@@ -39,7 +38,7 @@ def write_tokenizer_files(folder: Path, write_tokenizer: Callable[[Path], None] 
 
 
 def warn_of_missing_tokenizer(warnings: Sequence[str | None], log: Log) -> bool:
-    """Tell whether a machine could not record the tokenizer, and say so."""
+    """Return whether a machine could not record the tokenizer, and log it."""
     found = list(filter(None, warnings))
     if found:
         log(f"WARNING: the checkpoint is saved without its tokenizer: {found[0]}")

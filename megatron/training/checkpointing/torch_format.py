@@ -1,4 +1,4 @@
-"""Write a run's part of a checkpoint of Megatron's own format, at the layout of the run."""
+"""A run's checkpoints of Megatron's own format: loaded at any layout, and written at the layout of the run."""
 
 from __future__ import annotations
 
@@ -12,25 +12,136 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.core.collectives import all_gather_objects
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.rank_share import write_error
-from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
-from megatron.core.dist_checkpointing.staging import StagingArea
-from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX
-from megatron.core.dist_checkpointing.storage import ShardEntry, sync_folder
+from megatron.core.collectives import all_gather_objects, raise_on_all_ranks, run_on_all_ranks
+from megatron.core.dist_checkpointing.background import StagingArea
+from megatron.core.dist_checkpointing.disk import sync_folder, write_error
+from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredTensor
+from megatron.core.dist_checkpointing.load import LoadedTensors
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_name
+from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX, rng_name
+from megatron.core.dist_checkpointing.validation import STRICT, Strictness, find_misfits
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.sharding import Box
 from megatron.core.tensor_parallel.random import DEFAULT, REPLICATED, TENSOR_PARALLEL
+from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 from megatron.interop.megatron_torch.pickle_writer import given_tensor
 from megatron.interop.megatron_torch.rank_planner import PlannedFile, RankExtras, RankPlanner
 from megatron.interop.megatron_torch.rank_tree import Slot
+from megatron.interop.megatron_torch.stored_values import LazyTensor
 from megatron.interop.megatron_torch.torch_file_writer import TorchFileWriter
 
+STREAM_PLACES: Mapping[str, tuple[str, ...]] = {
+    DEFAULT: ("cuda_rng_state",),
+    REPLICATED: ("rng_tracker_states", "data-parallel-rng"),
+    TENSOR_PARALLEL: ("rng_tracker_states", "model-parallel-rng"),
+}
+"""Where a stream of random numbers stands in an entry of ``rng_state``."""
 _SEED_STEP_OF_STAGE = 100
 _EXPERT_SEED = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class TorchCheckpoint:
+    """Offer the open files of a checkpoint; each rank reads the boxes that it holds, from any rank's file."""
+
+    source: MegatronTorchSource
+    index: CheckpointIndex
+    streams: Mapping[str, torch.Tensor]
+    state: ParallelState
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Return what ``args`` record of the configuration."""
+        return self.source.config
+
+    def load(
+        self,
+        tensors: Sequence[ShardedTensor],
+        namespaces: Sequence[str],
+        strictness: Strictness = STRICT,
+        allow_cast: bool = False,
+    ) -> LoadedTensors:
+        """Fill every rank's tensors in place.
+
+        Raises:
+            CheckpointError: names, shapes or dtypes do not fit; all of them are listed. On every rank alike.
+        """
+        world = self.state.world
+        descriptions = all_gather_objects([tensor.describe() for tensor in tensors], world)
+        misfits = find_misfits(descriptions, self.index.tensors, namespaces, allow_cast)
+        problems = misfits.problems(strictness)
+        if problems:
+            raise CheckpointError(
+                f"checkpoint {self.source.folder} does not fit this run:" + "".join(f"\n  {p}" for p in problems)
+            )
+        present = [tensor for tensor in tensors if tensor.name in self.index.tensors]
+        bytes_read = run_on_all_ranks(lambda: sum(self._fill(tensor) for tensor in present), world)
+        return LoadedTensors(bytes_read, misfits.missing, misfits.unexpected)
+
+    def _fill(self, tensor: ShardedTensor) -> int:
+        """Fill one tensor and return the bytes of what was read."""
+        if tensor.name in self.streams:
+            tensor.data.copy_(self.streams[tensor.name])
+            return tensor.data.nbytes
+        num_bytes = 0
+        with torch.no_grad():
+            for piece in tensor.pieces:
+                values = self.source.read(tensor.name, piece.global_box)
+                tensor.data[piece.local_box.slices].copy_(values)
+                num_bytes += values.nbytes
+        return num_bytes
+
+
+def open_torch_checkpoint(folder: Path, state: ParallelState, verify: bool, vocab_size: int | None) -> TorchCheckpoint:
+    """Open a folder's files on every rank; with ``verify`` the ranks share out the comparison of checksums.
+
+    Raises:
+        CheckpointError: a file is damaged, asks for what is not data, or is of another model. On every rank alike.
+    """
+
+    def open_files() -> MegatronTorchSource:
+        source = MegatronTorchSource(folder, vocab_size)
+        try:
+            if verify:
+                source.check_storages(state.world.rank, state.world.size)
+        except CheckpointError:
+            source.close()
+            raise
+        return source
+
+    source = run_on_all_ranks(open_files, state.world)
+    tensors = {
+        name: StoredTensor(name, info.global_shape, dtype_name(info.dtype), ()) for name, info in source.tensors.items()
+    }
+    streams = _streams(source)
+    for name, values in streams.items():
+        tensors[name] = StoredTensor(name, tuple(values.shape), dtype_name(values.dtype), ())
+    return TorchCheckpoint(source, CheckpointIndex(tensors, {}, source.common), streams, state)
+
+
+def _streams(source: MegatronTorchSource) -> dict[str, torch.Tensor]:
+    """Return the streams of random numbers in the files, by native name: those of every data-parallel rank, or none.
+
+    Megatron usually stores one state for all data-parallel ranks; here they differ, and then all are stored.
+    """
+    found = {}
+    layout = source.common["layout"]
+    cp, dp = layout["context_parallel_size"], layout["data_parallel_size"]
+    for (tp_rank, pp_rank), rank in source.ranks.items():
+        states = rank.file.value.get("rng_state")
+        if not isinstance(states, list) or len(states) != dp * cp:
+            continue
+        for number, entry in enumerate(states):
+            for stream, keys in STREAM_PLACES.items():
+                value = entry
+                for key in keys:
+                    value = value.get(key) if isinstance(value, Mapping) else None
+                if isinstance(value, LazyTensor):
+                    place = {"pp": pp_rank, "dp": number // cp, "cp": number % cp, "tp": tp_rank}
+                    found[rng_name(stream, **place)] = rank.file.view(value)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,10 +183,10 @@ class TorchShare:
         """Return the same share with a copy of its values, which training no longer changes."""
         writes = [(number, write) for number, file in enumerate(self.files) for write in file.writes]
         writes.sort(key=lambda item: -item[1].values.element_size())
-        copies = area.copy([ShardEntry("", write.values) for _, write in writes])
+        copies = area.copy([write.values for _, write in writes])
         by_file: dict[int, list[BoxWrite]] = {}
         for (number, write), copy in zip(writes, copies, strict=True):
-            by_file.setdefault(number, []).append(replace(write, values=copy.values))
+            by_file.setdefault(number, []).append(replace(write, values=copy))
         files = (replace(file, writes=tuple(by_file.get(number, ()))) for number, file in enumerate(self.files))
         return TorchShare(self.folder, tuple(files))
 
@@ -168,14 +279,8 @@ def _held_boxes(slot: Slot, held: Sequence[ShardedTensor]) -> Iterator[BoxWrite]
             for piece in slot.parameter.pieces:
                 common = own.global_box.intersect(piece.global_box)
                 if common is not None:
-                    source = _moved(common, own.global_box.offset, own.local_offset)
-                    target = _moved(common, piece.global_box.offset, piece.local_offset)
-                    yield BoxWrite(slot, target, tensor.data[source.slices])
-
-
-def _moved(box: Box, origin: Sequence[int], to: Sequence[int]) -> Box:
-    relative = box.relative_to(origin)
-    return Box(tuple(o + base for o, base in zip(relative.offset, to, strict=True)), box.shape)
+                    values = tensor.data[own.localized(common).slices]
+                    yield BoxWrite(slot, piece.localized(common), values)
 
 
 def _find_gap(share: TorchShare, state: ParallelState) -> CheckpointError | None:

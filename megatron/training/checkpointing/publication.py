@@ -1,4 +1,4 @@
-"""The folder that a run saves into: publication by rename, recovery and retention.
+"""Publication of a save by rename, and retention of the checkpoints before it.
 
 Everything here runs on one rank; nothing communicates.
 """
@@ -6,18 +6,15 @@ Everything here runs on one rank; nothing communicates.
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.index_file import INDEX_FILE
-from megatron.core.dist_checkpointing.storage import checksum, sync_folder, write_text
+from megatron.core.dist_checkpointing.disk import sync_folder, write_text
+from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.interop.megatron_torch.rank_files import is_megatron_torch
-from megatron.training.checkpointing.checkpoint_folders import TRACKER_FILE, iteration_folder, saved_iterations
+from megatron.training.checkpointing.folder import TRACKER_FILE, iteration_folder, saved_iterations
 
-_PENDING_TRACKER = f".{TRACKER_FILE}.pending"
-_LEFTOVER = re.compile(r"\.(iter_\d{7,})\.(saving|replaced|removing)")
+PENDING_TRACKER = f".{TRACKER_FILE}.pending"
 
 
 def saving_folder(directory: Path, iteration: int) -> Path:
@@ -45,7 +42,7 @@ def publish(directory: Path, iteration: int) -> None:
         OSError: the file system refused; what was published before is still in place.
     """
     final = iteration_folder(directory, iteration)
-    pending = directory / _PENDING_TRACKER
+    pending = directory / PENDING_TRACKER
     replaced = directory / f".{final.name}.replaced"
     try:
         write_text(pending, str(iteration))
@@ -59,53 +56,6 @@ def publish(directory: Path, iteration: int) -> None:
         raise
     sync_folder(directory)
     os.rename(pending, directory / TRACKER_FILE)
-    sync_folder(directory)
-
-
-def sealed_iterations(directory: Path) -> dict[int, str]:
-    """Return the iterations that were written completely and not published, each with the checksum of its index."""
-    found: dict[int, str] = {}
-    for entry in sorted(directory.glob(".iter_*.saving")):
-        match = _LEFTOVER.fullmatch(entry.name)
-        if match is not None and (entry / INDEX_FILE).exists():
-            found[int(match.group(1).removeprefix("iter_"))] = checksum((entry / INDEX_FILE).read_bytes())
-    return found
-
-
-def index_checksum(directory: Path, iteration: int) -> str | None:
-    """Return the checksum of a published checkpoint's index, or None where there is none."""
-    path = iteration_folder(directory, iteration) / INDEX_FILE
-    return checksum(path.read_bytes()) if path.exists() else None
-
-
-def recover(directory: Path, log: Callable[[str], None]) -> None:
-    """Bring a directory in order after a save that was interrupted; say what was done, one line each.
-
-    A checkpoint that was complete but not yet in the tracker file is entered there; one that was about to be
-    replaced is put back; everything else that is half done is removed.
-    """
-    if not directory.is_dir():
-        return
-    pending = directory / _PENDING_TRACKER
-    for entry in sorted(directory.iterdir()):
-        match = _LEFTOVER.fullmatch(entry.name)
-        if match is None:
-            continue
-        final = directory / match.group(1)
-        if match.group(2) == "replaced" and not final.exists():
-            os.rename(entry, final)
-            pending.unlink(missing_ok=True)
-            log(f"put back {final}, which an interrupted save was about to replace")
-        else:
-            shutil.rmtree(entry)
-            log(f"removed {entry}, left by an interrupted save")
-    if pending.exists():
-        text = pending.read_text(encoding="utf-8")
-        if text.isdigit() and _format_of(iteration_folder(directory, int(text))) is not None:
-            os.rename(pending, directory / TRACKER_FILE)
-            log(f"entered iteration {text}, saved completely before an interruption, in {directory / TRACKER_FILE}")
-        else:
-            pending.unlink()
     sync_folder(directory)
 
 
@@ -127,12 +77,10 @@ def expired_iterations(iterations: list[int], newest: int, keep_last: int | None
 def remove_expired(directory: Path, newest: int, keep_last: int | None, keep_every: int | None) -> list[int]:
     """Remove the checkpoints that the retention rule gives up, and return their iterations.
 
-    A checkpoint of the same iteration that ``newest`` took the place of goes too.
-
-    Each is hidden by a rename first, so that no half-removed checkpoint can be loaded. Folders in another format
-    than the one of ``newest`` are left alone.
+    A checkpoint of the same iteration that ``newest`` has replaced is removed too. Each is hidden by a rename first, so
+    that no half-removed checkpoint can be loaded. Folders in another format than the one of ``newest`` stay.
     """
-    found = {iteration: _format_of(iteration_folder(directory, iteration)) for iteration in saved_iterations(directory)}
+    found = {iteration: format_of(iteration_folder(directory, iteration)) for iteration in saved_iterations(directory)}
     alike = [iteration for iteration, kind in found.items() if kind is not None and kind == found.get(newest)]
     expired = expired_iterations(alike, newest, keep_last, keep_every)
     hidden = [directory / f".{iteration_folder(directory, newest).name}.replaced"]
@@ -146,8 +94,8 @@ def remove_expired(directory: Path, newest: int, keep_last: int | None, keep_eve
     return expired
 
 
-def _format_of(folder: Path) -> str | None:
-    """Return the format of a published checkpoint that this program writes, or None."""
+def format_of(folder: Path) -> str | None:
+    """Return the format of a published checkpoint, ``native`` or ``torch``; None for a folder of neither."""
     if (folder / INDEX_FILE).exists():
         return "native"
     return "torch" if is_megatron_torch(folder) else None

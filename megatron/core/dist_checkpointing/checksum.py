@@ -1,7 +1,7 @@
-"""CRC-32 of bytes of which nobody sees all: what each part adds to the checksum of the whole.
+"""CRC-32 checksums: of bytes, and of a whole whose parts different ranks read.
 
 A CRC is linear: the register of a whole, started at zero, is the exclusive or of those of its parts, each with zeros in
-the places of the others. Ranks that read different parts of a stored tensor can so compare its one checksum together.
+the places of the others. So ranks that read different parts of a stored tensor compare its one checksum together.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ _POLYNOMIAL = 0xEDB88320
 _ONES = 0xFFFFFFFF
 _ONE = 1 << 31
 """The polynomial 1: the highest bit of a register is the coefficient of x**0."""
+
+
+def checksum(data: bytes | bytearray | memoryview) -> str:
+    """Return the CRC-32 of the bytes as eight hex digits."""
+    return f"{zlib.crc32(data):08x}"
 
 
 def partial_checksum(runs: Iterable[tuple[int, memoryview]], num_bytes: int) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.core.dist_checkpointing.mapping import StoredPiece, StoredTensor, TensorDescription
-from megatron.core.dist_checkpointing.planner import describe_box, subtract, uncovered
+from megatron.core.dist_checkpointing.index import StoredPiece, StoredTensor
+from megatron.core.dist_checkpointing.mapping import TensorDescription
 from megatron.core.errors import CheckpointError
-from megatron.core.sharding import Box, Piece
+from megatron.core.sharding import Box, Piece, describe_box, subtract, uncovered
 
 
 @dataclass(frozen=True)
@@ -132,16 +132,11 @@ def _own_cells(stored_box: Box, cells: Sequence[Box], own: Sequence[tuple[int, P
         if common is None:
             continue
         copies = tuple(
-            Copy(target, _local_box(common, piece)) for target, piece in own if piece.global_box.intersect(cell) == cell
+            Copy(target, piece.localized(common)) for target, piece in own if piece.global_box.intersect(cell) == cell
         )
         if copies:
             found.append(Cell(common.relative_to(stored_box.offset), copies))
     return tuple(sorted(found, key=lambda cell: cell.box.offset))
-
-
-def _local_box(box: Box, piece: Piece) -> Box:
-    relative = box.relative_to(piece.global_box.offset)
-    return Box(tuple(o + base for o, base in zip(relative.offset, piece.local_offset, strict=True)), box.shape)
 
 
 def _first_reader(stored_box: Box, boxes: Sequence[Sequence[Box]]) -> int | None:

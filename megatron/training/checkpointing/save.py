@@ -10,20 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.core.collectives import all_gather_objects
-from megatron.core.dist_checkpointing.background_task import BackgroundTask
-from megatron.core.dist_checkpointing.index import encode_common, write_index
-from megatron.core.dist_checkpointing.index_file import INDEX_FILE
+from megatron.core.collectives import broadcast_object, run_on_all_ranks
+from megatron.core.dist_checkpointing.background import BackgroundTask, StagingArea
+from megatron.core.dist_checkpointing.disk import sync_folder, write_error
+from megatron.core.dist_checkpointing.index import INDEX_FILE, encode_common, write_index
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.rank_share import (
-    RankShare,
-    WrittenShare,
-    build_index,
-    plan_share,
-    write_error,
-)
-from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
-from megatron.core.dist_checkpointing.staging import StagingArea
+from megatron.core.dist_checkpointing.save_plan import SavePlan, SavePlanner, gather_from_world
+from megatron.core.dist_checkpointing.shard_file import RankShare, WrittenShare, build_index, take_share
 from megatron.core.dist_checkpointing.state_dict import (
     RunTensors,
     describe_layout,
@@ -31,23 +24,21 @@ from megatron.core.dist_checkpointing.state_dict import (
     optimizer_tensors,
     rng_tensors,
 )
-from megatron.core.dist_checkpointing.storage import sync_folder
 from megatron.core.errors import MegatronError
 from megatron.core.parallel_state import ParallelState
-from megatron.core.process_group import Group
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.huggingface.model_record import MODEL_RECORD
-from megatron.training.checkpointing.checkpoint_choice import Log
-from megatron.training.checkpointing.checkpoint_directory import (
+from megatron.training.checkpointing.choice import Log
+from megatron.training.checkpointing.folder import iteration_folder
+from megatron.training.checkpointing.publication import (
     create_saving_folder,
     publish,
     remove_expired,
     saving_folder,
 )
-from megatron.training.checkpointing.checkpoint_folders import iteration_folder
-from megatron.training.checkpointing.checkpoint_tokenizer import warn_of_missing_tokenizer, write_tokenizer_files
-from megatron.training.checkpointing.save_directory import SaveFolders, one_folder
-from megatron.training.checkpointing.torch_saving import plan_torch_share
+from megatron.training.checkpointing.recovery import SaveFolders, one_folder
+from megatron.training.checkpointing.tokenizer import warn_of_missing_tokenizer, write_tokenizer_files
+from megatron.training.checkpointing.torch_format import plan_torch_share
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.train_state import TrainProgress
 
@@ -75,7 +66,8 @@ class CommonState:
 class SaveTarget:
     """Hold where the checkpoints of a run go, and who does what there.
 
-    With an ``area`` the tensors are copied into it first, and may change as soon as the first step has been taken.
+    The ``planner`` keeps the plan of the native format from one save to the next. With an ``area`` the tensors are
+    copied into it first, and may change as soon as the first step has been taken.
     """
 
     directory: Path
@@ -83,6 +75,7 @@ class SaveTarget:
     state: ParallelState
     options: CheckpointConfig
     log: Log
+    planner: SavePlanner
     area: StagingArea | None = None
 
     @property
@@ -111,6 +104,7 @@ def save_checkpoint(
         state=state,
         options=options,
         log=log,
+        planner=SavePlanner(state),
     )
     for _ in save_in_steps(tensors, common, target):
         pass  # each step waits for the task before it
@@ -125,12 +119,12 @@ def save_in_steps(tensors: RunTensors, common: CommonState, target: SaveTarget) 
     Raises:
         CheckpointWriteError: the checkpoint could not be written, on every rank alike.
     """
-    world, directory, iteration = target.state.world, target.directory, common.progress.iteration
+    directory, iteration = target.directory, common.progress.iteration
     folder = saving_folder(directory, iteration)
     content = _plain_content(tensors, common, target)
     target.log(f"saving checkpoint at iteration {iteration:7d} to {directory}")
     try:
-        raise_on_all_ranks(_attempt(lambda: _create_folder(target, iteration)), world)
+        run_on_all_ranks(lambda: _create_folder(target, iteration), target.state.world)
         if target.options.ckpt_format == "torch":
             yield from _torch_steps(tensors, common, target, content)
         else:
@@ -142,7 +136,7 @@ def save_in_steps(tensors: RunTensors, common: CommonState, target: SaveTarget) 
     target.log(f"  successfully saved checkpoint at iteration {iteration:7d} to {directory}")
     removing = BackgroundTask(lambda: _remove_expired(target, iteration), _THREAD_NAME)
     yield removing
-    for warning in filter(None, _results(removing, world)):
+    for warning in filter(None, _results(removing, target.state)):
         target.log(warning)
 
 
@@ -150,26 +144,31 @@ def _native_steps(
     tensors: RunTensors, common: CommonState, target: SaveTarget, content: Mapping[str, Any]
 ) -> Iterator[BackgroundTask[Any]]:
     """Write and publish a checkpoint of the native format."""
-    world, iteration = target.state.world, common.progress.iteration
+    state, iteration = target.state, common.progress.iteration
     folder = saving_folder(target.directory, iteration)
-    share = plan_share(_described(tensors, target), world)
+    described = _described(tensors, target)
+    plan = target.planner.plan(described)
+    share = take_share(plan, described, state.rank)
     if target.area is not None:
         share = share.staged(target.area)
     write_tokenizer = common.write_tokenizer if target.is_leader else None
     writing = BackgroundTask(lambda: _write(folder, share, write_tokenizer), _THREAD_NAME)
     yield writing
-    written = _results(writing, world)
+    written = _results(writing, state)
     shares = [share for share, _ in written]
     if warn_of_missing_tokenizer([warning for _, warning in written], target.log):
         content = {**content, "tokenizer": None}
-    finishing = BackgroundTask(lambda: _finish_folder(target, iteration, share, shares, content), _THREAD_NAME)
+    if not target.folders.is_shared:
+        # Every machine writes the index.
+        plan, shares, content = broadcast_object((plan, shares, content), state.world)
+    finishing = BackgroundTask(lambda: _finish_folder(target, iteration, plan, shares, content), _THREAD_NAME)
     yield finishing
-    _results(finishing, world)
+    _results(finishing, state)
     if not target.folders.is_shared:
         # Every machine has the whole index by now: from here on any of them can complete the checkpoint.
         publishing = BackgroundTask(lambda: _publish(target, iteration), _THREAD_NAME)
         yield publishing
-        _results(publishing, world)
+        _results(publishing, state)
 
 
 def _torch_steps(
@@ -185,7 +184,7 @@ def _torch_steps(
     write_tokenizer = common.write_tokenizer if target.is_leader else None
     recording = BackgroundTask(lambda: write_tokenizer_files(folder, write_tokenizer), _THREAD_NAME)
     yield recording
-    warn_of_missing_tokenizer(_results(recording, target.state.world), target.log)
+    warn_of_missing_tokenizer(_results(recording, target.state), target.log)
     for work in (
         share.create,
         share.add,
@@ -194,7 +193,7 @@ def _torch_steps(
     ):
         task = BackgroundTask(work, _THREAD_NAME)
         yield task
-        _results(task, target.state.world)
+        _results(task, target.state)
 
 
 def _plain_content(tensors: RunTensors, common: CommonState, target: SaveTarget) -> dict[str, Any]:
@@ -246,14 +245,14 @@ def _write(
 
 
 def _finish_folder(
-    target: SaveTarget, iteration: int, share: RankShare, shares: Sequence[WrittenShare], content: Mapping[str, Any]
+    target: SaveTarget, iteration: int, plan: SavePlan, shares: Sequence[WrittenShare], content: Mapping[str, Any]
 ) -> None:
     """Write the index and, where all ranks share the folder, publish it."""
     if not target.is_leader:
         return
     folder = saving_folder(target.directory, iteration)
     try:
-        write_index(folder, build_index(share.plan, shares, content))
+        write_index(folder, build_index(plan, shares, content))
         sync_folder(folder)
         if not target.folders.is_shared:
             # After an interruption the hidden folder itself may have to be found again.
@@ -282,24 +281,10 @@ def _remove_expired(target: SaveTarget, iteration: int) -> str | None:
     return None
 
 
-def _results(task: BackgroundTask[Result], world: Group) -> list[Result]:
-    """Return what every rank's task returned.
+def _results(task: BackgroundTask[Result], state: ParallelState) -> list[Result]:
+    """Return what every rank's task returned, in the order of the ranks, on the first rank; nothing on the others.
 
     Raises:
         MegatronError: a task failed for a reason that its rank can name; on every rank alike.
     """
-    result: list[Result] = []
-    error = _attempt(lambda: result.append(task.result()))
-    outcomes = all_gather_objects((error, result), world)
-    for reported, _ in outcomes:
-        if reported is not None:
-            raise reported
-    return [value for _, values in outcomes for value in values]
-
-
-def _attempt(action: Callable[[], None]) -> MegatronError | None:
-    try:
-        action()
-    except MegatronError as failure:
-        return failure
-    return None
+    return gather_from_world(run_on_all_ranks(task.result, state.world), state)

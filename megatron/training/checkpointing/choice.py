@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.core.collectives import all_gather_objects, broadcast_object
-from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
+from megatron.core.collectives import all_gather_objects, broadcast_object, run_on_all_ranks
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState
-from megatron.training.checkpointing.checkpoint_folders import TRACKER_FILE, candidate_folders, saved_iterations
+from megatron.training.checkpointing.folder import TRACKER_FILE, candidate_folders, saved_iterations
 
 Log = Callable[[str], None]
 """Prints a line, on rank 0 only."""
@@ -24,15 +23,10 @@ def agree_on_candidates(directory: Path, ckpt_step: int | None, state: ParallelS
     Raises:
         CheckpointError: the iteration that is asked for is not there, or the tracker file is of no use.
     """
-    folders: list[Path] = []
-    error = None
-    if state.world.is_first:
-        try:
-            folders = candidate_folders(directory, ckpt_step)
-        except CheckpointError as failure:
-            error = failure
-    raise_on_all_ranks(error, state.world)
-    found: list[Path] = broadcast_object(folders, state.world)
+    seen = run_on_all_ranks(
+        lambda: candidate_folders(directory, ckpt_step) if state.world.is_first else [], state.world
+    )
+    found: list[Path] = broadcast_object(seen, state.world)
     if not found:
         _refuse_where_others_have_some(directory, state)
     return found

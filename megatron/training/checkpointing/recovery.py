@@ -1,21 +1,28 @@
-"""The folder of --save at the start of a run: which ranks share it, and order after an interrupted save."""
+"""The folder of --save at the start of a run: which ranks share it, and its recovery after an interrupted save."""
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.core.collectives import all_gather_objects, broadcast_object
-from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
+from megatron.core.collectives import all_gather_objects, broadcast_object, raise_on_all_ranks, run_on_all_ranks
+from megatron.core.dist_checkpointing.checksum import checksum
+from megatron.core.dist_checkpointing.disk import sync_folder
+from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState
-from megatron.training.checkpointing.checkpoint_choice import Log
-from megatron.training.checkpointing.checkpoint_directory import index_checksum, publish, recover, sealed_iterations
+from megatron.training.checkpointing.choice import Log
+from megatron.training.checkpointing.folder import TRACKER_FILE, iteration_folder
+from megatron.training.checkpointing.publication import PENDING_TRACKER, format_of, publish
 
 _MARK_SUFFIX = ".shared"
+_LEFTOVER = re.compile(r"\.(iter_\d{7,})\.(saving|replaced|removing)")
 Result = TypeVar("Result")
 
 
@@ -50,7 +57,7 @@ def one_folder(state: ParallelState) -> SaveFolders:
 
 
 def prepare_save_directory(directory: str | Path, state: ParallelState, log: Log) -> SaveFolders:
-    """Create the directory of a run and bring it in order after an interrupted save; call it before anything loads.
+    """Create the directory of a run and recover it after an interrupted save; call it before anything loads.
 
     Returns which ranks share it, found out by files that they put there. Where machines have a file system each, each
     gets the directory, and what one of them published before an interruption the others publish too.
@@ -77,6 +84,37 @@ def prepare_save_directory(directory: str | Path, state: ParallelState, log: Log
         for line in found:
             log(line if rank == 0 else f"rank {rank}: {line}")
     return folders
+
+
+def recover(directory: Path, log: Callable[[str], None]) -> None:
+    """Complete or undo what an interrupted save left in a directory; log what was done, one line each.
+
+    A checkpoint that was complete but not yet in the tracker file is entered there; one that was about to be
+    replaced is put back; everything else that is half done is removed.
+    """
+    if not directory.is_dir():
+        return
+    pending = directory / PENDING_TRACKER
+    for entry in sorted(directory.iterdir()):
+        match = _LEFTOVER.fullmatch(entry.name)
+        if match is None:
+            continue
+        final = directory / match.group(1)
+        if match.group(2) == "replaced" and not final.exists():
+            os.rename(entry, final)
+            pending.unlink(missing_ok=True)
+            log(f"put back {final}, which an interrupted save was about to replace")
+        else:
+            shutil.rmtree(entry)
+            log(f"removed {entry}, left by an interrupted save")
+    if pending.exists():
+        text = pending.read_text(encoding="utf-8")
+        if text.isdigit() and format_of(iteration_folder(directory, int(text))) is not None:
+            os.rename(pending, directory / TRACKER_FILE)
+            log(f"entered iteration {text}, saved completely before an interruption, in {directory / TRACKER_FILE}")
+        else:
+            pending.unlink()
+    sync_folder(directory)
 
 
 def _find_folders(directory: Path, state: ParallelState) -> SaveFolders:
@@ -125,6 +163,22 @@ def _remove_old_marks(directory: Path, token: str) -> None:
             path.unlink(missing_ok=True)
 
 
+def sealed_iterations(directory: Path) -> dict[int, str]:
+    """Return the iterations that were written completely and not published, each with the checksum of its index."""
+    found: dict[int, str] = {}
+    for entry in sorted(directory.glob(".iter_*.saving")):
+        match = _LEFTOVER.fullmatch(entry.name)
+        if match is not None and (entry / INDEX_FILE).exists():
+            found[int(match.group(1).removeprefix("iter_"))] = checksum((entry / INDEX_FILE).read_bytes())
+    return found
+
+
+def index_checksum(directory: Path, iteration: int) -> str | None:
+    """Return the checksum of a published checkpoint's index, or None where there is none."""
+    path = iteration_folder(directory, iteration) / INDEX_FILE
+    return checksum(path.read_bytes()) if path.exists() else None
+
+
 def _complete_what_others_published(
     directory: Path, folders: SaveFolders, state: ParallelState, lines: list[str]
 ) -> None:
@@ -138,8 +192,8 @@ def _complete_what_others_published(
     everywhere = all_gather_objects(published, state.world)
 
     def complete() -> None:
-        for iteration, checksum in sealed.items():
-            if any(found.get(iteration) == checksum for found in everywhere):
+        for iteration, sealed_index in sealed.items():
+            if any(found.get(iteration) == sealed_index for found in everywhere):
                 publish(directory, iteration)
                 lines.append(f"published iteration {iteration} in {directory}, as other machines did before")
 
@@ -148,12 +202,12 @@ def _complete_what_others_published(
 
 def _on_all_ranks(directory: Path, state: ParallelState, action: Callable[[], Result]) -> Result:
     """Return what the action returns on this rank; every rank learns whether a file system refused one."""
-    error = None
-    results: list[Result] = []
-    try:
-        results.append(action())
-    except OSError as failure:
-        where = "" if state.rank == 0 else f" on rank {state.rank}"
-        error = CheckpointError(f"cannot prepare {directory}{where}: {failure.strerror}; change --save")
-    raise_on_all_ranks(error, state.world)
-    return results[0]
+
+    def attempt() -> Result:
+        try:
+            return action()
+        except OSError as failure:
+            where = "" if state.rank == 0 else f" on rank {state.rank}"
+            raise CheckpointError(f"cannot prepare {directory}{where}: {failure.strerror}; change --save") from failure
+
+    return run_on_all_ranks(attempt, state.world)

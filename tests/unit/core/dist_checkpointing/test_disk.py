@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.dist_checkpointing import sequential_file
-from megatron.core.dist_checkpointing.sequential_file import SequentialFile
+from megatron.core.dist_checkpointing import disk
+from megatron.core.dist_checkpointing.disk import SequentialFile
 
 SIZES = [0, 1, 4095, 4096, 4097, 10_000, 3 * 8192 + 5]
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequential_file, "CHUNK_BYTES", 8192)
+    monkeypatch.setattr(disk, "CHUNK_BYTES", 8192)
 
 
 def parts(size: int) -> list[np.ndarray]:
@@ -31,7 +31,7 @@ def parts(size: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("how", ["direct", "cached", "refused late"])
 def test_what_is_appended_is_in_the_file(tmp_path: Path, size: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how == "cached":
-        monkeypatch.setattr(sequential_file, "_DIRECT", 0)
+        monkeypatch.setattr(disk, "_DIRECT", 0)
     real_write = os.write
 
     def write(descriptor: int, data: memoryview) -> int:
@@ -42,7 +42,7 @@ def test_what_is_appended_is_in_the_file(tmp_path: Path, size: int, how: str, mo
     expected = parts(size)
     with SequentialFile(tmp_path / "f", size) as file:
         if how == "refused late":
-            monkeypatch.setattr(sequential_file.os, "write", write)
+            monkeypatch.setattr(disk.os, "write", write)
         for part in expected:
             assert file.append(part) == zlib.crc32(part.tobytes())
     assert file.num_bytes == size
@@ -51,7 +51,7 @@ def test_what_is_appended_is_in_the_file(tmp_path: Path, size: int, how: str, mo
 
 def test_writes_that_stop_short_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_write = os.write
-    monkeypatch.setattr(sequential_file.os, "write", lambda descriptor, data: real_write(descriptor, data[:4096]))
+    monkeypatch.setattr(disk.os, "write", lambda descriptor, data: real_write(descriptor, data[:4096]))
     values = np.arange(40_000, dtype=np.uint8)
     with SequentialFile(tmp_path / "f") as file:
         file.append(values)
