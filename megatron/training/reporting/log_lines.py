@@ -36,7 +36,7 @@ class StepReport:
     tokens_per_second: float
     tflops_per_device: float
     mfu: float | None
-    sample_ids_hash: str
+    sample_ids_hash: str | None
 
     @property
     def is_nan(self) -> bool:
