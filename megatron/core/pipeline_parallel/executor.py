@@ -81,13 +81,11 @@ class ModelChunk:
 
     ``no_sync`` surrounds every backward pass but the last. ``weight_grad_queue`` takes the weights' gradients of
     ``BACKWARD_INPUT`` passes until their ``BACKWARD_WEIGHT``; without one they are computed at once.
-    ``on_gradients_complete`` is called after the chunk's last backward pass.
     """
 
     forward_step: ForwardStep
     no_sync: NoSync = _no_reduction
     weight_grad_queue: WeightGradQueue | None = None
-    on_gradients_complete: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,8 +170,6 @@ class _Run:
         self.trains = any(action.kind.sends_gradient for action in actions)
         # The last pass of each kind, since a split pass leaves its last contributions in two places.
         self._last_passes = {(a.kind, a.chunk): index for index, a in enumerate(actions)}
-        last = {a.chunk: index for index, a in enumerate(actions) if a.kind is not Pass.FORWARD}
-        self._completing = set(last.values())
         self._stashes: dict[tuple[int, int], _Stash] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.num_tokens = torch.zeros((), dtype=torch.float64, device=device)
@@ -252,8 +248,6 @@ class _Run:
                     leaving = self._backward(action, message)
             else:
                 leaving = self._backward(action, message)
-        if index in self._completing and chunk.on_gradients_complete is not None:
-            chunk.on_gradients_complete()
         return leaving
 
     def _forward(self, action: Action, hidden: torch.Tensor | None) -> torch.Tensor | None:
