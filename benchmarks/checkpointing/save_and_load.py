@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from trained_state import TrainedState, build_state, parse_arguments
 
 from megatron.core.dist_checkpointing.state_dict import RunTensors
-from megatron.training.checkpointing.checkpoint_loading import load_checkpoint
+from megatron.training.checkpointing.load import load_checkpoint
 from megatron.training.config.checkpoint_config import CheckpointConfig
 
 

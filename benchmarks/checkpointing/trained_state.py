@@ -19,8 +19,8 @@ from workload import Workload, add_workload_arguments, workload_of  # noqa: E402
 
 from megatron.core.dist_checkpointing.state_dict import RunTensors  # noqa: E402
 from megatron.core.timers import Timers  # noqa: E402
-from megatron.training.checkpointing.checkpoint_saver import CheckpointSaver, open_saver  # noqa: E402
-from megatron.training.checkpointing.checkpoint_saving import CommonState  # noqa: E402
+from megatron.training.checkpointing.save import CommonState  # noqa: E402
+from megatron.training.checkpointing.saver import CheckpointSaver, open_saver  # noqa: E402
 from megatron.training.config.checkpoint_config import CheckpointConfig  # noqa: E402
 from megatron.training.config.run_config import RunConfig  # noqa: E402
 from megatron.training.data.batch_source import BatchSource  # noqa: E402

@@ -9,8 +9,8 @@ from typing import Any
 from megatron.conversion.checkpoint_folder import FoundCheckpoint, find_checkpoint
 from megatron.conversion.progress import ByteProgress
 from megatron.core.dist_checkpointing.mapping import dtype_name
-from megatron.core.dist_checkpointing.planner import split_box
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX
+from megatron.core.sharding import split_box
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.comparison import MAX_BOX_BYTES
 from megatron.interop.native.native_source import NativeSource

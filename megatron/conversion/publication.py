@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.dist_checkpointing.storage import sync_folder
+from megatron.core.dist_checkpointing.disk import sync_folder
 from megatron.core.errors import CheckpointError
-from megatron.training.checkpointing.checkpoint_folders import TRACKER_FILE, iteration_folder
+from megatron.training.checkpointing.folder import TRACKER_FILE, iteration_folder
 
 STAGING_FOLDER = ".converting"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.dist_checkpointing.mapping import dtype_name
-from megatron.core.dist_checkpointing.planner import split_box
+from megatron.core.sharding import split_box
 from megatron.interop.checkpoint_source import CheckpointSource, TensorInfo
 
 MAX_BOX_BYTES = 64 * 1024 * 1024

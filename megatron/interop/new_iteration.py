@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.dist_checkpointing.storage import sync_folder, write_text
+from megatron.core.dist_checkpointing.disk import sync_folder, write_text
 from megatron.core.errors import CheckpointError
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"

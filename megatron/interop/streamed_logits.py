@@ -9,14 +9,13 @@ import torch
 from megatron.core.config_base import config_from_dict
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.mapping import from_spec
-from megatron.core.dist_checkpointing.planner import split_box
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import single_rank_group
-from megatron.core.sharding import spec_of
+from megatron.core.sharding import spec_of, split_box
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.inference_model import inference_config

@@ -130,7 +130,7 @@ def _folder_of_other_format(request: ModelRequest) -> Path | None:
         CheckpointError: the folder has another format than the one asked for, or one that cannot be read.
     """
     from megatron.interop.open_checkpoint import detect_format
-    from megatron.training.checkpointing.checkpoint_folders import candidate_folders
+    from megatron.training.checkpointing.folder import candidate_folders
 
     folder = Path(request.folder)
     if request.is_hugging_face:
@@ -144,7 +144,7 @@ def _folder_of_other_format(request: ModelRequest) -> Path | None:
 
 
 def _open_native(request: ModelRequest, sizes: tuple[int, int], log: Log) -> Checkpoint:
-    from megatron.training.checkpointing.checkpoint_loading import read_common
+    from megatron.training.checkpointing.load import read_common
 
     common = read_common(request.folder, request.ckpt_step, log)
     config = check_layout(RunConfig.from_dict(common["config"]), *sizes)
@@ -153,7 +153,7 @@ def _open_native(request: ModelRequest, sizes: tuple[int, int], log: Log) -> Che
 
     def load_model(state: ParallelState, device: Device) -> GPTModel:
         from megatron.interop.inference_model import build_inference_model
-        from megatron.training.checkpointing.checkpoint_loading import load_model_weights
+        from megatron.training.checkpointing.load import load_model_weights
 
         model = build_inference_model(config.model, state, device)
         load_model_weights(request.folder, [model], state, log, request.ckpt_step)
@@ -163,7 +163,7 @@ def _open_native(request: ModelRequest, sizes: tuple[int, int], log: Log) -> Che
 
 
 def _open_source(request: ModelRequest, folder: Path, sizes: tuple[int, int]) -> Checkpoint:
-    from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
+    from megatron.core.collectives import raise_on_all_ranks
     from megatron.interop.inference_model import load_model_from
     from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 

@@ -9,15 +9,14 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
+from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.history.sample_keys import ReadCounter
 from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, SampleDataset
-from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.training.checkpointing.checkpoint_saver import open_saver
-from megatron.training.checkpointing.run_checkpoints import RunCheckpoints
+from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
 from megatron.training.config.argument_block import format_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource

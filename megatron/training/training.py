@@ -6,12 +6,12 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.datasets.history.sample_keys import ReadCounter
-from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
 from megatron.core.distributed.replica_check import check_replicas_equal
 from megatron.core.errors import TrainingError
 from megatron.core.timers import Timers
-from megatron.training.checkpointing.run_checkpoints import RunCheckpoints
+from megatron.training.checkpointing.saver import RunCheckpoints
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource
 from megatron.training.data.evaluation_sets import EvaluationSet, EvaluationSets

@@ -101,8 +101,7 @@ class _Begun:
 
     start_time: float
     global_batch_size: int
-    sample_ids: NDArray[np.int64]
-    sample_ids_hash: str
+    sample_ids_hash: str | None
     learning_rate: float
     loss_scale: float
 
@@ -148,7 +147,7 @@ class TrainingStep:
             self.runtime.device.empty_cache()
         self._finish_gradients(result)
         with self.timers("optimizer", log_level=1):
-            outcome = self._update(train_state.iteration + 1, begun.sample_ids.tolist())
+            outcome = self._update(train_state, source, global_batch_size)
         agreement = agree(result, exit_request, self.runtime, self.parts.chunks[0].auxiliary_loss_names)
         if outcome.success:
             self.parts.scheduler.step(global_batch_size)
@@ -160,12 +159,14 @@ class TrainingStep:
 
     def _begin(self, train_state: TrainState, source: SampleSource, global_batch_size: int) -> _Begun:
         start_time = time.perf_counter()
-        sample_ids = source.sample_ids(train_state.consumed_train_samples, global_batch_size)
+        sample_ids_hash = None
+        if self.runtime.is_reporter:
+            ids = source.sample_ids(train_state.consumed_train_samples, global_batch_size)
+            sample_ids_hash = source.sample_ids_hash(ids)
         return _Begun(
             start_time=start_time,
             global_batch_size=global_batch_size,
-            sample_ids=sample_ids,
-            sample_ids_hash=source.sample_ids_hash(sample_ids),
+            sample_ids_hash=sample_ids_hash,
             learning_rate=self.parts.scheduler.learning_rate,
             loss_scale=self.parts.optimizer.loss_scale,
         )
@@ -240,10 +241,12 @@ class TrainingStep:
 
         return forward
 
-    def _update(self, iteration: int, sample_ids: list[int]) -> StepOutcome:
+    def _update(self, train_state: TrainState, source: SampleSource, global_batch_size: int) -> StepOutcome:
         try:
             return self.parts.optimizer.step()
         except TrainingError as error:
-            named = ", ".join(map(str, sample_ids[:_NUM_NAMED_SAMPLES]))
-            more = "" if len(sample_ids) <= _NUM_NAMED_SAMPLES else f" and {len(sample_ids) - _NUM_NAMED_SAMPLES} more"
-            raise TrainingError(f"{error} (iteration {iteration}, sample ids {named}{more})") from error
+            ids = source.sample_ids(train_state.consumed_train_samples, min(global_batch_size, _NUM_NAMED_SAMPLES))
+            named = ", ".join(map(str, ids.tolist()))
+            more = global_batch_size - len(ids)
+            named += f" and {more} more" if more else ""
+            raise TrainingError(f"{error} (iteration {train_state.iteration + 1}, sample ids {named})") from error

@@ -12,13 +12,12 @@ import torch
 
 from megatron.core.device import select_device
 from megatron.core.dist_checkpointing.index import CheckpointIndex, read_index
+from megatron.core.dist_checkpointing.load import load_tensors
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_of, whole_tensor
-from megatron.core.dist_checkpointing.serialization import load_tensors
 from megatron.core.dist_checkpointing.state_dict import RNG_PREFIX, model_tensors, optimizer_tensors
 from megatron.core.process_group import single_rank_group
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.training.checkpointing.checkpoint_saver import open_saver
-from megatron.training.checkpointing.run_checkpoints import RunCheckpoints
+from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.model_setup import build_training_parts
 from megatron.training.pretrain import with_vocabulary

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from megatron.core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.mapping import StoredTensor, TensorDescription
+    from megatron.core.dist_checkpointing.index import StoredTensor
+    from megatron.core.dist_checkpointing.mapping import TensorDescription
 
 
 class DamagedCheckpointError(CheckpointError):

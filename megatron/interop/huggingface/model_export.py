@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 
 from megatron.core.config_base import config_from_dict
+from megatron.core.dist_checkpointing.disk import sync_folder, write_text
 from megatron.core.dist_checkpointing.mapping import dtype_name
-from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES, split_box
-from megatron.core.dist_checkpointing.storage import sync_folder, write_text
+from megatron.core.dist_checkpointing.save_plan import MAX_PIECE_BYTES
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.sharding import split_box
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.families import family_for, read_model
 from megatron.interop.huggingface.family import Family, model_features

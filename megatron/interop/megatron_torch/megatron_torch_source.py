@@ -197,10 +197,8 @@ def _stored_boxes(
         for piece in parameter.pieces:
             common = piece.local_box.intersect(local)
             if common is not None:
-                moved = common.relative_to(piece.local_offset).offset
-                offset = tuple(o + base for o, base in zip(moved, piece.global_box.offset, strict=True))
                 values = tensor.box(common.relative_to(local.offset).offset, common.shape)
-                yield StoredBox(Box(offset, common.shape), file, values)
+                yield StoredBox(common.rebased(piece.local_offset, piece.global_box.offset), file, values)
 
 
 def _build_model_config(values: Mapping[str, Any], rank: RankFile) -> GPTConfig:

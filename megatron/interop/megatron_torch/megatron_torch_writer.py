@@ -10,10 +10,9 @@ from typing import Literal
 import torch
 
 from megatron.core.config_base import config_from_dict
-from megatron.core.dist_checkpointing.planner import split_box
-from megatron.core.dist_checkpointing.storage import sync_folder
+from megatron.core.dist_checkpointing.disk import sync_folder
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.sharding import Box, Piece
+from megatron.core.sharding import Piece, split_box
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.megatron_torch.common_state import TOKENIZER_FOLDER
 from megatron.interop.megatron_torch.rank_planner import (
@@ -73,14 +72,12 @@ def slot_pieces(slot: Slot, max_bytes: int = _MAX_READ_BYTES) -> Iterator[Piece]
     """Yield the boxes that go into a slot, none of more bytes than ``max_bytes`` unless one row has more."""
     for piece in slot.parameter.pieces:
         for box in split_box(piece.global_box, slot.tensor.dtype.itemsize, max_bytes):
-            moved = box.relative_to(piece.global_box.offset).offset
-            yield Piece(box, tuple(o + base for o, base in zip(moved, piece.local_offset, strict=True)))
+            yield Piece(box, piece.localized(box).offset)
 
 
 def write_piece(writer: TorchFileWriter, slot: Slot, piece: Piece, values: torch.Tensor) -> None:
     """Write the values of a piece of a slot's parameter where they belong in the file."""
-    box = Box(piece.local_offset, piece.global_box.shape)
-    writer.write_box(slot.tensor, slot.parameter.local_shape, slot.start, box, values)
+    writer.write_box(slot.tensor, slot.parameter.local_shape, slot.start, piece.local_box, values)
 
 
 def _write_ranks(source: CheckpointSource, folder: Path, iteration: int) -> None:

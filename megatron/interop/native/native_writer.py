@@ -7,8 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.dist_checkpointing.index import CheckpointIndex, encode_common, write_index
-from megatron.core.dist_checkpointing.mapping import StoredPiece, StoredTensor, dtype_name
+from megatron.core.dist_checkpointing.index import (
+    CheckpointIndex,
+    StoredPiece,
+    StoredTensor,
+    encode_common,
+    write_index,
+)
+from megatron.core.dist_checkpointing.mapping import dtype_name
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.native.streamed_shard import plan_files, write_streamed_shard

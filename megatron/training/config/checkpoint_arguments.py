@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config_base import IDENTITY, Role
-from megatron.core.dist_checkpointing.index_file import read_index_file
+from megatron.core.dist_checkpointing.index import read_index_file
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 from megatron.core.errors import CheckpointError
-from megatron.training.checkpointing.checkpoint_folders import candidate_folders
+from megatron.training.checkpointing.folder import candidate_folders
 from megatron.training.config.run_config import command_line_fields
 
 MEGATRON_FILES = "mp_rank_*/model_optim_rng.pt"

@@ -35,9 +35,9 @@ class BatchSource:
 
     The first rank of a tensor-parallel group reads what its pipeline stage needs and sends it to the others, in one
     broadcast a micro-batch; a stage that needs nothing reads and sends nothing. Values stay in the smallest types
-    that hold them until they are on the device. ``sample_ids`` names the samples of a whole step over all ranks,
-    whether it was read or not. With ``whole_set`` the source gives that many samples from the first on, each once, and
-    what fills its last micro-batches counts nothing.
+    that hold them until they are on the device. ``sample_ids`` names the samples of a whole step over all ranks; its
+    cost grows with the global batch, so that only a rank that reports them asks. With ``whole_set`` the source gives
+    that many samples from the first on, each once, and what fills its last micro-batches counts nothing.
     """
 
     def __init__(

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.index_file import read_index_file
+from megatron.core.dist_checkpointing.index import read_index_file
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.training.checkpointing.checkpoint_folders import candidate_folders, iteration_folder, saved_iterations
+from megatron.training.checkpointing.folder import candidate_folders, iteration_folder, saved_iterations
 from megatron.training.config.run_config import RunConfig
 from megatron.training.train_state import TrainProgress
 

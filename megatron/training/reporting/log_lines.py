@@ -38,7 +38,7 @@ class StepReport:
     tokens_per_second: float
     tflops_per_device: float
     mfu: float | None
-    sample_ids_hash: str
+    sample_ids_hash: str | None
     auxiliary: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.core import collectives
+from megatron.core.errors import DataError
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group
@@ -91,3 +92,29 @@ def test_every_number_format_is_summed(dtype: torch.dtype) -> None:
     for result in run_distributed(2, summed_in, dtype):
         assert result.dtype == dtype
         assert torch.equal(result, tensor_of(0, dtype) + tensor_of(1, dtype))
+
+
+def decide_together() -> tuple[list[Any], list[bool], str, int]:
+    world = create_parallel_state().world
+    gathered = collectives.gather_objects(world.rank * 11, world)
+    flags = [collectives.any_rank(world.rank in ranks, world) for ranks in ((), (1,), (0, 2))]
+
+    def act(failing: tuple[int, ...]) -> int:
+        if world.rank in failing:
+            raise DataError(f"rank {world.rank} cannot")
+        return world.rank
+
+    try:
+        collectives.run_on_all_ranks(lambda: act((1, 2)), world)
+    except DataError as error:
+        return gathered, flags, str(error), collectives.run_on_all_ranks(lambda: act(()), world)
+    raise AssertionError("nothing was raised")
+
+
+def test_ranks_decide_and_fail_together() -> None:
+    flags, error = [False, True, True], "rank 1 cannot"
+    assert run_distributed(3, decide_together) == [
+        ([0, 11, 22], flags, error, 0),
+        ([], flags, error, 1),
+        ([], flags, error, 2),
+    ]

@@ -14,8 +14,8 @@ from megatron.core.errors import CheckpointError, DataError
 from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.training.checkpointing.checkpoint_saver import open_saver
-from megatron.training.checkpointing.save_directory import prepare_save_directory
+from megatron.training.checkpointing.recovery import prepare_save_directory
+from megatron.training.checkpointing.saver import open_saver
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.data.data_plan import SampleTargets
 from megatron.training.data.data_setup import build_datasets

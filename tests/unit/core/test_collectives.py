@@ -35,6 +35,9 @@ def test_one_rank_keeps_its_values() -> None:
         assert torch.equal(output, expected.view(-1))
     assert collectives.broadcast_object({"a": 1}, ALONE) == {"a": 1}
     assert collectives.all_gather_objects("x", ALONE) == ["x"]
+    assert collectives.gather_objects("x", ALONE) == ["x"]
+    assert [collectives.any_rank(flag, ALONE) for flag in (True, False)] == [True, False]
+    assert collectives.run_on_all_ranks(lambda: "done", ALONE) == "done"
     collectives.barrier(ALONE)
 
 
@@ -48,6 +51,8 @@ CALLS: dict[str, Callable[[torch.Tensor, Group], object]] = {
     "broadcast": collectives.broadcast,
     "broadcast_object": collectives.broadcast_object,
     "all_gather_objects": collectives.all_gather_objects,
+    "gather_objects": collectives.gather_objects,
+    "any_rank": lambda tensor, group: collectives.any_rank(True, group),
     "barrier": lambda tensor, group: collectives.barrier(group),
 }
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import storage
+from megatron.core.dist_checkpointing import disk
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
-from megatron.training.checkpointing.checkpoint_loading import load_checkpoint, load_model_weights, read_common
-from megatron.training.checkpointing.checkpoint_saving import CommonState, save_checkpoint
-from megatron.training.checkpointing.save_directory import prepare_save_directory
+from megatron.training.checkpointing.load import load_checkpoint, load_model_weights, read_common
+from megatron.training.checkpointing.recovery import prepare_save_directory
+from megatron.training.checkpointing.save import CommonState, save_checkpoint
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.train_state import TrainProgress
 from tests.harness.distributed import RankFailure, run_distributed
@@ -84,7 +84,7 @@ def die_while_writing(directory: str, tp: int) -> None:
         if state.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    storage.os.fsync = fsync
+    disk.os.fsync = fsync
     save(directory, 20, state)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.dist_checkpointing.serialization import load_index, load_tensors, save_tensors
+from megatron.core.dist_checkpointing.load import load_index, load_tensors
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX, model_tensors, optimizer_tensors
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -33,6 +33,7 @@ from tests.distributed.core.optimizer.toy_training import (
     build,
 )
 from tests.harness.distributed import RankFailure, run_distributed
+from tests.unit.core.dist_checkpointing.toy import save_tensors
 from tests.unit.core.distributed.toy_model import ToyModel, batch
 
 
@@ -159,7 +160,7 @@ def step_of_stages(folder: str, options: Options, pp: int) -> dict[str, Any]:
     for chunk in chunks:
         chunk.finish_param_gather()
     tensors = model_tensors([chunk.module for chunk in chunks]) + optimizer_tensors(optimizer)
-    save_tensors(Path(folder), tensors, {}, state.world)
+    save_tensors(Path(folder), tensors, {}, state)
     index = load_index(Path(folder), state.world)
     for tensor in tensors:
         tensor.data.fill_(-1.0)

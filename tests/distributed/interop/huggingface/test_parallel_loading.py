@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from megatron.core.collectives import all_gather_last_dim
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.serialization import save_tensors
 from megatron.core.dist_checkpointing.state_dict import model_tensors
 from megatron.core.errors import ConfigurationError
 from megatron.core.inference.engine import generate
@@ -31,6 +30,7 @@ from megatron.interop.inference_model import load_model_from
 from megatron.interop.native.native_source import NativeSource
 from tests.harness.distributed import run_distributed
 from tests.harness.training_run import LAUNCHER_VARIABLES, REPOSITORY, launch_prefix
+from tests.unit.core.dist_checkpointing.toy import save_tensors
 from tests.unit.interop.huggingface.tiny_models import (
     KINDS,
     folder_bytes,
@@ -133,7 +133,7 @@ def save_cut_model(folder: Path, target: Path) -> tuple[int, int]:
     model = parallelize(folder)
     state = create_parallel_state(ParallelSizes(tp=model.tp.size))
     source = HuggingFaceSource(folder)
-    save_tensors(target, model_tensors([model]), source.common, state.world)
+    save_tensors(target, model_tensors([model]), source.common, state)
     return model.config.vocab_size, model.config.padded_vocab_size
 
 

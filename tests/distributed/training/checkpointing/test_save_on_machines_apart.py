@@ -13,12 +13,12 @@ from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
-from megatron.training.checkpointing import checkpoint_saving
-from megatron.training.checkpointing.checkpoint_directory import publish
-from megatron.training.checkpointing.checkpoint_folders import saved_iterations
-from megatron.training.checkpointing.checkpoint_loading import load_checkpoint
-from megatron.training.checkpointing.checkpoint_saving import CommonState, save_checkpoint
-from megatron.training.checkpointing.save_directory import prepare_save_directory
+from megatron.training.checkpointing import save as saving
+from megatron.training.checkpointing.folder import saved_iterations
+from megatron.training.checkpointing.load import load_checkpoint
+from megatron.training.checkpointing.publication import publish
+from megatron.training.checkpointing.recovery import prepare_save_directory
+from megatron.training.checkpointing.save import CommonState, save_checkpoint
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.train_state import TrainProgress
 from tests.harness.distributed import run_distributed
@@ -162,7 +162,7 @@ def die_while_publishing(machines: list[str], tp: int, publisher: int | None) ->
         publish(directory, iteration)
         os._exit(0)
 
-    checkpoint_saving.publish = publish_or_stop  # type: ignore[attr-defined]
+    saving.publish = publish_or_stop  # type: ignore[attr-defined]
     save(machines, tp, (20,))
     return "saved"
 
