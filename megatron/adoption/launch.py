@@ -14,6 +14,7 @@ _TORCHRUN_MODULES = ("torch.distributed.launch", "torch.distributed.run")
 _SWITCHES = frozenset(
     ("--standalone", "--no_python", "--no-python", "--run_path", "--run-path", "--use_env", "--use-env")
 ).union(("--no_local_rank", "--autotuning", "--no_ssh", "--force_multi", "--enable_elastic_training"))
+_OF_LAUNCH = ("--use_env", "--use-env")  # torchrun always does this, and refuses the flag
 _RANKS_OF_NODE = ("nproc_per_node", "num_gpus")
 _NODES = ("nnodes", "num_nodes")
 
@@ -102,7 +103,9 @@ def _launched(wrapper: tuple[str, ...], launcher: str, words: Sequence[str]) -> 
         return None
     ranks = next((values[name] for name in _RANKS_OF_NODE if name in values), "1" if launcher == "torchrun" else "")
     nodes = next((values[name] for name in _NODES if name in values), "1")
-    options = tuple(words[:place]) if launcher == "torchrun" else _torchrun_options(values)
+    options = tuple(word for word in words[:place] if word not in _OF_LAUNCH)
+    if launcher == "deepspeed":
+        options = _torchrun_options(values)
     return Launch(wrapper, launcher, options, words[place], tuple(words[place + 1 :]), _number(ranks), _number(nodes))
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from megatron.adoption.shell.arithmetic import UnknownNumber
 from megatron.adoption.shell.state import ShellState, Value
 from megatron.adoption.shell.syntax import source_of
-from megatron.adoption.shell.words import Expander
+from megatron.adoption.shell.words import OUTPUT, Expander
 
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-_WHOLE_OUTPUT = re.compile("\ue000x:(OUTPUT_[^\ue001]*)\ue001")
+_WHOLE_OUTPUT = re.compile(f"\ue000x:({OUTPUT}[^\ue001]*)\ue001")
 
 
 class Assignments:

@@ -15,8 +15,8 @@ from megatron.adoption.shell.assignments import Assignments
 from megatron.adoption.shell.conditions import Conditions
 from megatron.adoption.shell.output import NotText
 from megatron.adoption.shell.state import ShellState, has_unknown, merged
-from megatron.adoption.shell.syntax import errors_in, parse_script, source_of
-from megatron.adoption.shell.words import Expander, matches
+from megatron.adoption.shell.syntax import assigned_names, errors_in, parse_script, source_of
+from megatron.adoption.shell.words import OUTPUT, Expander, matches
 from megatron.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class ShellFlow(abc.ABC):
 
     def _run_text(self, text: str) -> bool | None:
         root = parse_script(text)
+        self.state.assigned.update(assigned_names(root))
         if root.has_error:
             line = next((node.start_point[0] + 1 for node in errors_in(root)), 1) + self._line_offset
             self.notes.append(f"line {line} cannot be read as shell; what follows there may be missing")
@@ -302,7 +303,7 @@ class ShellFlow(abc.ABC):
             return "".join(self._output).rstrip("\n")
         except (NotText, Ended):
             name = (text.split() or ["command"])[0]
-            return before.unknown(f"OUTPUT_{name}", f"is the output of $({' '.join(text.split())})")
+            return before.unknown(f"{OUTPUT}{name}", f"is the output of $({' '.join(text.split())})")
         finally:
             self.state, self._output = before, outer
 

@@ -15,6 +15,7 @@ from megatron.adoption.shell.arithmetic import UnknownNumber
 from megatron.adoption.shell.flow import Ended, ShellFlow
 from megatron.adoption.shell.output import output_of
 from megatron.adoption.shell.state import ShellState, has_unknown, readable
+from megatron.core.errors import ConfigurationError
 
 # These are taken to work, so that `mkdir -p out && torchrun …` is followed.
 _WORKS = frozenset(
@@ -40,11 +41,17 @@ class ShellScript(ShellFlow):
         self.programs: list[StartedProgram] = []
 
     def follow(self, text: str) -> None:
-        """Follow a whole script to its end."""
+        """Follow a whole script to its end.
+
+        Raises:
+            ConfigurationError: it has none.
+        """
         try:
             self._run_text(text)
         except Ended:
             return
+        except RecursionError:
+            raise ConfigurationError(f"{self.state.script} does not end: it calls itself over and over") from None
 
     def _words(self, words: list[str], line: int) -> bool | None:
         """Do what a command does to the state, or note the program that it starts."""

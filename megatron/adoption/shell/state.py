@@ -46,12 +46,16 @@ def readable(text: str) -> str:
 
 @dataclasses.dataclass
 class ShellState:
-    """Hold variables, positional parameters and functions; ``unknowns`` (name to reason) is shared by copies."""
+    """Hold variables, positional parameters and functions.
+
+    ``unknowns`` (name to reason) and ``assigned``, the variables that the script sets anywhere, are shared by copies.
+    """
 
     script: str
     parameters: list[str] = dataclasses.field(default_factory=list)
     variables: dict[str, Value] = dataclasses.field(default_factory=dict)
     functions: dict[str, Node] = dataclasses.field(default_factory=dict)
+    assigned: set[str] = dataclasses.field(default_factory=set)
     folder: str | None = None
     unknowns: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -96,7 +100,9 @@ class ShellState:
         return list(value.values()) if isinstance(value, dict) else [value]
 
     def unset(self, name: str) -> str:
-        """Return the marked text of a variable that nothing sets."""
+        """Return the text of a variable that nothing has set: empty where the script sets it in another case."""
+        if name in self.assigned:
+            return ""
         if name.isdigit():
             return self.unknown(f"ARG{name}", f"${name} is not given: add it after --", "u")
         return self.unknown(name, f"never set in the script: give --set {name}=VALUE", "u")

@@ -56,6 +56,14 @@ def errors_in(node: tree_sitter.Node) -> Iterator[tree_sitter.Node]:
             yield from errors_in(child)
 
 
+def assigned_names(node: tree_sitter.Node) -> Iterator[str]:
+    """Yield the variables that a script sets anywhere."""
+    for child in node.named_children:
+        if child.type == "variable_assignment":
+            yield source_of(child.named_children[0]).partition("[")[0]
+        yield from assigned_names(child)
+
+
 def end_of_element(text: str, place: int, double: bool = False) -> int:
     """Return where the element that begins at ``place`` ends: a character, an escape, a quotation, an expansion.
 

@@ -13,6 +13,9 @@ from megatron.adoption.shell.syntax import end_of_element
 _PARAMETER = re.compile(
     r"(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!_-])(?:\[(?P<index>(?:[^\[\]]|\[[^]]*\])*)\])?(?P<rest>.*)", re.S
 )
+OUTPUT = "OUTPUT_"
+"""How the name of an unknown begins that is better named after the variable which takes it."""
+
 _DEFAULT = re.compile(r"(:?)([-=+?])(.*)", re.S)
 _BRACES = re.compile(r"(?<!\$)\{([^{}\s]*,[^{}\s]*|-?\d+\.\.-?\d+)\}")
 _FILE_PATTERN = re.compile(r"[*?]|\[[^]]*\]")
@@ -195,7 +198,8 @@ class Expander:
             try:
                 text = str(self.number(element[3:-2]))
             except UnknownNumber:
-                text = self._state.unknown(element[3:-2], f"{readable(element)} needs values that are not known")
+                reason = f"is {readable(element)} of values that are not known"
+                text = self._state.unknown(f"{OUTPUT}{element[3:-2]}", reason)
             self._emit(text, sink, double)
         elif element.startswith("$("):
             self._emit(self._substitute(element[2:-1]), sink, double)

@@ -103,6 +103,8 @@ def _duration(reader: SettingsReader, tokens_of_step: int) -> None:
         text = f"known are {', '.join(_SCHEDULES)}: give --lr-decay-style by hand"
         reader.note(f"train_module.scheduler = {kind or None}", "no counterpart", text, needs_decision=True)
         return
-    reader.add("--lr-decay-style", _SCHEDULES[kind], "--lr-warmup-iters", warmup, "--min-lr", rate * float(least))
+    reader.add(
+        "--lr-decay-style", _SCHEDULES[kind], "--lr-warmup-iters", warmup, "--min-lr", f"{rate * float(least):.10g}"
+    )
     text = f"--lr-decay-style {_SCHEDULES[kind]}; changes: nothing"
     reader.note(f"train_module.scheduler = {kind}", "renamed", text)

@@ -47,7 +47,10 @@ def read_settings(path: Path, text: str, variables: Mapping[str, str]) -> Adopte
         raise ConfigurationError(
             f"{path} is no settings file of {trainer.name}: it has no section {' and no '.join(missing)}"
         )
-    return trainer.adopt(settings, variables)
+    try:
+        return trainer.adopt(settings, variables)
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        raise ConfigurationError(f"{path} has a value that {trainer.name} has not at its place: {error}") from None
 
 
 def _parse(path: Path, text: str) -> Any:

@@ -74,14 +74,14 @@ def _tokenizer(reader: SettingsReader) -> None:
         reader.add_placeholder("--tokenizer-model", "TOKENIZER_FOLDER", reason)
     else:
         reader.add("--tokenizer-model", path)
-        reader.note("model.tokenizer_path", "renamed", f"--tokenizer-model {path}; changes: nothing")
+        reader.note(f"tokenizer in {path}", "renamed", f"--tokenizer-model {path}; changes: nothing")
 
 
 def _schedule(reader: SettingsReader) -> None:
     steps = reader.values["training.steps"]
     ratio, style = reader.take("lr_scheduler.decay_ratio"), reader.take("lr_scheduler.decay_type", "linear")
     least = reader.take("lr_scheduler.min_lr_factor") or reader.take("lr_scheduler.lr_min", 0.0)
-    reader.add("--lr-decay-iters", steps, "--min-lr", float(reader.values["optimizer.lr"]) * float(least))
+    reader.add("--lr-decay-iters", steps, "--min-lr", f"{float(reader.values['optimizer.lr']) * float(least):.10g}")
     if ratio is not None:
         decay = round(float(steps) * float(ratio))
         reader.add("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", decay)

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("tree_sitter_bash", reason="tree-sitter-bash is not installed")
 
-from tests.unit.adoption.shell_oracle import started_by_bash, started_by_reading
+from tests.unit.adoption.shell.bash_oracle import started_by_bash, started_by_reading
 
 SCRIPTS = {
     "defaults": """
