@@ -66,7 +66,11 @@ def adopt_launch(
     else:
         translation = Translation(tuple(flag_groups(launch.arguments)), (), {})
     findings = list(translation.findings)
-    if os.path.basename(launch.script) != os.path.basename(target):
+    name = os.path.basename(launch.script)
+    if name.startswith("finetune"):
+        text = f"{target}; changes: the loss is on every token, and samples are not prompts with answers"
+        findings.insert(0, Finding(launch.script, "renamed", text, needs_decision=True))
+    elif name != os.path.basename(target):
         findings.insert(0, Finding(launch.script, "renamed", f"{target}; changes: nothing, the flags shape the model"))
     if launch.launcher == "deepspeed":
         findings.insert(0, Finding("deepspeed", "renamed", "torchrun; changes: nothing (DeepSpeed)"))

@@ -55,7 +55,7 @@ def _text_of(path: Path) -> str:
         raise ConfigurationError(f"{path} is not text: give a launch script or a settings file") from None
     if "\0" in text:
         raise ConfigurationError(f"{path} is not text: give a launch script or a settings file")
-    return text
+    return text.replace("\r\n", "\n")
 
 
 def _adopt_script(

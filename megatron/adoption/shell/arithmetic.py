@@ -23,8 +23,8 @@ _BINARY: dict[str, tuple[int, Callable[[int, int], int]]] = {
     ">": (7, lambda a, b: int(a > b)),
     "<=": (7, lambda a, b: int(a <= b)),
     ">=": (7, lambda a, b: int(a >= b)),
-    "<<": (8, operator.lshift),
-    ">>": (8, operator.rshift),
+    "<<": (8, lambda a, b: a << _shift(b)),
+    ">>": (8, lambda a, b: a >> _shift(b)),
     "+": (9, operator.add),
     "-": (9, operator.sub),
     "*": (10, operator.mul),
@@ -50,6 +50,13 @@ def _quotient(a: int, b: int) -> int:
         raise UnknownNumber("a division by zero")
     magnitude = abs(a) // abs(b)
     return magnitude if (a < 0) == (b < 0) else -magnitude
+
+
+def _shift(count: int) -> int:
+    """Return how far to shift; C leaves open what other counts do."""
+    if not 0 <= count < 63:
+        raise UnknownNumber(f"a shift by {count}")
+    return count
 
 
 class Arithmetic:
@@ -103,6 +110,8 @@ class Arithmetic:
             strength, function = _BINARY[self._tokens[self._place]]
             self._place += 1
             left = function(left, self._binary(strength + 1))
+            if abs(left) >= 1 << 63:
+                raise UnknownNumber(f"{self._text} does not fit 64 bits")
         return left
 
     def _power(self) -> int:
@@ -111,6 +120,8 @@ class Arithmetic:
             return base
         exponent = self._power()
         if exponent < 0 or exponent > 63:
+            raise UnknownNumber(self._text)
+        if abs(base) ** exponent >= 1 << 63:
             raise UnknownNumber(self._text)
         return int(base**exponent)
 

@@ -46,6 +46,7 @@ class ShellFlow(abc.ABC):
         self._output: list[str] | None = None
         self._statements = 0
         self._line_offset = 0
+        self._may_have_left = False
 
     @abc.abstractmethod
     def _words(self, words: list[str], line: int) -> bool | None:
@@ -122,6 +123,7 @@ class ShellFlow(abc.ABC):
             except Ended as end:
                 if end.what in ("exit", "return"):
                     continue
+                self._may_have_left |= end.what == "break"
             ends.append(self.state)
         if not ends:
             raise Ended("exit")
@@ -183,14 +185,17 @@ class ShellFlow(abc.ABC):
         return True
 
     def _turn(self, body: Node | None) -> bool:
-        """Follow a loop's body once; tell whether the loop goes on."""
+        """Follow a loop's body once; tell whether the loop goes on, which it does not where it may have been left."""
+        outer, self._may_have_left = self._may_have_left, False
         try:
             self._run(body.named_children if body else ())
+            return not self._may_have_left
         except Ended as end:
             if end.what not in ("break", "continue"):
                 raise
-            return end.what == "continue"
-        return True
+            return end.what == "continue" and not self._may_have_left
+        finally:
+            self._may_have_left = outer
 
     def _c_style_for(self, node: Node) -> bool | None:
         header = re.match(r"for\s*\(\((.*?);(.*?);(.*?)\)\)", source_of(node), re.S)

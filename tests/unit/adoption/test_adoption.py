@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,37 @@ def test_every_command_of_a_script_is_adopted(tmp_path: Path) -> None:
     assert [command.head[-1] for command in commands] == ["tools/preprocess_data.py"] * 2 + ["pretrain_gpt.py"]
     assert commands[2].head == ("torchrun", "--nproc_per_node", "2", "pretrain_gpt.py")
     assert [command.would_run for command in commands] == [True] * 3
+
+
+def test_what_is_not_pretraining_is_to_be_decided(tmp_path: Path) -> None:
+    (command,) = adopted(tmp_path, TWO_STEPS.partition("done")[2].replace("pretrain_gpt.py", "finetune_gpt.py"))
+    assert command.head[-1] == "pretrain_gpt.py"
+    assert [finding.flag for finding in command.findings if finding.needs_decision] == ["finetune_gpt.py"]
+
+
+def test_a_shell_that_srun_starts_is_looked_into(tmp_path: Path) -> None:
+    text = (
+        'CMD="torchrun --nproc_per_node 2 pretrain_gpt.py --mock-data"\nsrun -l --mpi pmix bash -c "${CMD}" &\nwait\n'
+    )
+    (command,) = adopted(tmp_path, text)
+    assert " ".join(command.head) == "srun -l --mpi pmix torchrun --nproc_per_node 2 pretrain_gpt.py"
+    assert any("--num-layers is missing" in line for line in command.refused)
+    (command,) = adopted(tmp_path, "srun -n 8 python pretrain_gpt.py --mock-data\n")
+    assert [finding.flag for finding in command.findings] == ["srun python"]
+
+
+def test_line_ends_of_other_systems_do_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_bytes(MEGATRON.replace("\n", "\r\n").encode())
+    (command,) = adopt_file(tmp_path / "run.sh", ["ck", "logs"], {}, CHECKS).commands
+    assert command.would_run
+
+
+def test_the_tool_as_users_call_it(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(TWO_STEPS)
+    tool = Path(__file__).parents[3] / "tools" / "adopt.py"
+    result = subprocess.run([sys.executable, tool, "run.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("# run.sh, line 4\npython tools/preprocess_data.py \\\n    --input a.jsonl \\\n")
 
 
 @pytest.mark.parametrize("text", [MEGATRON, DEEPSPEED, TWO_STEPS], ids=["Megatron-LM", "DeepSpeed", "two steps"])

@@ -42,6 +42,8 @@ def started(text: str, *parameters: str, **variables: str) -> list[str]:
         ("test -d out || exit 1; torchrun x", "torchrun x"),
         ("for x in $LIST; do torchrun $x; done", "torchrun <LIST>"),
         ('ARGS="$ARGS --a"; ARGS="$ARGS --b"; torchrun $ARGS', "torchrun --a --b"),
+        ("while true; do case $1 in -x) N=1 ;; *) break ;; esac; done; torchrun x", "torchrun x"),
+        ("for x in 1 2; do for y in 3 4; do [ -f $y ] && break; done; torchrun $x; done", "torchrun 1torchrun 2"),
         ("if [ $TP = 2 ]; then OPTION=--sp; fi; torchrun $OPTION", "torchrun <OPTION>"),
     ],
 )
