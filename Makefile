@@ -1,6 +1,8 @@
 # Recipes for people who work on the project. Each uses the environment of tests/run.sh, and makes it if need be.
 VENV ?= .venv
 PYTHON = $(VENV)/bin/python
+# Each is a folder of scripts that import what lies beside them.
+SCRIPT_FOLDERS = benchmarks/data benchmarks/data/index benchmarks/step benchmarks/checkpointing
 
 .PHONY: help setup check format test test-long test-gpu clean
 
@@ -14,6 +16,7 @@ check: setup  ## lint, format, types and import contracts
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	for folder in $(SCRIPT_FOLDERS); do MYPYPATH=$$folder:benchmarks/step $(PYTHON) -m mypy $$folder/*.py || exit 1; done
 	$(VENV)/bin/lint-imports --no-cache --no-logo
 	$(PYTHON) -m pytest -q --durations=0 tests/unit/test_repository.py
 

@@ -17,10 +17,11 @@ from megatron.training.process.refusal import launch_environment_or_exit
 if TYPE_CHECKING:
     import torch
 
+    from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
     from megatron.core.datasets.samples.batch import Batch
-    from megatron.core.datasets.samples.blended_dataset_builder import BlendedDatasetBuilder
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.pipeline_parallel.executor import MicrobatchLoss
+    from megatron.core.models.model import Model
+    from megatron.core.pipeline_parallel.executor import ChunkResult
     from megatron.core.pipeline_parallel.stage_layout import StageContents
     from megatron.core.tokenizers.tokenizer import Tokenizer
     from megatron.training.data.data_plan import SampleTargets
@@ -49,7 +50,7 @@ def provide_datasets(
     config: RunConfig, tokenizer: Tokenizer, targets: SampleTargets, report: Callable[[str], None]
 ) -> BlendedDatasetBuilder:
     """Return what builds the training, validation and test data that the flags name."""
-    from megatron.core.datasets.samples.blended_dataset_builder import BlendedDatasetBuilder
+    from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
     from megatron.training.data.data_plan import dataset_config, run_position
 
     if config.data.dataloader_type == "external":
@@ -62,26 +63,31 @@ def provide_datasets(
     return BlendedDatasetBuilder(dataset_config(config, tokenizer), samples, report, position=position)
 
 
-def forward_step(batch: Batch, model: GPTModel, hidden: torch.Tensor | None) -> torch.Tensor | MicrobatchLoss:
+def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> ChunkResult:
     """Return the masked loss sum of a micro-batch and the number of tokens in it.
 
-    A model chunk that is not the last returns its hidden states; one that is not the first is given ``hidden``.
+    A model chunk that is not the last returns its hidden states; one that is not the first is given ``hidden``. The
+    layers' auxiliary losses, if there are any, go with either.
 
     Each context-parallel rank computes the losses of its own part of the sequences and counts an equal share of the
     whole micro-batch's tokens, whatever its own mask drops: gradients are averaged over these ranks, and their average
     is then that of the mean loss of the whole micro-batch. The shares add up to the count.
     """
+    from megatron.core.kernels.attention_pattern import AttentionPattern
+    from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
     from megatron.core.pipeline_parallel.executor import MicrobatchLoss
 
+    pattern, losses = AttentionPattern(document_ids=batch.document_ids), list[AuxiliaryLoss]()
     output: torch.Tensor = model(
-        batch.tokens, batch.position_ids, labels=batch.labels, document_ids=batch.document_ids, hidden=hidden
+        batch.tokens, batch.position_ids, labels=batch.labels, pattern=pattern, hidden=hidden, losses=losses
     )
     if not model.post_process:
-        return output
+        return LayerOutput(output, tuple(losses))
     assert batch.loss_mask is not None, "the last stage is given what the loss needs"
     assert batch.num_tokens is not None, "the last stage is given what the loss needs"
-    num_tokens = batch.num_tokens.to(output.dtype) / model.cp.size
-    return MicrobatchLoss(loss_sum=(output * batch.loss_mask.to(output.dtype)).sum(), num_tokens=num_tokens)
+    num_tokens = batch.num_tokens.to(output.dtype) / model.config.context_parallel_size
+    loss_sum = (output * batch.loss_mask.to(output.dtype)).sum()
+    return MicrobatchLoss(loss_sum, num_tokens, losses)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import platform
 import statistics
 import sys
 import time
@@ -26,9 +25,12 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.machine import describe_machine
 from megatron.core.collectives import barrier
 from megatron.core.main_grad import WeightGradQueue
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
+from megatron.core.pipeline_parallel.action import StagePlace
 from megatron.core.pipeline_parallel.executor import (
     MicrobatchLoss,
     ModelChunk,
@@ -38,7 +40,6 @@ from megatron.core.pipeline_parallel.executor import (
 )
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.schedules import SCHEDULES
-from megatron.core.pipeline_parallel.stage_place import StagePlace
 from megatron.core.pipeline_parallel.timeline import Timeline
 from tests.harness.distributed import run_distributed
 
@@ -98,7 +99,7 @@ def sleeping_chunk(place: StagePlace, chunk: int, unit_s: float) -> ModelChunk:
 
     def forward_step(microbatch: int, hidden: torch.Tensor | None) -> torch.Tensor | MicrobatchLoss:
         x = torch.ones(SHAPE, requires_grad=True) if hidden is None else hidden
-        x = _Sleep.apply(x, unit_s, queue)
+        x = _Sleep.apply(x, unit_s, queue)  # type: ignore[no-untyped-call]
         return MicrobatchLoss(x.sum(), torch.ones(())) if place.is_last(chunk) else x
 
     return ModelChunk(forward_step, weight_grad_queue=queue)
@@ -106,7 +107,7 @@ def sleeping_chunk(place: StagePlace, chunk: int, unit_s: float) -> ModelChunk:
 
 def run_on_rank(case: Case, unit_s: float, repeats: int) -> list[Timeline]:
     """Run the iterations on this rank and return what all ranks recorded; the first one warms up."""
-    pp = create_parallel_state(pipeline_model_parallel_size=dist.get_world_size()).pp
+    pp = create_parallel_state(ParallelSizes(pp=dist.get_world_size())).pp
     links = create_pipeline_links(pp, wraps_around=case.num_chunks > 1)
     place = StagePlace(pp.size, pp.rank, case.num_chunks)
     connection = PipelineConnection(place, links, lambda microbatch: SHAPE, torch.float32)
@@ -150,7 +151,7 @@ def main() -> None:
             "unit_ms": arguments.unit_ms,
             "message": f"{SHAPE} float32 over gloo",
             "torch": torch.__version__,
-            "machine": platform.machine(),
+            "machine": describe_machine(),
         }
         arguments.output.write_text(json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 

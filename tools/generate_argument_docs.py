@@ -10,12 +10,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.core.config_base import FieldSpec, field_docs, field_specs  # noqa: E402
-from megatron.training.config.arguments import config_parts  # noqa: E402
 from megatron.training.config.flag_notes import (  # noqa: E402
     NO_EFFECT,
     NOT_SUPPORTED,
-    NOT_SUPPORTED_VALUES,
 )
+from megatron.training.config.run_config import command_line_fields, config_parts  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "arguments.md"
 
@@ -33,7 +32,7 @@ def document() -> str:
     sections = [_HEAD]
     for part, config_class in config_parts().items():
         docs = field_docs(config_class)
-        rows = [_row(spec, docs[spec.name]) for spec in field_specs(config_class) if spec.options.cli]
+        rows = [_row(spec, spec.help_text(docs[spec.name])) for spec in field_specs(config_class) if spec.options.cli]
         head = "| flag | value | default | meaning |\n|---|---|---|---|"
         sections.append("\n".join([f"## {part} (`{config_class.__name__}`)", "", head, *rows, ""]))
     sections.append(_no_effect_section())
@@ -77,8 +76,8 @@ def _not_supported_section() -> str:
     lines = ["## Not supported yet", "", "Flags of Megatron-LM that are refused by name:", ""]
     lines += [f"- `{name}`" for name in sorted(NOT_SUPPORTED)]
     lines += ["", "Values of Megatron-LM that are refused by name:", ""]
-    for field, values in sorted(NOT_SUPPORTED_VALUES.items()):
-        lines.append(f"- `--{field.replace('_', '-')}`: {', '.join(f'`{value}`' for value in values)}")
+    for spec in sorted((spec for _, spec in command_line_fields() if spec.options.not_built), key=lambda s: s.name):
+        lines.append(f"- `{spec.flags[0]}`: {', '.join(f'`{value}`' for value in spec.options.not_built)}")
     return "\n".join([*lines, ""])
 
 

@@ -46,12 +46,12 @@ def describe_machine(folder: Path) -> dict[str, str]:
     for line in subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout.splitlines():
         key, _, value = line.partition(":")
         fields[key.strip()] = value.strip()
-    described = {name: fields[name] for name in ("Model name", "CPU(s)") if name in fields}
+    described: dict[str, str] = {name: fields[name] for name in ("Model name", "CPU(s)") if name in fields}
     kind = subprocess.run(["stat", "-f", "-c", "%T", str(folder)], capture_output=True, text=True, check=False)
     commit = subprocess.run(["git", "-C", str(_ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return {
         **described,
-        "kernel": platform.release(),
+        "kernel": platform.release().partition("-")[0],
         "file system": kind.stdout.strip(),
         "commit": commit.stdout.strip(),
     }

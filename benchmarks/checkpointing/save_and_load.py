@@ -6,6 +6,7 @@ Every save ends when all bytes are on the disk; every load begins with no byte o
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from trained_state import TrainedState, build_state, parse_arguments
 
 from megatron.core.dist_checkpointing.state_dict import RunTensors
-from megatron.training.checkpointing.checkpoint_loading import load_checkpoint
+from megatron.training.checkpointing.load import load_checkpoint
 from megatron.training.config.checkpoint_config import CheckpointConfig
 
 
@@ -78,7 +79,7 @@ def savers(state: TrainedState, num_bytes: int, folder: Path) -> dict[str, Calla
 
 def loaders(state: TrainedState) -> dict[str, tuple[str, Callable[[Path], object]]]:
     """Return what fills the state from a folder, by name, and the name of who wrote it."""
-    tensors = RunTensors(models=state.parts.modules, optimizer=state.parts.optimizer)
+    tensors = RunTensors(models=state.parts.chunks, optimizer=state.parts.optimizer)
     flat = state.flat()
 
     def ours(verify: bool) -> Callable[[Path], object]:
@@ -132,7 +133,7 @@ def main() -> None:
             for loader, (writer, load) in loaders(state).items():
                 if writer == name:
                     forget_files(folder)
-                    loads.setdefault(loader, []).append(timed(lambda load=load, folder=folder: load(folder)))
+                    loads.setdefault(loader, []).append(timed(functools.partial(load, folder)))
             print(f"{name}: {sizes[name] / saves[name][-1] / 1e9:.2f} GB/s", flush=True)
             shutil.rmtree(folder)
     figures = {"num_bytes": num_bytes, "file_bytes": sizes, "save_s": saves, "load_s": loads}

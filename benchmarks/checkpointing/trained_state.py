@@ -19,8 +19,8 @@ from workload import Workload, add_workload_arguments, workload_of  # noqa: E402
 
 from megatron.core.dist_checkpointing.state_dict import RunTensors  # noqa: E402
 from megatron.core.timers import Timers  # noqa: E402
-from megatron.training.checkpointing.checkpoint_saver import CheckpointSaver, open_saver  # noqa: E402
-from megatron.training.checkpointing.checkpoint_saving import CommonState  # noqa: E402
+from megatron.training.checkpointing.save import CommonState  # noqa: E402
+from megatron.training.checkpointing.saver import CheckpointSaver, open_saver  # noqa: E402
 from megatron.training.config.checkpoint_config import CheckpointConfig  # noqa: E402
 from megatron.training.config.run_config import RunConfig  # noqa: E402
 from megatron.training.data.batch_source import BatchSource  # noqa: E402
@@ -43,11 +43,11 @@ class TrainedState:
     @property
     def tensors(self) -> RunTensors:
         """Return what a checkpoint holds."""
-        return RunTensors(models=self.parts.modules, optimizer=self.parts.optimizer, rng=self.runtime.rng.state_dict())
+        return RunTensors(models=self.parts.chunks, optimizer=self.parts.optimizer, rng=self.runtime.rng.state_dict())
 
     def flat(self) -> dict[str, torch.Tensor]:
         """Return the same tensors under flat names, for other programs to save."""
-        named = {f"model.{name}": p.detach() for m in self.parts.modules for name, p in m.named_parameters()}
+        named = {f"model.{name}": p.detach() for m in self.parts.chunks for name, p in m.named_parameters()}
         return named | {name: tensor for name, (_, tensor) in self.parts.optimizer.sharded_state().items()}
 
     def saver(self, folder: Path, **options: Any) -> CheckpointSaver:

@@ -35,10 +35,10 @@ from torch.utils.data import DataLoader
 _ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(_ROOT))
 
+from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder  # noqa: E402
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder  # noqa: E402
 from megatron.core.datasets.samples.batch import BatchContents, BatchLayout  # noqa: E402
-from megatron.core.datasets.samples.blended_dataset_builder import BlendedDatasetBuilder  # noqa: E402
-from megatron.core.datasets.samples.gpt_dataset import GPTSample, SampleDataset  # noqa: E402
+from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, GPTSample, SampleDataset  # noqa: E402
 from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig  # noqa: E402
 from megatron.core.datasets.samples.micro_batch_reader import MicroBatchReader  # noqa: E402
 from megatron.core.datasets.samples.read_ahead import ReadAhead  # noqa: E402
@@ -117,7 +117,7 @@ CONTESTANTS = (Contestant(None), *(Contestant("threads", n) for n in (0, 1, 2, 4
 CONTESTANTS += (Contestant("processes", 2),)
 
 
-def _same(batch: torch.Tensor) -> torch.Tensor:
+def _same(batch: Any) -> Any:
     return batch
 
 
@@ -136,6 +136,7 @@ def open_dataset(prefix: str, seq_length: int, num_samples: int) -> SampleDatase
     config = GPTDatasetConfig(sequence_length=seq_length, blend=Blend((prefix,)), split="1")
     train = BlendedDatasetBuilder(config, (num_samples, 0, 0), lambda line: None).build().train
     assert train is not None
+    assert not isinstance(train, ExternalSamples)
     return train
 
 
@@ -155,7 +156,7 @@ def measure(contestant: Contestant, scene: str, dataset: SampleDataset, options:
     shown = SlowDataset(dataset) if scene == "slow storage" else dataset
     size = options.micro_batch_size
     layout = BatchLayout(BatchContents(), size, options.seq_length, VOCABULARY)
-    count = options.num_batches if scene == "alone" else options.num_steps
+    count: int = options.num_batches if scene == "alone" else options.num_steps
     order = [list(range(first * size, (first + 1) * size)) for first in range(count + 1)]
     step = step_of(0 if scene == "alone" else options.operations)
     with contestant.batches(MicroBatchReader(shown, layout, VOCABULARY), order) as batches:

@@ -25,7 +25,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from preprocess_text import KINDS, write_text
+
+from benchmarks.machine import describe_machine
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
@@ -98,7 +102,7 @@ def measure(kind: str, workers: int, text: Path, options: argparse.Namespace, fo
         "command_s": [one["command_s"] for one in tool],
     }
     for name in ("bare", "tool", "command"):
-        seconds = quartiles(result[f"{name}_s"])  # type: ignore[arg-type]
+        seconds = quartiles(result[f"{name}_s"])
         result[f"{name}_mb_s"] = [text_bytes / 1e6 / value for value in reversed(seconds)]
         result[f"{name}_documents_s"] = num_documents / seconds[1]
     result["share_of_bare"] = result["tool_mb_s"][1] / result["bare_mb_s"][1]
@@ -169,7 +173,7 @@ def main() -> None:
             text.unlink()
     report = {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} processors, {platform.system()} {platform.release()}",
+        "machine": describe_machine(),
         "load_average": load_average,
         "versions": {"python": platform.python_version()} | {name: version(name) for name in ("gigatoken", "numpy")},
         "rounds": options.rounds,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.machine import describe_machine
 from benchmarks.real_345m.process_memory import WatchedCommand, run_watched
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -177,7 +177,7 @@ def main() -> int:
     result = {
         "model": "toy" if arguments.toy else "GPT-2 345M",
         "seq_length": arguments.seq_length,
-        "machine": f"{os.cpu_count()} cores ({platform.machine()}), {_memory_gib():.0f} GiB",
+        "machine": f"{describe_machine()}, {_memory_gib():.0f} GiB",
         "phases": [asdict(phase) for phase in phases],
     }
     if arguments.output is not None:

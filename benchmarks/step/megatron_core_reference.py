@@ -7,6 +7,8 @@ fusions that torch.compile provides, torch's AdamW (plain, or fused with ``--fus
 
 from __future__ import annotations
 
+# mypy: ignore-errors
+# It runs against another package of the same name.
 import argparse
 import contextlib
 import functools

@@ -122,8 +122,8 @@ def write_initial_weights(workload: Workload, path: Path) -> None:
 
     config = configure(workload, 1, 1, 0)
     runtime = initialize_runtime(config, LaunchEnvironment())
-    (model,) = build_training_parts(config, runtime, provide_model, lambda line: None).modules
-    weights = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    (model,) = build_training_parts(config, runtime, provide_model, lambda line: None).chunks
+    weights: dict[str, Any] = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
     with path.open("wb") as file:
         np.savez(file, **weights)
 

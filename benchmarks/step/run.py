@@ -98,7 +98,7 @@ def describe_machine() -> dict[str, str]:
     names = ("Model name", "CPU family", "Model", "CPU(s)", "L2 cache", "L3 cache")
     described = {name: fields[name] for name in names if name in fields}
     commit = subprocess.run(["git", "-C", str(_ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return {**described, "kernel": platform.release(), "commit": commit.stdout.strip()}
+    return {**described, "kernel": platform.release().partition("-")[0], "commit": commit.stdout.strip()}
 
 
 def main() -> None:

@@ -50,7 +50,8 @@ class Workload:
         Shapes: ``-> [seq_length + 1]``.
         """
         uniform = np.random.default_rng((self.seed, index)).random(self.seq_length + 1)
-        return np.minimum(np.exp(uniform * np.log(self.vocab_size)) - 1, self.vocab_size - 1).astype(np.int64)
+        tokens = np.minimum(np.exp(uniform * np.log(self.vocab_size)) - 1, self.vocab_size - 1)
+        return np.asarray(tokens, np.int64)
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:

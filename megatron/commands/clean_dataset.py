@@ -13,8 +13,7 @@ import codecs
 import os
 from pathlib import Path
 
-from megatron.commands.command_line import Parser, exit_status_of
-from megatron.commands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_keywords
+from megatron.commands.command_line import Parser, add_tokenizer_arguments, exit_status_of, tokenizer_keywords
 from megatron.core.errors import ConfigurationError
 from megatron.corpus.cleaning.cleaner import Cleaner, CleaningPlan
 from megatron.corpus.cleaning.sources import find_inputs, is_read
@@ -34,7 +33,12 @@ def build_parser() -> Parser:
         help="folders (with all below them), files, patterns such as 'data/*.jsonl.gz', or - for standard input",
     )
     data.add_argument("--output", required=True, type=Path, metavar="FILE", help="jsonl to write")
-    data.add_argument("--dropped-output", type=Path, metavar="FILE", help="jsonl that lists what was dropped, and why")
+    data.add_argument(
+        "--dropped-output",
+        type=Path,
+        metavar="FILE",
+        help="jsonl that lists the dropped documents, each with its reason",
+    )
     data.add_argument("--report", type=Path, metavar="FILE", help="the counts as JSON")
     data.add_argument(
         "--input-format",
@@ -45,21 +49,37 @@ def build_parser() -> Parser:
     data.add_argument("--text-key", default="text", metavar="KEY", help="key of the text (text)")
     data.add_argument("--url-key", default="url", metavar="KEY", help="key of the URL (url)")
     data.add_argument(
-        "--input-encoding", default="utf-8", metavar="NAME", help="of text files without a byte order mark (utf-8)"
+        "--input-encoding",
+        default="utf-8",
+        metavar="NAME",
+        help="encoding of text files without a byte order mark (utf-8)",
     )
     data.add_argument(
-        "--on-error", choices=["stop", "skip"], default="stop", help="what to do about documents that cannot be read"
+        "--on-error",
+        choices=["stop", "skip"],
+        default="stop",
+        help="at a document that cannot be read: stop, or leave it out (stop)",
     )
     data.add_argument(
-        "--max-document-bytes", type=int, default=32 << 20, metavar="N", help="longer ones cannot be read (32 MiB)"
+        "--max-document-bytes",
+        type=int,
+        default=32 << 20,
+        metavar="N",
+        help="a longer document counts as unreadable (32 MiB)",
     )
     filters = parser.add_argument_group("filters")
     filters.add_argument("--fix-encoding", action="store_true", help="repair mojibake and the like (package ftfy)")
-    filters.add_argument("--min-tokens", type=int, default=0, metavar="N", help="drop what has fewer tokens")
+    filters.add_argument("--min-tokens", type=int, default=0, metavar="N", help="drop documents of fewer tokens (0)")
     filters.add_argument(
-        "--language", nargs="+", default=[], metavar="CODE", help="keep these alone, such as en (package py3langid)"
+        "--language", nargs="+", default=[], metavar="CODE", help="languages to keep, such as en (package py3langid)"
     )
-    filters.add_argument("--min-language-probability", type=float, default=0.0, metavar="P", help="surer than this (0)")
+    filters.add_argument(
+        "--min-language-probability",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="drop documents whose language is less certain (0)",
+    )
     filters.add_argument(
         "--url-blacklist", nargs="+", default=[], metavar="FILE", help="hosts and URLs to drop, one a line"
     )
@@ -67,14 +87,22 @@ def build_parser() -> Parser:
         "--deduplicate",
         choices=["off", "exact", "near"],
         default="off",
-        help="drop what equals a document before it (exact), or is like one as well (near; package datasketch)",
+        help="drop documents equal to an earlier one (exact), or also those similar to one (near; package datasketch)",
     )
     filters.add_argument(
-        "--similarity", type=float, default=0.8, metavar="S", help="near duplicates: share of runs of words (0.8)"
+        "--similarity",
+        type=float,
+        default=0.8,
+        metavar="S",
+        help="near duplicates share this part of their shingles (0.8)",
     )
-    filters.add_argument("--shingle-words", type=int, default=5, metavar="N", help="words in such a run (5)")
+    filters.add_argument("--shingle-words", type=int, default=5, metavar="N", help="words in a shingle (5)")
     filters.add_argument(
-        "--num-permutations", type=int, default=128, metavar="N", help="more finds more near duplicates (128)"
+        "--num-permutations",
+        type=int,
+        default=128,
+        metavar="N",
+        help="MinHash permutations; more find more near duplicates (128)",
     )
     add_tokenizer_arguments(parser, "GPT2BPETokenizer")
     running = parser.add_argument_group("running")
@@ -84,10 +112,10 @@ def build_parser() -> Parser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Find all that no reading is needed to refuse.
+    """Check the values of the flags and report every problem at once.
 
     Raises:
-        ConfigurationError: naming every value that cannot be.
+        ConfigurationError: naming every invalid value.
     """
     problems = [
         f"--{name.replace('_', '-')} {value} is not positive"
@@ -115,10 +143,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def check_outputs(arguments: argparse.Namespace, inputs: list[str]) -> None:
-    """Refuse to write over what is read.
+    """Refuse an output that is one of the inputs.
 
     Raises:
-        ConfigurationError: an output is one of the inputs, as an earlier one in the same folder is.
+        ConfigurationError: naming it; an earlier output in an input folder counts.
     """
     for flag, path in (
         ("--output", arguments.output),

@@ -27,6 +27,6 @@ def main(argv: list[str] | None = None) -> int:
     from megatron.conversion.difference import diff_checkpoints
 
     is_equal: list[bool] = []
-    if exit_status_of(lambda: is_equal.append(diff_checkpoints(arguments))) != 0:
+    if exit_status_of(lambda: is_equal.append(diff_checkpoints(**vars(arguments)))) != 0:
         return 2  # 1 means that they differ, which a file that cannot be read does not show.
     return 0 if all(is_equal) else 1

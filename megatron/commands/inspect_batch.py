@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def inspect_batch(arguments: argparse.Namespace) -> None:
-    """Print what the arguments ask for.
+    """Print the samples of one step.
 
     Raises:
         TrainingError: the samples are not those that the metrics file has.

@@ -18,4 +18,4 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     from megatron.conversion.inspection import inspect_checkpoint
 
-    return exit_status_of(lambda: inspect_checkpoint(arguments))
+    return exit_status_of(lambda: inspect_checkpoint(**vars(arguments)))

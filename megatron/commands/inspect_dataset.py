@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron.commands.command_line import Parser, exit_status_of
-from megatron.commands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_of
+from megatron.commands.command_line import Parser, add_tokenizer_arguments, exit_status_of, tokenizer_of
 from megatron.core.datasets.indexed.dataset_checksums import checksums_path, write_checksums
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
 from megatron.core.errors import ConfigurationError, DataError
@@ -41,9 +40,9 @@ def build_parser() -> Parser:
         prog="inspect_dataset.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="data set, without .bin or .idx")
-    parser.add_argument("--verify", action="store_true", help="look for damage, and print nothing else")
+    parser.add_argument("--verify", action="store_true", help="verify the files and print nothing else")
     parser.add_argument(
-        "--write-checksums", action="store_true", help="write PREFIX.checksums.json for what the files hold now"
+        "--write-checksums", action="store_true", help="write PREFIX.checksums.json for the present content"
     )
     parser.add_argument("--index-only", action="store_true", help="do not read .bin: no token statistics")
     parser.add_argument("--top-tokens", type=int, default=10, metavar="N", help="most frequent tokens to list (10)")
@@ -57,10 +56,10 @@ def build_parser() -> Parser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Refuse values that cannot be, all of them at once.
+    """Check the values of the flags and report every problem at once.
 
     Raises:
-        ConfigurationError: naming them.
+        ConfigurationError: naming every invalid value.
     """
     problems = [
         f"--{name.replace('_', '-')} {value} is negative"
@@ -217,7 +216,7 @@ def inspect(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | N
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Do what the flags say.
+    """Inspect, verify or write checksums, as the flags ask.
 
     Raises:
         InputError: they, the tokenizer or a data set cannot be used, or a data set is damaged.

@@ -15,10 +15,9 @@ from megatron.core.datasets.indexed.dataset_checksums import (
     CHECKSUM_BLOCK_BYTES,
     Block,
     checksum_blocks,
-    checksums_path,
     write_checksums,
 )
-from megatron.core.datasets.indexed.index_writer import PIECE_LENGTH, cut, write_index
+from megatron.core.datasets.indexed.index_writer import PIECE_LENGTH, cut, replace_tokens, write_index
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megatron.core.errors import DataError
 
@@ -45,7 +44,7 @@ def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:
 
 
 def open_all(prefixes: Sequence[Path], multimodal: bool) -> list[IndexedDataset]:
-    """Open the data sets and see that they can be one.
+    """Open the data sets and check that they can be merged.
 
     Raises:
         DataError: one cannot be read or is damaged, or they differ in dtype or in having modes.
@@ -70,7 +69,7 @@ def open_all(prefixes: Sequence[Path], multimodal: bool) -> list[IndexedDataset]
 
 
 def copy_tokens(datasets: Sequence[IndexedDataset], target: Path) -> list[Block]:
-    """Write the tokens of all data sets, see them on the disk, and return their checksums."""
+    """Write the tokens of all data sets, force them to disk, and return their checksums."""
     blocks = []
     num_documents = 0
     with open(target, "wb") as output:
@@ -121,10 +120,7 @@ def merge(folder: Path, output_prefix: Path, multimodal: bool = False, with_chec
     try:
         blocks = copy_tokens(datasets, tokens)
         write_merged_index(datasets, index)
-        # A new .bin beside an old .idx would be a wrong pair: the old index goes first, the new one comes last.
-        idx_path(output_prefix).unlink(missing_ok=True)
-        checksums_path(output_prefix).unlink(missing_ok=True)
-        os.replace(tokens, bin_path(output_prefix))
+        replace_tokens(output_prefix, tokens)
         os.replace(index, idx_path(output_prefix))
         if with_checksums:
             write_checksums(output_prefix, blocks)
@@ -136,14 +132,14 @@ def merge(folder: Path, output_prefix: Path, multimodal: bool = False, with_chec
     print(f"Wrote {output_prefix}.bin and .idx")
 
 
-def main() -> int:
-    """Run the command and return its exit status."""
+def main(argv: list[str] | None = None) -> int:
+    """Run the command, by default on the words of the command line, and return its exit status."""
     parser = Parser(prog="merge_datasets.py", description=__doc__)
     parser.add_argument("--input", required=True, type=Path, metavar="DIR", help="folder of .bin/.idx pairs")
     parser.add_argument("--output-prefix", required=True, type=Path, metavar="PREFIX", help="path without suffix")
     parser.add_argument("--multimodal", action="store_true", help="refuse data sets without sequence modes")
     parser.add_argument("--no-checksums", action="store_true", help="write no PREFIX.checksums.json")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     return exit_status_of(
         lambda: merge(arguments.input, arguments.output_prefix, arguments.multimodal, not arguments.no_checksums)
     )

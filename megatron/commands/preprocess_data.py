@@ -20,10 +20,9 @@ from typing import Any
 # NumPy's threads would only be in the way of forking workers.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from megatron.commands.command_line import Parser, exit_status_of
+from megatron.commands.command_line import Parser, add_tokenizer_arguments, exit_status_of, tokenizer_of
 from megatron.core.datasets.indexed.indexed_dataset import optimal_dtype
 from megatron.core.errors import ConfigurationError, DataError, TokenizerError
-from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer
 from megatron.core.tokenizers.encoder_choice import ENGINES, choose_encoder
 from megatron.core.tokenizers.text_encoder import ReferenceEncoder
 from megatron.core.tokenizers.tokenizer import Tokenizer
@@ -33,8 +32,7 @@ from megatron.corpus.preprocessing.input_files import STDIN, InputFile, find_inp
 from megatron.corpus.preprocessing.leader import Leader
 from megatron.corpus.preprocessing.progress import Progress
 from megatron.corpus.preprocessing.sample import take_sample
-from megatron.corpus.preprocessing.sentences import load_splitter
-from megatron.corpus.preprocessing.tokenized_chunk import Recipe
+from megatron.corpus.preprocessing.tokenized_chunk import Recipe, load_splitter
 from megatron.corpus.preprocessing.work_folder import WorkFolder
 from megatron.corpus.preprocessing.worker import work
 from megatron.corpus.preprocessing.worker_pool import WorkerPool, num_slots
@@ -65,43 +63,27 @@ def build_parser() -> Parser:
     data.add_argument("--split-sentences", action="store_true", help="make each sentence a sequence (needs nltk)")
     data.add_argument("--keep-newlines", action="store_true", help="keep white space between sentences with the first")
     data.add_argument("--lang", default="english", metavar="LANGUAGE", help="language of the sentences (english)")
-    data.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help="the one format that there is")
+    data.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help="the only format")
     data.add_argument(
         "--on-error",
         default="stop",
         choices=["stop", "skip"],
-        help="at a line that holds no document: stop, or name it and go on without it (stop)",
+        help="at a line that holds no document: stop, or report and skip it (stop)",
     )
     data.add_argument("--no-checksums", action="store_true", help="write no PREFIX_KEY_document.checksums.json")
-    tokenizer = parser.add_argument_group("tokenizer")
-    tokenizer.add_argument(
-        "--tokenizer-type",
-        default="GPT2BPETokenizer",
-        metavar="TYPE",
-        help=f"one of {', '.join(TOKENIZER_TYPES)}",
-    )
-    tokenizer.add_argument("--vocab-file", metavar="FILE", help="vocabulary (GPT2BPETokenizer)")
-    tokenizer.add_argument("--merge-file", metavar="FILE", help="byte-pair merges (GPT2BPETokenizer)")
-    tokenizer.add_argument("--tokenizer-model", metavar="PATH", help="model file, or folder with tokenizer.json")
-    tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="size (NullTokenizer, TikTokenizer)")
-    tokenizer.add_argument(
-        "--vocab-extra-ids", type=int, default=0, metavar="N", help="SentencePieceTokenizer's <extra_id_N>"
-    )
-    tokenizer.add_argument("--tiktoken-pattern", choices=["v1", "v2"], help="how TikTokenizer cuts words")
-    tokenizer.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N")
-    tokenizer.add_argument("--tiktoken-special-tokens", nargs="+", default=[], metavar="TOKEN")
+    tokenizer = add_tokenizer_arguments(parser, "GPT2BPETokenizer")
     tokenizer.add_argument(
         "--tokenizer-engine",
         default="auto",
         choices=ENGINES,
-        help="what encodes: the fastest that gives the tokenizer's ids on a sample of the input, or this one (auto)",
+        help="engine that encodes; auto is the fastest that gives the tokenizer's ids on a sample of the input (auto)",
     )
     runtime = parser.add_argument_group("running")
     runtime.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
     runtime.add_argument(
         "--log-interval", type=int, default=1000, metavar="N", help="documents between two reports (1000)"
     )
-    runtime.add_argument("--restart", action="store_true", help="forget unfinished work")
+    runtime.add_argument("--restart", action="store_true", help="discard unfinished work and start again")
     runtime.add_argument(
         "--partitions", type=int, default=1, metavar="N", help="lay documents out as Megatron does with N partitions"
     )
@@ -112,10 +94,10 @@ def build_parser() -> Parser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Find what no reading is needed to refuse, all of it at once.
+    """Check the values of the flags and report every problem at once.
 
     Raises:
-        ConfigurationError: values that cannot be.
+        ConfigurationError: naming every invalid value.
     """
     problems = [
         f"--{name.replace('_', '-')} {getattr(arguments, name)} is not positive"
@@ -135,24 +117,14 @@ def load_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
     Raises:
         TokenizerError: it cannot be built, or lacks the token that --append-eod appends.
     """
-    tokenizer = build_tokenizer(
-        tokenizer_type=arguments.tokenizer_type,
-        vocab_file=arguments.vocab_file,
-        merge_file=arguments.merge_file,
-        tokenizer_model=arguments.tokenizer_model,
-        vocab_size=arguments.vocab_size,
-        vocab_extra_ids=arguments.vocab_extra_ids,
-        tiktoken_pattern=arguments.tiktoken_pattern,
-        tiktoken_num_special_tokens=arguments.tiktoken_num_special_tokens,
-        tiktoken_special_tokens=arguments.tiktoken_special_tokens,
-    )
+    tokenizer = tokenizer_of(arguments)
     if arguments.append_eod and tokenizer.eod_id is None:
         raise TokenizerError(f"--append-eod: this {tokenizer.name} has no end-of-document token; drop --append-eod")
     return tokenizer
 
 
 def describe_work(arguments: argparse.Namespace, files: list[InputFile], tokenizer: Tokenizer) -> dict[str, Any]:
-    """List all that the output depends on, so that unfinished work is continued by the same command only."""
+    """List all that the output depends on: only the same command may resume unfinished work."""
     return {
         "input": [[file.path, file.num_bytes, file.modified_ns] for file in files],
         "json_keys": list(arguments.json_keys),
@@ -171,9 +143,9 @@ def describe_work(arguments: argparse.Namespace, files: list[InputFile], tokeniz
 def tokenize(
     arguments: argparse.Namespace, files: list[InputFile], recipe: Recipe, tokenizer: Tokenizer, folder: WorkFolder
 ) -> tuple[Progress, Recipe]:
-    """Do what is left of the work: choose an engine, start the workers, and see all chunks written.
+    """Tokenize the chunks that are left: choose an engine, start the workers, wait until all chunks are written.
 
-    The recipe that comes back has the engine: giving it up takes a while, and is better left to the process's end.
+    The returned recipe holds the engine, because freeing it takes a while and is left to the end of the process.
 
     Raises:
         InputError: the input or an engine cannot be used.
@@ -254,9 +226,9 @@ def preprocess(arguments: argparse.Namespace) -> None:
         print(f"Wrote {prefix}.bin and .idx")
 
 
-def main() -> int:
-    """Run the command and return its exit status."""
-    arguments = build_parser().parse_args()
+def main(argv: list[str] | None = None) -> int:
+    """Run the command, by default on the words of the command line, and return its exit status."""
+    arguments = build_parser().parse_args(argv)
     # Each worker encodes in one thread; threads of the package's own would not survive the fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return exit_status_of(lambda: preprocess(arguments))

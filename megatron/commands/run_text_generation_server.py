@@ -10,27 +10,34 @@ that the checkpoint was written at; the first process listens. SIGTERM or SIGINT
 from __future__ import annotations
 
 import argparse
-import sys
+import signal
+from types import FrameType
 from typing import TYPE_CHECKING
 
+from megatron.commands.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.serving.end_request import EndRequest
-from megatron.serving.generation_setup import (
-    Parser,
-    add_model_flags,
-    check_model_flags,
-    load_engine,
-    log_once,
-    one_line,
-    open_checkpoint,
-)
+from megatron.serving.generation_setup import load_engine, open_checkpoint
 from megatron.training.process.initialize import LaunchEnvironment, shut_down
-from megatron.training.process.refusal import launch_environment_or_exit, refuse
 
 if TYPE_CHECKING:
     from megatron.serving.generation_http import GenerationServer
 
 _LAST_ANSWERS_S = 2.0
+
+
+class EndRequest:
+    """Note SIGTERM and SIGINT. Before ``serving`` is set they end the program at once, with status 0."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.serving = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        if not self.serving:
+            raise SystemExit(0)
 
 
 def build_parser() -> Parser:
@@ -56,11 +63,10 @@ def build_parser() -> Parser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Refuse values that cannot be, all of them at once.
+    """Check the values of the flags and report every problem at once.
 
     Raises:
-        ConfigurationError: there are such.
-        CheckpointError: there is no such folder.
+        ConfigurationError: naming them.
     """
     problems = []
     if not 0 <= arguments.port < 2**16:
@@ -71,14 +77,13 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         problems.append(f"--max-tokens-to-oom {arguments.max_tokens_to_oom} is not positive")
     if problems:
         raise ConfigurationError(problems)
-    check_model_flags(arguments)
 
 
 def open_port(arguments: argparse.Namespace) -> GenerationServer:
-    """Take the port; requests are answered later.
+    """Bind the port. Requests are answered once the model is loaded.
 
     Raises:
-        InputError: the port cannot be had.
+        InputError: the port is taken or not allowed.
     """
     from megatron.serving.generation_http import GenerationServer
 
@@ -94,15 +99,15 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     """Serve until a signal.
 
     Raises:
-        InputError: something that was given cannot be used.
+        InputError: a flag, the checkpoint or the port cannot be used.
     """
     check_arguments(arguments)
+    model = model_request(arguments)
     end = EndRequest()
     from megatron.serving.generation_api import ApiTranslator
     from megatron.serving.generation_service import run_service
 
-    log = log_once(launch, lambda line: print(line, file=sys.stderr, flush=True))
-    checkpoint = open_checkpoint(arguments, launch, log)
+    checkpoint = open_checkpoint(model, launch)
     server = open_port(arguments) if launch.rank == 0 else None
     try:
         engine = load_engine(checkpoint, launch)
@@ -113,19 +118,13 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
                 ApiTranslator(checkpoint.tokenizer, checkpoint.config, limit, engine.max_batch_size), arguments.seed
             )
             print(f"serving at {server.url}", flush=True)
-        run_service(engine, None if server is None else server.jobs, end)
+        run_service(engine, None if server is None else server.jobs, lambda: end.asked)
         if server is not None:
             server.stop(_LAST_ANSWERS_S)
     finally:
         shut_down()
 
 
-def main() -> int:
-    """Run the command and return its exit status."""
-    arguments = build_parser().parse_args()
-    launch = launch_environment_or_exit()
-    try:
-        run(arguments, launch)
-    except InputError as error:
-        return refuse([one_line(error)], launch.rank)
-    return 0
+def main(argv: list[str] | None = None) -> int:
+    """Run the command, by default on the words of the command line, and return its exit status."""
+    return run_on_ranks(build_parser(), run, argv)

@@ -8,26 +8,16 @@ tokenizer are those that the checkpoint records.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.commands.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.inference.request import GenerationRequest, StopRule, check_request
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.serving.generation_setup import (
-    Log,
-    Parser,
-    add_model_flags,
-    check_model_flags,
-    load_engine,
-    log_once,
-    one_line,
-    open_checkpoint,
-)
+from megatron.serving.generation_setup import ModelRequest, load_engine, open_checkpoint
 from megatron.training.process.initialize import LaunchEnvironment, shut_down
-from megatron.training.process.refusal import launch_environment_or_exit, refuse
 
 SEPARATOR = "-" * 40
 
@@ -59,10 +49,10 @@ def build_parser() -> Parser:
 
 
 def check_sampling(arguments: argparse.Namespace) -> SamplingConfig:
-    """Return how tokens are chosen.
+    """Return the sampling configuration.
 
     Raises:
-        ConfigurationError: values that cannot be, all of them at once.
+        ConfigurationError: naming every invalid value.
     """
     sampling = SamplingConfig(
         greedy=arguments.greedy,
@@ -80,7 +70,7 @@ def check_sampling(arguments: argparse.Namespace) -> SamplingConfig:
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
-    """Return the texts to continue.
+    """Return the prompts.
 
     Raises:
         InputError: there is none, or the file cannot be read.
@@ -105,7 +95,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
 def make_request(
     prompts: Sequence[str], tokenizer: Tokenizer, max_new_tokens: int, sampling: SamplingConfig
 ) -> GenerationRequest:
-    """Return what the engine is asked for: texts that end with their document."""
+    """Return the engine's request: each prompt goes on until its document ends."""
     return GenerationRequest(
         prompts=tuple(tuple(tokenizer.tokenize(prompt)) for prompt in prompts),
         max_new_tokens=max_new_tokens,
@@ -115,20 +105,20 @@ def make_request(
 
 
 def generate_texts(
-    arguments: argparse.Namespace,
+    model: ModelRequest,
     launch: LaunchEnvironment,
-    sampling: SamplingConfig,
     prompts: Sequence[str],
-    log: Log,
+    max_new_tokens: int,
+    sampling: SamplingConfig,
 ) -> list[str]:
     """Load the checkpoint and return each prompt with what follows it.
 
     Raises:
         InputError: the checkpoint, the tokenizer or the prompts cannot be used.
     """
-    checkpoint = open_checkpoint(arguments, launch, log)
+    checkpoint = open_checkpoint(model, launch)
     tokenizer = checkpoint.tokenizer
-    request = make_request(prompts, tokenizer, arguments.tokens_to_generate, sampling)
+    request = make_request(prompts, tokenizer, max_new_tokens, sampling)
     check_request(checkpoint.config, request)
     engine = load_engine(checkpoint, launch)
     continuations = engine.generate(request)
@@ -139,29 +129,22 @@ def generate_texts(
 
 
 def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
-    """Print the texts.
+    """Print each prompt with its continuation.
 
     Raises:
-        InputError: something that was given cannot be used.
+        InputError: a flag, a prompt or the checkpoint cannot be used.
     """
     sampling = check_sampling(arguments)
     prompts = read_prompts(arguments)
-    check_model_flags(arguments)
-    log = log_once(launch, lambda line: print(line, file=sys.stderr, flush=True))
+    model = model_request(arguments)
     try:
-        texts = generate_texts(arguments, launch, sampling, prompts, log)
+        texts = generate_texts(model, launch, prompts, arguments.tokens_to_generate, sampling)
     finally:
         shut_down()
     if launch.rank == 0:
         print(f"\n{SEPARATOR}\n".join(texts), flush=True)
 
 
-def main() -> int:
-    """Run the command and return its exit status."""
-    arguments = build_parser().parse_args()
-    launch = launch_environment_or_exit()
-    try:
-        run(arguments, launch)
-    except InputError as error:
-        return refuse([one_line(error)], launch.rank)
-    return 0
+def main(argv: list[str] | None = None) -> int:
+    """Run the command, by default on the words of the command line, and return its exit status."""
+    return run_on_ranks(build_parser(), run, argv)

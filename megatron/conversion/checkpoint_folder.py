@@ -1,4 +1,4 @@
-"""Which folder holds the checkpoint that a command names, and in which format."""
+"""Find the folder and the format of the checkpoint that a command names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.core.errors import CheckpointError
 from megatron.interop.open_checkpoint import FORMAT_NAMES, CheckpointFormat, detect_format
-from megatron.training.checkpointing.checkpoint_folders import TRACKER_FILE, candidate_folders
+from megatron.training.checkpointing.folder import TRACKER_FILE, candidate_folders
 
 
 @dataclass(frozen=True)

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from megatron.commands.convert_arguments import FORMATS, idle_flags
 from megatron.conversion.checkpoint_folder import find_checkpoint
-from megatron.conversion.conversion_check import check_result, compare_logits, parameters_of
+from megatron.conversion.conversion_check import check_result, compare_logits, parameters_of, transformers_logits
+from megatron.conversion.conversion_request import FORMATS, ConversionRequest, Target, idle_flags
 from megatron.conversion.progress import ByteProgress
 from megatron.conversion.publication import publish_checked
-from megatron.conversion.target_layout import Target, retarget
-from megatron.conversion.transformers_logits import transformers_logits
+from megatron.conversion.target_layout import retarget
 from megatron.core.dist_checkpointing.state_dict import OPTIMIZER_PREFIX, RNG_PREFIX
 from megatron.core.errors import ConfigurationError, TokenizerError
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
 from megatron.interop.checkpoint_source import CheckpointSource
+from megatron.interop.huggingface.model_export import write_hugging_face
 from megatron.interop.huggingface.source import HuggingFaceSource
-from megatron.interop.huggingface.writer import write_hugging_face
 from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
 from megatron.interop.native.native_source import NativeSource
 from megatron.interop.native.native_writer import TokenizerWriter, write_native
@@ -48,29 +47,29 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def convert(arguments: argparse.Namespace, log: Log = say) -> None:
-    """Do what the command line asks.
+def convert(request: ConversionRequest, log: Log = say) -> None:
+    """Convert one checkpoint.
 
     Raises:
-        InputError: the checkpoint cannot be read, or cannot become what is asked for.
+        InputError: the checkpoint cannot be read, or not converted to the target.
         ConversionMismatchError: the result is not what was converted; it was not published.
     """
-    found = find_checkpoint(arguments.load_dir, arguments.ckpt_step, _LOADED[FORMATS[arguments.loader]])
-    saver = target_format(arguments.loader, arguments.saver, found.format)
-    if arguments.test_logits and "hf" not in (found.format, saver):
+    found = find_checkpoint(request.load_dir, request.ckpt_step, _LOADED[FORMATS[request.loader]])
+    saver = target_format(request.loader, request.saver, found.format)
+    if request.test_logits and "hf" not in (found.format, saver):
         raise ConfigurationError("--test-logits compares with a Hugging Face model; use it where one side is one")
-    log(f"converting {found.folder} ({found.format}) to {arguments.save_dir} ({saver})")
-    for line in idle_flags(arguments, found.format, saver):
+    log(f"converting {found.folder} ({found.format}) to {request.save_dir} ({saver})")
+    for line in idle_flags(request, found.format, saver):
         log(line)
     formats = (found.format, saver)
-    source = open_for(formats, found.folder, arguments.true_vocab_size)
+    source = open_for(formats, found.folder, request.true_vocab_size)
     try:
-        target = read_target(arguments, source, saver)
+        target = read_target(request, source, saver)
         common = retarget(source.common, target, has_random_streams=any(map(is_random_stream, source.tensors)))
         dtype = None if target.params_dtype is None else getattr(torch, target.params_dtype)
         view = SourceView(source, common, keeps_optimizer=target.keeps_optimizer, weights_dtype=dtype)
         describe(view, log)
-        final = run(source, view, formats, arguments, log)
+        final = run(source, view, formats, request, log)
     finally:
         source.close()
     log(f"converted to {final}")
@@ -97,34 +96,27 @@ def target_format(loader: str, saver: str, found: CheckpointFormat) -> Checkpoin
     return wanted
 
 
-def read_target(arguments: argparse.Namespace, source: CheckpointSource, saver: CheckpointFormat) -> Target:
-    """Return what is to be changed.
+def read_target(request: ConversionRequest, source: CheckpointSource, saver: CheckpointFormat) -> Target:
+    """Return the target that the source and the format to write allow.
 
     Raises:
         ConfigurationError: the weights alone of a checkpoint with optimizer state would change their type.
     """
-    dtype = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else None
+    dtype = request.target.params_dtype
     has_optimizer = any(name.startswith(OPTIMIZER_PREFIX) for name in source.tensors)
-    keeps_optimizer = has_optimizer and not arguments.no_save_optim and saver != "hf"
+    keeps_optimizer = has_optimizer and request.target.keeps_optimizer and saver != "hf"
     if dtype == source.common["config"]["model"]["params_dtype"]:
         dtype = None
     if dtype is not None and keeps_optimizer:
         raise ConfigurationError(
-            f"--{'bf16' if arguments.bf16 else 'fp16'} converts weights only, and {source.folder} holds optimizer "
+            f"--{'bf16' if dtype == 'bfloat16' else 'fp16'} converts weights only, and {source.folder} holds optimizer "
             "state; add --no-save-optim, or leave it out"
         )
-    return Target(
-        tensor_parallel_size=arguments.target_tensor_parallel_size,
-        pipeline_parallel_size=arguments.target_pipeline_parallel_size,
-        num_layers_per_virtual_pipeline_stage=arguments.target_num_layers_per_virtual_pipeline_stage,
-        make_vocab_size_divisible_by=arguments.make_vocab_size_divisible_by,
-        params_dtype=dtype,
-        keeps_optimizer=keeps_optimizer,
-    )
+    return dataclasses.replace(request.target, params_dtype=dtype, keeps_optimizer=keeps_optimizer)
 
 
 def is_random_stream(name: str) -> bool:
-    """Tell whether a tensor is the state of a stream of random numbers."""
+    """Return whether a tensor is the state of a stream of random numbers."""
     return name.startswith(RNG_PREFIX)
 
 
@@ -143,7 +135,7 @@ def run(
     source: CheckpointSource,
     view: CheckpointSource,
     formats: tuple[CheckpointFormat, CheckpointFormat],
-    arguments: argparse.Namespace,
+    request: ConversionRequest,
     log: Log,
 ) -> Path:
     """Write, check and publish; return what appeared. ``formats`` are the source's and the result's."""
@@ -153,21 +145,21 @@ def run(
 
     def check(folder: Path) -> None:
         progress.finish()
-        if arguments.verify:
+        if request.verify:
             result = open_for(formats, folder, int(view.common["config"]["model"]["vocab_size"]))
             try:
                 check_result(view, result, keeps_state=saver != "hf", compares_logits=is_foreign, log=log)
             finally:
                 result.close()
-        if arguments.test_logits:
+        if request.test_logits:
             compare_with_transformers(view, source.folder if formats[0] == "hf" else folder, log)
 
     if saver == "hf":
-        write_hugging_face(counted, arguments.save_dir, check=check)
-        return Path(arguments.save_dir)
+        write_hugging_face(counted, request.save_dir, check=check)
+        return Path(request.save_dir)
     # A model that has not been trained yet has no iteration: Megatron's name for that is this.
     iteration: int | Literal["release"] = int(view.common["progress"]["iteration"]) or "release"
-    write_tokenizer = tokenizer_writer(source, arguments)
+    write_tokenizer = tokenizer_writer(source, request)
 
     def write(directory: Path) -> Path:
         if saver == "torch":
@@ -176,7 +168,7 @@ def run(
             return _write_megatron(write_torch_dist, counted, directory, iteration, write_tokenizer)
         return write_native(counted, directory, iteration, write_tokenizer=write_tokenizer)
 
-    return publish_checked(arguments.save_dir, iteration, write, check, log)
+    return publish_checked(request.save_dir, iteration, write, check, log)
 
 
 def _write_megatron(
@@ -193,17 +185,13 @@ def _write_megatron(
     return folder
 
 
-def tokenizer_writer(source: CheckpointSource, arguments: argparse.Namespace) -> TokenizerWriter | None:
-    """Return what leaves the tokenizer in a run's checkpoint; None for the source's own record, or none.
+def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> TokenizerWriter | None:
+    """Return a function that records the tokenizer in a checkpoint; None keeps the source's record, if any.
 
     Raises:
         TokenizerError: the tokenizer of the command line cannot be built.
     """
-    given: dict[str, Any] = {
-        name: str(getattr(arguments, name))
-        for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-        if getattr(arguments, name) is not None
-    }
+    given = dict(request.tokenizer)
     if not given:
         return source.write_tokenizer if isinstance(source, HuggingFaceSource) else None
     if "tokenizer_type" not in given and Path(given.get("tokenizer_model", "")).is_dir():
@@ -223,7 +211,7 @@ def tokenizer_writer(source: CheckpointSource, arguments: argparse.Namespace) ->
 
 
 def compare_with_transformers(view: CheckpointSource, folder: Path, log: Log) -> None:
-    """Hold the model against what the transformers package makes of the Hugging Face side.
+    """Compare the model's logits with those that the transformers package computes from the Hugging Face folder.
 
     Raises:
         ConversionMismatchError: the logits are not the same.

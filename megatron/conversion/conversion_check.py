@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from megatron.conversion.progress import ByteProgress
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX
-from megatron.core.errors import MegatronError
+from megatron.core.errors import InputError, MegatronError
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.comparison import compare_sources
 from megatron.interop.source_view import SourceView
@@ -91,3 +92,26 @@ def mismatch(problems: list[str]) -> ConversionMismatchError:
 def parameters_of(source: CheckpointSource) -> int:
     """Return how many parameters the model has; a tied weight counts once."""
     return sum(info.num_elements for name, info in source.tensors.items() if name.startswith(MODEL_PREFIX))
+
+
+@torch.no_grad()
+def transformers_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits that the transformers package computes in float32; nothing is downloaded, no code is loaded.
+
+    Shapes: ``tokens: [b, s] -> [b, s, v]`` float32.
+
+    Raises:
+        InputError: the package is not installed.
+    """
+    try:
+        from transformers import AutoModelForCausalLM
+    except (ImportError, OSError) as error:
+        raise InputError(
+            f"--test-logits needs the transformers package ({error}); install it, or leave the flag out"
+        ) from error
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, dtype=torch.float32
+    )
+    model.train(False)
+    logits: torch.Tensor = model(tokens, use_cache=False).logits
+    return logits

@@ -1,10 +1,10 @@
-"""What the comparison of two checkpoints prints."""
+"""Compare two checkpoints and print their differences."""
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron.conversion.checkpoint_folder import find_checkpoint
@@ -18,7 +18,15 @@ from megatron.training.config.run_config import RunConfig
 _STATE = ("progress", "optimizer", "scheduler")
 
 
-def diff_checkpoints(arguments: argparse.Namespace, log: Callable[[str], None] = print) -> bool:
+def diff_checkpoints(
+    first: Path,
+    second: Path,
+    *,
+    ckpt_step: int | None = None,
+    weights_only: bool = False,
+    tolerance: float = 0.0,
+    log: Callable[[str], None] = print,
+) -> bool:
     """Print every difference and return whether the checkpoints are equal.
 
     Equal are two that hold the same tensors, stand at the same point of the same schedule, and are of one model. The
@@ -27,15 +35,15 @@ def diff_checkpoints(arguments: argparse.Namespace, log: Callable[[str], None] =
     Raises:
         CheckpointError: one of them is not there or damaged.
     """
-    folders = [find_checkpoint(path, arguments.ckpt_step).folder for path in (arguments.first, arguments.second)]
+    folders = [find_checkpoint(path, ckpt_step).folder for path in (first, second)]
     left = open_checkpoint(folders[0])
     try:
         right = open_checkpoint(folders[1])
         try:
             log(f"first:  {folders[0]}")
             log(f"second: {folders[1]}")
-            problems = _tensors(left, right, arguments.weights_only, arguments.tolerance, log)
-            problems += _state(left.common, right.common, arguments.weights_only, log)
+            problems = _tensors(left, right, weights_only, tolerance, log)
+            problems += _state(left.common, right.common, weights_only, log)
         finally:
             right.close()
     finally:

@@ -1,16 +1,16 @@
-"""What the inspector prints of a checkpoint."""
+"""List a checkpoint: tensors, layout, progress and configuration."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron.conversion.checkpoint_folder import FoundCheckpoint, find_checkpoint
 from megatron.conversion.progress import ByteProgress
 from megatron.core.dist_checkpointing.mapping import dtype_name
-from megatron.core.dist_checkpointing.planner import split_box
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX
+from megatron.core.sharding import split_box
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.comparison import MAX_BOX_BYTES
 from megatron.interop.native.native_source import NativeSource
@@ -19,22 +19,30 @@ from megatron.interop.open_checkpoint import FORMAT_NAMES, open_checkpoint
 _GIGABYTE = 1e9
 
 
-def inspect_checkpoint(arguments: argparse.Namespace, log: Callable[[str], None] = print) -> None:
-    """Print a checkpoint's description; with ``--verify`` also read all of it.
+def inspect_checkpoint(
+    directory: Path,
+    *,
+    ckpt_step: int | None = None,
+    config: bool = False,
+    no_tensors: bool = False,
+    verify: bool = False,
+    log: Callable[[str], None] = print,
+) -> None:
+    """Print a checkpoint's description; with ``verify`` also read all of it.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    found = find_checkpoint(arguments.directory, arguments.ckpt_step)
-    source = open_checkpoint(found.folder, verify=arguments.verify)
+    found = find_checkpoint(directory, ckpt_step)
+    source = open_checkpoint(found.folder, verify=verify)
     try:
-        for line in describe(found, source, arguments.config):
+        for line in describe(found, source, config):
             log(line)
-        if not arguments.no_tensors:
+        if not no_tensors:
             for line in tensor_table(source):
                 log(line)
-        if arguments.verify:
-            verify(source, log)
+        if verify:
+            read_all(source, log)
     finally:
         source.close()
 
@@ -79,7 +87,7 @@ def tensor_table(source: CheckpointSource) -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
 
 
-def verify(source: CheckpointSource, log: Callable[[str], None]) -> None:
+def read_all(source: CheckpointSource, log: Callable[[str], None]) -> None:
     """Read every tensor.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Lines that say how far a copy of many bytes is, and how fast."""
+"""Report the progress and the rate of a copy of many bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write a checkpoint beside its place, look at it there, and only then let it appear."""
+"""Write a checkpoint under a temporary name, check it there, and only then publish it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.dist_checkpointing.storage import sync_folder
+from megatron.core.dist_checkpointing.disk import sync_folder
 from megatron.core.errors import CheckpointError
-from megatron.training.checkpointing.checkpoint_folders import TRACKER_FILE, iteration_folder
+from megatron.training.checkpointing.folder import TRACKER_FILE, iteration_folder
 
 STAGING_FOLDER = ".converting"
 
@@ -38,7 +38,7 @@ def publish_checked(
     check: Callable[[Path], None],
     log: Callable[[str], None],
 ) -> Path:
-    """Let a checkpoint appear in ``save_dir``, tracker file included, once it is written and checked.
+    """Write and check a checkpoint, then publish it in ``save_dir`` and let the tracker file name it.
 
     ``write`` is given a folder to write a run's folder into and returns that of the iteration; ``check`` is given the
     latter and raises where it must not appear. Nothing is left of one that does not.

@@ -1,14 +1,15 @@
-"""The shared state of a checkpoint as it is for another layout."""
+"""Change the layout and the precision that a checkpoint records."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from megatron.conversion.conversion_request import Target
 from megatron.core.errors import ConfigurationError
 from megatron.core.pipeline_parallel.stage_layout import layout_problems
+from megatron.interop.inference_model import EVEN_PIPELINE
 from megatron.training.config.checks import layout
 from megatron.training.config.run_config import RunConfig
 
@@ -17,18 +18,6 @@ _TARGET_FLAGS = {
     "--pipeline-model-parallel-size": "--target-pipeline-parallel-size",
     "--num-layers-per-virtual-pipeline-stage": "--target-num-layers-per-virtual-pipeline-stage",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """Hold what a conversion was asked to change; None leaves what the checkpoint says."""
-
-    tensor_parallel_size: int | None = None
-    pipeline_parallel_size: int | None = None
-    num_layers_per_virtual_pipeline_stage: int | None = None
-    make_vocab_size_divisible_by: int | None = None
-    params_dtype: str | None = None
-    keeps_optimizer: bool = True
 
 
 def retarget(common: Mapping[str, Any], target: Target, has_random_streams: bool = False) -> dict[str, Any]:
@@ -54,7 +43,7 @@ def retarget(common: Mapping[str, Any], target: Target, has_random_streams: bool
         raise ConfigurationError([_with_target_flags(problem) for problem in problems])
     changed = dict(common) | {"config": config.to_dict()}
     if not has_random_streams:
-        changed["layout"] = _describe(config)
+        changed["layout"] = config.parallel_sizes.record()
     if not target.keeps_optimizer:
         changed |= {"optimizer": None, "scheduler": None}
     return changed
@@ -81,19 +70,9 @@ def _with_layout(config: RunConfig, target: Target) -> RunConfig:
     }
     if virtual is not None or pp != old.pipeline_model_parallel_size:
         # A split that was made for another number of stages says nothing about this one.
-        changes |= {
-            "num_layers_per_virtual_pipeline_stage": virtual,
-            "num_virtual_stages_per_pipeline_rank": None,
-            "decoder_first_pipeline_num_layers": None,
-            "decoder_last_pipeline_num_layers": None,
-            "account_for_embedding_in_pipeline_split": False,
-            "account_for_loss_in_pipeline_split": False,
-            "pipeline_model_parallel_layout": None,
-            "pipeline_schedule": None,
-            "microbatch_group_size_per_virtual_pipeline_stage": None,
-        }
+        changes |= {**EVEN_PIPELINE, "num_layers_per_virtual_pipeline_stage": virtual}
     model = dataclasses.replace(old, **changes)
-    return dataclasses.replace(config, model=model, world_size=model.model_parallel_size)
+    return dataclasses.replace(config, model=model, world_size=model.parallel_sizes.world_size)
 
 
 def _with_precision(config: RunConfig, dtype: str | None) -> RunConfig:
@@ -105,16 +84,6 @@ def _with_precision(config: RunConfig, dtype: str | None) -> RunConfig:
         model=dataclasses.replace(config.model, **precision),
         optimizer=dataclasses.replace(config.optimizer, params_dtype=dtype),
     )
-
-
-def _describe(config: RunConfig) -> dict[str, int]:
-    return {
-        "tensor_model_parallel_size": config.model.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": config.model.pipeline_model_parallel_size,
-        "context_parallel_size": config.model.context_parallel_size,
-        "data_parallel_size": 1,
-        "world_size": config.world_size,
-    }
 
 
 def _or(given: int | None, otherwise: int) -> int:

@@ -6,13 +6,17 @@ can be read, counted and traced in one place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from megatron.core.errors import MegatronError
 from megatron.core.process_group import Group
+
+Result = TypeVar("Result")
 
 # torch 2.13 deprecates the *_tensor names; older releases know only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -171,6 +175,50 @@ def all_gather_objects(value: Any, group: Group) -> list[Any]:
     values: list[Any] = [None] * group.size
     dist.all_gather_object(values, value, group=group.handle)
     return values
+
+
+def gather_objects(value: Any, group: Group) -> list[Any]:
+    """Return every rank's picklable value in group order on the group's first rank, and nothing on the others."""
+    if _is_alone(group):
+        return [value]
+    values: list[Any] | None = [None] * group.size if group.is_first else None
+    dist.gather_object(value, values, dst=group.ranks[0], group=group.handle)
+    return values or []
+
+
+def any_rank(flag: bool, group: Group) -> bool:
+    """Return on every rank whether any rank of the group gives a true flag."""
+    if _is_alone(group):
+        return flag
+    device = "cuda" if dist.get_backend(group.handle) == "nccl" else "cpu"
+    total = torch.tensor(float(flag), device=device)
+    all_reduce(total, group, "max")
+    return bool(total.item())
+
+
+def raise_on_all_ranks(error: MegatronError | None, group: Group) -> None:
+    """Raise on every rank what the first rank that has an error reports; return where none has.
+
+    Errors themselves are exchanged only where there is one.
+    """
+    if any_rank(error is not None, group):
+        raise next(reported for reported in all_gather_objects(error, group) if reported is not None)
+
+
+def run_on_all_ranks(action: Callable[[], Result], group: Group) -> Result:
+    """Return what the action returns on this rank; collective.
+
+    Raises:
+        MegatronError: what the action raised on one rank, on every rank alike.
+    """
+    result: list[Result] = []
+    error: MegatronError | None = None
+    try:
+        result.append(action())
+    except MegatronError as failure:
+        error = failure
+    raise_on_all_ranks(error, group)
+    return result[0]
 
 
 def barrier(group: Group) -> None:

@@ -9,9 +9,9 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from megatron.core.errors import ConfigurationError
 
@@ -19,49 +19,98 @@ ConfigType = TypeVar("ConfigType")
 
 _METADATA_KEY = "flag"
 
+Role = Literal["weights", "shape", "meaning", "recipe", "layout", "run", "output"]
+"""What a field is about; whoever compares, records or restores a configuration asks for it.
+
+``weights`` decides only which weights there are, ``shape`` also what they mean, ``meaning`` what is computed from the
+same weights. ``recipe`` belongs to how a model is trained and goes with it from run to run. ``layout`` cuts the work
+over processes. ``run`` is all else that a run does, ``output`` where files go and what is reported.
+"""
+IDENTITY: tuple[Role, ...] = ("weights", "shape", "meaning")
+"""The roles that together say which model it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Hold which numbers a field can have, and that in words."""
+
+    words: str
+    hold: Callable[[float], bool]
+
+
+POSITIVE = Bounds("greater than 0", lambda value: value > 0)
+NOT_NEGATIVE = Bounds("of 0 or more", lambda value: value >= 0)
+BELOW_ONE = Bounds("from 0 to below 1", lambda value: 0 <= value < 1)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlagOptions:
     """Hold what the plain rule (field name to flag name) cannot say about a field.
 
-    ``aliases`` are further names; ``negative`` is the flag that turns a default-True field off; ``append``
-    collects the values of every occurrence; ``cli=False`` marks a field that no flag sets.
+    On the command line: ``aliases`` are further names; ``negative`` is the flag that turns a default-True field off;
+    ``append`` collects the values of every occurrence; ``cli=False`` marks a field that no flag sets. ``not_built``
+    are choices of Megatron-LM that do not exist here.
+
+    Between fields, by name: a field ``excludes`` others, and has no effect without the one that it ``needs``. It
+    counts only ``where`` another field has a value. It is ``seen_as`` an attribute of the configuration where several
+    fields spell one thing.
+
+    ``in_args`` are its names in the ``args`` of Megatron's checkpoints: the first that is there is read, all are
+    written; True stands for its own name, and None for what its class says.
     """
 
+    role: Role | None = None
     aliases: tuple[str, ...] = ()
     negative: str | None = None
     choices: tuple[str, ...] | None = None
+    not_built: tuple[str, ...] = ()
+    bounds: Bounds | None = None
     nargs: str | int | None = None
     metavar: str | None = None
     append: bool = False
     cli: bool = True
+    excludes: tuple[str, ...] = ()
+    needs: str | None = None
+    where: tuple[str, Any] | None = None
+    seen_as: str | None = None
+    in_args: tuple[str, ...] | bool | None = None
 
 
-_PLAIN = FlagOptions()
+def flag(default: Any = dataclasses.MISSING, **options: Any) -> Any:
+    """Declare a configuration field with its default, if it has one, and its `FlagOptions`."""
+    return dataclasses.field(default=default, metadata={_METADATA_KEY: FlagOptions(**options)})
 
 
-def flag(
-    default: Any = dataclasses.MISSING,
-    *,
-    aliases: Sequence[str] = (),
-    negative: str | None = None,
-    choices: Sequence[str] | None = None,
-    nargs: str | int | None = None,
-    metavar: str | None = None,
-    append: bool = False,
-    cli: bool = True,
-) -> Any:
-    """Declare a configuration field with more than a name, a type and a default (see `FlagOptions`)."""
-    options = FlagOptions(
-        aliases=tuple(aliases),
-        negative=negative,
-        choices=None if choices is None else tuple(choices),
-        nargs=nargs,
-        metavar=metavar,
-        append=append,
-        cli=cli,
-    )
-    return dataclasses.field(default=default, metadata={_METADATA_KEY: options})
+class Config:
+    """Be the base of all configuration classes whose fields are flags: see to it that every field has a role.
+
+    A class may give the ``role`` of its fields, and whether they are ``in_args``, for those that do not say it.
+    ``retired`` are fields of earlier releases, which stored configurations may still hold.
+
+    Raises:
+        TypeError: a field has no role, or one that there is not.
+    """
+
+    retired: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(
+        cls, *, role: Role | None = None, in_args: bool = False, retired: tuple[str, ...] = ()
+    ) -> None:
+        """Complete the options of the fields that the class itself declares."""
+        cls.retired = retired
+        for name in inspect.get_annotations(cls):
+            declared = cls.__dict__.get(name, dataclasses.MISSING)
+            field = declared if isinstance(declared, dataclasses.Field) else flag(declared)
+            options: FlagOptions = field.metadata.get(_METADATA_KEY, FlagOptions())
+            own_role, names = options.role or role, in_args if options.in_args is None else options.in_args
+            if own_role not in typing.get_args(Role):
+                roles = ", ".join(typing.get_args(Role))
+                raise TypeError(
+                    f"{cls.__name__}.{name} has the role {own_role}; declare it as flag(..., role=R), with R of {roles}"
+                )
+            names = ((name,) if names else ()) if isinstance(names, bool) else names
+            options = dataclasses.replace(options, role=own_role, in_args=names)
+            setattr(cls, name, dataclasses.field(default=field.default, metadata={_METADATA_KEY: options}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +140,24 @@ class FieldSpec:
             return (self.options.negative, *self.options.aliases)
         return ("--" + self.name.replace("_", "-"), *self.options.aliases)
 
+    @property
+    def metavar(self) -> str:
+        """Return what stands for the value in a line of help; no switch has one."""
+        if self.options.choices is not None:
+            return "{" + ",".join(self.options.choices) + "}"
+        return self.options.metavar or {int: "N", float: "X", str: "TEXT"}[self.item_type]
+
+    def help_text(self, doc: str) -> str:
+        """Return what the flag does, from the field's documentation: for a negative flag what follows "Off:" there."""
+        if self.options.negative is None:
+            return doc
+        text = doc.partition(" Off: ")[2]
+        return text[:1].upper() + text[1:]
+
+    def typed(self, value: Any) -> str:
+        """Return the flag with a value, as somebody types it; a switch has none."""
+        return self.flags[0] if self.is_bool else f"{self.flags[0]} {value}"
+
 
 def _item_type(annotation: Any) -> tuple[type, bool, bool]:
     """Split an annotation into (element type, may be None, is a tuple)."""
@@ -114,7 +181,7 @@ def field_specs(config_class: type) -> tuple[FieldSpec, ...]:
     specs = []
     for field in dataclasses.fields(config_class):
         item_type, is_optional, is_sequence = _item_type(hints[field.name])
-        options: FlagOptions = field.metadata.get(_METADATA_KEY, _PLAIN)
+        options: FlagOptions = field.metadata[_METADATA_KEY]
         is_required = field.default is dataclasses.MISSING
         if options.cli and item_type is bool and not is_sequence:
             assert (field.default is True) == (options.negative is not None), (
@@ -141,6 +208,11 @@ def _owner(config_class: type, name: str) -> str:
         if name in inspect.get_annotations(ancestor):
             return ancestor.__name__
     raise AssertionError(f"{config_class.__name__} has no field {name}")
+
+
+def fields_with_role(config_class: type, *roles: Role) -> tuple[str, ...]:
+    """Return the names of a configuration class's fields that have one of these roles."""
+    return tuple(spec.name for spec in field_specs(config_class) if spec.options.role in roles)
 
 
 @functools.cache
@@ -188,7 +260,8 @@ def config_from_dict(config_class: type[ConfigType], values: Mapping[str, Any]) 
     """Build a configuration from what `config_to_dict` returned.
 
     Strict: an unknown key, a missing required key and a value of the wrong type are problems; a key that is
-    absent takes its default, so that a dictionary written before a field existed can still be read.
+    absent takes its default, so that a dictionary written before a field existed can still be read, and a retired
+    one is passed over.
 
     Raises:
         ConfigurationError: with every problem found.
@@ -206,8 +279,9 @@ def _build(config_class: type[ConfigType], values: object, where: str, problems:
         return None
     hints = typing.get_type_hints(config_class)
     fields = {field.name: field for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
+    retired = config_class.retired if issubclass(config_class, Config) else ()
     before = len(problems)
-    problems.extend(f"{where}: unknown field {name}" for name in values if name not in fields)
+    problems.extend(f"{where}: unknown field {name}" for name in values if name not in {*fields, *retired})
     arguments: dict[str, Any] = {}
     for name, field in fields.items():
         if name not in values:

@@ -1,4 +1,4 @@
-"""Everything in which a CUDA device differs from a CPU."""
+"""The device of a process: everything in which CUDA differs from a CPU."""
 
 from __future__ import annotations
 

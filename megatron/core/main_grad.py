@@ -1,7 +1,7 @@
-"""Where a parameter's gradient is summed over micro-batches.
+"""Gradient accumulation: where a parameter's gradient is summed over micro-batches.
 
-Layers write weight gradients straight into it, so that no second gradient tensor of the weight's size exists, and the
-first contribution of a step overwrites what the last step left, so that nothing has to be zeroed.
+Layers write weight gradients straight into it, so that no second gradient tensor of the weight's size exists. The
+first contribution of a step overwrites the gradient of the step before, so that nothing has to be zeroed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.kernels.matrix_product import prefers_onednn, product
 
 
 class MainGrad:
-    """Hold the accumulated gradient of one parameter and tell its owner when a contribution has arrived.
+    """Hold the accumulated gradient of one parameter, and tell its owner when a micro-batch's is complete.
 
     ``tensor`` has the parameter's shape and the accumulation dtype; usually it is a view into a flat buffer.
     ``num_uses`` is how many contributions one backward pass brings (two for a word embedding that is also the output
@@ -54,7 +54,7 @@ class MainGrad:
 
     def add(self, grad: torch.Tensor) -> None:
         """Add a gradient of the parameter's shape."""
-        if self.num_uses == 1 or not self._put_off(self._add_now, grad):
+        if self.num_uses == 1 or not self._defer(self._add_now, grad):
             self._add_now(grad)
 
     def _add_now(self, grad: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ class MainGrad:
         """
         # Detached: the products of the queue are run outside of a backward pass, where autograd would record them.
         left, right = left.detach(), right.detach()
-        if not self._put_off(self._add_matmul_now, left, right):
+        if not self._defer(self._add_matmul_now, left, right):
             self._add_matmul_now(left, right)
 
     def _add_matmul_now(self, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -91,7 +91,7 @@ class MainGrad:
 
         Shapes: ``indices: [n]``, ``rows: [n, h]``.
         """
-        if self.num_uses == 1 or not self._put_off(self._add_rows_now, indices, rows):
+        if self.num_uses == 1 or not self._defer(self._add_rows_now, indices, rows):
             self._add_rows_now(indices, rows)
 
     def _add_rows_now(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
@@ -105,11 +105,11 @@ class MainGrad:
         if self.is_empty and self.on_begin is not None:
             self.on_begin()
 
-    def _put_off(self, contribution: Callable[..., None], *tensors: torch.Tensor) -> bool:
-        """Leave a contribution to the queue while that collects, and return whether it does.
+    def _defer(self, contribution: Callable[..., None], *tensors: torch.Tensor) -> bool:
+        """Defer a contribution if the queue is collecting, and return whether it was deferred.
 
-        Only products are worth it; but of a parameter with several uses all contributions stay together, or it could
-        not be told when a micro-batch's are complete.
+        Only matrix products are worth it. A parameter with several uses defers all its contributions, since otherwise
+        nothing would tell when those of a micro-batch are complete.
         """
         if self.queue is None or not self.queue.is_collecting:
             return False
@@ -126,10 +126,10 @@ class MainGrad:
 
 
 class WeightGradQueue:
-    """Put weight gradients off, micro-batch by micro-batch, so that a backward pass can be split in two.
+    """Defer weight gradients, micro-batch by micro-batch, so that a backward pass can be split in two.
 
-    While it collects, the main gradients that it is attached to leave their matrix products here; the operands stay
-    alive until the products are run.
+    While the queue collects, the main gradients that it serves leave their matrix products here. The operands stay
+    alive until ``run`` computes the products.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter] = ()) -> None:
@@ -146,12 +146,12 @@ class WeightGradQueue:
 
     @property
     def is_collecting(self) -> bool:
-        """Return whether contributions are being put off."""
+        """Return whether contributions are being deferred."""
         return self._open is not None
 
     @contextlib.contextmanager
     def collecting(self, microbatch: int) -> Iterator[None]:
-        """Put the contributions inside off until ``run`` is called for the micro-batch."""
+        """Defer the contributions inside until ``run`` is called for the micro-batch."""
         assert self._open is None
         assert microbatch not in self._pending
         self._open = self._pending[microbatch] = []
@@ -166,7 +166,7 @@ class WeightGradQueue:
         self._open.append(contribution)
 
     def run(self, microbatch: int) -> None:
-        """Make the contributions of a micro-batch, in the order in which they came."""
+        """Run the deferred contributions of a micro-batch, in the order in which they came."""
         # A backward pass works without a graph of its own; its saved operands still belong to one.
         with torch.no_grad():
             for contribution in self._pending.pop(microbatch):
@@ -189,5 +189,5 @@ def set_gradient_uses(parameter: torch.nn.Parameter, num_uses: int) -> None:
 
 
 def gradient_uses_of(parameter: torch.Tensor) -> int:
-    """Return how many gradient contributions one backward pass brings to a parameter: one unless it was said."""
+    """Return how many gradient contributions one backward pass brings to a parameter: one unless set."""
     return int(parameter.__dict__.get("num_gradient_uses", 1))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.parallel_sizes import GRID_AXES, ONE_RANK, Grid, ParallelSizes, Place, slice_ranks
 from megatron.core.process_group import Group, Observer
 
-GRID_AXES: tuple[str, ...] = ("pp", "dp", "cp", "tp")
-"""Mesh axes from slowest to fastest varying: neighbouring ranks share a tensor-parallel group."""
-
-_GROUP_AXES: dict[str, tuple[str, ...]] = {
+GROUP_AXES: Mapping[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
     "dp": ("dp",),
@@ -23,18 +21,20 @@ _GROUP_AXES: dict[str, tuple[str, ...]] = {
     "model_parallel": ("pp", "tp"),
     "world": GRID_AXES,
 }
+"""Every group that training needs, as the axes of the grid that it spans."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParallelState:
-    """Hold one rank's groups: its slices of the grid of all ranks along every set of axes that training needs.
+    """Hold one rank's place in the grid of all ranks and its groups: slices along every set of axes of ``GROUP_AXES``.
 
     ``dp_cp`` is where gradients are reduced, ``model_parallel`` (pp × tp) is where norms are summed. ``embedding`` is
     the first and the last pipeline stage, which may both hold the word embedding; a stage between is alone in its own.
     """
 
     rank: int
-    world_size: int
+    sizes: ParallelSizes
+    place: Place
     tp: Group
     cp: Group
     dp: Group
@@ -45,87 +45,98 @@ class ParallelState:
     world: Group
 
     @property
-    def is_first_stage(self) -> bool:
-        """Return whether this rank holds the first pipeline stage."""
-        return self.pp.is_first
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Return whether this rank holds the last pipeline stage."""
-        return self.pp.is_last
+    def world_size(self) -> int:
+        """Return the number of all ranks."""
+        return self.sizes.world_size
 
 
-def group_ranks(sizes: dict[str, int], axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
-    """Return the global ranks that differ from ``rank`` only along ``axes``, in grid order.
+Communicator = Callable[[tuple[int, ...]], "dist.ProcessGroup | None"]
+"""Returns what a set of ranks communicates with; None where it does not."""
 
-    ``sizes`` gives the length of every axis of ``GRID_AXES``. The cost grows with the group, not with the world.
+
+class Communicators:
+    """Make one communicator for each distinct set of ranks, on its members alone, whichever grid it is a slice of.
+
+    A set of one rank has none, and all ranks use the default group.
     """
-    strides, stride = {}, 1
-    for axis in reversed(GRID_AXES):
-        strides[axis] = stride
-        stride *= sizes[axis]
-    base = rank - sum((rank // strides[axis]) % sizes[axis] * strides[axis] for axis in axes)
-    ranks = [base]
-    for axis in GRID_AXES:
-        if axis in axes:
-            ranks = [r + i * strides[axis] for r in ranks for i in range(sizes[axis])]
-    return tuple(ranks)
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self._timeout = timeout
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {
+            tuple(range(dist.get_world_size())): dist.group.WORLD
+        }
+
+    def __call__(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Return the communicator of ``ranks``; all of them must ask for the same sets in the same order."""
+        if len(ranks) == 1:
+            return None
+        if ranks not in self._made:
+            self._made[ranks] = self.make(ranks)
+        return self._made[ranks]
+
+    def make(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Return a new communicator of ``ranks``, be there one already or not."""
+        made: dist.ProcessGroup | None
+        made = dist.new_group(ranks=list(ranks), timeout=self._timeout, use_local_synchronization=True)
+        return made
+
+
+def no_communicator(ranks: tuple[int, ...]) -> None:
+    """Leave a group without a communicator: it describes ranks that need not exist."""
+
+
+def make_groups(
+    rank: int,
+    grid: Grid,
+    group_axes: Mapping[str, tuple[str, ...]],
+    communicator: Communicator,
+    observer: Observer | None = None,
+) -> dict[str, Group]:
+    """Return the slices of a grid that a rank lies in, one for each set of axes.
+
+    The grid is any factorisation of the ranks. ``observer`` is told of every communication over any of the groups.
+    """
+    slices = {name: slice_ranks(grid, axes, rank) for name, axes in group_axes.items()}
+    return {
+        name: Group(group_axes[name], ranks, ranks.index(rank), communicator(ranks), observer)
+        for name, ranks in slices.items()
+    }
 
 
 def describe_parallel_state(
-    rank: int,
-    world_size: int,
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
-    context_parallel_size: int = 1,
-    observer: Observer | None = None,
+    rank: int, world_size: int, sizes: ParallelSizes = ONE_RANK, observer: Observer | None = None
 ) -> ParallelState:
     """Return the groups of any rank of a world, without processes or communicators.
 
-    ``observer`` is told of every communication over any of them.
+    ``sizes`` says how one copy of the model is cut; the world holds as many copies as it has room for. ``observer`` is
+    told of every communication over any of the groups.
 
     Raises:
-        ConfigurationError: the world does not factor into the given sizes.
+        ConfigurationError: the world is not a whole number of copies.
     """
-    sizes = _grid_sizes(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
-    return _build(rank, world_size, sizes, lambda ranks: None, observer)
+    return _build(rank, world_size, sizes, no_communicator, observer)
 
 
 def create_parallel_state(
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
-    context_parallel_size: int = 1,
-    timeout: timedelta | None = None,
-    observer: Observer | None = None,
+    sizes: ParallelSizes = ONE_RANK, timeout: timedelta | None = None, observer: Observer | None = None
 ) -> ParallelState:
     """Create this process's communicators; ``torch.distributed`` must be initialised unless the world is one process.
 
-    One communicator is made for each distinct set of ranks, none for a set of one, and the set of all ranks uses the
-    default group. Only the members of a group take part in making it. ``observer`` is told of every communication.
+    ``sizes`` says how one copy of the model is cut; the world holds as many copies as it has room for. One communicator
+    is made for each distinct set of ranks, none for a set of one, and the set of all ranks uses the default group. Only
+    the members of a group take part in making it. ``observer`` is told of every communication.
 
     Raises:
-        ConfigurationError: the world does not factor into the given sizes.
+        ConfigurationError: the world is not a whole number of copies.
     """
     if not dist.is_initialized():
-        return describe_parallel_state(
-            0, 1, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size, observer
-        )
-    world_size = dist.get_world_size()
-    sizes = _grid_sizes(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
-    handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): dist.group.WORLD}
-
-    def communicator(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        if len(ranks) == 1:
-            return None
-        if ranks not in handles:
-            handles[ranks] = dist.new_group(ranks=list(ranks), timeout=timeout, use_local_synchronization=True)
-        return handles[ranks]
-
-    state = _build(dist.get_rank(), world_size, sizes, communicator, observer)
+        return describe_parallel_state(0, 1, sizes, observer)
+    communicators = Communicators(timeout)
+    state = _build(dist.get_rank(), dist.get_world_size(), sizes, communicators, observer)
     if state.pp.size > 2 and state.embedding.size == 1:
         # torch names a group by how many its members have made before, and waits for ever where they disagree: stages
         # that have no part in the embedding group make one too, or no group of the whole pipeline could follow.
-        dist.new_group(ranks=[state.rank], timeout=timeout, use_local_synchronization=True)
+        communicators.make((state.rank,))
     return state
 
 
@@ -136,30 +147,13 @@ def _pipeline_ends(pp: Group) -> tuple[int, ...]:
     return (pp.ranks[pp.rank],)
 
 
-def _grid_sizes(world_size: int, tp: int, pp: int, cp: int) -> dict[str, int]:
-    model = tp * pp * cp
-    if world_size % model:
-        raise ConfigurationError(
-            f"world size {world_size} is not divisible by tensor({tp}) x pipeline({pp}) x context({cp}) = {model}; "
-            "change --tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size "
-            "or the number of processes"
-        )
-    return {"pp": pp, "dp": world_size // model, "cp": cp, "tp": tp}
-
-
 def _build(
-    rank: int,
-    world_size: int,
-    sizes: dict[str, int],
-    communicator: Callable[[tuple[int, ...]], dist.ProcessGroup | None],
-    observer: Observer | None,
+    rank: int, world_size: int, sizes: ParallelSizes, communicator: Communicator, observer: Observer | None
 ) -> ParallelState:
-    groups: dict[str, Group] = {}
-
-    def add(name: str, axes: tuple[str, ...], ranks: tuple[int, ...]) -> None:
-        groups[name] = Group(axes, ranks, ranks.index(rank), communicator(ranks), observer)
-
-    for name, axes in _GROUP_AXES.items():
-        add(name, axes, group_ranks(sizes, axes, rank))
-    add("embedding", ("embedding",), _pipeline_ends(groups["pp"]))
-    return ParallelState(rank=rank, world_size=world_size, **groups)
+    sizes = sizes.in_world(world_size)
+    if problems := sizes.problems(world_size):
+        raise ConfigurationError(problems)
+    groups = make_groups(rank, sizes.grid, GROUP_AXES, communicator, observer)
+    ends = _pipeline_ends(groups["pp"])
+    embedding = Group(("embedding",), ends, ends.index(rank), communicator(ends), observer)
+    return ParallelState(rank=rank, sizes=sizes, place=sizes.place(rank), embedding=embedding, **groups)

@@ -6,7 +6,7 @@ One description serves initialisation, gradient reduction, norm clipping, parame
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
@@ -49,6 +49,11 @@ class Box:
         """Return the same box with its offset counted from ``origin``."""
         return Box(tuple(o - base for o, base in zip(self.offset, origin, strict=True)), self.shape)
 
+    def rebased(self, origin: Sequence[int], target: Sequence[int]) -> Box:
+        """Return the same box moved as ``origin`` is moved to ``target``."""
+        offset = zip(self.offset, origin, target, strict=True)
+        return Box(tuple(o - base + new for o, base, new in offset), self.shape)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -64,6 +69,10 @@ class Piece:
     def local_box(self) -> Box:
         """Return the box of the local tensor."""
         return Box(self.local_offset, self.global_box.shape)
+
+    def localized(self, box: Box) -> Box:
+        """Return the box of the local tensor where the values of a box within ``global_box`` lie."""
+        return box.rebased(self.global_box.offset, self.local_offset)
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,6 @@ class ParamSpec:
     gradient_sum_axes: tuple[str, ...] = ()
     replica_index: int = 0
     num_replicas: int = 1
-    tied_to: str | None = None
     init_mean: float = 0.0
     init_std: float = 0.0
 
@@ -109,15 +117,13 @@ class ParamSpec:
         for piece in self.pieces:
             common = piece.local_box.intersect(box)
             if common is not None:
-                start = common.relative_to(piece.local_offset).offset
-                offset = tuple(o + base for o, base in zip(start, piece.global_box.offset, strict=True))
-                pieces.append(Piece(Box(offset, common.shape), common.relative_to(box.offset).offset))
+                global_box = common.rebased(piece.local_offset, piece.global_box.offset)
+                pieces.append(Piece(global_box, common.relative_to(box.offset).offset))
         return replace(self, pieces=tuple(pieces))
 
     def with_prefix(self, prefix: str) -> ParamSpec:
-        """Return the same description with ``prefix`` before the name, and before the name that it is tied to."""
-        tied_to = None if self.tied_to is None else prefix + self.tied_to
-        return replace(self, name=prefix + self.name, tied_to=tied_to)
+        """Return the same description with ``prefix`` before the name."""
+        return replace(self, name=prefix + self.name)
 
 
 def attach_spec(parameter: torch.nn.Parameter, spec: ParamSpec) -> None:
@@ -148,6 +154,53 @@ def tie_over_pipeline(spec: ParamSpec, *, name: str, is_first_stage: bool) -> Pa
         replica_index=0 if is_first_stage else 1,
         num_replicas=2,
     )
+
+
+def split_box(box: Box, itemsize: int, max_bytes: int) -> list[Box]:
+    """Cut a box along dim 0 into parts of at most ``max_bytes``, or of single rows where a row is larger."""
+    if not box.shape or box.num_elements * itemsize <= max_bytes:
+        return [box]
+    row_bytes = box.num_elements // box.shape[0] * itemsize
+    rows = max(1, max_bytes // row_bytes)
+    return [
+        Box((box.offset[0] + start, *box.offset[1:]), (min(rows, box.shape[0] - start), *box.shape[1:]))
+        for start in range(0, box.shape[0], rows)
+    ]
+
+
+def subtract(box: Box, other: Box) -> list[Box]:
+    """Return disjoint boxes that make up ``box`` without ``other``, at most two a dim."""
+    common = box.intersect(other)
+    if common is None:
+        return [box]
+    parts = []
+    offset, shape = list(box.offset), list(box.shape)
+    for dim, (start, length) in enumerate(zip(common.offset, common.shape, strict=True)):
+        before = start - offset[dim]
+        after = offset[dim] + shape[dim] - (start + length)
+        for part_start, part_length in ((offset[dim], before), (start + length, after)):
+            if part_length > 0:
+                parts.append(
+                    Box(
+                        (*offset[:dim], part_start, *offset[dim + 1 :]),
+                        (*shape[:dim], part_length, *shape[dim + 1 :]),
+                    )
+                )
+        offset[dim], shape[dim] = start, length
+    return parts
+
+
+def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
+    """Return what no box of ``covers`` holds of ``box``."""
+    rest = [box] if box.num_elements else []
+    for cover in covers:
+        rest = [part for remaining in rest for part in subtract(remaining, cover)]
+    return rest
+
+
+def describe_box(box: Box) -> str:
+    """Return a box as Python would slice it."""
+    return f"[{','.join(f'{part.start}:{part.stop}' for part in box.slices)}]"
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:

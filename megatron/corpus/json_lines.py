@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.errors import DataError, TokenizerError
-from megatron.core.tokenizers.unicode_text import require_unicode
+from megatron.core.tokenizers.tokenizer import require_unicode
 
 ExtractTexts = Callable[[bytes, Sequence[bytes]], tuple[list[bytes | None], NDArray[np.int64], int]]
 """From a block and keys to the text of each document and key (None: left to `parse_line`), the (line, begin, end) of
@@ -20,7 +20,7 @@ each document, and the number of lines."""
 
 @dataclass(frozen=True)
 class Problem:
-    """Say what is wrong with a line, counted from 0."""
+    """Hold a line's number, counted from 0, and what is wrong with it."""
 
     line: int
     message: str

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.dist_checkpointing.mapping import dtype_name
-from megatron.core.dist_checkpointing.planner import split_box
+from megatron.core.sharding import split_box
 from megatron.interop.checkpoint_source import CheckpointSource, TensorInfo
 
 MAX_BOX_BYTES = 64 * 1024 * 1024
@@ -19,7 +19,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """Say how a tensor of two checkpoints differs; None stands for a tensor that one of them lacks.
+    """Hold how a tensor of two checkpoints differs. None stands for a tensor that one of them lacks.
 
     ``max_difference`` is the largest absolute difference of two elements, ``max_value`` the largest absolute value in
     the second checkpoint. ``num_different`` counts elements whose bits differ.

@@ -1,9 +1,10 @@
-"""A model for use, not for training, at any layout: its configuration, its stage on this rank, and its weights."""
+"""Build a model for inference at any layout: its configuration, its stage on this rank, and its weights."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 
@@ -14,10 +15,24 @@ from megatron.core.dist_checkpointing.state_dict import model_tensors
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.interop.checkpoint_source import CheckpointSource, TensorInfo
+
+EVEN_PIPELINE: Final[Mapping[str, Any]] = {
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "pipeline_model_parallel_layout": None,
+    "pipeline_schedule": None,
+    "microbatch_group_size_per_virtual_pipeline_stage": None,
+}
+"""Fields of a model's configuration for one stage on each pipeline rank, of as many layers as the others."""
 
 
 def inference_config(
@@ -29,19 +44,9 @@ def inference_config(
     """Return a trained model's configuration at another layout, without what only training needs."""
     return dataclasses.replace(
         config,
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-        context_parallel_size=1,
+        **ParallelSizes(tp=tensor_model_parallel_size, pp=pipeline_model_parallel_size).model_fields(),
         sequence_parallel=False,
-        num_layers_per_virtual_pipeline_stage=None,
-        num_virtual_stages_per_pipeline_rank=None,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-        pipeline_model_parallel_layout=None,
-        pipeline_schedule=None,
-        microbatch_group_size_per_virtual_pipeline_stage=None,
+        **EVEN_PIPELINE,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         fp16=config.fp16 and params_dtype is None,
@@ -75,7 +80,7 @@ def build_inference_model(config: GPTConfig, state: ParallelState, device: Devic
     """
     contents = inference_stage(config.num_layers, state.pp.size, state.pp.rank)
     # Nothing is drawn from the streams: there is no dropout.
-    rng = RngStreams(device, 0, tp_rank=state.tp.rank, dp_rank=0, cp_rank=0, pp_rank=state.pp.rank)
+    rng = RngStreams(device, 0, state.place)
     model = GPTModel(
         config,
         state.tp,

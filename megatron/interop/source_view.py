@@ -1,4 +1,4 @@
-"""A source seen through changes: other shared state, fewer tensors, weights in another dtype, reads reported."""
+"""View a checkpoint source with changes: other shared state, fewer tensors, another dtype, reads reported."""
 
 from __future__ import annotations
 

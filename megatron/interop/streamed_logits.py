@@ -1,8 +1,7 @@
-"""Run the model of a source on a few tokens, one layer in memory at a time."""
+"""Compute the logits of a checkpoint's model on a few tokens, one layer in memory at a time."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -10,15 +9,16 @@ import torch
 from megatron.core.config_base import config_from_dict
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.mapping import from_spec
-from megatron.core.dist_checkpointing.planner import split_box
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import single_rank_group
-from megatron.core.sharding import spec_of
+from megatron.core.sharding import spec_of, split_box
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.interop.checkpoint_source import CheckpointSource
+from megatron.interop.inference_model import inference_config
 
 MAX_READ_BYTES = 64 * 1024 * 1024
 _SEED = 20
@@ -56,7 +56,7 @@ def streamed_logits(source: CheckpointSource, tokens: torch.Tensor) -> torch.Ten
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    config = _alone_in_float32(source_config(source))
+    config = inference_config(source_config(source), 1, 1, "float32")
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     hidden: torch.Tensor | None = None
     for contents in _one_by_one(config.num_layers):
@@ -75,25 +75,8 @@ def _one_by_one(num_layers: int) -> Iterator[StageContents]:
     yield StageContents(has_loss=True)
 
 
-def _alone_in_float32(config: GPTConfig) -> GPTConfig:
-    return dataclasses.replace(
-        config,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        context_parallel_size=1,
-        sequence_parallel=False,
-        num_layers_per_virtual_pipeline_stage=None,
-        num_virtual_stages_per_pipeline_rank=None,
-        fp16=False,
-        bf16=False,
-        params_dtype="float32",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
-
-
 def _build_stage(config: GPTConfig, contents: StageContents) -> GPTModel:
-    rng = RngStreams(Device("cpu"), _SEED, tp_rank=0, dp_rank=0, cp_rank=0, pp_rank=0)
+    rng = RngStreams(Device("cpu"), _SEED, ONE_RANK.place())
     return GPTModel(
         config,
         single_rank_group(),

@@ -91,7 +91,7 @@ class GenerationServer(ThreadingHTTPServer):
             self._changed.notify_all()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say in one line that a connection broke; anything else is reported in full."""
+        """Report a broken connection in one line, and any other error in full."""
         error = sys.exception() if sys.version_info >= (3, 11) else sys.exc_info()[1]
         if isinstance(error, OSError):
             print(f"{client_address[0]} left: {error}", file=sys.stderr, flush=True)
@@ -120,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.end_answer()
 
     def do_GET(self) -> None:
-        """Say what is offered."""
+        """Answer with the one method that is offered."""
         self.close_connection = True
         self._send(HTTPStatus.METHOD_NOT_ALLOWED, f"PUT a JSON object with prompts to {PATH}")
 

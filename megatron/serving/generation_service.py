@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,7 +16,6 @@ from megatron.core.collectives import all_reduce, broadcast_object
 from megatron.core.errors import InputError
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.request import Continuation, GenerationCancelled, GenerationRequest
-from megatron.serving.end_request import EndRequest
 
 MAX_WAITING = 256
 """How many requests may wait for their turn."""
@@ -28,7 +27,7 @@ class ServiceEnding(Exception):
 
 
 class Job:
-    """Hold one request and, once ``done`` is set, what came of it."""
+    """Hold one request and, once ``done`` is set, its result."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
@@ -36,7 +35,7 @@ class Job:
         self._result: Sequence[Continuation] | Exception = ServiceEnding("the server is ending; send the request again")
 
     def finish(self, result: Sequence[Continuation] | Exception) -> None:
-        """Give the result, or why there is none."""
+        """Set the result, or the error in its place."""
         self._result = result
         self.done.set()
 
@@ -93,23 +92,23 @@ class JobQueue:
             job.finish(ServiceEnding("the server is ending"))
 
 
-def run_service(engine: InferenceEngine, jobs: JobQueue | None, end: EndRequest) -> None:
+def run_service(engine: InferenceEngine, jobs: JobQueue | None, is_ending: Callable[[], bool]) -> None:
     """Answer jobs until a rank is asked to end; every rank calls, the first one with its queue."""
     state = engine.state
     device = next(engine.model.parameters()).device
     while True:
         job = None if jobs is None else jobs.next(_ROUND_S)
-        round_ = torch.tensor([int(end.asked), int(job is not None)], device=device)
+        round_ = torch.tensor([int(is_ending()), int(job is not None)], device=device)
         all_reduce(round_, state.world, op="max")
-        is_ending, has_job = round_.tolist()
-        if is_ending:
+        must_end, has_job = round_.tolist()
+        if must_end:
             if job is not None:
                 job.finish(ServiceEnding("the server is ending"))
             return
         if not has_job:
             continue
         request: GenerationRequest = broadcast_object(None if job is None else job.request, state.world)
-        result = _answer(engine, request, end)
+        result = _answer(engine, request, is_ending)
         if job is not None:
             job.finish(result)
         if isinstance(result, ServiceEnding):
@@ -117,11 +116,11 @@ def run_service(engine: InferenceEngine, jobs: JobQueue | None, end: EndRequest)
 
 
 def _answer(
-    engine: InferenceEngine, request: GenerationRequest, end: EndRequest
+    engine: InferenceEngine, request: GenerationRequest, is_ending: Callable[[], bool]
 ) -> Sequence[Continuation] | InputError | ServiceEnding:
-    """Return what comes of a request: the same kind on every rank."""
+    """Return the result of a request, of the same kind on every rank."""
     try:
-        return engine.generate(request, is_cancelled=lambda: end.asked)
+        return engine.generate(request, is_cancelled=is_ending)
     except GenerationCancelled:
         return ServiceEnding("the server is ending")
     except InputError as error:

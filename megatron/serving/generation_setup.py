@@ -1,25 +1,24 @@
-"""What the tools that generate text share: their flags for model and layout, and the way from these to an engine.
+"""From the folder of a checkpoint to an engine that generates text, on any number of ranks.
 
 torch is imported where the model is built, so that wrong usage is answered at once.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError
-from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_record import load_recorded_tokenizer
 from megatron.training.config.checks import layout
+from megatron.training.config.data_config import TokenizerConfig
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.tokenizer_config import TokenizerConfig
 from megatron.training.process.initialize import LaunchEnvironment, initialize_device, initialize_distributed
-from megatron.training.process.refusal import launch_environment_or_exit, refuse
 
 if TYPE_CHECKING:
     from megatron.core.device import Device
@@ -30,22 +29,50 @@ if TYPE_CHECKING:
     from megatron.interop.checkpoint_source import CheckpointSource
 
 TIMEOUT_MINUTES = 10
-TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 
 Log = Callable[[str], None]
 
 
-class Parser(argparse.ArgumentParser):
-    """Report wrong usage in one line, once for all processes."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelRequest:
+    """Hold which model to load, over which layout.
 
-    def error(self, message: str) -> NoReturn:
-        """Print the message and exit with status 2."""
-        self.exit(refuse([f"{message}; see --help"], launch_environment_or_exit().rank))
+    Attributes:
+        folder: folder that a run saved to, or of a Hugging Face model.
+        is_hugging_face: the folder must be of a Hugging Face model, and has no iterations.
+        ckpt_step: iteration to load; None is the newest.
+        tensor_parallel_size: None is all ranks that the pipeline leaves.
+        tokenizer: keywords of `build_tokenizer` that stand in place of the checkpoint's own.
+
+    Raises:
+        CheckpointError: the folder does not exist.
+        ConfigurationError: an iteration of a Hugging Face model is asked for, which has none.
+    """
+
+    folder: str
+    is_hugging_face: bool
+    ckpt_step: int | None
+    tensor_parallel_size: int | None
+    pipeline_parallel_size: int
+    tokenizer: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if not Path(self.folder).is_dir():
+            flag, kind = (
+                ("--load-hf", "a model's folder on this machine")
+                if self.is_hugging_face
+                else ("--load", "the folder that a run saved to")
+            )
+            raise CheckpointError(f"{flag} {self.folder} is not a folder; name {kind}")
+        if self.is_hugging_face and self.ckpt_step is not None:
+            raise ConfigurationError(
+                f"--ckpt-step {self.ckpt_step} needs --load; a model of --load-hf has no iterations"
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """Hold what is known of a checkpoint before its weights are read.
+    """Hold a checkpoint's configuration and tokenizer, before its weights are read.
 
     ``load_model`` is called on every rank once the processes have met, and returns this rank's stage.
     """
@@ -55,62 +82,13 @@ class Checkpoint:
     load_model: Callable[[ParallelState, Device], GPTModel]
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare where the model comes from and how it is cut."""
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument(
-        "--load",
-        metavar="DIR",
-        help="folder that a run saved its checkpoints to, natively or in a format of Megatron's",
-    )
-    model.add_argument("--load-hf", metavar="DIR", help="Hugging Face model folder")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (the newest)")
-    cut = parser.add_argument_group("layout: as many processes as tensor x pipeline, started by torchrun")
-    cut.add_argument(
-        "--tensor-model-parallel-size",
-        type=int,
-        metavar="N",
-        help="processes over which each layer is cut (all that the pipeline leaves)",
-    )
-    cut.add_argument(
-        "--pipeline-model-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="stages over which the layers are spread (1)",
-    )
-    tokenizer = parser.add_argument_group("tokenizer, in place of the checkpoint's own")
-    tokenizer.add_argument("--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}")
-    tokenizer.add_argument("--vocab-file", metavar="FILE", help="vocabulary (GPT2BPETokenizer)")
-    tokenizer.add_argument("--merge-file", metavar="FILE", help="byte-pair merges (GPT2BPETokenizer)")
-    tokenizer.add_argument("--tokenizer-model", metavar="PATH", help="model file, or folder with tokenizer.json")
-    tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="size (NullTokenizer, TikTokenizer)")
-
-
-def check_model_flags(arguments: argparse.Namespace) -> None:
-    """Refuse a folder that is not there.
-
-    Raises:
-        CheckpointError: so it is.
-        ConfigurationError: an iteration of a folder that has none is asked for.
-    """
-    if arguments.load is not None and not Path(arguments.load).is_dir():
-        raise CheckpointError(f"--load {arguments.load} is not a folder; name the folder that a run saved to")
-    if arguments.load_hf is not None and not Path(arguments.load_hf).is_dir():
-        raise CheckpointError(f"--load-hf {arguments.load_hf} is not a folder; name a model's folder on this machine")
-    if arguments.load_hf is not None and arguments.ckpt_step is not None:
-        raise ConfigurationError(
-            f"--ckpt-step {arguments.ckpt_step} needs --load; a model of --load-hf has no iterations"
-        )
-
-
-def layout_sizes(arguments: argparse.Namespace, num_processes: int) -> tuple[int, int]:
+def layout_sizes(request: ModelRequest, num_processes: int) -> tuple[int, int]:
     """Return the tensor- and the pipeline-parallel size.
 
     Raises:
         ConfigurationError: they do not make the number of processes.
     """
-    tensor, pipeline = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
+    tensor, pipeline = request.tensor_parallel_size, request.pipeline_parallel_size
     for name, size in (("tensor", tensor), ("pipeline", pipeline)):
         if size is not None and size < 1:
             raise ConfigurationError(f"--{name}-model-parallel-size {size} is not 1 or more")
@@ -130,63 +108,62 @@ def layout_sizes(arguments: argparse.Namespace, num_processes: int) -> tuple[int
     return tensor, pipeline
 
 
-def open_checkpoint(arguments: argparse.Namespace, launch: LaunchEnvironment, log: Log) -> Checkpoint:
-    """Read what a checkpoint of any format says of itself; only this process reads.
+def open_checkpoint(request: ModelRequest, launch: LaunchEnvironment) -> Checkpoint:
+    """Read the configuration and the tokenizer of a checkpoint of any format. Nothing communicates.
 
     Raises:
         InputError: it cannot be read, its tokenizer cannot be built, or its model cannot be cut like this.
     """
-    sizes = layout_sizes(arguments, launch.world_size)
-    folder = _folder_of_other_format(arguments)
+    sizes = layout_sizes(request, launch.world_size)
+    folder = _folder_of_other_format(request)
     if folder is not None:
-        return _open_source(arguments, folder, sizes)
-    return _open_native(arguments, sizes, log)
+        return _open_source(request, folder, sizes)
+    return _open_native(request, sizes, _log_once(launch))
 
 
-def _folder_of_other_format(arguments: argparse.Namespace) -> Path | None:
+def _folder_of_other_format(request: ModelRequest) -> Path | None:
     """Return the folder that holds the model's files, or None where a run saved them natively, or there are none.
 
     ``--load`` may also name such a folder itself, of any format.
 
     Raises:
-        CheckpointError: a format that was asked for by name is not there, or one that cannot be read is.
+        CheckpointError: the folder has another format than the one asked for, or one that cannot be read.
     """
     from megatron.interop.open_checkpoint import detect_format
-    from megatron.training.checkpointing.checkpoint_folders import candidate_folders
+    from megatron.training.checkpointing.folder import candidate_folders
 
-    if arguments.load_hf is not None:
-        folder = Path(arguments.load_hf)
+    folder = Path(request.folder)
+    if request.is_hugging_face:
         if detect_format(folder) != "hf":
             raise CheckpointError(f"--load-hf {folder} is not a Hugging Face model folder: it has no config.json")
         return folder
-    candidates = candidate_folders(Path(arguments.load), arguments.ckpt_step)
+    candidates = candidate_folders(folder, request.ckpt_step)
     if candidates:
         return candidates[0] if detect_format(candidates[0]) in ("torch", "torch_dist") else None
-    folder = Path(arguments.load)
     return None if detect_format(folder) is None else folder
 
 
-def _open_native(arguments: argparse.Namespace, sizes: tuple[int, int], log: Log) -> Checkpoint:
-    from megatron.training.checkpointing.checkpoint_loading import read_common
+def _open_native(request: ModelRequest, sizes: tuple[int, int], log: Log) -> Checkpoint:
+    from megatron.training.checkpointing.load import read_common
 
-    common = read_common(arguments.load, arguments.ckpt_step, log)
+    common = read_common(request.folder, request.ckpt_step, log)
     config = check_layout(RunConfig.from_dict(common["config"]), *sizes)
-    tokenizer = load_tokenizer(arguments, config.tokenizer, common["tokenizer"])
+    tokenizer = load_tokenizer(request, config.tokenizer, common["tokenizer"])
     check_tokenizer(tokenizer, config.model.vocab_size)
 
     def load_model(state: ParallelState, device: Device) -> GPTModel:
         from megatron.interop.inference_model import build_inference_model
-        from megatron.training.checkpointing.checkpoint_loading import load_model_weights
+        from megatron.training.checkpointing.load import load_model_weights
 
         model = build_inference_model(config.model, state, device)
-        load_model_weights(arguments.load, [model], state, log, arguments.ckpt_step)
+        load_model_weights(request.folder, [model], state, log, request.ckpt_step)
         return model
 
     return Checkpoint(config.model, tokenizer, load_model)
 
 
-def _open_source(arguments: argparse.Namespace, folder: Path, sizes: tuple[int, int]) -> Checkpoint:
-    from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
+def _open_source(request: ModelRequest, folder: Path, sizes: tuple[int, int]) -> Checkpoint:
+    from megatron.core.collectives import raise_on_all_ranks
     from megatron.interop.inference_model import load_model_from
     from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
     from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
@@ -194,7 +171,7 @@ def _open_source(arguments: argparse.Namespace, folder: Path, sizes: tuple[int, 
     source: CheckpointSource = _source_of(folder)
     config = RunConfig.from_dict(source.common["config"])
     copies = source.common["tokenizer"]
-    tokenizer = load_tokenizer(arguments, config.tokenizer, None if copies is None else folder / copies)
+    tokenizer = load_tokenizer(request, config.tokenizer, None if copies is None else folder / copies)
     check_tokenizer(tokenizer, config.model.vocab_size)
     if isinstance(source, (MegatronTorchSource, TorchDistSource)) and tokenizer.vocab_size < config.model.vocab_size:
         # Rows that pad the vocabulary must not be chosen; such files need not tell how many they are.
@@ -234,10 +211,10 @@ def _source_of(folder: Path) -> CheckpointSource:
 
 
 def check_layout(config: RunConfig, tensor: int, pipeline: int) -> RunConfig:
-    """Return the configuration of a run as it is for generation.
+    """Return a run's configuration with the layout of generation.
 
     Raises:
-        ConfigurationError: the model cannot be cut so.
+        ConfigurationError: the model cannot be split this way.
     """
     from megatron.interop.inference_model import inference_config, inference_stage
 
@@ -250,13 +227,13 @@ def check_layout(config: RunConfig, tensor: int, pipeline: int) -> RunConfig:
     return config
 
 
-def load_tokenizer(arguments: argparse.Namespace, recorded: TokenizerConfig, folder: Path | None) -> Tokenizer:
+def load_tokenizer(request: ModelRequest, recorded: TokenizerConfig, folder: Path | None) -> Tokenizer:
     """Return the checkpoint's tokenizer, or the one that the flags describe; ``folder`` holds the checkpoint's copy.
 
     Raises:
         TokenizerError: it cannot be built.
     """
-    given = {name: getattr(arguments, name) for name in TOKENIZER_FLAGS if getattr(arguments, name) is not None}
+    given = request.tokenizer
     if not given and folder is not None:
         return load_recorded_tokenizer(folder.parent)
     if given.get("tokenizer_type", recorded.tokenizer_type) != recorded.tokenizer_type:
@@ -270,7 +247,7 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Refuse a tokenizer whose ids the model does not know.
 
     Raises:
-        InputError: so it is.
+        InputError: the tokenizer has more ids than the model.
     """
     if tokenizer.vocab_size > vocab_size:
         raise InputError(
@@ -292,14 +269,14 @@ def load_engine(checkpoint: Checkpoint, launch: LaunchEnvironment) -> InferenceE
     device = initialize_device(launch)
     initialize_distributed(launch, device, device.default_backend, TIMEOUT_MINUTES)
     config = checkpoint.config
-    state = create_parallel_state(config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
+    state = create_parallel_state(config.parallel_sizes)
     model = checkpoint.load_model(state, device)
     links = create_pipeline_links(state.pp) if state.pp.size > 1 else None
     return InferenceEngine(model, state, links)
 
 
-def log_once(launch: LaunchEnvironment, write: Log) -> Log:
-    """Return what passes each line on once, on the first rank.
+def _log_once(launch: LaunchEnvironment) -> Log:
+    """Return what prints each line once, on rank 0, to standard error.
 
     The configuration and the weights are read one after the other: a damaged checkpoint is met twice.
     """
@@ -308,11 +285,6 @@ def log_once(launch: LaunchEnvironment, write: Log) -> Log:
     def log(line: str) -> None:
         if launch.rank == 0 and line not in said:
             said.add(line)
-            write(line)
+            print(line, file=sys.stderr, flush=True)
 
     return log
-
-
-def one_line(error: InputError) -> str:
-    """Return an error's message without line breaks."""
-    return "; ".join(str(error).splitlines())

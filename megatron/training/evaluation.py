@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.model import Model
 from megatron.core.pipeline_parallel.executor import ModelChunk, run_schedule
 from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.training.config.run_config import RunConfig
@@ -22,25 +22,23 @@ def evaluate(
 ) -> float:
     """Return the mean loss over the tokens of ``num_microbatches`` micro-batches of each rank, equal on all ranks."""
     pp = runtime.state.pp
-    microbatches = Microbatches(source, len(parts.modules))
+    microbatches = Microbatches(source, len(parts.chunks))
 
-    def chunk(module: GPTModel) -> ModelChunk:
-        return ModelChunk(lambda microbatch, hidden: forward_step(microbatches.take(microbatch), module, hidden))
+    def runnable(model: Model) -> ModelChunk:
+        return ModelChunk(lambda microbatch, hidden: forward_step(microbatches.take(microbatch), model, hidden))
 
-    for module in parts.modules:
-        module.eval()
+    for model in parts.chunks:
+        model.eval()
     result = run_schedule(
         forward_only(
             pp.size,
             pp.rank,
             num_microbatches,
-            len(parts.modules),
+            len(parts.chunks),
             config.model.microbatch_group_size_per_virtual_pipeline_stage,
         ),
-        [chunk(module) for module in parts.modules],
+        [runnable(model) for model in parts.chunks],
         device=runtime.device.torch_device,
         connection=parts.connection,
     )
-    for module in parts.modules:
-        module.train()
     return agree(result, None, runtime).lm_loss

@@ -11,19 +11,20 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.kernels.apex import load_fused_adam
 from megatron.core.kernels.dot_product_attention import describe_missing_flash
 from megatron.core.main_grad import WeightGradQueue
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.model import Model
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, ScheduleConfig
+from megatron.core.pipeline_parallel.action import StagePlace
 from megatron.core.pipeline_parallel.executor import PipelineConnection
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
-from megatron.core.pipeline_parallel.stage_place import StagePlace
 from megatron.core.precision import dtype_from_name
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.initialize import Runtime
 
-ModelProvider = Callable[[RunConfig, Runtime, StageContents], GPTModel]
+ModelProvider = Callable[[RunConfig, Runtime, StageContents], Model]
 """Return one model chunk of this rank, initialised, on its device."""
 
 
@@ -31,13 +32,13 @@ ModelProvider = Callable[[RunConfig, Runtime, StageContents], GPTModel]
 class TrainingParts:
     """Hold what a training step works on.
 
-    ``models`` are this rank's model chunks in their order along the pipeline, ``connection`` reaches the neighbouring
-    stages (None without a pipeline), and ``weight_grad_queues`` put the chunks' weight gradients off where the schedule
-    splits the backward pass.
+    ``chunks`` are this rank's model chunks in their order along the pipeline, ``ddp_chunks`` the same wrapped,
+    ``connection`` reaches the neighbouring stages (None without a pipeline), and ``weight_grad_queues`` put the chunks'
+    weight gradients off where the schedule splits the backward pass.
     """
 
-    models: tuple[DistributedDataParallel, ...]
-    modules: tuple[GPTModel, ...]
+    chunks: tuple[Model, ...]
+    ddp_chunks: tuple[DistributedDataParallel, ...]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     connection: PipelineConnection | None
@@ -49,8 +50,8 @@ def build_training_parts(
 ) -> TrainingParts:
     """Build everything that is trained, and log the parameter count of every model-parallel rank."""
     layout = config.stage_layout
-    modules = tuple(model_provider(config, runtime, contents) for contents in layout.chunks(runtime.state.pp.rank))
-    for line in describe_parameter_counts(modules, runtime):
+    chunks = tuple(model_provider(config, runtime, contents) for contents in layout.chunks(runtime.state.pp.rank))
+    for line in describe_parameter_counts(chunks, runtime):
         log(line)
     # With packed documents the reason was given with the command line's.
     without_flash = describe_missing_flash(
@@ -59,35 +60,33 @@ def build_training_parts(
     if without_flash is not None and not config.data.reset_attention_mask:
         log(without_flash)
     per_token = config.training.calculate_per_token_loss
-    models = tuple(
-        DistributedDataParallel(module, config.ddp, runtime.state, calculate_per_token_loss=per_token)
-        for module in modules
+    ddp_chunks = tuple(
+        DistributedDataParallel(chunk, config.ddp, runtime.state, calculate_per_token_loss=per_token)
+        for chunk in chunks
     )
     fused_adam = load_fused_adam() if runtime.device.is_cuda else None
-    optimizer = make_optimizer(config.optimizer, models, runtime.state, fused_adam)
+    optimizer = make_optimizer(config.optimizer, ddp_chunks, runtime.state, fused_adam)
     splits_backward = config.pipeline_schedule == "zero-bubble"
     return TrainingParts(
-        models=models,
-        modules=modules,
+        chunks=chunks,
+        ddp_chunks=ddp_chunks,
         optimizer=optimizer,
         scheduler=OptimizerParamScheduler(optimizer, schedule_of(config)),
-        connection=connect_pipeline(config, runtime, layout),
-        weight_grad_queues=tuple(WeightGradQueue(m.parameters()) if splits_backward else None for m in modules),
+        connection=connect_pipeline(config, runtime, layout, chunks[0].config),
+        weight_grad_queues=tuple(WeightGradQueue(c.parameters()) if splits_backward else None for c in chunks),
     )
 
 
-def connect_pipeline(config: RunConfig, runtime: Runtime, layout: StageLayout) -> PipelineConnection | None:
+def connect_pipeline(
+    config: RunConfig, runtime: Runtime, layout: StageLayout, model: TransformerConfig
+) -> PipelineConnection | None:
     """Make the links to the neighbouring stages; every rank of the pipeline must call."""
     pp = runtime.state.pp
     if pp.size == 1:
         return None
-    model = config.model
     timeout = timedelta(minutes=config.initialization.distributed_timeout_minutes)
     links = create_pipeline_links(pp, wraps_around=layout.num_chunks > 1, timeout=timeout)
-    length = config.data.seq_length // model.context_parallel_size
-    if model.sequence_parallel:
-        length //= model.tensor_model_parallel_size
-    shape = (length, config.training.micro_batch_size, model.hidden_size)
+    shape = model.hidden_shape(config.data.seq_length, config.training.micro_batch_size)
     place = StagePlace(pp.size, pp.rank, layout.num_chunks)
     return PipelineConnection(place, links, lambda microbatch: shape, dtype_from_name(model.params_dtype))
 
@@ -112,9 +111,9 @@ def schedule_of(config: RunConfig) -> ScheduleConfig:
     )
 
 
-def describe_parameter_counts(modules: tuple[GPTModel, ...], runtime: Runtime) -> list[str]:
+def describe_parameter_counts(chunks: tuple[Model, ...], runtime: Runtime) -> list[str]:
     """Return one line for every model-parallel rank, in order, padding of the vocabulary included."""
-    count = sum(parameter.numel() for module in modules for parameter in module.parameters())
+    count = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
     state = runtime.state
     counts = all_gather_objects((state.pp.rank, state.tp.rank, count), state.model_parallel)
     return [

@@ -9,16 +9,14 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
-from megatron.core.datasets.history.read_counter import ReadCounter
-from megatron.core.datasets.samples.blended_dataset_builder import DatasetSplits
-from megatron.core.datasets.samples.external_samples import ExternalSamples
-from megatron.core.datasets.samples.gpt_dataset import SampleDataset
-from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
+from megatron.core.collectives import raise_on_all_ranks
+from megatron.core.datasets.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.history.sample_keys import ReadCounter
+from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, SampleDataset
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.training.checkpointing.checkpoint_saver import open_saver
-from megatron.training.checkpointing.run_checkpoints import RunCheckpoints
+from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
 from megatron.training.config.argument_block import format_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource
@@ -213,13 +211,7 @@ def _train(run: TrainingRun, train_source: BatchSource, start_time: float) -> st
 
 
 def _describe_world(config: RunConfig) -> str:
-    model = config.model
-    return (
-        f"using world size: {config.world_size}, data-parallel size: {config.data_parallel_size}, "
-        f"context-parallel size: {model.context_parallel_size}, "
-        f"tensor-model-parallel size: {model.tensor_model_parallel_size}, "
-        f"pipeline-model-parallel size: {model.pipeline_model_parallel_size}"
-    )
+    return f"using world size: {config.world_size}, {config.parallel_sizes.describe()}"
 
 
 def _printer(launch: LaunchEnvironment) -> Log:

@@ -6,13 +6,12 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.datasets.history.read_counter import ReadCounter
-from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
+from megatron.core.collectives import raise_on_all_ranks
+from megatron.core.datasets.history.sample_keys import ReadCounter
 from megatron.core.distributed.replica_check import check_replicas_equal
 from megatron.core.errors import TrainingError
-from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
 from megatron.core.timers import Timers
-from megatron.training.checkpointing.run_checkpoints import RunCheckpoints
+from megatron.training.checkpointing.saver import RunCheckpoints
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource
 from megatron.training.data.evaluation_sets import EvaluationSet, EvaluationSets
@@ -61,19 +60,13 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     """
     config, state = run.config, run.train_state
     step = TrainingStep(config, run.runtime, run.parts, run.forward_step, run.timers)
-    batches = NumMicrobatchesCalculator(
-        global_batch_size=config.training.global_batch_size,
-        micro_batch_size=config.training.micro_batch_size,
-        data_parallel_size=config.data_parallel_size,
-        rampup_batch_size=config.training.rampup_batch_size,
-    )
     average = IntervalAverage()
     saved_iteration = state.iteration
     first_log = True
     reason = None
     _begin_garbage_collection(config)
     while state.iteration < config.train_iters and reason is None:
-        batch_size = batches.global_batch_size_at(state.consumed_train_samples)
+        batch_size = config.training.batch_sizes.global_batch_size_at(state.consumed_train_samples)
         report, agreement = step.run(state, train_source, batch_size, exit_request)
         run.checkpoints.poll()
         average.add(report)
@@ -130,9 +123,9 @@ def _compare_replicas(run: TrainingRun) -> None:
     Raises:
         TrainingError: they differ, on every rank alike; the message names the parameters.
     """
-    for model in run.parts.models:
-        model.finish_param_gather()
-    parameters = [parameter for module in run.parts.modules for parameter in module.parameters()]
+    for chunk in run.parts.ddp_chunks:
+        chunk.finish_param_gather()
+    parameters = [parameter for chunk in run.parts.chunks for parameter in chunk.parameters()]
     error = None
     try:
         check_replicas_equal(parameters, run.runtime.state.dp_cp)

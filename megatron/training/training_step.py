@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -15,13 +15,17 @@ from megatron.core.collectives import all_reduce
 from megatron.core.datasets.samples.batch import Batch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.model import Model
 from megatron.core.optimizer.optimizer import StepOutcome
-from megatron.core.pipeline_parallel.executor import ForwardStep as ChunkForwardStep
-from megatron.core.pipeline_parallel.executor import MicrobatchLoss, ModelChunk, ScheduleResult, run_schedule
+from megatron.core.pipeline_parallel.executor import (
+    ChunkForward,
+    ChunkResult,
+    ModelChunk,
+    ScheduleResult,
+    run_schedule,
+)
 from megatron.core.pipeline_parallel.schedules import SCHEDULES
 from megatron.core.timers import Timers
-from megatron.planning.flops import training_flops_per_sequence
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.microbatches import Microbatches, MicrobatchSource
 from megatron.training.model_setup import TrainingParts
@@ -30,10 +34,11 @@ from megatron.training.process.signals import ExitRequest
 from megatron.training.reporting.log_lines import StepReport
 from megatron.training.train_state import TrainState
 
-ForwardStep = Callable[[Batch, GPTModel, "torch.Tensor | None"], "torch.Tensor | MicrobatchLoss"]
-"""Run a model chunk on one micro-batch, given the chunk before's output (None on the first chunk).
+ForwardStep = Callable[[Batch, Model, "torch.Tensor | None"], ChunkResult]
+"""Run a model chunk on one micro-batch, given the hidden states of the chunk before (None on the first chunk).
 
-The last chunk returns the micro-batch's loss sum and token count, every other one its hidden states."""
+The last chunk returns the micro-batch's loss sum and token count, every other one its hidden states; with either go the
+auxiliary losses, where layers have some."""
 
 _NUM_NAMED_SAMPLES = 16
 
@@ -52,12 +57,13 @@ class SampleSource(MicrobatchSource, Protocol):
 
 @dataclass(frozen=True)
 class Agreement:
-    """Hold what all ranks have summed over the world after a step."""
+    """Hold what all ranks have summed over the world after a step; ``auxiliary`` are means by name."""
 
     loss_sum: float
     num_tokens: float
     signal_received: bool
     time_is_up: bool
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def lm_loss(self) -> float:
@@ -65,21 +71,28 @@ class Agreement:
         return self.loss_sum / max(self.num_tokens, 1.0)
 
 
-def agree(result: ScheduleResult, exit_request: ExitRequest | None, runtime: Runtime) -> Agreement:
+def agree(
+    result: ScheduleResult, exit_request: ExitRequest | None, runtime: Runtime, auxiliary_names: Sequence[str] = ()
+) -> Agreement:
     """Sum losses and reasons to exit over all ranks, in one collective, so that every rank decides alike.
 
-    Of the ranks that computed the same loss only the first tensor-parallel rank counts.
+    Of the ranks that computed the same loss only the first tensor-parallel rank counts. ``auxiliary_names`` are the
+    auxiliary losses that are reported, the same on every rank.
     """
-    counts = runtime.state.tp.is_first and runtime.state.is_last_stage
     signal_received = exit_request is not None and exit_request.signal_received
     time_is_up = exit_request is not None and exit_request.time_is_up
-    values = torch.zeros(4, dtype=torch.float64, device=runtime.device.torch_device)
-    if counts:
-        values[0], values[1] = result.loss_sum, result.num_tokens
+    values = torch.zeros(4 + 2 * len(auxiliary_names), dtype=torch.float64, device=runtime.device.torch_device)
+    if runtime.state.tp.is_first:
+        if runtime.state.pp.is_last:
+            values[0], values[1] = result.loss_sum, result.num_tokens
+        for index, name in enumerate(auxiliary_names, start=2):
+            if name in result.auxiliary:
+                values[2 * index : 2 * index + 2] = result.auxiliary[name]
     values[2], values[3] = float(signal_received), float(time_is_up)
     all_reduce(values, runtime.state.world)
-    loss_sum, num_tokens, signals, times = values.tolist()
-    return Agreement(loss_sum, num_tokens, signals > 0, times > 0)
+    loss_sum, num_tokens, signals, times, *sums_and_counts = values.tolist()
+    means = (total / max(count, 1.0) for total, count in zip(sums_and_counts[::2], sums_and_counts[1::2]))
+    return Agreement(loss_sum, num_tokens, signals > 0, times > 0, dict(zip(auxiliary_names, means)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +101,7 @@ class _Begun:
 
     start_time: float
     global_batch_size: int
-    sample_ids: NDArray[np.int64]
-    sample_ids_hash: str
+    sample_ids_hash: str | None
     learning_rate: float
     loss_scale: float
 
@@ -115,7 +127,8 @@ class TrainingStep:
         self.forward_step = forward_step
         self.timers = timers
         self._observe_gradients = observe_gradients
-        self._flops_per_sequence = training_flops_per_sequence(config.model, config.data.seq_length)
+        # The backward pass costs twice the forward pass; recomputed activations do not count.
+        self._flops_per_sequence = 3.0 * parts.chunks[0].config.forward_flops_per_sequence(config.data.seq_length)
         self._peak_tflops = runtime.device.peak_tflops(config.model.params_dtype)
 
     def run(
@@ -127,13 +140,15 @@ class TrainingStep:
             TrainingError: a gradient is not finite and no loss scaling can help; no weight has been changed.
         """
         begun = self._begin(train_state, source, global_batch_size)
-        for model in self.parts.models:
-            model.zero_grad_buffer()
+        for chunk in self.parts.ddp_chunks:
+            chunk.zero_grad_buffer()
         result = self._forward_backward(source, begun)
+        if self.config.training.empty_unused_memory_level >= 2:
+            self.runtime.device.empty_cache()
         self._finish_gradients(result)
         with self.timers("optimizer", log_level=1):
-            outcome = self._update(train_state.iteration + 1, begun.sample_ids.tolist())
-        agreement = agree(result, exit_request, self.runtime)
+            outcome = self._update(train_state, source, global_batch_size)
+        agreement = agree(result, exit_request, self.runtime, self.parts.chunks[0].auxiliary_loss_names)
         if outcome.success:
             self.parts.scheduler.step(global_batch_size)
         train_state.iteration += 1
@@ -144,12 +159,14 @@ class TrainingStep:
 
     def _begin(self, train_state: TrainState, source: SampleSource, global_batch_size: int) -> _Begun:
         start_time = time.perf_counter()
-        sample_ids = source.sample_ids(train_state.consumed_train_samples, global_batch_size)
+        sample_ids_hash = None
+        if self.runtime.is_reporter:
+            ids = source.sample_ids(train_state.consumed_train_samples, global_batch_size)
+            sample_ids_hash = source.sample_ids_hash(ids)
         return _Begun(
             start_time=start_time,
             global_batch_size=global_batch_size,
-            sample_ids=sample_ids,
-            sample_ids_hash=source.sample_ids_hash(sample_ids),
+            sample_ids_hash=sample_ids_hash,
             learning_rate=self.parts.scheduler.learning_rate,
             loss_scale=self.parts.optimizer.loss_scale,
         )
@@ -157,7 +174,7 @@ class TrainingStep:
     def _finish_gradients(self, result: ScheduleResult) -> None:
         with self.timers("all-grads-sync", log_level=1):
             num_tokens = result.num_tokens if self.config.training.calculate_per_token_loss else None
-            finalize_model_grads(self.parts.models, self.runtime.state, num_tokens)
+            finalize_model_grads(self.parts.ddp_chunks, self.runtime.state, num_tokens)
         if self._observe_gradients is not None:
             self._observe_gradients()
 
@@ -172,6 +189,7 @@ class TrainingStep:
             global_batch_size=begun.global_batch_size,
             num_tokens=agreement.num_tokens,
             lm_loss=agreement.lm_loss,
+            auxiliary=agreement.auxiliary,
             learning_rate=begun.learning_rate,
             next_learning_rate=parts.scheduler.learning_rate,
             loss_scale=begun.loss_scale,
@@ -190,46 +208,45 @@ class TrainingStep:
     def _forward_backward(self, source: SampleSource, begun: _Begun) -> ScheduleResult:
         parts, config, pp = self.parts, self.config, self.runtime.state.pp
         per_microbatch = config.training.micro_batch_size * config.data_parallel_size
-        microbatches = Microbatches(source, len(parts.modules))
-
-        def chunk(index: int) -> ModelChunk:
-            model = parts.models[index]
-            return ModelChunk(
-                self._forward(microbatches, parts.modules[index]), model.no_sync, parts.weight_grad_queues[index]
-            )
-
+        microbatches = Microbatches(source, len(parts.chunks))
+        chunks = [
+            ModelChunk(self._forward(microbatches, chunk), ddp_chunk.no_sync, weight_grad_queue)
+            for chunk, ddp_chunk, weight_grad_queue in zip(parts.chunks, parts.ddp_chunks, parts.weight_grad_queues)
+        ]
         actions = SCHEDULES[config.pipeline_schedule](
             pp.size,
             pp.rank,
             begun.global_batch_size // per_microbatch,
-            len(parts.modules),
+            len(chunks),
             config.model.microbatch_group_size_per_virtual_pipeline_stage,
         )
-        for module in parts.modules:
-            module.train()
+        for model in parts.chunks:
+            model.train()
         with self.timers("forward-backward", log_level=1):
             return run_schedule(
                 actions,
-                [chunk(index) for index in range(len(parts.modules))],
+                chunks,
                 device=self.runtime.device.torch_device,
                 connection=parts.connection,
                 calculate_per_token_loss=config.training.calculate_per_token_loss,
                 loss_scale=begun.loss_scale,
             )
 
-    def _forward(self, microbatches: Microbatches, module: GPTModel) -> ChunkForwardStep:
-        def forward(microbatch: int, hidden: torch.Tensor | None) -> torch.Tensor | MicrobatchLoss:
+    def _forward(self, microbatches: Microbatches, model: Model) -> ChunkForward:
+        def forward(microbatch: int, hidden: torch.Tensor | None) -> ChunkResult:
             with self.timers("batch-generator", log_level=2):
                 batch = microbatches.take(microbatch)
             with self.timers("forward-compute", log_level=2):
-                return self.forward_step(batch, module, hidden)
+                return self.forward_step(batch, model, hidden)
 
         return forward
 
-    def _update(self, iteration: int, sample_ids: list[int]) -> StepOutcome:
+    def _update(self, train_state: TrainState, source: SampleSource, global_batch_size: int) -> StepOutcome:
         try:
             return self.parts.optimizer.step()
         except TrainingError as error:
-            named = ", ".join(map(str, sample_ids[:_NUM_NAMED_SAMPLES]))
-            more = "" if len(sample_ids) <= _NUM_NAMED_SAMPLES else f" and {len(sample_ids) - _NUM_NAMED_SAMPLES} more"
-            raise TrainingError(f"{error} (iteration {iteration}, sample ids {named}{more})") from error
+            ids = source.sample_ids(train_state.consumed_train_samples, min(global_batch_size, _NUM_NAMED_SAMPLES))
+            named = ", ".join(map(str, ids.tolist()))
+            more = global_batch_size - len(ids)
+            named += f" and {more} more" if more else ""
+            raise TrainingError(f"{error} (iteration {train_state.iteration + 1}, sample ids {named})") from error

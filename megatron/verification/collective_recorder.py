@@ -11,14 +11,16 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.core.device import Device
 from megatron.core.process_group import CollectiveCall
 from megatron.core.timers import Timers
+from megatron.planning.closed_forms import Traffic, Volume
 from megatron.training.config.run_config import RunConfig
 from megatron.training.model_setup import ModelProvider, build_training_parts
+from megatron.training.process.initialize import make_runtime
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import ForwardStep, TrainingStep
-from megatron.verification.closed_forms import Traffic, Volume
-from megatron.verification.run_cell import make_runtime, make_source
+from megatron.verification.run_cell import make_source
 
 
 class CollectiveRecorder:
@@ -50,13 +52,13 @@ def record_step(
     """
     recorder = CollectiveRecorder()
     with stand_in(rank, config.world_size):
-        runtime = make_runtime(config, recorder)
+        runtime = make_runtime(config, Device("cpu"), observer=recorder)
         parts = build_training_parts(config, runtime, model_provider, log=lambda line: None)
         step = TrainingStep(config, runtime, parts, forward_step, Timers())
         recorder.calls.clear()
         with closing(make_source(config, runtime, data)) as source:
             step.run(TrainState(), source, config.training.global_batch_size, None)
-        for chunk in parts.models:
+        for chunk in parts.ddp_chunks:
             chunk.finish_param_gather()
     return recorder.traffic()
 

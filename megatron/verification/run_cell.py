@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron.core.device import Device
-from megatron.core.parallel_state import create_parallel_state
-from megatron.core.process_group import Observer
 from megatron.core.sharding import spec_of
-from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.config.arguments import resolve_arguments
@@ -19,7 +16,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource
 from megatron.training.data.data_plan import dataset_config
 from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
-from megatron.training.process.initialize import Runtime
+from megatron.training.process.initialize import Runtime, make_runtime
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import ForwardStep, TrainingStep
 from megatron.verification.fragments import Fragment, fragments_of
@@ -54,7 +51,7 @@ def run_cell(
         ConfigurationError: the configuration is refused.
     """
     config = resolve_cell(flags, world_size, dtype)
-    runtime = make_runtime(config)
+    runtime = make_runtime(config, Device("cpu"))
     parts = build_training_parts(config, runtime, model_provider, log=lambda line: None)
     result = CellResult()
 
@@ -71,7 +68,7 @@ def run_cell(
             assert report.grad_norm is not None
             result.losses.append(report.lm_loss)
             result.grad_norms.append(report.grad_norm)
-    for chunk in parts.models:
+    for chunk in parts.ddp_chunks:
         chunk.finish_param_gather()
         for parameter in chunk.parameters():
             result.parameters += fragments_of(spec_of(parameter), parameter, runtime.state.rank)
@@ -82,7 +79,7 @@ def gradient_fragments(parts: TrainingParts, rank: int) -> list[Fragment]:
     """Return what this rank holds of the reduced gradients: all of them, or those of its shards."""
     return [
         fragment
-        for chunk in parts.models
+        for chunk in parts.ddp_chunks
         for part in chunk.parts
         for spec, gradient in part.described(part.gradient)
         for fragment in fragments_of(spec, gradient, rank)
@@ -100,27 +97,6 @@ def resolve_cell(flags: Sequence[str], world_size: int, dtype: str) -> RunConfig
     model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size, params_dtype=dtype)
     optimizer = dataclasses.replace(config.optimizer, params_dtype=dtype)
     return dataclasses.replace(config, model=model, optimizer=optimizer)
-
-
-def make_runtime(config: RunConfig, observer: Observer | None = None) -> Runtime:
-    """Return this process's part of the run, on the CPU; the process group is initialised unless it is alone."""
-    model = config.model
-    state = create_parallel_state(
-        model.tensor_model_parallel_size,
-        model.pipeline_model_parallel_size,
-        model.context_parallel_size,
-        observer=observer,
-    )
-    device = Device("cpu")
-    rng = RngStreams(
-        device,
-        config.initialization.seed,
-        tp_rank=state.tp.rank,
-        dp_rank=state.dp.rank,
-        cp_rank=state.cp.rank,
-        pp_rank=state.pp.rank,
-    )
-    return Runtime(device, state, rng)
 
 
 def make_source(config: RunConfig, runtime: Runtime, data: str) -> BatchSource:

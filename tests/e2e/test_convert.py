@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.commands.convert_arguments import parse_arguments
+from megatron.commands.convert_checkpoint import parse_arguments
 from megatron.conversion import conversion
 from megatron.conversion.conversion import convert
 from megatron.conversion.conversion_check import ConversionMismatchError
@@ -39,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_converter(load: Path, save: Path, *more: str) -> list[str]:
     lines: list[str] = []
     words = ["--load-dir", str(load), "--save-dir", str(save), *" ".join(more).split()]
-    convert(parse_arguments(words).values, lines.append)
+    convert(parse_arguments(words)[0], lines.append)
     return lines
 
 
@@ -55,9 +54,7 @@ def test_there_and_back_by_torch_dist(origin: str, trained: Path, tmp_path: Path
     run_converter(tmp_path / "between", tmp_path / "padded", "--loader torch_dist --saver torch_dist", PADDED)
     run_converter(tmp_path / "padded", tmp_path / "back", f"--saver {origin}")
     lines: list[str] = []
-    words = {"first": start, "second": tmp_path / "back", "ckpt_step": None}
-    settings = argparse.Namespace(**words, weights_only=False, tolerance=0.0)
-    assert diff_checkpoints(settings, lines.append), lines
+    assert diff_checkpoints(start, tmp_path / "back", log=lines.append), lines
     back = open_checkpoint(newest(tmp_path / "back"))
     assert back.tensors["optimizer.main_param.embedding.word_embeddings.weight"].global_shape == (128, 32)
     back.close()

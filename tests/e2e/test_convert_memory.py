@@ -13,6 +13,7 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import Box, spec_of
 from megatron.core.tensor_parallel.random import RngStreams
@@ -40,7 +41,7 @@ class SyntheticSource(MemorySource):
         common["config"]["ddp"]["use_distributed_optimizer"] = has_flat_buffers
         super().__init__({}, common)
         config = RunConfig.from_dict(common["config"]).model
-        rng = RngStreams(Device("cpu"), 1, tp_rank=0, dp_rank=0, cp_rank=0, pp_rank=0)
+        rng = RngStreams(Device("cpu"), 1, ONE_RANK.place())
         model = GPTModel(config, single_rank_group(), rng, seed=1, device="meta")
         self.infos = {
             f"{prefix}.{spec_of(parameter).name}": TensorInfo(spec_of(parameter).global_shape, torch.float32)

@@ -14,7 +14,8 @@ from tests.harness.training_run import REPOSITORY, run_command
 
 DATA = REPOSITORY.parent / "shared" / "data"
 pytestmark = pytest.mark.skipif(
-    not (DATA / "wikitext2.jsonl").is_file(), reason="WikiText-2 and GPT-2's vocabulary are not beside the repository"
+    not (DATA / "wikitext2.jsonl").is_file(),
+    reason="WikiText-2 and GPT-2's vocabulary are not beside the repository (../shared)",
 )
 VOCABULARY = ["--vocab-file", DATA / "gpt2-vocab.json", "--merge-file", DATA / "gpt2-merges.txt"]
 LAYOUTS = {

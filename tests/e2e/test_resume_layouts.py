@@ -12,19 +12,16 @@ import torch
 
 from megatron.core.device import select_device
 from megatron.core.dist_checkpointing.index import CheckpointIndex, read_index
+from megatron.core.dist_checkpointing.load import load_tensors
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_of, whole_tensor
-from megatron.core.dist_checkpointing.serialization import load_tensors
 from megatron.core.dist_checkpointing.state_dict import RNG_PREFIX, model_tensors, optimizer_tensors
-from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import single_rank_group
-from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.training.checkpointing.checkpoint_saver import open_saver
-from megatron.training.checkpointing.run_checkpoints import RunCheckpoints
+from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.model_setup import build_training_parts
 from megatron.training.pretrain import with_vocabulary
-from megatron.training.process.initialize import Runtime
+from megatron.training.process.initialize import make_runtime
 from pretrain_gpt import provide_model
 from tests.e2e.toy_run import newest, toy_args
 from tests.harness.distributed import run_distributed
@@ -132,20 +129,7 @@ def load_and_save(argv: list[str]) -> tuple[list[tuple[int, int, int]], int]:
     config = resolve_arguments(argv, torch.distributed.get_world_size()).config
     tokenizer = build_tokenizer(tokenizer_type=config.tokenizer.tokenizer_type, vocab_size=config.tokenizer.vocab_size)
     config = with_vocabulary(config, tokenizer, lambda line: None)
-    model = config.model
-    state = create_parallel_state(
-        model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size
-    )
-    device = select_device(0)
-    rng = RngStreams(
-        device,
-        config.initialization.seed,
-        tp_rank=state.tp.rank,
-        dp_rank=state.dp.rank,
-        cp_rank=state.cp.rank,
-        pp_rank=state.pp.rank,
-    )
-    runtime = Runtime(device, state, rng)
+    runtime = make_runtime(config, select_device(0))
     parts = build_training_parts(config, runtime, provide_model, lambda line: None)
     saver = open_saver(config.checkpoint, runtime, lambda line: None)
     checkpoints = RunCheckpoints(config, runtime, parts, tokenizer, saver, lambda line: None)
@@ -161,7 +145,7 @@ def load_and_save(argv: list[str]) -> tuple[list[tuple[int, int, int]], int]:
     train_state = checkpoints.resume()
     os.preadv = real_preadv
     assert train_state.iteration == 10
-    wanted = model_tensors(parts.modules) + optimizer_tensors(parts.optimizer)
+    wanted = model_tensors(parts.chunks) + optimizer_tensors(parts.optimizer)
     checkpoints.save(train_state)
     checkpoints.finish()
     return reads, sum(num_bytes(tensor) for tensor in wanted)

@@ -21,7 +21,7 @@ from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT, byte_characters
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
-from megatron.training.checkpointing.checkpoint_saving import CommonState, save_checkpoint
+from megatron.training.checkpointing.save import CommonState, save_checkpoint
 from megatron.training.config.arguments import parse_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.train_state import TrainProgress
@@ -29,7 +29,7 @@ from tests.harness.distributed import run_distributed
 from tests.harness.training_run import CommandResult, launch_prefix, run_command
 from tests.unit.core.inference.small_models import build
 
-TOOL = Path(text_generation_cli.__file__).resolve()
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "text_generation_cli.py"
 GPT2_SHAPE = "--num-layers 2 --hidden-size 24 --num-attention-heads 4 --max-position-embeddings 40 --seq-length 40"
 LLAMA_SHAPE = (
     "--num-layers 3 --hidden-size 24 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
@@ -53,7 +53,7 @@ def save(folder: Path, flags: str, iteration: int = 10, seed: int = 77, with_tok
     """Save an untrained model as a training run saves its own, on one rank or on every rank of a job."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     config, tokenizer = run_config(flags, world_size)
-    state = create_parallel_state(config.model.tensor_model_parallel_size, config.model.pipeline_model_parallel_size)
+    state = create_parallel_state(config.parallel_sizes)
     models = [build(config.model, state.tp, seed, contents) for contents in config.stage_layout.chunks(state.pp.rank)]
     common = CommonState(
         progress=TrainProgress(iteration=iteration),

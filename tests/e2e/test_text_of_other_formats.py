@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.interop.huggingface.writer import write_hugging_face
+from megatron.interop.huggingface.model_export import write_hugging_face
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
 from megatron.interop.native.native_source import NativeSource

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpointing.checkpoint_folders import saved_iterations
+from megatron.training.checkpointing.folder import saved_iterations
 from tests.e2e.toy_run import DATA, MODEL, TRAINING, exact_figures, leftovers
 from tests.harness.forked_training import fork_training
 from tests.harness.training_run import LAUNCHER_VARIABLES, REPOSITORY, read_metrics

@@ -18,7 +18,7 @@ SCRIPTS = SHARED / "user_scripts"
 DATA = SHARED / "data"
 pytestmark = pytest.mark.skipif(
     not (SCRIPTS.is_dir() and DATA.is_dir()),
-    reason="the users' scripts and GPT-2's vocabulary are not beside the repository",
+    reason="the users' scripts and GPT-2's vocabulary are not beside the repository (../shared)",
 )
 
 SMALL = """
@@ -41,7 +41,7 @@ def line(pattern: str) -> re.Pattern[str]:
 
 
 def expected_lines(num_processes: int, dp: int, tp: int, pp: int, folder: Path) -> list[re.Pattern[str]]:
-    """Return what CONTRACT-minded users grep in a first run's log."""
+    """Return the lines that scripts written for Megatron look for in a first run's log."""
     checkpoints = re.escape(str(folder))
     padded = -(-50257 // (128 * tp)) * 128 * tp
     patterns = [

@@ -20,7 +20,8 @@ from tests.harness.forked_training import fork_training
 SMALL = Path(__file__).parent / "checkpoints"
 CHECKPOINTS = Path(__file__).parents[2].parent / "shared" / "golden" / "checkpoints"
 needs_checkpoints = pytest.mark.skipif(
-    not CHECKPOINTS.is_dir(), reason="the reference checkpoints (4.6 MB) are not beside the repository"
+    not CHECKPOINTS.is_dir(),
+    reason="the reference checkpoints (4.6 MB) are not beside the repository (../shared/golden)",
 )
 LAYOUTS = {
     "tp1": (1, ""),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.core.collectives import all_gather_first_dim, all_gather_last_dim
+from megatron.core.layer_output import LayerOutput
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_group import Group
 from megatron.core.sharding import spec_of
@@ -68,8 +69,9 @@ def watch_hidden_states(model: GPTModel, tp: Group, kept: dict[str, np.ndarray])
     """Keep the whole hidden states ``[b, s, h]`` after the embedding, every layer and the final norm."""
 
     def watch(name: str, module: torch.nn.Module) -> None:
-        def hook(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
-            whole = all_gather_first_dim(output.detach(), tp) if model.config.sequence_parallel else output.detach()
+        def hook(module: torch.nn.Module, inputs: Any, output: torch.Tensor | LayerOutput) -> None:
+            states = (output.hidden if isinstance(output, LayerOutput) else output).detach()
+            whole = all_gather_first_dim(states, tp) if model.config.sequence_parallel else states
             kept[name] = whole.transpose(0, 1).numpy().copy()
 
         module.register_forward_hook(hook)

@@ -18,6 +18,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, ScheduleConfig
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state, describe_parallel_state
 from tests.golden.test_model_golden import model_settings
 from tests.harness.closeness import assert_tensors_close
@@ -41,7 +42,7 @@ def train(name: str, tp_size: int, sequence_parallel: bool) -> Trained:
     reference = np.load(FOLDER / f"{name}.npz")
     config = json.loads(str(reference["config"]))
     settings = config["optimizer"]
-    state = create_parallel_state(tp_size) if dist.is_initialized() else describe_parallel_state(0, 1)
+    state = create_parallel_state(ParallelSizes(tp=tp_size)) if dist.is_initialized() else describe_parallel_state(0, 1)
     module = make_model(state.tp, sequence_parallel=sequence_parallel, **model_settings(config))
     load_global_weights(module, lambda spec: reference[f"w/{spec.name}"])
     model = DistributedDataParallel(module, DistributedDataParallelConfig(), state)

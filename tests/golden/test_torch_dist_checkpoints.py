@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron.core.datasets.samples.gpt_dataset import GPTSample, make_sample
 from megatron.core.datasets.samples.gpt_dataset_config import GPTDatasetConfig
+from megatron.core.device import Device
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict import RunTensors, model_tensors, optimizer_tensors
 from megatron.core.timers import Timers
@@ -22,14 +23,15 @@ from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.interop.comparison import compare_sources
 from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
 from megatron.interop.torch_dist.torch_dist_writer import write_torch_dist
-from megatron.training.checkpointing.checkpoint_loading import load_checkpoint
+from megatron.training.checkpointing.load import load_checkpoint
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.data.batch_source import BatchSource
 from megatron.training.data.data_plan import dataset_config
 from megatron.training.model_setup import build_training_parts
+from megatron.training.process.initialize import make_runtime
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import TrainingStep
-from megatron.verification.run_cell import make_runtime, resolve_cell
+from megatron.verification.run_cell import resolve_cell
 from pretrain_gpt import forward_step, provide_model
 from tests.harness.distributed import run_distributed
 from tests.harness.torch_loader import assert_torch_reads, read_with_torch
@@ -99,11 +101,11 @@ def go_on(flags: str) -> dict[str, list[float]]:
     config = resolve_cell(flags.split(), world_size, "float32")
     losses: dict[str, list[float]] = {}
     for name in NAMES:
-        runtime = make_runtime(config)
+        runtime = make_runtime(config, Device("cpu"))
         parts = build_training_parts(config, runtime, provide_model, log=lambda line: None)
         loaded = load_checkpoint(
             REFERENCES / name,
-            RunTensors(models=parts.modules, optimizer=parts.optimizer, rng=runtime.rng.state_dict()),
+            RunTensors(models=parts.chunks, optimizer=parts.optimizer, rng=runtime.rng.state_dict()),
             runtime.state,
             CheckpointConfig(),
             config.to_dict(),
@@ -113,7 +115,7 @@ def go_on(flags: str) -> dict[str, list[float]]:
         assert loaded.scheduler is not None
         assert (loaded.progress.iteration, loaded.progress.consumed_train_samples) == (5, 10)
         if name == "gpt2_tp1":
-            assert_filled([*model_tensors(parts.modules), *optimizer_tensors(parts.optimizer)])
+            assert_filled([*model_tensors(parts.chunks), *optimizer_tensors(parts.optimizer)])
         parts.scheduler.load_state_dict(loaded.scheduler, override=False, use_checkpoint=True)
         tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
         dataset = GivenBatches(dataset_config(config, tokenizer))

@@ -162,8 +162,9 @@ def _failure(job: Job, outcome: Outcome) -> RankFailure:
         parts = [reason, _stacks_and_log(folder, first)]
     parts += [_aftermath(folder, rank, outcome, errors) for rank in range(job.world_size) if rank != first]
     failure = RankFailure("\n".join([f"{job.function_name}:", *(part for part in parts if part)]), first)
-    if first in errors and errors[first].exception is not None:
-        failure.__cause__ = pickle.loads(errors[first].exception)
+    exception = errors[first].exception if first in errors else None
+    if exception is not None:
+        failure.__cause__ = pickle.loads(exception)
     return failure
 
 

@@ -26,12 +26,12 @@ import numpy as np
 import torch
 
 import pretrain_gpt
+from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.samples.batch import Batch
-from megatron.core.datasets.samples.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.samples.gpt_dataset import GPTSample, SampleDataset
 from megatron.core.errors import DataError
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel.executor import MicrobatchLoss
+from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import spec_of
 from megatron.training.config.arguments import parse_arguments_or_exit
@@ -151,7 +151,7 @@ class _FaultyForwardStep:
         self.is_here = rank == faults.rank
         self.microbatch = 0
 
-    def __call__(self, batch: Batch, model: GPTModel, hidden: torch.Tensor | None) -> torch.Tensor | MicrobatchLoss:
+    def __call__(self, batch: Batch, model: GPTModel, hidden: torch.Tensor | None) -> ChunkResult:
         faults = self.faults
         if faults.drop_share:
             mask = _uneven_mask(batch, faults.drop_share)

@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tests.harness.training_run import metrics_path, read_metrics
 
 TIMEOUT_S = 90.0
 NO_FAULTS = Faults()
+Program = Callable[[Sequence[str], Faults], int]
 
 
 @dataclass(frozen=True)
@@ -62,16 +63,22 @@ class ForkedRun:
 
 
 def fork_training(
-    args: Sequence[str | Path], nproc: int = 1, faults: Faults = NO_FAULTS, timeout_s: float = TIMEOUT_S
+    args: Sequence[str | Path],
+    nproc: int = 1,
+    faults: Faults = NO_FAULTS,
+    timeout_s: float = TIMEOUT_S,
+    program: Program = run_with_faults,
 ) -> ForkedRun:
     """Train with ``args`` on ``nproc`` forked ranks; the statuses are not looked at.
+
+    ``program`` takes the place of ``pretrain_gpt.py`` with faults.
 
     Raises:
         RankFailure: a rank died or ran past ``timeout_s``.
     """
     argv = [str(word) for word in args]
     with tempfile.TemporaryDirectory() as folder:
-        ranks = run_distributed(nproc, _train_rank, argv, faults, folder, _free_port(), timeout_s=timeout_s)
+        ranks = run_distributed(nproc, _train_rank, argv, faults, folder, _free_port(), program, timeout_s=timeout_s)
     statuses, outputs, errors = zip(*ranks)
     return ForkedRun(statuses, outputs, errors, read_metrics(metrics_path(argv, Path.cwd())))
 
@@ -107,7 +114,9 @@ def _train_one_of(argvs: list[list[str]], folder: str, ports: list[int], nproc: 
     return _train_rank(argvs[number], NO_FAULTS, folder, ports[number])
 
 
-def _train_rank(argv: list[str], faults: Faults, folder: str, port: int) -> tuple[int, str, str]:
+def _train_rank(
+    argv: list[str], faults: Faults, folder: str, port: int, program: Program = run_with_faults
+) -> tuple[int, str, str]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # gloo takes a peer that leaves while others still connect to it for a crash.
     dist.barrier()
@@ -118,7 +127,7 @@ def _train_rank(argv: list[str], faults: Faults, folder: str, port: int) -> tupl
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(_Tee(out, sys.stdout)), contextlib.redirect_stderr(_Tee(err, sys.stderr)):
         try:
-            status = run_with_faults(argv, faults)
+            status = program(argv, faults)
         except SystemExit as ending:
             status = int(ending.code or 0)
     readers = [thread.name for thread in threading.enumerate() if thread.name.startswith("batch reader")]

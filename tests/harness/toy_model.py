@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import Box, ParamSpec, spec_of
@@ -24,14 +25,14 @@ SEED = 1234
 
 def make_rng(tp: Group, seed: int = SEED) -> RngStreams:
     """Return the random streams of this tensor-parallel rank."""
-    return RngStreams(Device("cpu"), seed, tp_rank=tp.rank, dp_rank=0, cp_rank=0, pp_rank=0)
+    return RngStreams(Device("cpu"), seed, ParallelSizes(tp=tp.size).place(tp.rank))
 
 
 def tensor_parallel_group(size: int | None = None) -> Group:
     """Return this rank's group of ``size`` ranks (by default all of the running job), or one rank outside a job."""
     if not dist.is_initialized():
         return single_rank_group()
-    return create_parallel_state(tensor_model_parallel_size=size or dist.get_world_size()).tp
+    return create_parallel_state(ParallelSizes(tp=size or dist.get_world_size())).tp
 
 
 def make_model(tp: Group, device: str = "cpu", cp: Group | None = None, **config: Any) -> GPTModel:

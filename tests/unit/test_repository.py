@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import importlib.metadata
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,6 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "argparse": (
         "megatron/training/config/arguments.py",
         "megatron/commands/",
-        "megatron/conversion/",
-        "megatron/serving/generation_setup.py",
         "megatron/interop/megatron_torch/pickle_writer.py",
     ),
     "os.environ": (
@@ -54,9 +53,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
     # Optional or heavy packages: each is known to one file, so that its absence is handled in one place.
     "apex": ("megatron/core/kernels/apex.py",),
     "flash_attn": ("megatron/core/kernels/flash_attn.py",),
-    "transformer_engine": ("megatron/core/kernels/transformer_engine.py",),
     # What it computes is compared with: in tests, and after a conversion where that is asked for.
-    "transformers": ("megatron/conversion/transformers_logits.py",),
+    "transformers": ("megatron/conversion/conversion_check.py",),
     # Checkpoints hold no pickles, Megatron's excepted: those are written by one file and never run.
     "pickle": ("megatron/interop/megatron_torch/pickle_writer.py",),
     # The entries of torch.distributed.checkpoint's files are what it makes of tensors.
@@ -69,10 +67,10 @@ TORCH_FREE_PATTERNS = (
     "megatron/core/errors.py",
     "megatron/core/config_base.py",
     "megatron/core/**/*_config.py",
-    "megatron/core/datasets/samples/blended_dataset_builder.py",
+    "megatron/core/datasets/blended_dataset_builder.py",
     "megatron/core/tokenizers/*.py",
-    "megatron/core/dist_checkpointing/index_file.py",
-    "megatron/training/checkpointing/checkpoint_folders.py",
+    "megatron/core/dist_checkpointing/index.py",
+    "megatron/training/checkpointing/folder.py",
     "megatron/training/data/data_plan.py",
     "megatron/training/process/initialize.py",
     "megatron/training/process/preflight.py",
@@ -91,6 +89,10 @@ def package_files() -> list[Path]:
 
 def relative(path: Path) -> str:
     return path.relative_to(REPOSITORY).as_posix()
+
+
+def module_name(path: Path) -> str:
+    return relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 @functools.cache
@@ -197,6 +199,50 @@ def test_imports_for_type_checkers_are_free(tmp_path: Path, monkeypatch) -> None
     assert offences(path) == []
 
 
+def imports_among(paths: Mapping[str, Path]) -> dict[str, list[str]]:
+    """Return which of these modules each imports, within functions and for type checkers as well."""
+    graph: dict[str, list[str]] = {}
+    for name, path in paths.items():
+        found: set[str] = set()
+        for node in ast.walk(syntax_tree(path)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= (submodules & paths.keys()) or {node.module}
+        graph[name] = sorted((found & paths.keys()) - {name})
+    return graph
+
+
+def find_cycle(graph: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return the nodes of a cycle; none where there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return tuple(error.args[1])
+    return ()
+
+
+def test_no_modules_import_each_other_in_a_cycle() -> None:
+    names = {
+        relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in package_files()
+    }
+    graph = imports_among(names)
+    assert graph["megatron.commands.preprocess_data"]
+    assert find_cycle(graph) == ()
+
+
+def test_a_cycle_of_imports_is_found_within_functions(tmp_path: Path) -> None:
+    paths = {name: tmp_path / f"{name}.py" for name in ("a", "b", "c")}
+    paths["a"].write_text("import b")
+    paths["b"].write_text("def f():\n    from c import g")
+    paths["c"].write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from a import f")
+    assert set(find_cycle(imports_among(paths))) == {"a", "b", "c"}
+    paths["c"].write_text("import os")
+    syntax_tree.cache_clear()
+    assert find_cycle(imports_among(paths)) == ()
+
+
 def test_package_init_files_hold_a_docstring_only() -> None:
     for path in PACKAGE.rglob("__init__.py"):
         body = syntax_tree(path).body
@@ -257,11 +303,7 @@ def test_configuration_is_read_by_attribute() -> None:
 
 def test_configuration_and_validation_import_no_torch() -> None:
     paths = sorted({path for pattern in TORCH_FREE_PATTERNS for path in REPOSITORY.glob(pattern)})
-    modules = [
-        relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for path in paths
-        if path.suffix == ".py"
-    ]
+    modules = [module_name(path) for path in paths]
     assert "megatron.core.errors" in modules
     program = (
         "import importlib, sys\n"
@@ -321,7 +363,7 @@ def test_no_accelerated_package_is_a_dependency() -> None:
 
 def test_nothing_imported_at_run_time_is_undeclared() -> None:
     declared = {Requirement(text).name for text in project_metadata()["dependencies"]}
-    for extra in ("gpu", "tokenizers-extra", "preprocessing", "data-cleaning", "conversion", "plotting"):
+    for extra in ("gpu", "tokenizers-extra", "preprocessing", "data-cleaning", "conversion", "plotting", "adopt"):
         declared |= {Requirement(text).name for text in project_metadata()["optional-dependencies"][extra]}
     distributions = importlib.metadata.packages_distributions()
     known = {name.replace("-", "_") for name in declared} | {"apex", "megatron", "pretrain_gpt", "__future__"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# mypy: ignore-errors
+# It runs against another package of the same name.
 import json
 import sys
 import warnings
@@ -30,13 +32,13 @@ from tasks import (
 warnings.simplefilter("ignore")
 
 from megatron.core.datasets import helpers_cpp  # noqa: E402
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset  # noqa: E402
-from megatron.core.datasets.samples.gpt_dataset import (  # noqa: E402
+from megatron.core.datasets.gpt_dataset import (  # noqa: E402
     GPTDataset,
     GPTDatasetConfig,
     _build_document_index,
     _build_shuffle_index,
 )
+from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
 from megatron.core.datasets.utils import Split  # noqa: E402
 
 

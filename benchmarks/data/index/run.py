@@ -13,7 +13,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -30,6 +29,8 @@ sys.path.insert(0, str(_ROOT))
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36)}
 
 from tasks import NUM_EPOCHS, SEQUENCE_LENGTH, Task, large_samples, tasks, write_inputs  # noqa: E402
+
+from benchmarks.machine import describe_machine  # noqa: E402
 
 
 def run_once(side: str, python: str, task: Task, folder: Path, repeats: int) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def main() -> None:
                 print(f"round {number + 1}, {task.name}: {', '.join(times)}", flush=True)
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} processors, {platform.system()} {platform.release()}",
+        "machine": describe_machine(),
         "load_average": load_average,
         "num_documents": options.num_documents,
         "num_samples": num_samples,

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from megatron.core.context_parallel.partition import chunk_length, chunks_of, to_sequence_order, visible_keys
+from megatron.core.context_parallel.partition import chunk_length, chunks_of, to_sequence_order
+from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.kernels.dot_product_attention import AttentionCore
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-
-Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", float], torch.Tensor]
-"""(query, key, value, mask, dropout) -> context, of sequences that are not cut; without a mask, the queries are the
-last positions of the keys."""
 
 
 @dataclass(frozen=True)
 class AllGatherAttention:
     """Attend with this rank's queries to the gathered keys and values of the whole sequence.
 
-    Each of the rank's two chunks is given to ``core`` with the keys up to its own end. Forward: all-gather of keys and
-    values along s; backward: reduce-scatter of their gradients.
+    Each of the rank's two chunks is given to ``core`` with the keys that it may look at: up to its own end where
+    attention is causal. Forward: all-gather of keys and values along s; backward: reduce-scatter of their gradients.
 
-    Shapes: ``query: [s/cp, b, n, d]``, ``key, value: [s/cp, b, g, d]``, ``document_ids: [b, s]`` (of the whole
-    sequence in its own order) or None; ``-> [s/cp, b, n, d]``.
+    Shapes: ``query: [s/cp, b, n, d]``, ``key, value: [s/cp, b, g, d]`` ``-> [s/cp, b, n, d]``.
     """
 
     cp: Group
-    core: Core
+    core: AttentionCore
 
     def __call__(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        document_ids: torch.Tensor | None,
+        pattern: AttentionPattern,
         dropout: float,
     ) -> torch.Tensor:
         """Return the attention output."""
@@ -45,10 +41,10 @@ class AllGatherAttention:
         context = []
         for queries, index in zip(query.chunk(2), chunks_of(self.cp.rank, self.cp.size)):
             start, end = index * chunk, (index + 1) * chunk
-            mask = None
-            if document_ids is not None:
-                positions = torch.arange(end, device=query.device)
-                documents = document_ids[:, :end]
-                mask = visible_keys(positions[start:], positions, documents[:, start:], documents)
-            context.append(self.core(queries, keys[:end], values[:end], mask, dropout))
+            last = end if pattern.is_causal else keys.shape[0]
+            part = pattern
+            if pattern.document_ids is not None:
+                positions = torch.arange(last, device=query.device)
+                part = AttentionPattern(mask=pattern.visible(positions[start:end], positions))
+            context.append(self.core(queries, keys[:last], values[:last], part, dropout))
         return torch.cat(context)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from megatron.core.context_parallel.all_gather_attention import AllGatherAttention, Core
+from megatron.core.context_parallel.all_gather_attention import AllGatherAttention
 from megatron.core.context_parallel.ring_attention import RingAttention
 from megatron.core.context_parallel.ulysses_attention import UlyssesAttention
 from megatron.core.kernels.attention_block import AttentionBlocks
+from megatron.core.kernels.dot_product_attention import AttentionCore
 from megatron.core.process_group import Group
 
 
-def exchange_of_layer(cp_comm_type: Sequence[str], layer_number: int) -> str:
-    """Return a layer's choice among ``--cp-comm-type``: one for all layers, or one a layer."""
-    return cp_comm_type[0 if len(cp_comm_type) == 1 else layer_number]
-
-
-def with_context_parallel(core: Core, exchange: str, cp: Group, *, plain_blocks: bool = False) -> Core:
+def with_context_parallel(
+    core: AttentionCore, exchange: str, cp: Group, *, plain_blocks: bool = False
+) -> AttentionCore:
     """Return ``core`` for sequences that are cut over ``cp``; the core itself where one rank holds them whole.
 
-    In place of a mask the result takes the document ids of the whole sequence, ``[b, s]``, or None: the mask of a whole
-    sequence would be larger than anything else that a rank holds. ``plain_blocks`` keeps ring attention from kernels.
+    The result takes a pattern without a mask: that of a whole sequence would be larger than anything else that a rank
+    holds. ``plain_blocks`` keeps ring attention from kernels.
     """
     if cp.size == 1:
         return core

@@ -38,23 +38,15 @@ def positions_of(rank: int, size: int, length: int, device: torch.device | str =
     return torch.cat([torch.arange(start, start + chunk, device=device) for start in starts])
 
 
-def cut_for_rank(tensor: torch.Tensor, rank: int, size: int, dim: int) -> torch.Tensor:
-    """Return a rank's part of a whole sequence along ``dim``; the tensor itself where one rank holds everything.
-
-    Shapes: ``[…, s, …] -> […, s/size, …]``.
-    """
-    if size == 1:
-        return tensor
-    chunk = chunk_length(tensor.shape[dim], size)
-    return torch.cat([tensor.narrow(dim, index * chunk, chunk) for index in chunks_of(rank, size)], dim=dim)
-
-
 def cut_sequence(tensor: torch.Tensor, cp: Group, dim: int) -> torch.Tensor:
-    """Return this rank's part of a whole sequence along ``dim``.
+    """Return this rank's part of a whole sequence along ``dim``; the tensor itself where one rank holds everything.
 
     Shapes: ``[…, s, …] -> […, s/cp, …]``.
     """
-    return cut_for_rank(tensor, cp.rank, cp.size, dim)
+    if cp.size == 1:
+        return tensor
+    chunk = chunk_length(tensor.shape[dim], cp.size)
+    return torch.cat([tensor.narrow(dim, index * chunk, chunk) for index in chunks_of(cp.rank, cp.size)], dim=dim)
 
 
 def to_sequence_order(tensor: torch.Tensor, size: int, dim: int) -> torch.Tensor:
@@ -81,19 +73,3 @@ def _chunks_in_rank_order(size: int) -> list[int]:
 def _permute_chunks(tensor: torch.Tensor, order: list[int], dim: int) -> torch.Tensor:
     chunks = tensor.chunk(len(order), dim=dim)
     return torch.cat([chunks[index] for index in order], dim=dim)
-
-
-def visible_keys(
-    query_positions: torch.Tensor,
-    key_positions: torch.Tensor,
-    query_documents: torch.Tensor | None = None,
-    key_documents: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return which keys each query may look at: none after it, and none of another document.
-
-    Shapes: positions ``[sq]``, ``[sk]``; documents ``[b, sq]``, ``[b, sk]``; ``-> [b or 1, 1, sq, sk]`` of bool.
-    """
-    visible = (key_positions[None, :] <= query_positions[:, None])[None, None]
-    if query_documents is None or key_documents is None:
-        return visible
-    return visible & (query_documents[:, None, :, None] == key_documents[:, None, None, :])

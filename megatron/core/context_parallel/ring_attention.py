@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from megatron.core.collectives import start_ring_exchange
-from megatron.core.context_parallel.partition import cut_for_rank, positions_of, visible_keys
+from megatron.core.context_parallel.partition import positions_of
 from megatron.core.kernels.attention_block import AttentionBlocks, BlockMask, merge_block
+from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 
@@ -28,8 +29,7 @@ class RingAttention:
     computed; blocks are merged by their log-sum-exp in at least float32. The backward pass sends keys and
     values round once more, followed by their gradients, which arrive at home after ``cp.size`` hops.
 
-    Shapes: ``query: [s/cp, b, n, d]``, ``key, value: [s/cp, b, g, d]``, ``document_ids: [b, s]`` (of the whole
-    sequence in its own order) or None; ``-> [s/cp, b, n, d]``.
+    Shapes: ``query: [s/cp, b, n, d]``, ``key, value: [s/cp, b, g, d]`` ``-> [s/cp, b, n, d]``.
     """
 
     cp: Group
@@ -40,14 +40,14 @@ class RingAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        document_ids: torch.Tensor | None,
+        pattern: AttentionPattern,
         dropout: float,
     ) -> torch.Tensor:
         """Return the attention output; dropout draws its seed from torch's default generator."""
         seed = 0
         if dropout:
             seed = int(torch.randint(_SEED_LIMIT, (), device=query.device).item())
-        ring = _Ring(self.cp, self.blocks, document_ids, dropout, seed)
+        ring = _Ring(self.cp, self.blocks, pattern, dropout, seed)
         output: torch.Tensor = _RingFunction.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
         return output
 
@@ -67,33 +67,29 @@ class _Ring:
 
     cp: Group
     blocks: AttentionBlocks
-    document_ids: torch.Tensor | None
+    pattern: AttentionPattern
     dropout: float
     seed: int
 
     def step(self, number: int, local_length: int) -> _Step:
         """Return the work of a step; keys and values are then those of rank ``cp.rank − number``.
 
-        Of an earlier rank's two chunks both of this rank's see the first whole and the second not at all. Of a later
-        rank's, this rank's first chunk sees nothing and the second sees both whole.
+        Where attention is causal, both of this rank's chunks see an earlier rank's first chunk whole and its second not
+        at all. Of a later rank's, this rank's first chunk sees nothing and the second sees both whole.
         """
-        source, half = (self.cp.rank - number) % self.cp.size, local_length // 2
-        first_query = half if source > self.cp.rank else 0
-        end_key = half if source < self.cp.rank else local_length
+        rank, size, pattern = self.cp.rank, self.cp.size, self.pattern
+        source = (rank - number) % size
+        first_query, end_key = 0, local_length
+        if pattern.is_causal:
+            first_query = local_length // 2 if source > rank else 0
+            end_key = local_length // 2 if source < rank else local_length
         visible = None
-        if self.document_ids is not None:
-            visible = self._visible(source, self.document_ids)[:, :, first_query:, :end_key]
-        is_causal = visible is None and number == 0
+        if pattern.document_ids is not None:
+            device = pattern.document_ids.device
+            queries, keys = (positions_of(holder, size, size * local_length, device) for holder in (rank, source))
+            visible = pattern.visible(queries[first_query:], keys[:end_key])
+        is_causal = pattern.is_plain_causal and number == 0
         return _Step(first_query, end_key, BlockMask(visible, is_causal, self.dropout, self.seed + number))
-
-    def _visible(self, source: int, document_ids: torch.Tensor) -> torch.Tensor:
-        size, length, device = self.cp.size, document_ids.shape[1], document_ids.device
-        return visible_keys(
-            positions_of(self.cp.rank, size, length, device),
-            positions_of(source, size, length, device),
-            cut_for_rank(document_ids, self.cp.rank, size, dim=1),
-            cut_for_rank(document_ids, source, size, dim=1),
-        )
 
 
 class _RingFunction(torch.autograd.Function):

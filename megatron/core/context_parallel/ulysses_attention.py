@@ -5,25 +5,17 @@ Jacobs et al. 2023, https://arxiv.org/abs/2309.14509.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron.core.collectives import all_to_all_first_dim
-from megatron.core.context_parallel.all_gather_attention import Core
-from megatron.core.context_parallel.partition import to_rank_order, to_sequence_order, visible_keys
+from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads
+from megatron.core.context_parallel.partition import to_rank_order, to_sequence_order
+from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.kernels.dot_product_attention import AttentionCore
 from megatron.core.process_group import Group
-
-
-def copies_of_key_value_heads(num_heads: int, num_groups: int, cp_size: int) -> int | None:
-    """Return how often each key-value head is repeated so that the ranks can share the heads, or None if they cannot.
-
-    The repeated heads are the least common multiple of groups and ranks; each serves a whole number of queries' heads.
-    """
-    repeated = math.lcm(num_groups, cp_size)
-    return None if num_heads % repeated else repeated // num_groups
 
 
 @dataclass(frozen=True)
@@ -33,19 +25,18 @@ class UlyssesAttention:
     Key-value heads that are too few for the ranks are repeated, and their gradients summed. Forward: all-to-all from
     the sequence to the heads and back; backward: the same in the other order.
 
-    Shapes: ``query: [s/cp, b, n, d]``, ``key, value: [s/cp, b, g, d]``, ``document_ids: [b, s]`` (of the whole
-    sequence in its own order) or None; ``-> [s/cp, b, n, d]``.
+    Shapes: ``query: [s/cp, b, n, d]``, ``key, value: [s/cp, b, g, d]`` ``-> [s/cp, b, n, d]``.
     """
 
     cp: Group
-    core: Core
+    core: AttentionCore
 
     def __call__(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        document_ids: torch.Tensor | None,
+        pattern: AttentionPattern,
         dropout: float,
     ) -> torch.Tensor:
         """Return the attention output."""
@@ -59,11 +50,7 @@ class UlyssesAttention:
         # [s/cp, b, cp, heads/cp, d] with the receiving rank first; what arrives has the sending rank first.
         received = _all_to_all(torch.cat(shares, dim=3).movedim(2, 0), self.cp).flatten(0, 1)
         queries, keys, values = torch.split(to_sequence_order(received, size, dim=0), widths, dim=2)
-        mask = None
-        if document_ids is not None:
-            positions = torch.arange(queries.shape[0], device=query.device)
-            mask = visible_keys(positions, positions, document_ids, document_ids)
-        context = to_rank_order(self.core(queries, keys, values, mask, dropout), size, dim=0)
+        context = to_rank_order(self.core(queries, keys, values, pattern, dropout), size, dim=0)
         received = _all_to_all(context.view(size, local_length, *context.shape[1:]), self.cp)
         return received.movedim(0, 2).flatten(2, 3)
 

@@ -1,18 +1,58 @@
-"""The index of a checkpoint folder: every tensor's pieces, every file's size, and the state that all ranks share."""
+"""The index of a checkpoint folder: every tensor's pieces, every file's size, and the state that all ranks share.
+
+Importing this module imports no torch.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.index_file import FORMAT_VERSION, INDEX_FILE, read_index_file
-from megatron.core.dist_checkpointing.mapping import StoredFile, StoredPiece, StoredTensor
-from megatron.core.dist_checkpointing.storage import checksum, write_text
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
+from megatron.core.dist_checkpointing.checksum import checksum
+from megatron.core.dist_checkpointing.disk import write_text
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.sharding import Box
+
+INDEX_FILE = "index.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """Say where the values of one box lie: ``num_bytes`` at ``start`` in ``file``, row-major.
+
+    ``key`` is the entry's name in that safetensors file, ``checksum`` the CRC-32 of its bytes in eight hex digits.
+    """
+
+    box: Box
+    file: str
+    key: str
+    start: int
+    num_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Describe one global tensor of a checkpoint and all its pieces."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[StoredPiece, ...]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """Hold the size of one shard file, and the size and CRC-32 of its header (length field included)."""
+
+    num_bytes: int
+    header_bytes: int
+    header_checksum: str
 
 
 @dataclass(frozen=True)
@@ -74,6 +114,30 @@ def read_index(folder: Path) -> CheckpointIndex:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedCheckpointError(f"{folder / INDEX_FILE}: not an index of a checkpoint ({error!r})") from error
+
+
+def read_index_file(folder: Path) -> dict[str, Any]:
+    """Return what ``index.json`` holds, the version of its format left out.
+
+    Raises:
+        DamagedCheckpointError: it is missing or cannot be understood.
+        CheckpointError: a newer version of the format wrote it.
+    """
+    path = folder / INDEX_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version = int(content.pop("format_version"))
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path}: {os.strerror(error.errno or 0)}") from error
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path}: not readable as JSON ({error})") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{path}: not an index of a checkpoint ({error!r})") from error
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: format version {version} is newer than {FORMAT_VERSION}, the newest that this program reads"
+        )
+    return dict(content)
 
 
 def _content_checksum(content: Mapping[str, Any]) -> str:

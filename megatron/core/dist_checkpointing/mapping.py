@@ -1,4 +1,4 @@
-"""What a checkpoint knows about a tensor: on a rank (with values), on its way between ranks, and on disk."""
+"""A tensor of a run as a checkpoint sees it: with its values, and as a description that travels between ranks."""
 
 from __future__ import annotations
 
@@ -67,60 +67,19 @@ class ShardedTensor:
         """Return the local values of a global box that lies within one piece, or None where none holds it."""
         for piece in self.pieces:
             if piece.global_box.intersect(box) == box:
-                place = box.relative_to(piece.global_box.offset)
-                start = tuple(o + base for o, base in zip(place.offset, piece.local_offset, strict=True))
-                return self.data[Box(start, box.shape).slices]
+                return self.data[piece.localized(box).slices]
         return None
 
 
-@dataclass(frozen=True)
-class StoredPiece:
-    """Say where the values of one box lie: ``num_bytes`` at ``start`` in ``file``, row-major.
-
-    ``key`` is the entry's name in that safetensors file, ``checksum`` the CRC-32 of its bytes in eight hex digits.
-    """
-
-    box: Box
-    file: str
-    key: str
-    start: int
-    num_bytes: int
-    checksum: str
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Describe one global tensor of a checkpoint and all its pieces."""
-
-    name: str
-    global_shape: tuple[int, ...]
-    dtype: str
-    pieces: tuple[StoredPiece, ...]
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """Hold the size of one shard file, and the size and CRC-32 of its header (length field included)."""
-
-    num_bytes: int
-    header_bytes: int
-    header_checksum: str
-
-
 def from_spec(spec: ParamSpec, data: torch.Tensor) -> ShardedTensor:
-    """Describe a tensor that is laid out, and named, as ``spec`` says.
-
-    The copy of a tied weight is stored under the name of the weight that it is tied to, so that a checkpoint holds
-    it once whatever stage a copy lives on.
-    """
-    name = spec.name if spec.tied_to is None else spec.tied_to
+    """Describe a tensor that is laid out, and named, as ``spec`` says."""
     for piece in spec.pieces:
         ends = (o + n for o, n in zip(piece.local_offset, piece.global_box.shape, strict=True))
         assert all(end <= size for end, size in zip(ends, data.shape, strict=True)), (
-            f"{name}: a piece at {piece.local_offset} of shape {piece.global_box.shape} is outside the "
+            f"{spec.name}: a piece at {piece.local_offset} of shape {piece.global_box.shape} is outside the "
             f"local tensor of shape {tuple(data.shape)}"
         )
-    return ShardedTensor(name, spec.global_shape, spec.pieces, data.detach(), spec.is_owner)
+    return ShardedTensor(spec.name, spec.global_shape, spec.pieces, data.detach(), spec.is_owner)
 
 
 def whole_tensor(name: str, data: torch.Tensor) -> ShardedTensor:

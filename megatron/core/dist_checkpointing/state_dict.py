@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec, whole_tensor
+from megatron.core.parallel_sizes import GRID_AXES, Place
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import ParamSpec, spec_of
 
@@ -67,21 +68,9 @@ def optimizer_tensors(optimizer: CheckpointableOptimizer) -> list[ShardedTensor]
 
 def rng_tensors(rng: Mapping[str, torch.Tensor], state: ParallelState) -> list[ShardedTensor]:
     """Describe this rank's random number streams, named by its place in the grid."""
-    place = {"pp": state.pp.rank, "dp": state.dp.rank, "cp": state.cp.rank, "tp": state.tp.rank}
-    return [whole_tensor(rng_name(stream, **place), tensor) for stream, tensor in sorted(rng.items())]
+    return [whole_tensor(rng_name(stream, state.place), tensor) for stream, tensor in sorted(rng.items())]
 
 
-def rng_name(stream: str, *, pp: int, dp: int, cp: int, tp: int) -> str:
+def rng_name(stream: str, place: Place) -> str:
     """Return the name of a random number stream of the rank at a place in the grid."""
-    return f"{RNG_PREFIX}pp{pp}.dp{dp}.cp{cp}.tp{tp}.{stream}"
-
-
-def describe_layout(state: ParallelState) -> dict[str, int]:
-    """Return the sizes of the grid of ranks."""
-    return {
-        "tensor_model_parallel_size": state.tp.size,
-        "pipeline_model_parallel_size": state.pp.size,
-        "context_parallel_size": state.cp.size,
-        "data_parallel_size": state.dp.size,
-        "world_size": state.world_size,
-    }
+    return RNG_PREFIX + "".join(f"{axis}{place[axis]}." for axis in GRID_AXES) + stream

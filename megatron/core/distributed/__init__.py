@@ -1,1 +1,1 @@
-"""Data parallelism: flat gradient buffers, buckets and what happens once per step after them."""
+"""Data parallelism: gradient buffers, buckets, sharding, and the last gradient reductions of a step."""

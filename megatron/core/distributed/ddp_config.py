@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.config_base import flag
+from megatron.core.config_base import POSITIVE, Config, flag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DistributedDataParallelConfig:
+class DistributedDataParallelConfig(Config, role="layout", in_args=True):
     """Hold what data parallelism is built from.
 
     Gradients of half-precision parameters are accumulated in float32 unless ``grad_reduce_in_bf16`` is given.
@@ -20,23 +20,37 @@ class DistributedDataParallelConfig:
     """Reduce gradients while the backward pass still runs."""
     overlap_param_gather: bool = False
     """Gather the distributed optimizer's parameters while the forward pass runs."""
-    data_parallel_sharding_strategy: str = flag("no_shard", choices=("no_shard", "optim", "optim_grads"))
+    data_parallel_sharding_strategy: str = flag(
+        "no_shard", choices=("no_shard", "optim", "optim_grads"), not_built=("optim_grads_params",), in_args=False
+    )
     """What the data-parallel ranks share among them in place of holding copies: nothing, the optimizer's state
     (the same as --use-distributed-optimizer), or that and the gradients."""
-    ddp_bucket_size: int | None = None
+    ddp_bucket_size: int | None = flag(None, bounds=POSITIVE)
     """Number of parameters in one gradient bucket; by default max(40,000,000, 1,000,000 x data-parallel
     size)."""
-    ddp_average_in_collective: bool = False
+    ddp_average_in_collective: bool = flag(False, excludes=("calculate_per_token_loss",))
     """Average gradients in the collective in place of scaling them before it."""
-    grad_reduce_in_bf16: bool = False
+    grad_reduce_in_bf16: bool = flag(False, role="run", needs="bf16")
     """Accumulate and reduce the gradients of a bfloat16 model in bfloat16."""
-    check_for_nan_in_loss_and_grad: bool = flag(True, negative="--no-check-for-nan-in-loss-and-grad")
-    """Do not stop when a loss or a gradient is not finite."""
+    check_for_nan_in_loss_and_grad: bool = flag(
+        True, negative="--no-check-for-nan-in-loss-and-grad", role="run", in_args=False
+    )
+    """Stop when a loss or a gradient is not finite. Off: do not stop when a loss or a gradient is not finite."""
 
     @property
     def shards_optimizer(self) -> bool:
         """Return whether each data-parallel rank keeps the optimizer's state of its own shard only."""
         return self.use_distributed_optimizer or self.data_parallel_sharding_strategy != "no_shard"
+
+    def shards_over(self, num_replicas: int) -> bool:
+        """Return whether that many ranks with the same weights share the optimizer's state: one rank has all of it."""
+        return self.shards_optimizer and num_replicas > 1
+
+    def grad_dtype(self, params_dtype: str) -> str:
+        """Return the dtype in which gradients of parameters of a dtype are accumulated and reduced, both by name."""
+        if self.grad_reduce_in_bf16 and params_dtype == "bfloat16":
+            return params_dtype
+        return "float64" if params_dtype == "float64" else "float32"
 
     @property
     def shards_gradients(self) -> bool:

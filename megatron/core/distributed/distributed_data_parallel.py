@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
-from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, ReductionPlan
-from megatron.core.distributed.param_gather import await_in_forward
-from megatron.core.distributed.param_layout import ParamLayout, default_bucket_size, plan_layout
-from megatron.core.distributed.param_part import ParamPart
+from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, ReductionPlan, await_in_forward
+from megatron.core.distributed.param_layout import plan_buckets
 from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
 from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_state import ParallelState
-from megatron.core.precision import arithmetic_dtype
+from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import spec_of
 
 
@@ -46,7 +45,7 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.config = config
         self.group = state.dp_cp
-        self.is_sharded = config.shards_optimizer and self.group.size > 1
+        self.is_sharded = config.shards_over(self.group.size)
         self.is_last_microbatch = True
         plan = ReductionPlan(
             average=not calculate_per_token_loss,
@@ -64,31 +63,18 @@ class DistributedDataParallel(nn.Module):
             await_in_forward(module, self.grad_buffers)
 
     def _make_grad_buffers(self, plan: ReductionPlan) -> tuple[ParamAndGradBuffer, ...]:
-        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]] = {}
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self.module.parameters():
             if parameter.requires_grad:
-                key = (parameter.dtype, self._grad_dtype(parameter.dtype))
-                by_dtype.setdefault(key, []).append(parameter)
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
         make = ShardedGradBuffer if plan.shard and self.config.shards_gradients else ParamAndGradBuffer
-        return tuple(
-            make(parameters, self._layout(parameters), grad_dtype, self.group, plan, lambda: self.is_last_microbatch)
-            for (_, grad_dtype), parameters in by_dtype.items()
-        )
-
-    def _layout(self, parameters: Sequence[nn.Parameter]) -> ParamLayout:
-        config = self.config
-        shares_piecewise = self.is_sharded and (config.shards_gradients or config.overlap_param_gather)
-        bucket_size = None
-        if config.overlap_grad_reduce or shares_piecewise:
-            bucket_size = config.ddp_bucket_size or default_bucket_size(self.group.size)
-        # Both stages that hold a copy must find the same elements of it in their shards.
-        alone = [i for i, p in enumerate(parameters) if self.is_sharded and spec_of(p).is_tied_over_pipeline]
-        return plan_layout([p.numel() for p in parameters], bucket_size, num_shards=self.group.size, alone=alone)
-
-    def _grad_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
-        if self.config.grad_reduce_in_bf16 and param_dtype is torch.bfloat16:
-            return torch.bfloat16
-        return arithmetic_dtype(param_dtype)
+        buffers = []
+        for dtype, parameters in by_dtype.items():
+            tied = [i for i, parameter in enumerate(parameters) if spec_of(parameter).is_tied_over_pipeline]
+            layout = plan_buckets([p.numel() for p in parameters], tied, self.config, self.group.size)
+            grad_dtype = dtype_from_name(self.config.grad_dtype(str(dtype).removeprefix("torch.")))
+            buffers.append(make(parameters, layout, grad_dtype, self.group, plan, lambda: self.is_last_microbatch))
+        return tuple(buffers)
 
     @property
     def parts(self) -> tuple[ParamPart, ...]:

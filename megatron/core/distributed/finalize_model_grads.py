@@ -1,4 +1,4 @@
-"""What is left to do to gradients between the last backward pass and the optimizer."""
+"""Gradients between the last backward pass and the optimizer: the last reductions, and the divisor of the loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.collectives import all_reduce, broadcast
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.param_part import ParamPart
+from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.parallel_state import ParallelState
 from megatron.core.process_group import Group
 
@@ -21,9 +21,9 @@ def finalize_model_grads(
     """Finish the data-parallel reduction, sum partial gradients over the ranks with copies, apply the divisor.
 
     Copies are those within the tensor-parallel group, and those of the word embedding on the first and the last
-    pipeline stage. ``num_tokens`` is the number of tokens that this rank's loss sums ran over in all micro-batches of
-    the iteration (only the last pipeline stage's value is used); given, every gradient is divided by its total over
-    the batch.
+    pipeline stage. ``num_tokens`` is the number of tokens in this rank's loss sums over all micro-batches of the
+    iteration; only the last pipeline stage's value is used. If it is given, every gradient is divided by its total
+    over the global batch.
 
     Shapes: ``num_tokens: []``.
     """
@@ -42,7 +42,7 @@ def finalize_model_grads(
 
 
 def reduce_tied_gradients(parts: Sequence[ParamPart], embedding: Group) -> None:
-    """Add the gradients of the first and of the last pipeline stage for weights that both hold.
+    """All-reduce the gradients of tied weights over the first and the last pipeline stage.
 
     Each copy is alone in its bucket, so that both ranks hold the same elements of it.
     """
@@ -54,11 +54,11 @@ def reduce_tied_gradients(parts: Sequence[ParamPart], embedding: Group) -> None:
 
 
 def reduce_partial_gradients(parts: Sequence[ParamPart], tp: Group) -> None:
-    """Sum over the copies of a parameter where each tensor-parallel rank has computed only a part of its gradient.
+    """All-reduce the gradients of replicated parameters of which each tensor-parallel rank has only a partial gradient.
 
-    Copies within the group are consecutive ranks: all of them for a norm under sequence parallelism, the sharers of
-    a key-value head otherwise. Whoever shares, one collective for each dtype carries everything: every set of copies
-    has a slot of its own in it.
+    Copies are on consecutive ranks: on all of them for a norm under sequence parallelism, on the ranks that share a
+    key-value head otherwise. One all-reduce for each dtype carries every parameter: each set of copies has a slot of
+    its own in it.
     """
     if tp.size == 1:
         return

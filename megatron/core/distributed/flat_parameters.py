@@ -1,8 +1,9 @@
-"""The parameters of one dtype in one flat buffer, of which each data-parallel rank updates its shards."""
+"""Flat parameters: one buffer for each dtype, gathered from shards, and the part of each that a rank updates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,13 +11,16 @@ import torch
 from megatron.core.collectives import all_gather_into
 from megatron.core.distributed.param_layout import ParamLayout
 from megatron.core.process_group import Group
+from megatron.core.sharding import ParamSpec, flat_range_boxes, spec_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 
 class FlatParameters:
-    """Move parameters into one flat buffer, of which they become views, and gather its buckets from the ranks' shards.
+    """Move parameters into one flat buffer, whose buckets are gathered from the data-parallel ranks' shards.
+
+    The parameters become views of the buffer.
 
     Shapes: ``data: [layout.num_elements]``; padding between parameters is zero and stays so.
     """
@@ -34,7 +38,7 @@ class FlatParameters:
         self._works: dict[int, dist.Work] = {}
 
     def start_gather(self, async_op: bool) -> None:
-        """Gather every bucket, in the order in which a forward pass uses them; return at once where ``async_op``."""
+        """All-gather every bucket, in the order in which a forward pass uses them; with ``async_op`` do not wait."""
         assert not self._works, "a gather is still under way"
         for index in reversed(range(len(self.layout.buckets))):
             bucket = self.layout.buckets[index]
@@ -45,7 +49,7 @@ class FlatParameters:
                 self._works[index] = work
 
     def is_pending(self, bucket_index: int) -> bool:
-        """Return whether nobody has waited for a bucket that is being gathered."""
+        """Return whether a bucket's gather has been started and not waited for."""
         return bucket_index in self._works
 
     def wait(self, bucket_index: int) -> None:
@@ -58,3 +62,39 @@ class FlatParameters:
         """Wait until every bucket is gathered."""
         while self._works:
             self.wait(next(iter(self._works)))
+
+
+@dataclass(frozen=True, eq=False)
+class ParamPart:
+    """Hold the elements ``[start, end)`` of a flattened parameter: their values and, once reduced, their gradient.
+
+    Both are views: of the parameter's own memory and of where the gradients of an iteration end up.
+
+    Shapes: ``values, gradient: [end - start]``.
+    """
+
+    parameter: torch.nn.Parameter
+    start: int
+    end: int
+    values: torch.Tensor
+    gradient: torch.Tensor
+
+    @property
+    def spec(self) -> ParamSpec:
+        """Return the description of the whole local parameter."""
+        return spec_of(self.parameter)
+
+    def described(self, flat: torch.Tensor) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+        """Cut a tensor of this part's length into views, each with the description of a box of the local parameter.
+
+        Boxes that are padding only are left out.
+
+        Shapes: ``flat: [end - start]``.
+        """
+        position = 0
+        for box in flat_range_boxes(self.parameter.shape, self.start, self.end):
+            view = flat[position : position + box.num_elements].view(box.shape)
+            position += box.num_elements
+            spec = self.spec.within(box)
+            if spec.pieces:
+                yield spec, view

@@ -1,4 +1,4 @@
-"""One flat gradient buffer for parameters of one dtype, reduced over the data-parallel ranks bucket by bucket."""
+"""Gradient buffer of the parameters of one dtype, reduced over the data-parallel ranks bucket by bucket."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron.core.collectives import all_reduce, reduce_scatter_into
-from megatron.core.distributed.flat_parameters import FlatParameters
+from megatron.core.distributed.flat_parameters import FlatParameters, ParamPart
 from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, parts_of_range
-from megatron.core.distributed.param_part import ParamPart
 from megatron.core.main_grad import MainGrad, attach_main_grad, gradient_uses_of
 from megatron.core.process_group import Group
 
@@ -21,11 +21,12 @@ from megatron.core.process_group import Group
 class ReductionPlan:
     """Say how gradients are combined over the data-parallel ranks.
 
-    ``average`` divides by the number of ranks: before the collective, or in it where ``average_in_collective``.
-    ``overlap`` starts a bucket as soon as its last gradient has arrived. ``record_local_norms`` keeps each
-    parameter's norm from before the reduction, after which nobody could tell which rank brought a bad value.
-    ``shard`` leaves each rank with the sum of its own shard of a bucket only, and puts the parameters into a flat
-    buffer of the same layout, from whose shards they are gathered again after the update.
+    - ``average`` divides by the number of ranks: before the collective, or in it with ``average_in_collective``.
+    - ``overlap`` starts reducing a bucket as soon as its last gradient has arrived.
+    - ``record_local_norms`` keeps the norm of each parameter's gradient before the reduction: afterwards no rank could
+      tell which one brought a value that is not finite.
+    - ``shard`` leaves each rank with the sum of its own shard of each bucket (reduce-scatter). The parameters then lie
+      in a flat buffer of the same layout, and are gathered from the shards after the update.
     """
 
     average: bool = True
@@ -118,15 +119,15 @@ class ParamAndGradBuffer:
             bucket.reset()
 
     def end_microbatch(self) -> None:
-        """Take note that a backward pass that is not the last has ended: whole gradients are kept for the next one."""
+        """End a micro-batch that is not the last: do nothing, since the whole gradient accumulates here."""
 
     def start_sync(self) -> None:
-        """Start the reduction of every bucket that has not been started; unused parameters count as zero."""
+        """Start the reduction of every other bucket; unused parameters count as zero."""
         while self._num_started < len(self.buckets):
             self._start_next_bucket()
 
     def finish_sync(self) -> None:
-        """Start what has not been started, and wait until every bucket holds the reduced gradient."""
+        """Start every other reduction, and wait until every bucket holds the reduced gradient."""
         self.start_sync()
         for bucket in self.buckets:
             if bucket.work is not None:
@@ -134,7 +135,7 @@ class ParamAndGradBuffer:
                 bucket.work = None
 
     def scale(self, factor: float | torch.Tensor) -> None:
-        """Multiply every reduced gradient."""
+        """Multiply every reduced gradient by a factor."""
         for segment in self.segments:
             segment.gradient.mul_(factor)
 
@@ -214,3 +215,26 @@ class ParamAndGradBuffer:
         if self.plan.shard:
             return reduce_scatter_into(shard, whole, self.group, op, async_op=self.plan.overlap)
         return all_reduce(whole, self.group, op, async_op=self.plan.overlap)
+
+
+def await_in_forward(module: nn.Module, buffers: Sequence[ParamAndGradBuffer]) -> None:
+    """Let every submodule, when it is called, wait until the buckets of its own parameters are gathered.
+
+    So gathering overlaps with the forward passes of the submodules before. A parameter may be used elsewhere only
+    after its own module has been called in the same forward pass.
+    """
+    bucket_of: dict[int, tuple[FlatParameters, int]] = {}
+    for buffer in buffers:
+        assert buffer.flat_parameters is not None
+        for index, bucket in enumerate(buffer.buckets):
+            for parameter in buffer.parameters_of(bucket):
+                bucket_of[id(parameter)] = (buffer.flat_parameters, index)
+    for submodule in module.modules():
+        own = [bucket_of[id(p)] for p in submodule.parameters(recurse=False) if id(p) in bucket_of]
+        if own:
+            submodule.register_forward_pre_hook(functools.partial(_wait_for, tuple(dict.fromkeys(own))))
+
+
+def _wait_for(awaited: Iterable[tuple[FlatParameters, int]], module: nn.Module, args: object) -> None:
+    for parameters, index in awaited:
+        parameters.wait(index)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+
 PARAM_ALIGNMENT = 128
 """Elements at a multiple of which each parameter starts; norms are summed block by block of this size."""
 
@@ -109,6 +111,23 @@ def plan_layout(
     if slots:
         close_bucket()
     return ParamLayout(tuple(buckets))
+
+
+def plan_buckets(
+    sizes: Sequence[int], tied: Collection[int], config: DistributedDataParallelConfig, num_replicas: int
+) -> ParamLayout:
+    """Return the buckets and shards in which data parallelism reduces the gradients of parameters of one dtype.
+
+    ``sizes`` are in order of use, ``tied`` lists those that another pipeline stage holds too, ``num_replicas`` is the
+    number of ranks with the same weights.
+    """
+    is_sharded = config.shards_over(num_replicas)
+    shares_piecewise = is_sharded and (config.shards_gradients or config.overlap_param_gather)
+    bucket_size = None
+    if config.overlap_grad_reduce or shares_piecewise:
+        bucket_size = config.ddp_bucket_size or default_bucket_size(num_replicas)
+    # Both stages that hold a copy must find the same elements of it in their shards.
+    return plan_layout(sizes, bucket_size, num_shards=num_replicas, alone=tied if is_sharded else ())
 
 
 def parts_of_range(slots: Sequence[ParamSlot], start: int, end: int) -> list[SlotPart]:

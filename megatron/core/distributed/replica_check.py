@@ -1,4 +1,4 @@
-"""A proof that data-parallel replicas hold the same weights, bit for bit."""
+"""Replica check: data-parallel replicas must hold the same weights, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of which a rank keeps only its own shards from one micro-batch to the next.
+"""Sharded gradients: a rank keeps only its own shards of the accumulated gradient between micro-batches.
 
 Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054 (stage 2).
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class BucketPool:
-    """Lend memory of a full bucket's size; it grows when all is lent and what came back is used again.
+    """Lend memory of a full bucket's size; reuse what was returned, and allocate where everything is lent.
 
     Shapes: each loan is ``[max_elements]``.
     """
@@ -61,17 +61,17 @@ class _Reduction:
 
 
 class ShardedGradBuffer(ParamAndGradBuffer):
-    """Reduce every bucket of every micro-batch into this rank's shard, and use full-size memory again and again.
+    """Reduce-scatter every bucket after every micro-batch into this rank's shard, and reuse full-size memory.
 
-    A bucket borrows full-size memory when the first gradient of a backward pass comes, and gives it back when its sum
-    over the ranks has been added to the shard. Every backward pass reduces each bucket once on every rank, whether or
-    not all of its parameters were used: ``end_microbatch`` must follow each but the last.
+    A bucket borrows full-size memory when the first gradient of a backward pass comes, and returns it when its sum over
+    the ranks has been added to the shard. Every backward pass reduces each bucket once on every rank, also where some
+    of its parameters were unused. ``end_microbatch`` must follow every backward pass but the last.
 
     Shapes: ``grad_data: [layout.num_elements / group.size]``.
     """
 
     min_pool_size = 2
-    """Number of full-size buckets that exist before one waits for a reduction that is under way."""
+    """Number of full-size buckets to allocate before one waits for a reduction in flight."""
 
     def __init__(
         self,
@@ -100,18 +100,18 @@ class ShardedGradBuffer(ParamAndGradBuffer):
         super().reset()
 
     def end_microbatch(self) -> None:
-        """Reduce what the backward pass has left: buckets with parameters that it did not use."""
+        """Reduce the buckets that the backward pass left open because it did not use all their parameters."""
         while self._num_started or any(self._is_open(index) for index in range(len(self.buckets))):
             self._finish_round()
 
     def start_sync(self) -> None:
-        """Start every reduction that is left, and that of zeros where no gradient came since the reset."""
+        """Start every other reduction; buckets without any gradient since the reset reduce zeros."""
         self.end_microbatch()
         if not all(self._has_sum):
             self._finish_round()
 
     def finish_sync(self) -> None:
-        """Start what has not been started, and wait until the shards hold the sum of all micro-batches."""
+        """Start every other reduction, and wait until the shards hold the sum of all micro-batches."""
         self.start_sync()
         while self._under_way:
             self._settle()
@@ -150,7 +150,7 @@ class ShardedGradBuffer(ParamAndGradBuffer):
         _clear(memory, position, bucket.layout.num_elements)
 
     def _release(self, index: int) -> torch.Tensor:
-        """Part a bucket from its memory and expect the next micro-batch's gradients."""
+        """Take a bucket's memory from it, and expect the next micro-batch's gradients."""
         bucket = self.buckets[index]
         bucket.completed.clear()
         for main_grad in bucket.main_grads:

@@ -9,7 +9,6 @@ import torch
 
 from megatron.core.collectives import all_gather_last_dim, all_reduce, broadcast
 from megatron.core.errors import InputError
-from megatron.core.inference.kv_cache import PreallocatedKeyValueCache
 from megatron.core.inference.padded_prompts import batches_of_like_length, pad_left
 from megatron.core.inference.request import (
     Continuation,
@@ -28,6 +27,7 @@ from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.random import stream_seed
+from megatron.core.transformer.kv_cache import KeyValueCache
 
 TokenCallback = Callable[[int, int], None]
 """(number of the prompt, token): called for each token as soon as it is known."""
@@ -142,7 +142,7 @@ class _Batch:
         self.prompts = pad_left([request.prompts[number] for number in numbers], staged.device)
         self.length = self.prompts.tokens.shape[1]
         # The last token that is chosen is never looked at again.
-        self.cache = PreallocatedKeyValueCache(self.length + max(request.max_new_tokens - 1, 0))
+        self.cache = KeyValueCache(self.length + max(request.max_new_tokens - 1, 0))
         self.generators = [
             torch.Generator(staged.device).manual_seed(stream_seed(request.sampling.seed, "sampling", (number,)))
             for number in numbers
@@ -199,8 +199,8 @@ class _Batch:
         """
         self._stop_if_cancelled()
         end = start + tokens.shape[1]
-        positions, mask = self.prompts.positions(start, end), self.prompts.mask(start, end)
-        return self.staged.forward(tokens, positions, mask, self.cache, last_position_only=not all_positions)
+        positions, pattern = self.prompts.positions(start, end), self.prompts.pattern(start, end)
+        return self.staged.forward(tokens, positions, pattern, self.cache, last_position_only=not all_positions)
 
     def _stop_if_cancelled(self) -> None:
         if self.is_cancelled is None:

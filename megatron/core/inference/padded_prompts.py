@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
+
 _PADDING = 0
 
 
@@ -32,19 +34,17 @@ class PaddedPrompts:
         columns = torch.arange(start, end, device=self.starts.device)
         return (columns[None, :] - self.starts[:, None]).clamp(min=0)
 
-    def mask(self, start: int, end: int) -> torch.Tensor | None:
-        """Return which columns below ``end`` those from ``start`` on look at, or None where it is plain causal.
+    def pattern(self, start: int, end: int) -> AttentionPattern:
+        """Return which columns below ``end`` those from ``start`` on look at.
 
         A padding column looks at itself alone: a row without anything to look at would give NaN.
-
-        Shapes: ``-> [b, 1, end - start, end]`` of bool.
         """
         if not self.has_padding:
-            return None
+            return CAUSAL
         queries = torch.arange(start, end, device=self.starts.device)[:, None]
         keys = torch.arange(end, device=self.starts.device)[None, :]
         real = keys[None] >= self.starts[:, None, None]
-        return ((keys <= queries) & real | (keys == queries)).unsqueeze(1)
+        return AttentionPattern(mask=((keys <= queries) & real | (keys == queries)).unsqueeze(1))
 
 
 def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> PaddedPrompts:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.inference.kv_cache import PreallocatedKeyValueCache
+from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.p2p_communication import PipelineLinks, ReceiveQueue, SendQueue
 from megatron.core.precision import dtype_from_name
+from megatron.core.transformer.kv_cache import KeyValueCache
 
 
 class StagedModel:
@@ -36,8 +37,8 @@ class StagedModel:
         self,
         tokens: torch.Tensor,
         position_ids: torch.Tensor,
-        mask: torch.Tensor | None,
-        cache: PreallocatedKeyValueCache,
+        pattern: AttentionPattern,
+        cache: KeyValueCache,
         last_position_only: bool,
     ) -> torch.Tensor | None:
         """Return the logits on the last stage and None on the others.
@@ -46,12 +47,12 @@ class StagedModel:
         """
         hidden = None
         if self._in is not None:
-            shape = (tokens.shape[1], tokens.shape[0], self.model.config.hidden_size)
+            shape = self.model.config.hidden_shape(tokens.shape[1], tokens.shape[0])
             hidden = ReceiveQueue(self._in, [shape], self._dtype, self.device).take()
         output: torch.Tensor = self.model(
             tokens,
             position_ids,
-            attention_mask=mask,
+            pattern=pattern,
             hidden=hidden,
             cache=cache,
             last_position_only=last_position_only,
@@ -76,7 +77,7 @@ def _problems(model: GPTModel, state: ParallelState, links: PipelineLinks | None
             f"generation runs over tensor- and pipeline-parallel processes, here context({state.cp.size}) x "
             f"data({state.dp.size}); change the number of processes"
         )
-    if (model.pre_process, model.post_process) != (state.is_first_stage, state.is_last_stage):
+    if (model.pre_process, model.post_process) != (state.pp.is_first, state.pp.is_last):
         problems.append(
             f"stage {state.pp.rank} of pipeline({state.pp.size}) is not what the model holds; build it with "
             "pre_process on the first stage and post_process on the last"

@@ -10,75 +10,57 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.flash_attn import load_flash_attention
 from megatron.core.precision import arithmetic_dtype
 
 PLAIN_BACKENDS = ("unfused", "local")
 """Values of ``--attention-backend`` that ask for attention without fused kernels."""
 
-AttentionCore = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", float], torch.Tensor]
-"""(query, key, value, mask, dropout) -> context.
+AttentionCore = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionPattern, float], torch.Tensor]
+"""(query, key, value, pattern, dropout) -> context.
 
-Shapes: ``query: [sq, b, n, d]``, ``key, value: [sk, b, g, d]``, ``mask: [b or 1, 1, sq, sk]`` of bool, True where a
-query may look, or None for plain causal attention of the last ``sq`` of ``sk`` positions; ``-> [sq, b, n, d]``.
+Shapes: ``query: [sq, b, n, d]``, ``key, value: [sk, b, g, d]`` ``-> [sq, b, n, d]``.
 """
 
 
 def plain_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: AttentionPattern, dropout: float
 ) -> torch.Tensor:
     """Compute attention step by step with the softmax in at least float32: the oracle of the fused kernels."""
     groups = key.shape[2]
     heads_per_group = query.shape[2] // groups
     key = key.repeat_interleave(heads_per_group, dim=2)
     value = value.repeat_interleave(heads_per_group, dim=2)
-    if mask is None:
-        mask = causal_mask(query.shape[0], key.shape[0], query.device)
+    visible = pattern.matrix(query.shape[0], key.shape[0], query.device)
     # A product of float16 heads can pass its largest number, 65,504, before it is scaled.
     wide = arithmetic_dtype(query.dtype)
     scores = torch.einsum("qbnd,kbnd->bnqk", query.to(wide), key.to(wide)) * query.shape[-1] ** -0.5
-    weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1).to(query.dtype)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    weights = torch.softmax(scores, dim=-1).to(query.dtype)
     if dropout:
         weights = F.dropout(weights, dropout)
     return torch.einsum("bnqk,kbnd->qbnd", weights, value)
 
 
 def fused_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: AttentionPattern, dropout: float
 ) -> torch.Tensor:
     """Compute attention by torch's scaled_dot_product_attention, which picks the kernel."""
-    if mask is None and query.shape[0] != key.shape[0] and query.shape[0] > 1:
-        mask = causal_mask(query.shape[0], key.shape[0], query.device)
+    num_queries, num_keys = query.shape[0], key.shape[0]
+    # The kernels' own causal rule is that of as many queries as keys; a single query sees all keys.
+    needs_no_matrix = pattern.is_plain_causal and num_queries in (1, num_keys)
     context = F.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),
         key.permute(1, 2, 0, 3),
         value.permute(1, 2, 0, 3),
-        attn_mask=mask,
+        attn_mask=None if needs_no_matrix else pattern.matrix(num_queries, num_keys, query.device),
         dropout_p=dropout,
-        is_causal=mask is None and query.shape[0] > 1,
+        is_causal=needs_no_matrix and num_queries > 1,
         enable_gqa=key.shape[2] != query.shape[2],
     )
     return context.permute(2, 0, 1, 3)
-
-
-def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
-    """Return which of ``num_keys`` positions each of the last ``num_queries`` may look at.
-
-    Shapes: ``-> [1, 1, sq, sk]`` of bool.
-    """
-    queries = torch.arange(num_keys - num_queries, num_keys, device=device)
-    keys = torch.arange(num_keys, device=device)
-    return (keys[None, :] <= queries[:, None])[None, None]
-
-
-def document_mask(document_ids: torch.Tensor) -> torch.Tensor:
-    """Return the causal mask within documents that are packed into one sequence.
-
-    Shapes: ``document_ids: [b, s] -> [b, 1, s, s]`` of bool.
-    """
-    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
-    length = document_ids.shape[1]
-    return same & causal_mask(length, length, document_ids.device)
 
 
 def select_attention_core(backend: str, device_type: str) -> AttentionCore:
@@ -111,10 +93,10 @@ def _with_flash(
     flash: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
 ) -> AttentionCore:
     def attention(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: AttentionPattern, dropout: float
     ) -> torch.Tensor:
-        if mask is not None or query.dtype not in (torch.float16, torch.bfloat16):
-            return fused_attention(query, key, value, mask, dropout)
+        if not pattern.is_plain_causal or query.dtype not in (torch.float16, torch.bfloat16):
+            return fused_attention(query, key, value, pattern, dropout)
         return flash(query, key, value, dropout)
 
     return attention

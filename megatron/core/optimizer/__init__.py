@@ -1,1 +1,1 @@
-"""Parameter groups, main parameters, loss scaling, clipping and learning-rate schedules."""
+"""Parameter groups, main parameters, loss scaling, gradient clipping and learning-rate schedules."""

@@ -1,4 +1,4 @@
-"""The global gradient norm, with every element of the model counted once, and the factor that clips it."""
+"""Gradient clipping: the global norm, with every element of the model counted once, and the factor."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from megatron.core.collectives import all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.distributed.param_and_grad_buffer import GradSegment, ParamAndGradBuffer
 from megatron.core.distributed.param_layout import PARAM_ALIGNMENT, parts_of_range
-from megatron.core.distributed.param_part import ParamPart
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
@@ -21,7 +21,10 @@ from megatron.core.sharding import ParamSpec, spec_of
 
 @dataclass(frozen=True)
 class GradStatistics:
-    """Hold the global norm (not finite exactly where some gradient is not) and the number of zeros if asked for."""
+    """Hold the global gradient norm and, if asked for, the number of zeros.
+
+    The norm is not finite exactly where some gradient is not.
+    """
 
     norm: float
     num_zeros: int | None
@@ -34,8 +37,7 @@ class GradStatistics:
 
 def is_counted(spec: ParamSpec, state: ParallelState) -> bool:
     """Return whether this rank's copy of a parameter is the one that counts in sums over the model."""
-    coordinates = {"tp": state.tp.rank, "pp": state.pp.rank}
-    return spec.is_owner and all(coordinates[axis] == 0 for axis in spec.replicated_axes)
+    return spec.is_owner and all(state.place[axis] == 0 for axis in spec.replicated_axes)
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
@@ -53,8 +55,8 @@ def counting_group(model_chunks: Sequence[DistributedDataParallel], state: Paral
 class GradMeter:
     """Measure the reduced gradients of model chunks in one pass over memory and one reduction.
 
-    A buffer is summed in blocks of the parameters' alignment, so no block holds parts of two parameters; blocks of
-    copies that are counted elsewhere weigh nothing, but a value in them that is not finite still shows.
+    A buffer is summed in blocks of the parameters' alignment, so that no block holds parts of two parameters. Blocks
+    of copies that another rank counts have weight zero; a value in them that is not finite still makes the norm so.
     """
 
     def __init__(self, model_chunks: Sequence[DistributedDataParallel], state: ParallelState) -> None:

@@ -16,12 +16,12 @@ from megatron.core.parallel_state import ParallelState
 
 
 class DistributedOptimizer(MegatronOptimizer):
-    """Update this rank's shards of the parameters, and gather the parameters from all ranks' shards.
+    """Update this rank's shards of the parameters, then gather the parameters from all ranks' shards.
 
-    The model chunks are sharded (see `DistributedDataParallel`), which leaves a rank with the reduced gradients of its
-    shards; main parameters and moments exist for those alone. Norms and the check for finite gradients go over all
-    ranks, the update is the same arithmetic element by element, and the state is described in boxes of the global
-    tensors, so that it loads at any data-parallel size and without sharding.
+    The model chunks are sharded (see `DistributedDataParallel`): a rank has the reduced gradients, main parameters and
+    moments of its shards alone. The gradient norm and the check for finite gradients go over all ranks. The update is
+    the same arithmetic, element by element. The state is described in boxes of the global tensors, so that it loads at
+    any data-parallel size and without sharding.
 
     With d ranks, weights, gradients and state take 6 + 12/d bytes a parameter in bfloat16, or 2 + 16/d and the pool of
     full-size buckets where gradients are sharded too.
@@ -29,7 +29,7 @@ class DistributedOptimizer(MegatronOptimizer):
 
     def _update(self, grad_multiplier: float) -> None:
         for chunk in self._chunks:
-            # A module that no forward pass has called has left its parameters to arrive here.
+            # A module that no forward pass has called has not waited for its parameters.
             chunk.finish_param_gather()
         super()._update(grad_multiplier)
         for chunk in self._chunks:
@@ -42,6 +42,6 @@ def make_optimizer(
     state: ParallelState,
     fused_adam: type[torch.optim.Optimizer] | None = None,
 ) -> MegatronOptimizer:
-    """Return the optimizer that goes with how the model chunks are sharded over the data-parallel ranks."""
+    """Return the distributed optimizer for sharded model chunks, the plain one for others."""
     kind = DistributedOptimizer if any(chunk.is_sharded for chunk in model_chunks) else MegatronOptimizer
     return kind(config, model_chunks, state, fused_adam)

@@ -1,4 +1,4 @@
-"""The factor on the loss that keeps half-precision gradients from vanishing.
+"""Loss scaling: a factor on the loss that keeps float16 gradients from underflowing.
 
 Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
 """
@@ -19,17 +19,17 @@ class GradScaler(Protocol):
         """Return the factor on the loss of the next iteration."""
 
     def update(self, found_inf: bool) -> None:
-        """Take note of one iteration."""
+        """Adapt the scale to one iteration."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as JSON-ready values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set what ``state_dict`` returned."""
+        """Resume from what ``state_dict`` returned."""
 
 
 class ConstantGradScaler:
-    """Keep one scale for ever."""
+    """Keep one constant scale."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self._scale = scale
@@ -51,22 +51,19 @@ class ConstantGradScaler:
 
 
 class DynamicGradScaler:
-    """Halve the scale at repeated overflows and double it after a long time without any.
+    """Back off at overflows, by halving the scale, and grow after many finite iterations, by doubling it.
 
-    ``hysteresis`` overflows since the last doubling are needed before the first halving; from then on each overflow
-    halves. ``growth_interval`` finite iterations in a row double the scale and restore the hysteresis.
+    ``growth_interval`` finite iterations in a row make the scale grow. Overflows are counted from one growth to the
+    next: those before the ``hysteresis``-th are forgiven, that one and every later one back off.
     """
-
-    growth_factor = 2.0
-    backoff_factor = 0.5
 
     def __init__(self, initial_scale: float, min_scale: float, growth_interval: int, hysteresis: int) -> None:
         self._scale = initial_scale
         self.min_scale = min_scale
         self.growth_interval = growth_interval
         self.hysteresis = hysteresis
-        self._growth_tracker = 0
-        self._hysteresis_tracker = hysteresis
+        self._num_finite = 0
+        self._num_overflows = 0
 
     @property
     def scale(self) -> float:
@@ -74,25 +71,21 @@ class DynamicGradScaler:
         return self._scale
 
     def update(self, found_inf: bool) -> None:
-        """Take note of one iteration."""
-        if found_inf:
-            self._growth_tracker = 0
-            self._hysteresis_tracker -= 1
-            if self._hysteresis_tracker <= 0:
-                self._scale = max(self._scale * self.backoff_factor, self.min_scale)
-            return
-        self._growth_tracker += 1
-        if self._growth_tracker == self.growth_interval:
-            self._growth_tracker = 0
-            self._hysteresis_tracker = self.hysteresis
-            self._scale *= self.growth_factor
+        """Count one iteration, and move the scale where a count is reached."""
+        self._num_overflows += found_inf
+        self._num_finite = 0 if found_inf else self._num_finite + 1
+        if found_inf and self._num_overflows >= self.hysteresis:
+            self._scale = max(self.min_scale, self._scale / 2.0)
+        elif self._num_finite == self.growth_interval:
+            self._scale *= 2.0
+            self._num_finite = self._num_overflows = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and both counters."""
+        """Return the scale, the finite iterations in a row, and how many more overflows are forgiven plus one."""
         return {
             "scale": self._scale,
-            "growth_tracker": self._growth_tracker,
-            "hysteresis_tracker": self._hysteresis_tracker,
+            "growth_tracker": self._num_finite,
+            "hysteresis_tracker": self.hysteresis - self._num_overflows,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -107,8 +100,8 @@ class DynamicGradScaler:
                 "give --loss-scale, or --no-load-optim to begin with --initial-loss-scale"
             )
         self._scale = float(state["scale"])
-        self._growth_tracker = int(state["growth_tracker"])
-        self._hysteresis_tracker = int(state["hysteresis_tracker"])
+        self._num_finite = int(state["growth_tracker"])
+        self._num_overflows = self.hysteresis - int(state["hysteresis_tracker"])
 
 
 def make_grad_scaler(config: OptimizerConfig) -> GradScaler:

@@ -1,20 +1,24 @@
-"""The update rule itself: torch's fused AdamW or SGD, or apex's Adam where it is found on CUDA.
+"""The update rule (torch's fused AdamW or SGD, or apex's Adam where it is found on CUDA) and its parameter groups.
 
 Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.sharding import spec_of
 
 
 class InnerOptimizer:
-    """Update main parameters from their ``grad``; its state exists from the start, so that loading can fill it.
+    """Update main parameters from their ``grad``.
+
+    The state exists from the start, so that loading can fill it.
 
     ``state_names`` are the tensors of a parameter's shape that it keeps: Adam's moments or SGD's momentum. One step
     count serves all parameters. ``groups`` pairs main parameters with the multiplier of their weight decay.
@@ -107,3 +111,26 @@ def _state_names(config: OptimizerConfig) -> tuple[str, ...]:
     if config.optimizer == "adam":
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if config.sgd_momentum else ()
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """Hold parameters that share a weight decay: the value of the schedule times ``weight_decay_multiplier``."""
+
+    parameters: tuple[torch.nn.Parameter, ...]
+    weight_decay_multiplier: float
+
+
+def is_decayed(name: str, parameter: torch.Tensor) -> bool:
+    """Return whether weight decay applies: to everything but biases and one-dimensional parameters."""
+    return parameter.dim() > 1 and not name.endswith("bias")
+
+
+def build_param_groups(parameters: Iterable[torch.nn.Parameter]) -> tuple[ParamGroup, ...]:
+    """Return the decayed parameters and then the others, each in the given order; an empty group is left out."""
+    decayed: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for parameter in parameters:
+        (decayed if is_decayed(spec_of(parameter).name, parameter) else others).append(parameter)
+    groups = (ParamGroup(tuple(decayed), 1.0), ParamGroup(tuple(others), 0.0))
+    return tuple(group for group in groups if group.parameters)

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.collectives import all_gather_objects, all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.param_part import ParamPart
+from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.errors import TrainingError
 from megatron.core.optimizer.clip_grads import (
     GradMeter,
@@ -21,9 +21,8 @@ from megatron.core.optimizer.clip_grads import (
     sum_of_squares,
 )
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
-from megatron.core.optimizer.inner_optimizer import InnerOptimizer
+from megatron.core.optimizer.inner_optimizer import InnerOptimizer, build_param_groups
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import build_param_groups
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.sharding import ParamSpec
@@ -40,7 +39,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, eq=False)
 class _OptimizedPart:
-    """Tie what this rank updates of a parameter to its main values: themselves, unless of a half precision."""
+    """Pair the part of a parameter that this rank updates with its main parameter: itself, or its float32 copy."""
 
     part: ParamPart
     main_param: torch.Tensor
@@ -56,7 +55,7 @@ class MegatronOptimizer:
     ``step`` passes over the gradients twice: once for the norm, which is not finite exactly where some gradient is
     not, and once for the update, which applies the loss scale and the clipping as one factor. Half-precision
     parameters have float32 main parameters that are updated and then rounded into the model. No update is made from a
-    gradient that is not finite. ``fused_adam`` (apex's class, see ``extensions.apex``) is used on CUDA.
+    gradient that is not finite. ``fused_adam`` (apex's class, see ``core.kernels.apex``) is used on CUDA.
     """
 
     def __init__(

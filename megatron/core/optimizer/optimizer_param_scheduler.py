@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as functions of the samples that successful iterations have trained on."""
+"""Learning-rate schedule and weight-decay schedule: functions of the samples of successful iterations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.errors import CheckpointError, ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Hold a schedule; every length is in samples.
+    """Hold a learning-rate schedule and a weight-decay schedule; every length is in samples.
 
     ``lr_decay_style``: constant, linear, cosine, inverse-square-root or WSD (warm-up, stable, decay: the last
     ``wsd_decay_steps`` fall in ``lr_wsd_decay_style``: exponential, linear, cosine or minus_sqrt).
@@ -34,7 +34,7 @@ class ScheduleConfig:
     wd_incr_style: str = "constant"
 
     def __post_init__(self) -> None:
-        """Refuse a schedule without a value at some sample."""
+        """Refuse a learning-rate schedule without a value at some sample."""
         if self.lr_decay_style == "WSD" and self.wsd_decay_steps is None:
             raise ConfigurationError(
                 "--lr-decay-style WSD needs the length of its decay; give --lr-wsd-decay-iters or "
@@ -101,7 +101,7 @@ class HasLearningRate(Protocol):
 
 
 class OptimizerParamScheduler:
-    """Keep an optimizer's learning rate and weight decay on their schedule.
+    """Keep an optimizer's learning rate and weight decay on their schedules.
 
     ``num_samples`` counts the samples of successful iterations; the optimizer always holds the values of the
     iteration that comes next.
@@ -119,21 +119,21 @@ class OptimizerParamScheduler:
         return learning_rate(self.config, self.num_samples)
 
     def step(self, num_samples: int) -> None:
-        """Go on by the samples of one successful iteration."""
+        """Advance by the samples of one successful iteration."""
         self.num_samples += num_samples
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the schedule as JSON-ready values."""
+        """Return the position in the learning-rate schedule and the schedule itself as JSON-ready values."""
         return {"num_samples": self.num_samples, "schedule": config_to_dict(self.config)}
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, override: bool = False, use_checkpoint: bool = False
     ) -> tuple[str, ...]:
-        """Continue from what ``state_dict`` returned; return one line for each value that replaces another.
+        """Resume from what ``state_dict`` returned; return one line for each value that replaces another.
 
         Raises:
-            CheckpointError: the schedules differ and neither option says which one holds.
+            CheckpointError: the learning-rate schedules differ and no option says which one holds.
         """
         stored = config_from_dict(ScheduleConfig, state["schedule"])
         self.config, lines = reconcile_schedules(stored, self.config, override=override, use_checkpoint=use_checkpoint)
@@ -148,17 +148,17 @@ class OptimizerParamScheduler:
 def reconcile_schedules(
     stored: ScheduleConfig, given: ScheduleConfig, *, override: bool, use_checkpoint: bool
 ) -> tuple[ScheduleConfig, tuple[str, ...]]:
-    """Return the schedule of a resumed run and one ``old → new`` line for each value in which the two differ.
+    """Return the learning-rate schedule of a resumed run, and one ``old → new`` line for each value that differs.
 
-    The length over which something constant changes does not count: it follows from the length of the run, which may
-    grow on resume.
+    The decay length of a constant learning rate, and likewise of a constant weight decay, is not compared: it follows
+    from the length of the run, which may grow on resume.
 
     ``override`` (``--override-opt-param-scheduler``) takes the given schedule, and its lines go from the stored value
     to the given one; ``use_checkpoint`` (``--use-checkpoint-opt-param-scheduler``) takes the stored one, and its lines
     go the other way.
 
     Raises:
-        CheckpointError: the schedules differ and neither option says which one holds.
+        CheckpointError: the learning-rate schedules differ and no option says which one holds.
         ConfigurationError: both options are set.
     """
     if override and use_checkpoint:

@@ -1,1 +1,1 @@
-"""Which layers a stage holds, in which order its work runs, and what travels between stages."""
+"""Pipeline parallelism: the layers of each stage, pipeline schedules, and sends and receives between stages."""

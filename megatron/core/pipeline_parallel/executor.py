@@ -1,18 +1,19 @@
-"""Run a schedule: call the chunks' forward steps, pass on what the neighbours need, and run the backward passes."""
+"""Run a schedule: call the chunks, pass on what the neighbours need, and run the backward passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.collectives import all_gather_objects
+from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.main_grad import WeightGradQueue
-from megatron.core.pipeline_parallel.action import Action, Pass
+from megatron.core.pipeline_parallel.action import Action, Pass, StagePlace, sends_in_flight
 from megatron.core.pipeline_parallel.p2p_communication import (
     HandOver,
     Link,
@@ -21,14 +22,13 @@ from megatron.core.pipeline_parallel.p2p_communication import (
     ReceiveQueue,
     SendQueue,
 )
-from megatron.core.pipeline_parallel.stage_place import StagePlace, sends_in_flight
 from megatron.core.pipeline_parallel.timeline import RankTimeline, Timeline
 from megatron.core.process_group import Group
 
 
 @dataclass(frozen=True)
 class MicrobatchLoss:
-    """Hold a micro-batch's masked loss sum and the number of tokens in it.
+    """Hold a micro-batch's masked loss sum, the number of tokens in it, and the last chunk's auxiliary losses.
 
     Under context parallelism each rank holds the sum over its own tokens and an equal share, a fraction perhaps, of
     the whole micro-batch's number.
@@ -38,26 +38,32 @@ class MicrobatchLoss:
 
     loss_sum: torch.Tensor
     num_tokens: torch.Tensor
+    auxiliary: Sequence[AuxiliaryLoss] = ()
 
 
 @dataclass(frozen=True)
 class ScheduleResult:
     """Hold the loss sum and the token count over all micro-batches of this rank, detached.
 
-    Both are zero on a rank without the model's last chunk. ``timeline`` is there where a clock was given.
+    Both are zero on a rank without the model's last chunk. ``auxiliary`` has the sum and the count of each auxiliary
+    loss of this rank's chunks by name. ``timeline`` is there where a clock was given.
 
-    Shapes: both ``[]`` float64.
+    Shapes: both ``[]`` float64; auxiliary losses ``[2]`` float64.
     """
 
     loss_sum: torch.Tensor
     num_tokens: torch.Tensor
+    auxiliary: Mapping[str, torch.Tensor]
     timeline: RankTimeline | None = None
 
 
-ForwardStep = Callable[[int, torch.Tensor | None], torch.Tensor | MicrobatchLoss]
-"""Run one micro-batch through a chunk, given its number and the chunk before's output (None on the model's first).
+ChunkResult = torch.Tensor | LayerOutput | MicrobatchLoss
+"""What a chunk makes of a micro-batch: the last one the loss, every other one hidden states, with or without losses."""
 
-The model's last chunk returns the loss, every other one its output. For one chunk micro-batches come in order."""
+ChunkForward = Callable[[int, torch.Tensor | None], ChunkResult]
+"""Run one micro-batch through a chunk, given its number and the hidden states of the chunk before (None on the first).
+
+For one chunk micro-batches come in order."""
 
 
 class NoSync(Protocol):
@@ -81,13 +87,11 @@ class ModelChunk:
 
     ``no_sync`` surrounds every backward pass but the last. ``weight_grad_queue`` takes the weights' gradients of
     ``BACKWARD_INPUT`` passes until their ``BACKWARD_WEIGHT``; without one they are computed at once.
-    ``on_gradients_complete`` is called after the chunk's last backward pass.
     """
 
-    forward_step: ForwardStep
+    forward: ChunkForward
     no_sync: NoSync = _no_reduction
     weight_grad_queue: WeightGradQueue | None = None
-    on_gradients_complete: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,22 +109,16 @@ class PipelineConnection:
 
 @dataclass
 class _Stash:
-    """Hold what a backward pass needs of its forward pass: the input, and the scaled loss or the output's graph.
+    """Hold what a backward pass needs of its forward pass: the input, and the graphs of the outputs.
 
-    The output itself is not kept: once it is sent its memory is free, unless the graph needs it.
+    The first root is the scaled loss or the hidden states, the others are scaled auxiliary losses. A gradient that
+    comes from the next stage belongs to the first.
+
+    The hidden states themselves are not kept: once they are sent their memory is free, unless the graph needs it.
     """
 
     hidden: torch.Tensor | None
-    root: torch.Tensor | GradientEdge
-
-
-@dataclass
-class _Recorder:
-    """Note the times of actions."""
-
-    clock: Callable[[], float]
-    starts: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
+    roots: list[GradientEdge]
 
 
 def run_schedule(
@@ -137,13 +135,14 @@ def run_schedule(
 
     A micro-batch's gradient is that of its mean loss divided by the number of micro-batches, or of its loss sum with
     ``calculate_per_token_loss`` (the caller then divides by the number of tokens of the whole batch); ``loss_scale``
-    multiplies it. Without backward passes in the list nothing is kept. ``connection`` is needed where the pipeline
-    has more than one rank. ``clock`` records when each action's computation starts and ends: on a device that works
-    asynchronously it must wait for the device.
+    multiplies it. Auxiliary losses have their gradients where they arise, each by its own number of tokens. Without
+    backward passes in the list nothing is kept. ``connection`` is needed where the pipeline has more than one rank.
+    ``clock`` records when each action's computation starts and ends: on a device that works asynchronously it must wait
+    for the device.
     """
     assert connection is None or connection.place.num_chunks == len(chunks)
     run = _Run(actions, chunks, device, connection, calculate_per_token_loss, loss_scale)
-    return run.run(None if clock is None else _Recorder(clock))
+    return run.run(clock)
 
 
 def gather_timeline(timeline: RankTimeline, pp: Group) -> Timeline:
@@ -172,11 +171,10 @@ class _Run:
         self.trains = any(action.kind.sends_gradient for action in actions)
         # The last pass of each kind, since a split pass leaves its last contributions in two places.
         self._last_passes = {(a.kind, a.chunk): index for index, a in enumerate(actions)}
-        last = {a.chunk: index for index, a in enumerate(actions) if a.kind is not Pass.FORWARD}
-        self._completing = set(last.values())
         self._stashes: dict[tuple[int, int], _Stash] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.num_tokens = torch.zeros((), dtype=torch.float64, device=device)
+        self.auxiliary: dict[str, torch.Tensor] = {}
         self.activations_in: ReceiveQueue | HandOver
         self.activations_out: SendQueue | HandOver
         self.gradients_in: ReceiveQueue | HandOver
@@ -208,16 +206,16 @@ class _Run:
         ]
         return ReceiveQueue(link, expected, connection.dtype, device)
 
-    def run(self, recorder: _Recorder | None) -> ScheduleResult:
+    def run(self, clock: Callable[[], float] | None) -> ScheduleResult:
         """Run every action and wait until what was sent has gone."""
+        starts, ends = [], []
+        now = clock or (lambda: 0.0)
         for index, action in enumerate(self.actions):
             message = self._receive(action)
-            if recorder is not None:
-                recorder.starts.append(recorder.clock())
+            starts.append(now())
             leaving = self._compute(index, action, message)
             del message
-            if recorder is not None:
-                recorder.ends.append(recorder.clock())
+            ends.append(now())
             if leaving is not None:
                 out = self.activations_out if action.kind is Pass.FORWARD else self.gradients_out
                 out.send(leaving)
@@ -225,10 +223,8 @@ class _Run:
         self.activations_out.finish()
         self.gradients_out.finish()
         assert not self._stashes or not self.trains, "the schedule leaves micro-batches without a backward pass"
-        timeline = None
-        if recorder is not None:
-            timeline = RankTimeline(self.actions, tuple(recorder.starts), tuple(recorder.ends))
-        return ScheduleResult(self.loss_sum, self.num_tokens, timeline)
+        timeline = None if clock is None else RankTimeline(self.actions, tuple(starts), tuple(ends))
+        return ScheduleResult(self.loss_sum, self.num_tokens, self.auxiliary, timeline)
 
     def _receive(self, action: Action) -> torch.Tensor | None:
         if not self.place.receives(action.kind, action.chunk):
@@ -252,37 +248,48 @@ class _Run:
                     leaving = self._backward(action, message)
             else:
                 leaving = self._backward(action, message)
-        if index in self._completing and chunk.on_gradients_complete is not None:
-            chunk.on_gradients_complete()
         return leaving
 
     def _forward(self, action: Action, hidden: torch.Tensor | None) -> torch.Tensor | None:
         if hidden is not None and self.trains:
             hidden.requires_grad_()
         with torch.set_grad_enabled(self.trains):
-            output = self.chunks[action.chunk].forward_step(action.microbatch, hidden)
+            output = self.chunks[action.chunk].forward(action.microbatch, hidden)
             is_last = self.place.is_last(action.chunk)
             assert isinstance(output, MicrobatchLoss) == is_last, "the last chunk, and no other, returns the loss"
-            root = self._count_loss(output) if isinstance(output, MicrobatchLoss) else output
+            if isinstance(output, MicrobatchLoss):
+                root, losses = self._count_loss(output), output.auxiliary
+            else:
+                root, losses = output if isinstance(output, LayerOutput) else LayerOutput(output)
+            roots = [root, *self._count_auxiliary(losses)]
         if self.trains:
-            kept = root if is_last else get_gradient_edge(root)
-            self._stashes[action.microbatch, action.chunk] = _Stash(hidden, kept)
+            self._stashes[action.microbatch, action.chunk] = _Stash(hidden, [get_gradient_edge(root) for root in roots])
         return None if is_last else root.detach().contiguous()
 
     def _count_loss(self, loss: MicrobatchLoss) -> torch.Tensor:
         """Add a micro-batch's loss to the sums and return what its backward pass starts from."""
         self.loss_sum += loss.loss_sum.detach()
         self.num_tokens += loss.num_tokens
-        divisor = 1.0 if self.calculate_per_token_loss else _nonzero(loss.num_tokens) * self.num_microbatches
-        return loss.loss_sum / divisor * self.loss_scale
+        return self._scaled(loss.loss_sum, loss.num_tokens)
+
+    def _count_auxiliary(self, losses: Sequence[AuxiliaryLoss]) -> list[torch.Tensor]:
+        """Add auxiliary losses to the sums and return what their backward passes start from."""
+        roots = []
+        for loss in losses:
+            values = torch.stack((loss.loss_sum.detach().double(), loss.num_tokens.double()))
+            self.auxiliary[loss.name] = self.auxiliary.get(loss.name, 0) + values
+            if loss.coefficient:
+                roots.append(self._scaled(loss.loss_sum, loss.num_tokens) * loss.coefficient)
+        return roots
+
+    def _scaled(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+        divisor = 1.0 if self.calculate_per_token_loss else _nonzero(num_tokens) * self.num_microbatches
+        return loss_sum / divisor * self.loss_scale
 
     def _backward(self, action: Action, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Run a backward pass and return the gradient of the chunk's input."""
         stash = self._stashes.pop((action.microbatch, action.chunk))
-        if isinstance(stash.root, torch.Tensor):
-            stash.root.backward()  # type: ignore[no-untyped-call]
-        else:
-            torch.autograd.backward([stash.root], [grad])
+        torch.autograd.backward(stash.roots, [grad, *[None] * (len(stash.roots) - 1)])
         if stash.hidden is None:
             return None
         assert stash.hidden.grad is not None, "the chunk's output does not depend on its input"

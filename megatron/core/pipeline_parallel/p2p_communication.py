@@ -1,4 +1,4 @@
-"""How messages travel between pipeline stages: directed links between neighbours, and the queues along them."""
+"""Point-to-point sends and receives between pipeline stages: directed links, and the queues along them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron.core.pipeline_parallel.stage_place import RECEIVES_AHEAD
+from megatron.core.pipeline_parallel.action import RECEIVES_AHEAD
 from megatron.core.process_group import Group
 
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """Join two ranks of ``pipeline`` in one direction; ``handle`` is a communicator in which neither has another link.
+    """Join two ranks of ``pipeline`` in one direction.
 
-    It is ``None`` where the world is only described.
+    ``handle`` is a communicator in which neither rank has another link; None where the world is only described.
     """
 
     sender: int
@@ -44,12 +44,14 @@ MessageShape = Callable[[int], tuple[int, ...]]
 def create_pipeline_links(pp: Group, *, wraps_around: bool = False, timeout: timedelta | None = None) -> PipelineLinks:
     """Make the communicators of the pipeline's links and return this rank's; every rank of the group must call it.
 
-    A communicator runs what it is given in order. Were one shared by both directions, two ranks that send to each
-    other would both wait for the other's receive; were it shared by the links on both sides of a rank, a receive that
-    is posted early would hold up the sends behind it. So neighbouring links take turns between two communicators for
-    each direction, each over all ranks of the pipeline. ``wraps_around`` adds the links from the last rank to the
-    first, which interleaved chunks need: on an odd number of ranks they take a third communicator. Pairs of their own
-    would do as well, but torch names a group by how many groups its members have made, which must then be equal.
+    Neighbouring links alternate between two communicators for each direction, each over all ranks of the pipeline.
+    The reason is that a communicator runs its operations in order: if both directions shared one, two ranks that send
+    to each other would deadlock; if the links on both sides of a rank shared one, a receive that is posted early would
+    hold up the sends behind it. One communicator for each pair of ranks would not do: torch names a group by the
+    number of groups that its members have made, which must then be equal.
+
+    ``wraps_around`` adds the links from the last rank to the first, which interleaved chunks need. With an odd number
+    of ranks they take a third communicator.
     """
     if pp.size == 1:
         return PipelineLinks()
@@ -72,7 +74,7 @@ def create_pipeline_links(pp: Group, *, wraps_around: bool = False, timeout: tim
 
 
 def _turn_of(pp: Group) -> Callable[[int], int]:
-    """Return which communicator of a direction the link from each rank to the next one takes."""
+    """Return a function from a link, by its first rank, to the number of its communicator."""
     return lambda index: 2 if pp.size % 2 and index == pp.size - 1 else index % 2
 
 
@@ -84,7 +86,7 @@ def _make_communicator(pp: Group, timeout: timedelta | None) -> dist.ProcessGrou
 
 
 class ReceiveQueue:
-    """Receive the messages of one iteration along one link in order, a few posted before they are needed."""
+    """Receive the messages of one iteration along one link in order, with receives posted ahead."""
 
     def __init__(self, link: Link, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
         self._link = link
@@ -96,7 +98,7 @@ class ReceiveQueue:
             self._post_next()
 
     def take(self) -> torch.Tensor:
-        """Wait for the next message and return it; the receive of a later one is posted."""
+        """Wait for the next message and return it, after posting the receive of a later one."""
         work, buffer = self._posted.popleft()
         work.wait()
         self._post_next()
@@ -113,7 +115,7 @@ class ReceiveQueue:
 
 
 class SendQueue:
-    """Send messages along one link in order and hold each until it is sent, at most ``max_unfinished`` at a time."""
+    """Send messages along one link in order, with at most ``max_unfinished`` in flight."""
 
     def __init__(self, link: Link, max_unfinished: int) -> None:
         self._link = link
@@ -121,7 +123,7 @@ class SendQueue:
         self._unfinished: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Start sending a contiguous tensor, then wait for the oldest sends where too many are unfinished."""
+        """Start sending a contiguous tensor, then wait for the oldest sends where too many are in flight."""
         self._link.pipeline.observe("send", tensor.nbytes)
         work = dist.isend(tensor, dst=self._link.receiver, group=self._link.handle)
         assert work is not None, "this rank is not the sender of its link"

@@ -1,4 +1,4 @@
-"""Run the schedules of all ranks on paper: proof that they end, and the times that follow from given durations."""
+"""Simulate a pipeline schedule on all its ranks: proof that no rank deadlocks, and the times that durations give."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from megatron.core.errors import MegatronError
-from megatron.core.pipeline_parallel.action import Action, Pass
-from megatron.core.pipeline_parallel.stage_place import RECEIVES_AHEAD, StagePlace, sends_in_flight
+from megatron.core.pipeline_parallel.action import RECEIVES_AHEAD, Action, Pass, StagePlace, sends_in_flight
 from megatron.core.pipeline_parallel.timeline import RankTimeline, Timeline
 
 
@@ -40,10 +39,10 @@ class Durations:
 class MessageRules:
     """Say how messages travel along a link, which joins two ranks in one direction and keeps their order.
 
-    With ``rendezvous`` a transfer begins when the receiver has posted the receive, which it does for the
-    ``receives_ahead`` messages (one at least) after the last one that it took; otherwise it begins at once. A sender
-    goes on at once, but where more than ``sends_in_flight`` of its transfers along the link have not ended it first
-    waits for the oldest (``None``: it never waits; 0: every send blocks; "enough": `sends_in_flight`).
+    With ``rendezvous`` a transfer begins when the receiver has posted the receive, otherwise at once. A receiver posts
+    receives for the ``receives_ahead`` messages (one at least) after the last one that it took. A sender with more
+    than ``sends_in_flight`` transfers in flight on the link waits for the oldest (``None``: it never waits; 0: every
+    send blocks; "enough": as many as the function `sends_in_flight` says).
     """
 
     rendezvous: bool = True
@@ -76,7 +75,7 @@ class _Link:
 
 
 class _Rank:
-    """Run one rank's list as far as what the other ranks have done allows."""
+    """Simulate one rank's actions as far as the messages of the other ranks allow."""
 
     def __init__(
         self, place: StagePlace, actions: Sequence[Action], links: Sequence[_Link], sends_in_flight: int | None
@@ -90,7 +89,7 @@ class _Rank:
         self.clock = 0.0
         self.unfinished: tuple[_Link, int] | None = None
         self._live: set[int] = set()
-        self._put_off: set[int] = set()
+        self._deferred: set[int] = set()
         # Links 0..pp-1 carry activations from a rank to the next one, the others gradients to the previous one.
         pp, chunks = place.pp, range(place.num_chunks)
         into = {kind: links[place.previous_rank if kind is Pass.FORWARD else pp + place.rank] for kind in Pass}
@@ -105,7 +104,7 @@ class _Rank:
             self._chunk_step[Pass.BACKWARD] = self._chunk_step[Pass.BACKWARD_INPUT] = -1
 
     def run(self, durations: Mapping[Pass, float]) -> list[_Rank]:
-        """Go on until the list ends or waits; return the ranks that had waited for what has been done."""
+        """Continue until the list ends or waits, and return the ranks whose waiting this has ended."""
         awake: list[_Rank] = []
         num_chunks, sends_in_flight = self.place.num_chunks, self.sends_in_flight
         for position in range(len(self.ends), len(self.actions)):
@@ -147,7 +146,7 @@ class _Rank:
         return awake
 
     def _finish_sends(self) -> bool:
-        """Wait for the send that keeps this rank from going on; return whether it is known when it ends."""
+        """Wait for the send that holds this rank up, and return whether its end is known."""
         assert self.unfinished is not None
         link, index = self.unfinished
         arrival = link.arrival(index)
@@ -163,12 +162,12 @@ class _Rank:
         if kind is Pass.FORWARD:
             self._live.add(key)
             return
-        held = self._put_off if kind is Pass.BACKWARD_WEIGHT else self._live
+        held = self._deferred if kind is Pass.BACKWARD_WEIGHT else self._live
         if key not in held:
             raise ScheduleError(f"{self.describe(action)} comes before the pass that it follows, or a second time")
         held.remove(key)
         if kind is Pass.BACKWARD_INPUT:
-            self._put_off.add(key)
+            self._deferred.add(key)
 
     def _refuse_message(self, action: Action, source: _Link) -> NoReturn:
         microbatch, chunk = divmod(source.keys[len(source.taken_times)], self.place.num_chunks)
@@ -183,7 +182,7 @@ class _Rank:
         return f"rank {self.place.rank}: {words} of micro-batch {action.microbatch}, chunk {action.chunk}"
 
     def describe_wait(self) -> str | None:
-        """Return what this rank has come to wait for, or None where it has ended."""
+        """Return what this rank waits for, or None where it has run all its actions."""
         if self.unfinished is not None:
             return f"rank {self.place.rank} waits to send after {len(self.ends)} actions"
         if len(self.ends) < len(self.actions):

@@ -1,4 +1,4 @@
-"""Which layers, and whether the embedding and the loss, are on which stage: pure geometry, known before torch is."""
+"""Pipeline stages: which layers are on which stage, and where the embedding and the loss are. Imports no torch."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class StageLayout:
 def plan_stage_layout(config: ModelParallelConfig, num_layers: int, layout: str | None = None) -> StageLayout:
     """Spread the layers over the stages as the configuration says.
 
-    Evenly; or with given numbers of layers on the first and the last rank and the rest spread evenly between them; or
-    with the embedding and the loss counted as one layer each; or as ``layout`` says (the value of
-    --pipeline-model-parallel-layout). A rank's layers are divided evenly over its chunks.
+    The default is an even split, in which the embedding and the loss can count as one layer each. Given numbers of
+    layers on the first or the last rank leave the rest to be split evenly. ``layout`` (the value of
+    --pipeline-model-parallel-layout) names every stage. A rank's layers are divided evenly over its chunks.
 
     Raises:
-        ConfigurationError: it cannot be; every problem, with values that would work.
+        ConfigurationError: there is no such split; every problem, with values that would work.
     """
     problems = list(_conflicts(config, layout))
     if num_layers < 1:

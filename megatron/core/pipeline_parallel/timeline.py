@@ -1,4 +1,4 @@
-"""When each pass of an iteration ran on which rank, planned or measured, and what follows from it."""
+"""Timeline of a pipeline: when each pass ran on which rank, planned or measured, with its bubble and peak memory."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Layers, losses and random streams cut over the tensor-parallel group."""
+"""Tensor and sequence parallelism: sharded layers, cross-entropy, initialization, random streams, recompute."""

@@ -1,7 +1,7 @@
-"""Cross-entropy over logits whose vocabulary is cut over the tensor-parallel group.
+"""Cross-entropy over logits whose vocabulary is sharded over the tensor-parallel group.
 
-The logits are walked in slabs of rows that fit in a cache; only the logarithm of each row's normalizer is kept for the
-backward pass, which overwrites the logits with their gradient. Padded columns do not enter the softmax.
+The logits are processed in slabs of rows that fit in a cache. For the backward pass only the logarithm of each row's
+normalizer is kept; it overwrites the logits with their gradient. Padded columns do not enter the softmax.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _rows_per_slab(logits: torch.Tensor) -> int:
 def _slab_softmax(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Yield each slab's rows with the logits and their softmax, both in the arithmetic dtype.
 
-    The two tensors are the same memory for every slab: to allocate and touch new memory takes longer than to compute.
+    Every slab reuses the memory of the two tensors: allocating new memory takes longer than the computation.
     """
     shape = (_rows_per_slab(logits), logits.shape[1])
     logits_memory, softmax_memory = logits.new_empty((2, *shape), dtype=arithmetic_dtype(logits.dtype)).unbind()

@@ -1,4 +1,4 @@
-"""Linear layers and the embedding whose weights are cut over the tensor-parallel group.
+"""Column-parallel and row-parallel linear layers and the embedding: weights sharded over the tensor-parallel group.
 
 Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053.
 """
@@ -31,10 +31,10 @@ def make_parameter(
 
 
 class ColumnParallelLinear(nn.Module):
-    """Multiply by a weight whose output features are cut over the tensor-parallel group.
+    """Multiply by a weight whose output features are sharded over the tensor-parallel group.
 
-    ``num_stacked`` counts equal tensors that the output features stack (2 for ``[gate; up]``): each is cut on its own.
-    ``padded_out_features`` pads the output features before the cut (a vocabulary).
+    ``num_stacked`` counts equal tensors that the output features stack (2 for ``[gate; up]``); each is sharded on its
+    own. ``padded_out_features`` pads the output features before sharding (a vocabulary).
 
     Shapes: ``[s, b, in] -> [s, b, out/tp]``; with sequence parallelism ``[s/tp, b, in] -> [s, b, out/tp]``.
     """
@@ -77,7 +77,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Multiply by a weight whose input features are cut over the tensor-parallel group, and sum the partial products.
+    """Multiply by a weight whose input features are sharded over the tensor-parallel group, and sum the products.
 
     Shapes: ``[s, b, in/tp] -> [s, b, out]``; with sequence parallelism ``-> [s/tp, b, out]``.
     """
@@ -110,7 +110,7 @@ class RowParallelLinear(nn.Module):
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the summed output, cut along the sequence under sequence parallelism."""
+        """Return the summed output: this rank's part of the sequence under sequence parallelism."""
         if self.sequence_parallel and self.tp.size > 1:
             partial = tensor_parallel_linear(x, self.weight, None, InputRegion.SPLIT, self.tp)
             output = reduce_scatter_to_sequence_parallel_region(partial, self.tp)
@@ -119,7 +119,7 @@ class RowParallelLinear(nn.Module):
         # One rank brings the bias into the sum: a product adds it for nothing, a pass of its own costs memory traffic.
         adds_bias = self.tp.rank == 0
         partial = tensor_parallel_linear(x, self.weight, self.bias, InputRegion.SPLIT, self.tp, adds_bias=adds_bias)
-        return reduce_from_tensor_parallel_region(partial, self.tp, in_place=True)
+        return reduce_from_tensor_parallel_region(partial, self.tp)
 
 
 class _EmbeddingLookup(torch.autograd.Function):
@@ -154,7 +154,7 @@ def embedding_lookup(indices: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Look tokens up in a table whose rows are cut over the tensor-parallel group.
+    """Look tokens up in an embedding table whose rows are sharded over the tensor-parallel group.
 
     The table is padded to ``padded_vocab_size`` rows; padding is never looked up and stays zero.
 
@@ -193,7 +193,7 @@ class VocabParallelEmbedding(nn.Module):
         partial = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(partial, self.tp)
-        return reduce_from_tensor_parallel_region(partial, self.tp, in_place=True)
+        return reduce_from_tensor_parallel_region(partial, self.tp)
 
 
 def replicated_spec(

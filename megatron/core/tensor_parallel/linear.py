@@ -1,6 +1,6 @@
-"""A linear map whose backward overlaps its communication with the weight gradient.
+"""A linear map whose backward pass overlaps its communication with the weight gradient.
 
-The weight gradient goes straight into the parameter's main gradient where it has one.
+The weight gradient is accumulated in the parameter's main gradient where it has one.
 Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
 """
 

@@ -1,6 +1,6 @@
-"""Conjugate pairs: how an activation enters and leaves a tensor-parallel or sequence-parallel region.
+"""Tensor-parallel and sequence-parallel regions: the collectives by which an activation enters and leaves them.
 
-Each function's backward is its partner's forward. Sequence parallelism cuts dim 0 (the sequence) of ``[s, b, h]``.
+Each collective's backward pass is the conjugate one. Sequence parallelism cuts dim 0 (the sequence) of ``[s, b, h]``.
 Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
 """
 
@@ -10,53 +10,11 @@ from typing import Any
 
 import torch
 
-from megatron.core.collectives import (
-    all_gather_first_dim,
-    all_gather_last_dim,
-    all_reduce,
-    reduce_scatter_first_dim,
-)
+from megatron.core.collectives import all_gather_first_dim, all_reduce, reduce_scatter_first_dim
 from megatron.core.process_group import Group
 
 
-def _summed(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    result = tensor.clone(memory_format=torch.contiguous_format)
-    all_reduce(result, tp)
-    return result
-
-
-def _own_part_first_dim(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    length = tensor.shape[0] // tp.size
-    return tensor.narrow(0, tp.rank * length, length).contiguous()
-
-
-def _own_part_last_dim(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    length = tensor.shape[-1] // tp.size
-    return tensor.narrow(-1, tp.rank * length, length).contiguous()
-
-
-class _CopyToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-        ctx.tp = tp
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(grad, ctx.tp), None
-
-
 class _ReduceFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-        return _summed(tensor, tp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _ReduceFromRegionInPlace(_ReduceFromRegion):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
         # Not mark_dirty: what comes out of a linear map may be a view, which autograd lets nobody change.
@@ -64,16 +22,9 @@ class _ReduceFromRegionInPlace(_ReduceFromRegion):
         all_reduce(result, tp)
         return result
 
-
-class _ScatterToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-        ctx.tp = tp
-        return _own_part_first_dim(tensor, tp)
-
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather_first_dim(grad, ctx.tp), None
+        return grad, None
 
 
 class _GatherFromSequence(torch.autograd.Function):
@@ -98,28 +49,6 @@ class _ReduceScatterToSequence(torch.autograd.Function):
         return all_gather_first_dim(grad, ctx.tp), None
 
 
-class _GatherFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-        ctx.tp = tp
-        return all_gather_last_dim(tensor, tp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _own_part_last_dim(grad, ctx.tp), None
-
-
-class _ScatterToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-        ctx.tp = tp
-        return _own_part_last_dim(tensor, tp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather_last_dim(grad, ctx.tp), None
-
-
 def _apply(function: type[torch.autograd.Function], tensor: torch.Tensor, tp: Group) -> torch.Tensor:
     if tp.size == 1:
         return tensor
@@ -127,25 +56,12 @@ def _apply(function: type[torch.autograd.Function], tensor: torch.Tensor, tp: Gr
     return result
 
 
-def copy_to_tensor_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Enter a tensor-parallel region. Forward: identity; backward: all-reduce."""
-    return _apply(_CopyToRegion, tensor, tp)
-
-
-def reduce_from_tensor_parallel_region(tensor: torch.Tensor, tp: Group, in_place: bool = False) -> torch.Tensor:
+def reduce_from_tensor_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
     """Leave a tensor-parallel region. Forward: all-reduce; backward: identity.
 
-    With ``in_place`` the sum is written into ``tensor``, which must be contiguous and which nothing else reads.
+    The sum is written into ``tensor``, which must be contiguous and which nothing else may read.
     """
-    return _apply(_ReduceFromRegionInPlace if in_place else _ReduceFromRegion, tensor, tp)
-
-
-def scatter_to_sequence_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Keep this rank's part of the sequence. Forward: split along s; backward: all-gather along s.
-
-    Shapes: ``[s, ...] -> [s/tp, ...]``.
-    """
-    return _apply(_ScatterToSequence, tensor, tp)
+    return _apply(_ReduceFromRegion, tensor, tp)
 
 
 def gather_from_sequence_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
@@ -162,16 +78,3 @@ def reduce_scatter_to_sequence_parallel_region(tensor: torch.Tensor, tp: Group) 
     Forward: reduce-scatter along s; backward: all-gather along s. Shapes: ``[s, ...] -> [s/tp, ...]``.
     """
     return _apply(_ReduceScatterToSequence, tensor, tp)
-
-
-def gather_from_tensor_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Join shards of the last dim. Forward: all-gather; backward: split. Shapes: ``[..., n/tp] -> [..., n]``."""
-    return _apply(_GatherFromRegion, tensor, tp)
-
-
-def scatter_to_tensor_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Keep this rank's shard of the last dim. Forward: split; backward: all-gather.
-
-    Shapes: ``[..., n] -> [..., n/tp]``.
-    """
-    return _apply(_ScatterToRegion, tensor, tp)

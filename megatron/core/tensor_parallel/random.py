@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from megatron.core.device import Device
+from megatron.core.parallel_sizes import GRID_AXES, Place
 
 REPLICATED = "replicated"
 """Stream that is equal on all ranks of a tensor-parallel group: dropout of activations that they all hold."""
@@ -18,8 +19,8 @@ DEFAULT = "default"
 """Torch's own generator, seeded alike on all ranks."""
 STREAM_AXES: Mapping[str, tuple[str, ...]] = {
     DEFAULT: (),
-    REPLICATED: ("pp", "dp", "cp"),
-    TENSOR_PARALLEL: ("pp", "dp", "cp", "tp"),
+    REPLICATED: tuple(axis for axis in GRID_AXES if axis != "tp"),
+    TENSOR_PARALLEL: GRID_AXES,
 }
 """The axes of the grid of ranks along which a stream differs."""
 
@@ -31,15 +32,19 @@ def stream_seed(seed: int, stream: str, coordinates: tuple[int, ...]) -> int:
 
 
 class RngStreams:
-    """Hold one generator state for each named stream; ``fork`` makes a stream torch's default for a while."""
+    """Hold one generator state for each named stream; ``fork`` makes a stream torch's default for a while.
 
-    def __init__(self, device: Device, seed: int, *, tp_rank: int, dp_rank: int, cp_rank: int, pp_rank: int) -> None:
+    ``place`` has this rank's coordinate along every axis of ``STREAM_AXES``.
+    """
+
+    def __init__(self, device: Device, seed: int, place: Place) -> None:
         self.device = device
-        shared = (pp_rank, dp_rank, cp_rank)
         device.seed_default_generator(seed)
         outer = device.get_rng_state()
         self._seed = seed
-        self._coordinates = {REPLICATED: shared, TENSOR_PARALLEL: (*shared, tp_rank)}
+        self._coordinates = {
+            stream: tuple(place[axis] for axis in axes) for stream, axes in STREAM_AXES.items() if stream != DEFAULT
+        }
         self._states = {stream: self._seeded(stream) for stream in self._coordinates}
         device.set_rng_state(outer)
 

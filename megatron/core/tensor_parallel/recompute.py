@@ -1,4 +1,4 @@
-"""Activation recompute: drop what a region saved and run it again in the backward pass.
+"""Activation recompute (checkpointing): drop the activations of a region and compute them again in the backward pass.
 
 Chen et al. 2016, https://arxiv.org/abs/1604.06174.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.tensor_parallel.random import RngStreams
 
+Result = TypeVar("Result")
 
-def recompute(function: Callable[..., torch.Tensor], rng: RngStreams, *args: Any) -> torch.Tensor:
+
+def recompute(function: Callable[..., Result], rng: RngStreams, *args: Any) -> Result:
     """Return ``function(*args)`` without keeping its activations; the backward pass computes them again.
 
     Dropout draws the same numbers both times, from whichever stream.
@@ -25,7 +26,5 @@ def recompute(function: Callable[..., torch.Tensor], rng: RngStreams, *args: Any
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), rng.replay(states)
 
-    result: torch.Tensor = checkpoint(
-        function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-    )
+    result: Result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     return result

@@ -1,4 +1,4 @@
-"""From --tokenizer-type and its flags to a tokenizer."""
+"""Build a tokenizer from --tokenizer-type and its flags."""
 
 from __future__ import annotations
 

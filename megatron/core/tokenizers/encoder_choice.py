@@ -1,4 +1,4 @@
-"""Choose the fastest engine that gives the same ids as the tokenizer, on a sample of the very input."""
+"""Choose the fastest engine that gives the tokenizer's ids on a sample of the input."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Final
 import numpy as np
 
 from megatron.core.errors import TokenizerError
-from megatron.core.tokenizers.gigatoken_encoder import GigatokenEncoder
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer
 from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron.core.tokenizers.text_encoder import ReferenceEncoder, TextEncoder
-from megatron.core.tokenizers.tiktoken_encoder import TiktokenEncoder
+from megatron.core.tokenizers.text_encoder import GigatokenEncoder, ReferenceEncoder, TextEncoder, TiktokenEncoder
 from megatron.core.tokenizers.tokenizer import Tokenizer
 
 ENGINES: Final = ("auto", GigatokenEncoder.name, TiktokenEncoder.name, ReferenceEncoder.name)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.tokenizer_file import read_json_object, read_text, require_file
-from megatron.core.tokenizers.tokenizers_engine import TokenizersEngine
+from megatron.core.tokenizers.tokenizers_engine import EngineTokenizer, TokenizersEngine
 
 END_OF_TEXT = "<|endoftext|>"
 
 
-class GPT2BPETokenizer:
+class GPT2BPETokenizer(EngineTokenizer):
     """Encode as GPT-2 does, from ``vocab.json`` and ``merges.txt`` alone.
 
     "<|endoftext|>" ends a document; spelt out in a text it is encoded as ordinary characters.
@@ -28,7 +28,7 @@ class GPT2BPETokenizer:
         vocab_path = require_file(vocab_file, "--vocab-file", self.name)
         merge_path = require_file(merge_file, "--merge-file", self.name)
         vocabulary = _read_vocabulary(vocab_path)
-        self._engine = TokenizersEngine.byte_level_bpe(vocabulary, _read_merges(merge_path), self.name)
+        super().__init__(TokenizersEngine.byte_level_bpe(vocabulary, _read_merges(merge_path), self.name))
         self.vocab_size = max(vocabulary.values()) + 1 + extra_vocab_size
         self.eod_id = vocabulary.get(END_OF_TEXT)
         self.files = (vocab_path, merge_path)
@@ -38,22 +38,6 @@ class GPT2BPETokenizer:
             "merge_file": str(merge_path),
             "extra_vocab_size": extra_vocab_size,
         }
-
-    def tokenize(self, text: str) -> list[int]:
-        """Encode one text."""
-        return self._engine.encode(text)
-
-    def tokenize_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[list[int]]:
-        """Encode several texts."""
-        return self._engine.encode_batch(texts, num_threads)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Decode ids; bytes that are not UTF-8 become U+FFFD."""
-        return self._engine.decode(ids)
-
-    def tokenizer_json(self) -> str:
-        """Describe the tokenizer in the format of a tokenizer.json, for other engines."""
-        return self._engine.to_json()
 
 
 def byte_characters() -> list[str]:

@@ -8,14 +8,14 @@ from typing import Any
 
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.tokenizer_file import read_json_object, require_path
-from megatron.core.tokenizers.tokenizers_engine import TokenizersEngine
+from megatron.core.tokenizers.tokenizers_engine import EngineTokenizer, TokenizersEngine
 
 _TOKENIZER_FILE = "tokenizer.json"
 _TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _GENERATION_FILE = "generation_config.json"
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(EngineTokenizer):
     """Encode with the tokenizer.json of a local model folder; nothing is ever downloaded.
 
     The end of a document is the model's end-of-sequence token, looked up in tokenizer_config.json,
@@ -36,7 +36,7 @@ class HuggingFaceTokenizer:
                 f"{self.name}: {path} has no {_TOKENIZER_FILE}; change --tokenizer-model, "
                 "or save the fast tokenizer there"
             )
-        self._engine = TokenizersEngine.from_file(tokenizer_path, self.name)
+        super().__init__(TokenizersEngine.from_file(tokenizer_path, self.name))
         self.vocab_size = self._engine.vocab_size + extra_vocab_size
         folder = tokenizer_path.parent
         beside = [folder / file for file in (*_TOKEN_FILES, _GENERATION_FILE)]
@@ -47,22 +47,6 @@ class HuggingFaceTokenizer:
             "tokenizer_model": str(path),
             "extra_vocab_size": extra_vocab_size,
         }
-
-    def tokenize(self, text: str) -> list[int]:
-        """Encode one text."""
-        return self._engine.encode(text)
-
-    def tokenize_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[list[int]]:
-        """Encode several texts."""
-        return self._engine.encode_batch(texts, num_threads)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Decode ids, special tokens spelt out."""
-        return self._engine.decode(ids)
-
-    def tokenizer_json(self) -> str:
-        """Describe the tokenizer in the format of a tokenizer.json, for other engines."""
-        return self._engine.to_json()
 
 
 def _find_end_id(engine: TokenizersEngine, files: Sequence[Path]) -> int | None:

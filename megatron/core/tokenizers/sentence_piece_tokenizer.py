@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.optional_package import load_package
+from megatron.core.tokenizers.tokenizer import require_unicode
 from megatron.core.tokenizers.tokenizer_file import require_file
-from megatron.core.tokenizers.unicode_text import require_unicode
 
 SENTENCE_PIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 END_OF_DOCUMENT = "<EOD>"

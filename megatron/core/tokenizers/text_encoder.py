@@ -1,13 +1,16 @@
-"""What preprocessing needs of a tokenizer: arrays of ids from UTF-8 text, as fast as an engine gives them."""
+"""Encode UTF-8 text into arrays of token ids, with the tokenizer itself or a faster engine."""
 
 from __future__ import annotations
 
+import importlib
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT, byte_characters
 from megatron.core.tokenizers.tokenizer import Tokenizer
 
 
@@ -44,6 +47,74 @@ class ReferenceEncoder:
         """Encode texts, one array each."""
         ids = self._tokenizer.tokenize_batch([str(text, "utf-8") for text in texts], num_threads=1)
         return [np.array(tokens, np.int64) for tokens in ids]
+
+    def renew(self) -> None:
+        """Do nothing: no memory grows."""
+
+
+class GigatokenEncoder:
+    """Encode what a tokenizer.json describes.
+
+    The package remembers every word that it met, so that its memory grows with the input until `renew`.
+
+    Raises:
+        ImportError, OSError: the package is missing or broken.
+        Exception: the package cannot do what the file describes; it has no errors of its own.
+    """
+
+    name = "gigatoken"
+
+    def __init__(self, tokenizer_json: str) -> None:
+        if '"post_processor":null' not in tokenizer_json:
+            # It would add special tokens around every text.
+            tokenizer_json = json.dumps(json.loads(tokenizer_json) | {"post_processor": None})
+        self._description = tokenizer_json
+        # The compiled module alone: the package above it has functions that reach for a hub.
+        self._load: Any = importlib.import_module("gigatoken.gigatoken_rs").load_hf_json
+        self._model: Any = self._load(self._description)
+
+    def encode(self, texts: Sequence[bytes]) -> Iterable[NDArray[Any]]:
+        """Encode texts, one array each, when it is asked for."""
+        return map(self._model.encode, texts)
+
+    def renew(self) -> None:
+        """Load the model again, without the words that it remembers."""
+        self._model = None
+        self._model = self._load(self._description)
+
+
+_WORDS = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+class TiktokenEncoder:
+    """Encode GPT-2's byte-level BPE from the tokenizer.json that describes it.
+
+    Raises:
+        ImportError, OSError: the package is missing or broken.
+        ValueError: the merges are not in the order of their ids, which this engine leans on.
+    """
+
+    name = "tiktoken"
+
+    def __init__(self, tokenizer_json: str) -> None:
+        model = json.loads(tokenizer_json)["model"]
+        vocabulary: dict[str, int] = model["vocab"]
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        merged = [vocabulary["".join(merge)] for merge in merges]
+        used = set(byte_characters()) | {"".join(merge) for merge in merges}
+        if merged != sorted(set(merged)) or used != vocabulary.keys() - {END_OF_TEXT}:
+            raise ValueError("its merges are not in the order of their ids")
+        byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+        ranks = {bytes(byte_of[character] for character in token): vocabulary[token] for token in used}
+        if min(merged, default=len(ranks)) < max(ranks[bytes([byte])] for byte in range(256)):
+            raise ValueError("a merge has a lower id than a single byte")
+        package = importlib.import_module("tiktoken")
+        self._model: Any = package.Encoding(name="gpt2-bpe", pat_str=_WORDS, mergeable_ranks=ranks, special_tokens={})
+
+    def encode(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
+        """Encode texts, one array each."""
+        encode = self._model.encode_ordinary
+        return [np.array(encode(str(text, "utf-8")), np.uint32) for text in texts]
 
     def renew(self) -> None:
         """Do nothing: no memory grows."""

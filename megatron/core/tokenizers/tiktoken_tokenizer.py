@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.optional_package import load_package
+from megatron.core.tokenizers.tokenizer import require_unicode
 from megatron.core.tokenizers.tokenizer_file import read_json, read_text, require_file
-from megatron.core.tokenizers.unicode_text import require_unicode
 
 DEFAULT_VOCAB_SIZE = 131072
 DEFAULT_NUM_SPECIAL_TOKENS = 1000

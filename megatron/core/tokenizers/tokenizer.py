@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from megatron.core.errors import TokenizerError
+
 
 class Tokenizer(Protocol):
     """Turn text into token ids and back.
@@ -50,3 +52,22 @@ class Tokenizer(Protocol):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Decode ids; ids that name no token (rows that pad the vocabulary) contribute nothing."""
+
+
+def require_unicode(texts: Sequence[str]) -> None:
+    """Refuse half characters, which an escape such as ``\\ud800`` puts into a str.
+
+    The engines differ over them, and one engine's versions do too: an error, U+FFFD, or a crash.
+
+    Raises:
+        TokenizerError: a text holds a lone surrogate.
+    """
+    for text in texts:
+        if not text.isascii():
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise TokenizerError(
+                    f"the text is not valid Unicode: character {error.start} is the lone surrogate "
+                    f"U+{ord(text[error.start]):04X}"
+                ) from error

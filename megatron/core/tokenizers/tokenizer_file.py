@@ -1,4 +1,4 @@
-"""The files that a tokenizer is read from."""
+"""Read the local files that a tokenizer is built from."""
 
 from __future__ import annotations
 

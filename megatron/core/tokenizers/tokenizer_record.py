@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of its tokenizer: a description, and copies of the files."""
+"""Record a tokenizer in a checkpoint, as a description and copies of its files, and build it again."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.optional_package import load_package
-from megatron.core.tokenizers.unicode_text import require_unicode
+from megatron.core.tokenizers.tokenizer import require_unicode
 
 
 class TokenizersEngine:
@@ -95,3 +95,26 @@ class TokenizersEngine:
         """Describe the tokenizer in the format of a tokenizer.json."""
         description: str = self._engine.to_str()
         return description
+
+
+class EngineTokenizer:
+    """Encode and decode with an engine, as the tokenizers that derive from this do."""
+
+    def __init__(self, engine: TokenizersEngine) -> None:
+        self._engine = engine
+
+    def tokenize(self, text: str) -> list[int]:
+        """Encode one text."""
+        return self._engine.encode(text)
+
+    def tokenize_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[list[int]]:
+        """Encode several texts."""
+        return self._engine.encode_batch(texts, num_threads)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Decode ids, special tokens spelt out; bytes that are not UTF-8 become U+FFFD."""
+        return self._engine.decode(ids)
+
+    def tokenizer_json(self) -> str:
+        """Describe the tokenizer in the format of a tokenizer.json, for other engines."""
+        return self._engine.to_json()

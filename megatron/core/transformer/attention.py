@@ -1,38 +1,29 @@
-"""Causal self-attention with grouped queries, its heads cut over the tensor-parallel group."""
+"""Self-attention with grouped queries, its heads cut over the tensor-parallel group."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import nn
 
-from megatron.core.context_parallel.exchange import exchange_of_layer, with_context_parallel
+from megatron.core.context_parallel.exchange import with_context_parallel
+from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
+from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dot_product_attention import PLAIN_BACKENDS, select_attention_core
+from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.random import TENSOR_PARALLEL, RngStreams
 from megatron.core.tensor_parallel.recompute import recompute
+from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.query_key_value import make_query_key_value
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class KeyValueCache(Protocol):
-    """Keep the keys and values of positions that were computed before (inference only)."""
-
-    def update(self, layer_number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the new positions of a layer and return all of its keys and values.
-
-        Shapes: ``[s, b, g/tp, d] -> [all, b, g/tp, d]``.
-        """
-        ...
-
-
 class SelfAttention(nn.Module):
-    """Attend from every position to itself and those before it, in the same document.
+    """Attend from every position to those that the pattern lets it look at.
 
     Under context parallelism ``s`` is this rank's part of the sequence, and only the core sees the others.
 
@@ -53,13 +44,13 @@ class SelfAttention(nn.Module):
         self.rng = rng
         self.head_dim = config.kv_channels
         self.num_heads = config.num_attention_heads // tp.size
-        self.num_groups = max(config.num_query_groups // tp.size, 1)
+        self.num_groups = key_value_heads_of_rank(config.num_query_groups, tp.size)
         self.dropout = config.attention_dropout
         self.recompute_core = config.recompute_granularity == "selective"
         self.cp = single_rank_group(("cp",)) if cp is None else cp
         self.core = with_context_parallel(
             select_attention_core(config.attention_backend, torch.device(device).type),
-            exchange_of_layer(config.cp_comm_type, layer_number),
+            config.cp_exchange(layer_number),
             self.cp,
             plain_blocks=config.attention_backend in PLAIN_BACKENDS,
         )
@@ -94,26 +85,22 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        mask: torch.Tensor | None,
+        pattern: AttentionPattern,
         angles: RotaryAngles | None,
         cache: KeyValueCache | None = None,
-    ) -> torch.Tensor:
-        """Return the attention output; ``mask`` None means plain causal attention.
-
-        Under context parallelism ``mask`` holds the document ids of the whole sequence instead, ``[b, s]``.
-        """
-        assert cache is None or self.cp.size == 1, "a cache of keys and values holds whole sequences"
+    ) -> LayerOutput:
+        """Return the attention output."""
+        assert self.cp.size == 1 or (cache is None and pattern.mask is None), "a cache or a mask is of whole sequences"
         query, key, value = self._query_key_value(x)
         if angles is not None:
             query, key = apply_rotary(query, angles), apply_rotary(key, angles)
         if cache is not None:
             key, value = cache.update(self.layer_number, key, value)
         if self.recompute_core and self.training:
-            context = recompute(self._attend, self.rng, query, key, value, mask)
+            context = recompute(self._attend, self.rng, query, key, value, pattern)
         else:
-            context = self._attend(query, key, value, mask)
-        output: torch.Tensor = self.linear_proj(context)
-        return output
+            context = self._attend(query, key, value, pattern)
+        return LayerOutput(self.linear_proj(context))
 
     def _query_key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         mixed = self.linear_qkv(x)
@@ -128,12 +115,12 @@ class SelfAttention(nn.Module):
         return query, key, value
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: AttentionPattern
     ) -> torch.Tensor:
         """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * d]``."""
         if self.training and self.dropout > 0.0:
             with self.rng.fork(TENSOR_PARALLEL):
-                context = self.core(query, key, value, mask, self.dropout)
+                context = self.core(query, key, value, pattern, self.dropout)
         else:
-            context = self.core(query, key, value, mask, 0.0)
+            context = self.core(query, key, value, pattern, 0.0)
         return context.reshape(*context.shape[:2], -1)

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-
-def _gelu(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x)
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _squared_relu(x: torch.Tensor) -> torch.Tensor:
-    return F.relu(x).square()
 
 
 def _swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -32,9 +22,9 @@ def _swiglu(x: torch.Tensor) -> torch.Tensor:
 
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "squared_relu": _squared_relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "squared_relu": lambda x: F.relu(x).square(),
     "swiglu": _swiglu,
 }
 
@@ -72,7 +62,6 @@ class MLP(nn.Module):
             device=device,
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> LayerOutput:
         """Return the feed-forward output."""
-        output: torch.Tensor = self.linear_fc2(self.activation(self.linear_fc1(x)))
-        return output
+        return LayerOutput(self.linear_fc2(self.activation(self.linear_fc1(x))))

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.tensor_parallel.recompute import recompute
-from megatron.core.transformer.attention import KeyValueCache
+from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
@@ -45,38 +47,34 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        mask: torch.Tensor | None,
+        pattern: AttentionPattern,
         angles: RotaryAngles | None,
         cache: KeyValueCache | None = None,
-    ) -> torch.Tensor:
-        """Return the hidden states after the last of these layers."""
-        layers = list(self.layers.values())
-        if self.training and self.config.recompute_granularity == "full":
-            x = self._recomputed(layers, x, mask, angles)
-        else:
-            for layer in layers:
-                x = layer(x, mask, angles, cache)
-        return x if self.final_layernorm is None else self.final_layernorm(x)
+    ) -> LayerOutput:
+        """Return the hidden states after the last of these layers, and the auxiliary losses of all."""
+        losses: list[AuxiliaryLoss] = []
 
-    def _recomputed(
-        self, layers: list[nn.Module], x: torch.Tensor, mask: torch.Tensor | None, angles: RotaryAngles | None
-    ) -> torch.Tensor:
-        """Run the layers so that only the inputs of recomputed groups are kept."""
+        def run(group: list[nn.Module], hidden: torch.Tensor) -> LayerOutput:
+            losses_of_group: list[AuxiliaryLoss] = []
+            for layer in group:
+                hidden, found = layer(hidden, pattern, angles, cache)
+                losses_of_group += found
+            return LayerOutput(hidden, tuple(losses_of_group))
+
+        recomputed, kept = self._groups()
+        for group in recomputed:
+            x, found = recompute(lambda hidden, group=group: run(group, hidden), self.rng, x)
+            losses += found
+        x, found = run(kept, x)
+        losses += found
+        return LayerOutput(x if self.final_layernorm is None else self.final_layernorm(x), tuple(losses))
+
+    def _groups(self) -> tuple[list[list[nn.Module]], list[nn.Module]]:
+        """Return the groups of layers of which only the inputs are kept, and the layers after them."""
+        layers = list(self.layers.values())
+        if not self.training or self.config.recompute_granularity != "full":
+            return [], layers
         length = self.config.recompute_num_layers or 1
         if self.config.recompute_method == "block":
-            groups = [layers[i : i + 1] for i in range(min(length, len(layers)))]
-            kept = layers[len(groups) :]
-        else:
-            groups = [layers[i : i + length] for i in range(0, len(layers), length)]
-            kept = []
-
-        def run(group: list[nn.Module], hidden: torch.Tensor) -> torch.Tensor:
-            for layer in group:
-                hidden = layer(hidden, mask, angles)
-            return hidden
-
-        for group in groups:
-            x = recompute(lambda hidden, group=group: run(group, hidden), self.rng, x)
-        for layer in kept:
-            x = layer(x, mask, angles)
-        return x
+            return [[layer] for layer in layers[:length]], layers[length:]
+        return [layers[i : i + length] for i in range(0, len(layers), length)], []

@@ -4,78 +4,89 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.config_base import flag
+from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, flag
 from megatron.core.model_parallel_config import ModelParallelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig(ModelParallelConfig):
+class TransformerConfig(ModelParallelConfig, in_args=True):
     """Hold everything that a transformer layer is built from.
 
     ``ffn_hidden_size``, ``kv_channels`` and ``num_query_groups`` are 0 where they are not given and are then
     derived, so that a built configuration always holds their real values.
     """
 
-    num_layers: int
+    num_layers: int = flag(role="weights", bounds=POSITIVE)
     """Number of transformer layers."""
-    hidden_size: int
+    hidden_size: int = flag(role="shape", bounds=POSITIVE)
     """Width of the model."""
-    num_attention_heads: int
+    num_attention_heads: int = flag(role="shape", bounds=POSITIVE)
     """Number of attention heads."""
-    ffn_hidden_size: int = 0
+    ffn_hidden_size: int = flag(0, role="shape", bounds=NOT_NEGATIVE)
     """Width of the feed-forward layer; by default 4 x hidden size, or two thirds of it, in steps of 64,
     with SwiGLU."""
-    kv_channels: int = 0
+    kv_channels: int = flag(0, role="shape", bounds=NOT_NEGATIVE)
     """Width of one attention head; by default hidden size / number of heads."""
-    group_query_attention: bool = False
+    group_query_attention: bool = flag(False, role="meaning", seen_as="num_query_groups")
     """Share keys and values among groups of attention heads."""
-    num_query_groups: int = 0
+    num_query_groups: int = flag(0, role="shape", bounds=POSITIVE)
     """Number of key/value heads with grouped-query attention (1 where only --group-query-attention is
     given)."""
 
-    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), role="shape")
     """Kind of normalization."""
-    norm_epsilon: float = flag(1e-5, aliases=("--layernorm-epsilon",))
+    norm_epsilon: float = flag(
+        1e-5,
+        aliases=("--layernorm-epsilon",),
+        role="meaning",
+        bounds=POSITIVE,
+        in_args=("layernorm_epsilon", "norm_epsilon"),
+    )
     """Added to the variance by the normalization."""
-    apply_layernorm_1p: bool = False
+    apply_layernorm_1p: bool = flag(
+        False, role="shape", in_args=("layernorm_zero_centered_gamma", "apply_layernorm_1p")
+    )
     """Store the normalization's weight as its difference from one."""
-    qk_layernorm: bool = False
+    qk_layernorm: bool = flag(False, role="weights")
     """Normalize queries and keys, each head on its own."""
 
-    swiglu: bool = False
+    swiglu: bool = flag(False, role="shape", excludes=("squared_relu", "openai_gelu"), seen_as="activation")
     """Use the SwiGLU feed-forward layer."""
-    squared_relu: bool = False
+    squared_relu: bool = flag(False, role="meaning", excludes=("openai_gelu",), seen_as="activation")
     """Use the squared ReLU as activation."""
-    openai_gelu: bool = False
+    openai_gelu: bool = flag(False, role="meaning", seen_as="activation")
     """Use the tanh form of GELU."""
-    bias_gelu_fusion: bool = flag(True, negative="--no-bias-gelu-fusion")
-    """Use the exact GELU in place of the tanh form of the fused kernel."""
-    add_bias_linear: bool = flag(True, negative="--disable-bias-linear")
-    """Leave the biases out of the linear layers."""
-    add_qkv_bias: bool = False
+    bias_gelu_fusion: bool = flag(True, negative="--no-bias-gelu-fusion", role="meaning", seen_as="activation")
+    """Use the tanh form of GELU, as the fused kernel does. Off: use the exact GELU in place of the
+    tanh form, unless --openai-gelu is given."""
+    add_bias_linear: bool = flag(True, negative="--disable-bias-linear", role="weights")
+    """Give the linear layers biases. Off: leave the biases out of the linear layers."""
+    add_qkv_bias: bool = flag(False, role="weights", seen_as="has_qkv_bias")
     """Give the query/key/value projection a bias even where the other linear layers have none."""
 
-    hidden_dropout: float = 0.1
+    hidden_dropout: float = flag(0.1, role="recipe", bounds=BELOW_ONE)
     """Dropout probability of the hidden states."""
-    attention_dropout: float = 0.1
+    attention_dropout: float = flag(0.1, role="recipe", bounds=BELOW_ONE)
     """Dropout probability of the attention weights."""
-    attention_backend: str = flag("auto", choices=("auto", "flash", "fused", "unfused", "local"))
+    attention_backend: str = flag(
+        "auto", choices=("auto", "flash", "fused", "unfused", "local"), role="run", in_args=False
+    )
     """Attention kernel: auto takes the fastest at hand, unfused and local the plain reference."""
-    use_flash_attn: bool = False
+    use_flash_attn: bool = flag(False, role="run", in_args=False)
     """Use FlashAttention where it is found (same as --attention-backend flash); one line says where it is not."""
 
-    init_method_std: float = 0.02
+    init_method_std: float = flag(0.02, role="run", bounds=NOT_NEGATIVE)
     """Standard deviation of the initial weights; layers that end a residual branch take it / sqrt(2 x
     layers)."""
 
-    recompute_activations: bool = False
+    recompute_activations: bool = flag(False, role="run", in_args=False)
     """Recompute the attention in the backward pass (same as --recompute-granularity selective)."""
-    recompute_granularity: str | None = flag(None, choices=("selective", "full"))
+    recompute_granularity: str | None = flag(None, choices=("selective", "full"), role="run")
     """What the backward pass recomputes: the attention core (selective) or whole layers (full)."""
-    recompute_method: str | None = flag(None, choices=("uniform", "block"))
+    recompute_method: str | None = flag(None, choices=("uniform", "block"), role="run")
     """With full recompute: groups of layers all along (uniform), or only the first layers of a stage
     (block)."""
-    recompute_num_layers: int | None = None
+    recompute_num_layers: int | None = flag(None, role="run", bounds=POSITIVE)
     """With full recompute: layers in a group (uniform), or layers recomputed on each stage (block)."""
 
     def __post_init__(self) -> None:
@@ -121,6 +132,24 @@ class TransformerConfig(ModelParallelConfig):
     def output_init_method_std(self) -> float:
         """Return the initial standard deviation of the layers that end a residual branch."""
         return float(self.init_method_std / (2.0 * self.num_layers) ** 0.5)
+
+    def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
+        """Return the shape of the hidden states of whole sequences on one rank: what pipeline stages hand on."""
+        tp = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        return seq_length // self.context_parallel_size // tp, micro_batch_size, self.hidden_size
+
+    def forward_flops_per_sequence(self, seq_length: int) -> float:
+        """Return the operations of one forward pass over one sequence; a multiply-add counts as two.
+
+        Matrix products alone are counted: norms, activations and embedding lookups are together far below one per cent.
+        Causal attention counts the half of the score matrix that is used.
+        Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
+        """
+        hidden, queries, keys = self.hidden_size, self.query_projection_size, self.kv_projection_size
+        projections = hidden * (queries + 2 * keys) + queries * hidden
+        core = 2 * queries * seq_length / 2
+        mlp = hidden * self.ffn_hidden_size * (3 if self.swiglu else 2)
+        return 2.0 * seq_length * self.num_layers * (projections + core + mlp)
 
 
 def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:

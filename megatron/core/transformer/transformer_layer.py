@@ -6,10 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.random import REPLICATED, TENSOR_PARALLEL, RngStreams
-from megatron.core.transformer.attention import KeyValueCache, SelfAttention
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
@@ -47,6 +50,23 @@ class HiddenDropout(nn.Module):
             return F.dropout(x, self.probability)
 
 
+def make_attention(
+    config: TransformerConfig,
+    layer_number: int,
+    tp: Group,
+    rng: RngStreams,
+    device: torch.device | str,
+    cp: Group | None,
+) -> nn.Module:
+    """Return the attention that a layer is configured with: called as `SelfAttention` is, it gives a `LayerOutput`."""
+    return SelfAttention(config, layer_number, tp, rng, device, cp)
+
+
+def make_feed_forward(config: TransformerConfig, layer_number: int, tp: Group, device: torch.device | str) -> nn.Module:
+    """Return the feed-forward that a layer is configured with: called as `MLP` is, it gives a `LayerOutput`."""
+    return MLP(config, tp, device)
+
+
 class TransformerLayer(nn.Module):
     """Apply ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
 
@@ -66,19 +86,20 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.input_layernorm = make_norm(config, tp, device)
-        self.self_attention = SelfAttention(config, layer_number, tp, rng, device, cp)
+        self.self_attention = make_attention(config, layer_number, tp, rng, device, cp)
         self.pre_mlp_layernorm = make_norm(config, tp, device)
-        self.mlp = MLP(config, tp, device)
+        self.mlp = make_feed_forward(config, layer_number, tp, device)
         self.hidden_dropout = HiddenDropout(config.hidden_dropout, config.sequence_parallel, rng)
 
     def forward(
         self,
         x: torch.Tensor,
-        mask: torch.Tensor | None,
+        pattern: AttentionPattern,
         angles: RotaryAngles | None,
         cache: KeyValueCache | None = None,
-    ) -> torch.Tensor:
+    ) -> LayerOutput:
         """Return the layer's output."""
-        x = x + self.hidden_dropout(self.self_attention(self.input_layernorm(x), mask, angles, cache))
-        output: torch.Tensor = x + self.hidden_dropout(self.mlp(self.pre_mlp_layernorm(x)))
-        return output
+        attended, losses = self.self_attention(self.input_layernorm(x), pattern, angles, cache)
+        x = x + self.hidden_dropout(attended)
+        fed, more_losses = self.mlp(self.pre_mlp_layernorm(x))
+        return LayerOutput(x + self.hidden_dropout(fed), losses + more_losses)

@@ -1,4 +1,4 @@
-"""The pass over all documents: read, examine, compare with what was kept, write."""
+"""Clean a corpus in one pass: read, filter, deduplicate, write."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_REPORTED: Final = 20
 
 @dataclass(frozen=True)
 class CleaningPlan:
-    """Say what to clean, how, and where to.
+    """Describe a cleaning: the input, the rules and the outputs.
 
     Attributes:
         dropped_output: where to list the documents that were dropped, and why.

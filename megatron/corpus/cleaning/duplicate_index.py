@@ -1,4 +1,4 @@
-"""The documents kept so far, to be found by their digests and keys, on disk."""
+"""Index the documents kept so far on disk, by digest and by similarity key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file of lines that appears when it is whole, and can be read while it grows."""
+"""Write a file of lines under a temporary name, read it back while it grows, and publish it when complete."""
 
 from __future__ import annotations
 

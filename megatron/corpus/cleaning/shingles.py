@@ -1,4 +1,4 @@
-"""Texts as sets of runs of words, for their similarity."""
+"""Turn texts into sets of shingles (runs of words), and these into MinHash keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.corpus.cleaning.optional_package import load_package
+from megatron.core.errors import ConfigurationError
+from megatron.core.tokenizers.optional_package import load_package
 
 # Scripts that put no space between words count each character as one: Thai, Lao, Burmese, Khmer; kana and CJK, of
 # which the punctuation is left out.
@@ -66,7 +67,7 @@ class SignatureMaker:
     """
 
     def __init__(self, threshold: float, num_permutations: int) -> None:
-        datasketch = load_package("datasketch", "--deduplicate near")
+        datasketch = load_package("datasketch", "--deduplicate near", ConfigurationError)
         index = datasketch.MinHashLSH(threshold, num_permutations, weights=(0.0625, 0.9375))
         self.bands, self.rows = int(index.b), int(index.r)
         self._empty: Any = datasketch.MinHash(num_permutations, seed=1, hashfunc=int, scheme="affine32")

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Final
 
-from megatron.core.errors import DataError
-from megatron.corpus.cleaning.optional_package import load_package
+from megatron.core.errors import ConfigurationError, DataError
+from megatron.core.tokenizers.optional_package import load_package
 
 STDIN: Final = "-"
 TEXT_SUFFIXES: Final = (".txt", ".text", ".md")
@@ -108,7 +108,7 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
 
 
 def is_read(path: str, inputs: Sequence[str]) -> bool:
-    """Tell whether a file that exists is one of the inputs, or lies in a folder of them and is of a known kind."""
+    """Return whether a file that exists is one of the inputs, or lies in a folder of them and is of a known kind."""
     if not os.path.exists(path):
         return False
     real = os.path.realpath(path)
@@ -189,7 +189,7 @@ class DocumentReader:
         """
         errors: list[type[Exception]] = [OSError, EOFError, zlib.error]
         if source.path.endswith(".zst"):
-            errors.append(load_package("zstandard", source.path).ZstdError)
+            errors.append(load_package("zstandard", source.path, ConfigurationError).ZstdError)
         try:
             with _open(source.path) as stream:
                 yield from self._lines(source, stream) if source.is_jsonl else self._whole(source, stream)
@@ -261,7 +261,7 @@ def _open(path: str) -> IO[bytes] | gzip.GzipFile:
     if path.endswith(".gz"):
         return gzip.open(path, "rb")
     if path.endswith(".zst"):
-        decompressor = load_package("zstandard", path).ZstdDecompressor()
+        decompressor = load_package("zstandard", path, ConfigurationError).ZstdDecompressor()
         file = open(path, "rb")  # noqa: SIM115 - closed with the reader
         return io.BufferedReader(decompressor.stream_reader(file, read_across_frames=True, closefd=True), 1 << 20)
     return open(path, "rb", buffering=1 << 20)

@@ -1,4 +1,4 @@
-"""What became of the documents of a cleaning."""
+"""Count the documents read, kept, repaired and dropped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Tally:
     dropped_bytes: Counter[str] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
-        """Say all of it, dropped documents by reason in the order of the filters."""
+        """Return the counts as lines; dropped documents by reason, in the order of the filters."""
         total = max(self.documents, 1)
         lines = [f"Read {self.documents} documents ({self.text_bytes / 1e6:.2f} MB of text) of {self.files} files"]
         lines += [

@@ -1,4 +1,4 @@
-"""What is decided by a text alone: its repair, its length and its language; and the keys that its duplicates share."""
+"""Judge a text by itself: repair its encoding, filter by length and language, compute the keys of its duplicates."""
 
 from __future__ import annotations
 
@@ -7,11 +7,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from megatron.core.errors import TokenizerError
+from megatron.core.errors import ConfigurationError, TokenizerError
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.corpus.cleaning.language import LanguageDetector
-from megatron.corpus.cleaning.optional_package import load_package
+from megatron.core.tokenizers.optional_package import load_package
 from megatron.corpus.cleaning.shingles import SignatureMaker, shingles
+
+SAMPLE_CHARACTERS: Final = 4096
+
+
+class Guess(NamedTuple):
+    """Hold an ISO 639-1 code and how likely it is."""
+
+    language: str
+    probability: float
+
+
+class LanguageDetector:
+    """Guess from the beginning of a text; the model comes with the package, and the same text gives the same guess.
+
+    Raises:
+        ConfigurationError: the package cannot be imported, or does not know a language that is asked for.
+    """
+
+    def __init__(self, wanted: Sequence[str]) -> None:
+        module = load_package("py3langid.langid", "--language", ConfigurationError)
+        self._identifier = module.LanguageIdentifier.from_model_file(module.MODEL_FILE, norm_probs=True)
+        known = self._identifier.labels
+        unknown = [language for language in wanted if language not in known]
+        if unknown:
+            raise ConfigurationError(f"--language {' '.join(unknown)} is not known; choose among {' '.join(known)}")
+
+    def guess(self, text: str) -> Guess:
+        """Return the most likely language."""
+        language, probability = self._identifier.classify(text[:SAMPLE_CHARACTERS])
+        return Guess(str(language), float(probability))
+
 
 NO_TEXT: Final = "no text"
 TOO_SHORT: Final = "too short"
@@ -24,7 +54,7 @@ _CHARACTERS_PER_TOKEN: Final = 16
 
 @dataclass(frozen=True)
 class TextRules:
-    """Say what a text must be; a rule that is None, 0 or empty is off.
+    """Hold the rules for a text. A rule that is None, 0 or empty is off.
 
     Attributes:
         tokenizer: the keywords of `build_tokenizer`, where ``min_tokens`` is not 0.
@@ -43,7 +73,7 @@ class TextRules:
 
 
 class Finding(NamedTuple):
-    """Say what is to become of a text.
+    """Hold the verdict on a text.
 
     Attributes:
         text: after repair.
@@ -68,7 +98,7 @@ class TextExaminer:
 
     def __init__(self, rules: TextRules) -> None:
         self._rules = rules
-        self._ftfy = load_package("ftfy", "--fix-encoding") if rules.fix_encoding else None
+        self._ftfy = load_package("ftfy", "--fix-encoding", ConfigurationError) if rules.fix_encoding else None
         self._tokenizer = build_tokenizer(**rules.tokenizer) if rules.min_tokens else None  # type: ignore[arg-type]
         self._detector = LanguageDetector(rules.languages) if rules.languages else None
         self._signatures = (

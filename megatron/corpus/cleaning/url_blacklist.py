@@ -1,4 +1,4 @@
-"""URLs that are not wanted, by host or by path."""
+"""Match URLs against a blacklist of hosts and paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find what of a data set is not as it was written."""
+"""Verify a data set: find every block, index entry or token id that is damaged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def verify_dataset(prefix: str) -> Verification:
 
 
 def _contents(dataset: IndexedDataset | None, damage: Damage) -> str:
-    """Say which documents lie in a stretch of ``.bin``, where the index can be trusted."""
+    """Name the documents in a stretch of ``.bin``, where the index can be trusted."""
     if dataset is None or damage.path != bin_path(dataset.prefix) or not len(dataset):
         return ""
     ends = dataset.sequence_pointers + dataset.sequence_lengths.astype(np.int64) * dataset.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Numbers that describe a tokenized data set: its lengths and its tokens."""
+"""Compute statistics of a tokenized data set: document lengths and token counts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TokenStatistics:
 
 @dataclass(frozen=True)
 class EndStatistics:
-    """Say how many of the documents that are not empty end with the token that most of them end with."""
+    """Hold the token that most documents end with, how many of them do, and how many have tokens."""
 
     token: int
     documents: int

@@ -39,7 +39,7 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """Say where the next chunk of the file starts."""
+        """Return where the next chunk of the file starts."""
         return self.begin + self.num_bytes
 
 

@@ -1,4 +1,4 @@
-"""The files that --input names."""
+"""Find and open the files that --input names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class InputFile:
 
     @property
     def is_plain(self) -> bool:
-        """Tell whether any part of the text can be read without what stands before it."""
+        """Return whether any part of the text can be read without what stands before it."""
         return self.path != STDIN and not self.path.endswith((_GZIP, _ZSTD))
 
     @property
@@ -73,7 +73,7 @@ class TextStream:
     source: IO[bytes] | None
 
     def source_position(self, text_position: int) -> int:
-        """Say how much of the file on disk was read for so much text."""
+        """Return how many bytes of the file on disk were read for this much text."""
         return text_position if self.source is None else self.source.tell()
 
     def close(self) -> None:

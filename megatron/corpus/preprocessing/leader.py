@@ -1,4 +1,4 @@
-"""Hand chunks to workers and put what they make in the order of the input."""
+"""Hand chunks to workers and write their results in the order of the input."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Leader:
         self._tallies: dict[int, tuple[Worker, Tally]] = {}
 
     def run(self, chunks: Iterator[Chunk]) -> None:
-        """Do all chunks.
+        """Tokenize and write all chunks.
 
         Raises:
             InputError: the input cannot be used, or the output not written; what was written before is recorded.

@@ -1,4 +1,4 @@
-"""The record of what is done: one JSON line that describes the work, and one for each chunk."""
+"""Read and write the manifest: one JSON line that describes the work, then one for each finished chunk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPLETE: Final = b'{"complete": true}\n'
 
 @dataclass(frozen=True)
 class StreamTally:
-    """Say what a chunk adds to one stream: bytes and checksums of tokens, lengths and counts."""
+    """Hold what a chunk adds to one stream: bytes and checksums of tokens, lengths and counts."""
 
     num_bytes: tuple[int, int, int]
     token_blocks: list[Block]
@@ -110,7 +110,7 @@ def read_description(path: Path) -> dict[str, Any] | None:
 
 
 def ends_complete(path: Path) -> bool:
-    """Tell whether the last line says that the work is complete."""
+    """Return whether the last line says that the work is complete."""
     with open(path, "rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - len(COMPLETE) - 1))

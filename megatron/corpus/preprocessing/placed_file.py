@@ -1,4 +1,4 @@
-"""A file of which parts are written, each where it belongs."""
+"""Write parts of a file at given offsets, past the page cache where that is possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say how far the work is."""
+"""Report the progress of preprocessing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Progress:
         return max(self._clock() - self._start, 1e-9)
 
     def rates(self) -> str:
-        """Say how many documents were done, and how fast."""
+        """Return the number of documents that are done, and the rates."""
         elapsed_s = self.elapsed_s
         documents_s, megabytes_s = self.num_documents / elapsed_s, self.num_bytes / 1e6 / elapsed_s
         return f"{self.num_documents} documents ({documents_s:.1f} docs/s, {megabytes_s:.2f} MB/s)"

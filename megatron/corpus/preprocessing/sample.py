@@ -1,4 +1,4 @@
-"""Take a little text from all over the input, to try engines on."""
+"""Take a sample of the input, to compare encoders on."""
 
 from __future__ import annotations
 

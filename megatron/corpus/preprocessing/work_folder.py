@@ -21,9 +21,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.indexed.dataset_checksums import Block, checksums_path, write_checksums
-from megatron.core.datasets.indexed.index_writer import PIECE_LENGTH, write_index
-from megatron.core.datasets.indexed.indexed_dataset import bin_path, idx_path
+from megatron.core.datasets.indexed.dataset_checksums import Block, write_checksums
+from megatron.core.datasets.indexed.index_writer import PIECE_LENGTH, replace_tokens, write_index
+from megatron.core.datasets.indexed.indexed_dataset import idx_path
 from megatron.core.errors import DataError
 from megatron.corpus.preprocessing.chunks import Chunk
 from megatron.corpus.preprocessing.manifest import (
@@ -103,7 +103,7 @@ class WorkFolder:
             raise DataError(f"another process just finished {self.path}; run again to do it again")
 
     def _continues(self, found: dict[str, Any]) -> bool:
-        """Tell whether the work that was found is this work; work on an input that changed is worth nothing."""
+        """Return whether the unfinished work is this command's. Work on an input that changed is dropped."""
         different = sorted(
             name for name in {*found, *self._description} if found.get(name) != self._description.get(name)
         )
@@ -250,10 +250,7 @@ class WorkFolder:
             for group, prefix in zip(groups, prefixes):
                 tokens, index = stream_paths(self.path, group[0])[0], self._index_path(group)
                 if tokens.exists():
-                    # A new .bin beside an old .idx would be a wrong pair: the old index goes first, the new comes last.
-                    idx_path(prefix).unlink(missing_ok=True)
-                    checksums_path(prefix).unlink(missing_ok=True)
-                    os.replace(tokens, bin_path(prefix))
+                    replace_tokens(prefix, tokens)
                 if index.exists():
                     os.replace(index, idx_path(prefix))
                 if with_checksums:

@@ -1,4 +1,4 @@
-"""What one worker process does: tokenize chunks."""
+"""Tokenize chunks in one worker process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Tally:
-    """Say what a chunk came to, and where it is."""
+    """Hold the result of a chunk and the slot that its tokens are in."""
 
     chunk: int
     slot: int

@@ -1,4 +1,4 @@
-"""The worker processes, seen from the leader: who is free, who reports, who died."""
+"""Start worker processes, hand them chunks and shared memory, and receive their reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The families that are supported, and which of them a model belongs to."""
+"""List the supported model families and find the one that a model belongs to."""
 
 from __future__ import annotations
 

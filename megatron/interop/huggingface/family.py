@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from megatron.core.config_base import IDENTITY, FieldSpec, field_specs
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.interop.huggingface.settings import Settings
 from megatron.interop.huggingface.tensor_link import TensorLink
@@ -43,35 +44,17 @@ def model_features(config: GPTConfig) -> dict[str, Any]:
 
     Two models are the same exactly where these are; dropout, initialization, layout and dtype do not count.
     """
-    names = [
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "ffn_hidden_size",
-        "kv_channels",
-        "normalization",
-        "norm_epsilon",
-        "apply_layernorm_1p",
-        "qk_layernorm",
-        "activation",
-        "add_bias_linear",
-        "has_qkv_bias",
-        "vocab_size",
-        "max_position_embeddings",
-        "position_embedding_type",
-        "untie_embeddings_and_output_weights",
-    ]
-    if config.position_embedding_type == "rope":
-        names += ["rotary_dim", "rotary_base", "rotary_interleaved", "rotary_seq_len_interpolation_factor"]
-        names += ["use_rope_scaling"]
-        if config.use_rope_scaling:
-            names += [
-                "rope_scaling_factor",
-                "rope_scaling_low_freq_factor",
-                "rope_scaling_high_freq_factor",
-                "rope_scaling_original_max_position_embeddings",
-            ]
+    config_class: type = type(config)
+    specs = {spec.name: spec for spec in field_specs(config_class)}
+
+    def counts(spec: FieldSpec) -> bool:
+        if spec.options.where is None or spec.options.role == "shape":  # a shape is the model's, used or not
+            return True
+        name, value = spec.options.where
+        return getattr(config, name) == value and counts(specs[name])
+
+    found = (spec for spec in specs.values() if spec.options.role in IDENTITY and counts(spec))
+    names = (spec.options.seen_as or spec.name for spec in found)
     return {name: getattr(config, name) for name in names}
 
 

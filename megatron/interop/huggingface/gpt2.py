@@ -99,7 +99,7 @@ class GPT2Family:
             yield whole("model.output_layer.weight", "lm_head.weight", (config.vocab_size, width))
 
     def is_buffer(self, name: str) -> bool:
-        """Tell whether this is a causal mask that older files hold."""
+        """Return whether this is a causal mask that older files hold."""
         return _BUFFER.fullmatch(name) is not None
 
     def _layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:

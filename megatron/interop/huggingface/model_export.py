@@ -1,19 +1,23 @@
-"""Everything about a model folder that is decided before a byte of it is written, and then its files."""
+"""Plan a Hugging Face model folder from a checkpoint of any format, and write it whole or not at all."""
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Iterable, Mapping
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 
 from megatron.core.config_base import config_from_dict
+from megatron.core.dist_checkpointing.disk import sync_folder, write_text
 from megatron.core.dist_checkpointing.mapping import dtype_name
-from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES, split_box
-from megatron.core.dist_checkpointing.storage import write_text
+from megatron.core.dist_checkpointing.save_plan import MAX_PIECE_BYTES
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.sharding import split_box
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.families import family_for, read_model
 from megatron.interop.huggingface.family import Family, model_features
@@ -153,3 +157,44 @@ def _check_tensors(source: CheckpointSource, links: Iterable[TensorLink]) -> Non
     ]
     if problems:
         raise CheckpointError(f"checkpoint {source.folder} does not fit its configuration: {'; '.join(problems)}")
+
+
+MAX_FILE_BYTES = 5_000_000_000
+
+
+def write_hugging_face(
+    source: CheckpointSource,
+    folder: str | Path,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    check: Callable[[Path], None] | None = None,
+) -> None:
+    """Write the weights of a checkpoint as a Hugging Face model folder, which appears whole, by one rename, or not.
+
+    A model that came from such a folder gets its config.json, generation_config.json, file layout and names back;
+    any other gets a config.json of the family that can express it, and files of at most ``max_file_bytes``.
+    ``check`` is given the finished folder under its temporary name: what it raises keeps it from appearing.
+
+    Raises:
+        CheckpointError: the folder exists and is not empty, it cannot be written, or the source lacks a tensor.
+        ConfigurationError: no supported architecture can express the model.
+    """
+    folder = Path(folder).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not an empty folder; name a new one for the Hugging Face model")
+    export = ModelExport(source, max_file_bytes)
+    temporary = folder.parent / f".{folder.name}.saving"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        export.write(temporary)
+        if check is not None:
+            check(temporary)
+        sync_folder(temporary)
+        os.replace(temporary, folder)
+        sync_folder(folder.parent)
+    except OSError as error:
+        need = f"; {export.num_bytes} bytes of weights are to be written" if error.errno == errno.ENOSPC else ""
+        raise CheckpointError(f"cannot write {folder}: {error.strerror or error}{need}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a checkpoint remembers of the Hugging Face folder that it came from, so that the same folder can be written."""
+"""Record the Hugging Face folder that a checkpoint came from, so that the same folder can be written again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two lines of Python from a Hugging Face model folder to a model that is cut over all processes."""
+"""Load a Hugging Face model folder as a tensor-parallel model, ready for inference."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.core.device import Device, select_device
+from megatron.core.errors import ConfigurationError
+from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
-from megatron.interop.huggingface.loading import load_hugging_face_model
+from megatron.interop.huggingface.source import HuggingFaceSource
+from megatron.interop.inference_model import load_model_from
 
 
 def parallelize(folder: str | Path, state: ParallelState | None = None, *, params_dtype: str | None = None) -> GPTModel:
@@ -28,7 +32,7 @@ def parallelize(folder: str | Path, state: ParallelState | None = None, *, param
         if not dist.is_initialized() and dist.is_torchelastic_launched():
             dist.init_process_group(device.default_backend, device_id=device.torch_device if device.is_cuda else None)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        state = create_parallel_state(tensor_model_parallel_size=world_size)
+        state = create_parallel_state(ParallelSizes(tp=world_size))
     return load_hugging_face_model(folder, state, device, params_dtype)
 
 
@@ -36,3 +40,42 @@ def _occupy_device() -> Device:
     device = select_device(int(os.environ.get("LOCAL_RANK", "0")))
     device.make_current()
     return device
+
+
+def load_hugging_face_model(
+    folder: str | Path, state: ParallelState, device: Device, params_dtype: str | None = None
+) -> GPTModel:
+    """Return this rank's part of a Hugging Face model, in its own precision or in ``params_dtype``.
+
+    Nothing communicates; a rank reads the values that it holds and no others.
+
+    Raises:
+        CheckpointError: the folder is not a model's, or a file is damaged.
+        ConfigurationError: the model is not supported, or cannot be cut over so many processes.
+    """
+    source = HuggingFaceSource(folder)
+    try:
+        check_tensor_parallel_size(source.config, state.tp.size)
+        return load_model_from(source, state, device, params_dtype)
+    finally:
+        source.close()
+
+
+def check_tensor_parallel_size(config: GPTConfig, size: int) -> None:
+    """Refuse a model whose layers cannot be cut over so many processes.
+
+    Raises:
+        ConfigurationError: its heads or its feed-forward layer do not divide; every reason.
+    """
+    heads, groups, width = config.num_attention_heads, config.num_query_groups, config.ffn_hidden_size
+    problems = []
+    if heads % size:
+        problems.append(f"{heads} attention heads are not divisible by tensor-parallel size {size}")
+    if groups % size and size % groups:
+        problems.append(
+            f"{groups} key-value heads and tensor-parallel size {size}: one must be a multiple of the other"
+        )
+    if width % size:
+        problems.append(f"a feed-forward layer {width} wide is not divisible by tensor-parallel size {size}")
+    if problems:
+        raise ConfigurationError(f"{'; '.join(problems)}; change the number of processes")

@@ -8,8 +8,7 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.interop.huggingface.family import dtype_fields
-from megatron.interop.huggingface.rope_settings import read_rope, write_rope
-from megatron.interop.huggingface.settings import Settings
+from megatron.interop.huggingface.settings import Settings, read_rope, write_rope
 from megatron.interop.huggingface.tensor_link import TensorLink, query_key_value_rows, rows, whole
 
 _BUFFER = re.compile(r"(?:model\.)?(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -112,7 +111,7 @@ class RotaryDecoderFamily:
             yield whole("model.output_layer.weight", "lm_head.weight", (config.vocab_size, width))
 
     def is_buffer(self, name: str) -> bool:
-        """Tell whether these are rotary frequencies, which older files hold."""
+        """Return whether these are rotary frequencies, which older files hold."""
         return _BUFFER.fullmatch(name) is not None
 
     def _layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from megatron.core.config_base import config_to_dict
-from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES, split_box
+from megatron.core.dist_checkpointing.save_plan import MAX_PIECE_BYTES
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.sharding import Box
+from megatron.core.parallel_sizes import ONE_RANK
+from megatron.core.sharding import Box, split_box
 from megatron.interop.checkpoint_source import TensorInfo
 from megatron.interop.huggingface.families import read_model
 from megatron.interop.huggingface.family import Family
@@ -169,13 +170,7 @@ def _common(folder: Path, config: GPTConfig) -> dict[str, Any]:
             "initialization": {},
             "world_size": 1,
         },
-        "layout": {
-            "tensor_model_parallel_size": 1,
-            "pipeline_model_parallel_size": 1,
-            "context_parallel_size": 1,
-            "data_parallel_size": 1,
-            "world_size": 1,
-        },
+        "layout": ONE_RANK.record(),
         "optimizer": None,
         "scheduler": None,
         "tokenizer": None,

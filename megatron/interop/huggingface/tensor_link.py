@@ -13,7 +13,7 @@ from megatron.core.sharding import Box, full_pieces
 
 @dataclass(frozen=True)
 class TensorLink:
-    """Say that a box of our tensor ``native`` and a box of their tensor ``foreign`` hold the same values.
+    """Link a box of our tensor ``native`` to the box of their tensor ``foreign`` that holds the same values.
 
     With ``is_transposed`` (two dims only) one box is the other with rows and columns exchanged.
     """

@@ -1,4 +1,4 @@
-"""The tokenizer's files: from a model folder into a checkpoint, and from a checkpoint into a model folder."""
+"""Copy tokenizer files from a model folder into a checkpoint and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Safetensors files written one tensor at a time, so that none is ever held whole; the layout is planned before."""
+"""Write safetensors files one tensor at a time, after planning their layout."""
 
 from __future__ import annotations
 

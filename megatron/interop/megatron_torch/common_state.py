@@ -11,8 +11,13 @@ from megatron.core.config_base import config_to_dict
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig
-from megatron.interop.megatron_torch.megatron_arguments import PROGRESS, TRAIN_DATA, TRUE_VOCAB_SIZE
-from megatron.interop.megatron_torch.rank_files import RankFile
+from megatron.interop.megatron_torch.megatron_arguments import (
+    PROGRESS,
+    TRAIN_DATA,
+    TRUE_VOCAB_SIZE,
+    config_of_arguments,
+)
+from megatron.interop.megatron_torch.rank_files import RankFile, open_rank_files
 from megatron.interop.megatron_torch.stored_optimizer import OptimizerScalars, optimizer_scalars
 
 GPT2_VOCAB_SIZE = 50257
@@ -121,9 +126,7 @@ def shared_state(
             "world_size": world_size,
         },
         "layout": {
-            "tensor_model_parallel_size": model.tensor_model_parallel_size,
-            "pipeline_model_parallel_size": model.pipeline_model_parallel_size,
-            "context_parallel_size": model.context_parallel_size,
+            **model.parallel_sizes.record(),
             "data_parallel_size": int(arguments.get("data_parallel_size") or 1),
             "world_size": world_size,
         },
@@ -188,3 +191,20 @@ def stored_schedule(state: Mapping[str, Any]) -> dict[str, Any]:
         "wd_incr_style": schedule["wd_incr_style"],
         "wd_incr_steps": schedule["wd_incr_steps"],
     }
+
+
+def recorded_config(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the sections of the configuration that ``args`` tell, or that the shapes of tensors do without ``args``.
+
+    Raises:
+        CheckpointError: a file is damaged, or holds something else.
+    """
+    ranks = open_rank_files(folder)
+    try:
+        arguments = ranks[0, 0].arguments
+        config = config_of_arguments(arguments)
+        config["model"] |= model_of_tensors(ranks, bool(arguments))
+        return config
+    finally:
+        for rank in ranks.values():
+            rank.close()

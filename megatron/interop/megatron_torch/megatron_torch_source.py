@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from megatron.core.config_base import config_from_dict
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 from megatron.core.sharding import Box
 from megatron.interop.checkpoint_source import TensorInfo
@@ -21,18 +20,17 @@ from megatron.interop.megatron_torch.common_state import (
     real_vocab_size,
 )
 from megatron.interop.megatron_torch.megatron_arguments import config_of_arguments
-from megatron.interop.megatron_torch.query_key_value_rows import native_row_blocks
 from megatron.interop.megatron_torch.rank_files import RankFile, open_rank_files
 from megatron.interop.megatron_torch.stage_parameters import WORD_EMBEDDING, LocalParameter, StageDescriber
 from megatron.interop.megatron_torch.stored_optimizer import has_optimizer, stored_states
-from megatron.interop.megatron_torch.stored_values import LazyTensor
+from megatron.interop.megatron_torch.stored_values import LazyTensor, native_row_blocks
 from megatron.interop.megatron_torch.torch_file import TorchFile
 from megatron.interop.megatron_torch.unsupported_arguments import check_arguments
 
 
 @dataclass(frozen=True)
 class StoredBox:
-    """Say where the values of one box of a global tensor are."""
+    """Locate the values of one box of a global tensor."""
 
     box: Box
     file: TorchFile
@@ -203,10 +201,8 @@ def _stored_boxes(
         for piece in parameter.pieces:
             common = piece.local_box.intersect(local)
             if common is not None:
-                moved = common.relative_to(piece.local_offset).offset
-                offset = tuple(o + base for o, base in zip(moved, piece.global_box.offset, strict=True))
                 values = tensor.box(common.relative_to(local.offset).offset, common.shape)
-                yield StoredBox(Box(offset, common.shape), file, values)
+                yield StoredBox(common.rebased(piece.local_offset, piece.global_box.offset), file, values)
 
 
 def _build_model_config(values: Mapping[str, Any], rank: RankFile) -> GPTConfig:

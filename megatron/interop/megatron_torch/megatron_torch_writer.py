@@ -10,19 +10,22 @@ from typing import Literal
 import torch
 
 from megatron.core.config_base import config_from_dict
-from megatron.core.dist_checkpointing.planner import split_box
-from megatron.core.dist_checkpointing.storage import sync_folder, write_text
-from megatron.core.errors import CheckpointError
+from megatron.core.dist_checkpointing.disk import sync_folder
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.sharding import Box, Piece
+from megatron.core.sharding import Piece, split_box
 from megatron.interop.checkpoint_source import CheckpointSource
-from megatron.interop.megatron_torch.carried_values import CarriedValues, carried_from
 from megatron.interop.megatron_torch.common_state import TOKENIZER_FOLDER
-from megatron.interop.megatron_torch.rank_planner import PlannedFile, RankExtras, RankPlanner
+from megatron.interop.megatron_torch.rank_planner import (
+    CarriedValues,
+    PlannedFile,
+    RankExtras,
+    RankPlanner,
+    carried_from,
+)
 from megatron.interop.megatron_torch.rank_tree import Slot
 from megatron.interop.megatron_torch.torch_file_writer import TorchFileWriter
+from megatron.interop.new_iteration import new_iteration
 
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
 _DIVISOR = "make_vocab_size_divisible_by"
 _MAX_READ_BYTES = 64 * 1024 * 1024
 
@@ -36,23 +39,11 @@ def write_megatron_torch(source: CheckpointSource, directory: str | Path, iterat
     Raises:
         CheckpointError: the file system refused.
     """
-    directory = Path(directory)
-    folder = directory / (iteration if isinstance(iteration, str) else f"iter_{iteration:07d}")
     needed = sum(info.num_bytes for info in source.tensors.values())
-    try:
-        folder.mkdir(parents=True)
+    with new_iteration(Path(directory), iteration, f"about {needed}") as folder:
         if source.common["tokenizer"] is not None:
             shutil.copytree(source.folder / source.common["tokenizer"], folder / TOKENIZER_FOLDER)
         _write_ranks(source, folder, 0 if isinstance(iteration, str) else iteration)
-        sync_folder(folder)
-        write_text(directory / TRACKER_FILE, str(iteration))
-        sync_folder(directory)
-    except OSError as error:
-        free = shutil.disk_usage(directory).free if directory.is_dir() else 0
-        raise CheckpointError(
-            f"cannot write {error.filename or folder}: {error.strerror}; about {needed} bytes are needed in all, "
-            f"{free} are free"
-        ) from error
     return folder
 
 
@@ -81,14 +72,12 @@ def slot_pieces(slot: Slot, max_bytes: int = _MAX_READ_BYTES) -> Iterator[Piece]
     """Yield the boxes that go into a slot, none of more bytes than ``max_bytes`` unless one row has more."""
     for piece in slot.parameter.pieces:
         for box in split_box(piece.global_box, slot.tensor.dtype.itemsize, max_bytes):
-            moved = box.relative_to(piece.global_box.offset).offset
-            yield Piece(box, tuple(o + base for o, base in zip(moved, piece.local_offset, strict=True)))
+            yield Piece(box, piece.localized(box).offset)
 
 
 def write_piece(writer: TorchFileWriter, slot: Slot, piece: Piece, values: torch.Tensor) -> None:
     """Write the values of a piece of a slot's parameter where they belong in the file."""
-    box = Box(piece.local_offset, piece.global_box.shape)
-    writer.write_box(slot.tensor, slot.parameter.local_shape, slot.start, box, values)
+    writer.write_box(slot.tensor, slot.parameter.local_shape, slot.start, piece.local_box, values)
 
 
 def _write_ranks(source: CheckpointSource, folder: Path, iteration: int) -> None:

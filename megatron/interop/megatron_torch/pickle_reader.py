@@ -9,11 +9,13 @@ from __future__ import annotations
 import pickletools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+from megatron.core.dist_checkpointing.mapping import dtype_of
 from megatron.core.errors import CheckpointError
 from megatron.interop.megatron_torch.stored_values import GlobalName, LazyTensor, Record, StorageKey, StoredArray
 
@@ -33,24 +35,6 @@ _STORAGE_DTYPES: dict[str, torch.dtype] = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-_TORCH_DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
-
 # Their objects become records of a name and arguments: options of a run that decide nothing here.
 _INERT_MODULES = (
     "megatron.core.enums",
@@ -228,8 +212,9 @@ class _Interpreter:
         Raises:
             CheckpointError: it is not on the list.
         """
-        if name.module == "torch" and name.name in _TORCH_DTYPES:
-            return _TORCH_DTYPES[name.name]
+        if name.module == "torch":
+            with suppress(KeyError):
+                return dtype_of(name.name)
         if str(name) in (*_MAKERS, _TENSOR_WITH_ATTRIBUTES) or name in self.records or name.module in _INERT_MODULES:
             return name
         if name.module == "torch" and name.name in _STORAGE_DTYPES:

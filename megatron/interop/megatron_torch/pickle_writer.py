@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -39,10 +40,7 @@ class PlannedTensor:
     @property
     def num_elements(self) -> int:
         """Return the number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.interop.megatron_torch.flat_buffer import plan_flat_buffer
 from megatron.interop.megatron_torch.key_names import fused_key
 from megatron.interop.megatron_torch.pickle_writer import PlannedTensor, given_tensor
 from megatron.interop.megatron_torch.stage_parameters import LocalParameter
-from megatron.interop.megatron_torch.stored_optimizer import alone_in_bucket, in_optimizer_order
+from megatron.interop.megatron_torch.stored_optimizer import alone_in_bucket, in_optimizer_order, plan_flat_buffer
 
 CHECKPOINT_VERSION = 3.0
 _LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
@@ -25,7 +24,7 @@ DtypeOf = Callable[[str], torch.dtype]
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Say that a parameter, or a tensor of its optimizer state, goes into a planned tensor at element ``start``.
+    """Place a parameter, or a tensor of its optimizer state, in a planned tensor at element ``start``.
 
     ``name`` is the native name of the global tensor that the values come from.
     """

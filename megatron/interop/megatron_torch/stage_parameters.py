@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ import torch
 from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.param_groups import is_decayed
+from megatron.core.optimizer.inner_optimizer import is_decayed
+from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.process_group import Group
 from megatron.core.sharding import Piece, even_pieces, spec_of
 from megatron.core.tensor_parallel.random import RngStreams
@@ -46,10 +48,7 @@ class LocalParameter:
     @property
     def num_elements(self) -> int:
         """Return the number of elements of the local tensor, padding included."""
-        count = 1
-        for size in self.local_shape:
-            count *= size
-        return count
+        return math.prod(self.local_shape)
 
 
 class StageDescriber:
@@ -65,7 +64,7 @@ class StageDescriber:
             config = dataclasses.replace(config, make_vocab_size_divisible_by=padded_vocab_size // tp)
         self.config = dataclasses.replace(config, sequence_parallel=False)
         with torch.random.fork_rng(devices=[]):
-            self._rng = RngStreams(Device("cpu"), 0, tp_rank=0, dp_rank=0, cp_rank=0, pp_rank=0)
+            self._rng = RngStreams(Device("cpu"), 0, ONE_RANK.place())
 
     def parameters(
         self, tp_rank: int, layer_numbers: Sequence[int], *, has_embedding: bool, has_loss: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,10 +66,7 @@ class LazyTensor:
     @property
     def num_elements(self) -> int:
         """Return the number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     def flat_part(self, start: int, shape: tuple[int, ...]) -> LazyTensor:
         """Return the contiguous tensor of ``shape`` that begins at element ``start`` of this one-dimensional one."""
@@ -94,3 +92,23 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.insert(0, step)
         step *= size
     return tuple(strides)
+
+
+def native_row_blocks(tensor: LazyTensor, head_dim: int, version: float) -> list[tuple[int, LazyTensor]]:
+    """Return (first row in the native order, the rows' values) of everything in one rank's weight or bias.
+
+    Shapes: ``tensor: [rows]`` or ``[rows, h]``.
+    """
+    rows = tensor.shape[0]
+    if version >= 2.0:
+        return [(0, tensor)]
+    num_heads = rows // (3 * head_dim)
+    blocks = []
+    for head in range(num_heads):
+        for part in range(3):
+            if version >= 1.0:
+                block = tensor.every_nth_row(head * 3 * head_dim + part, 3, head_dim)
+            else:
+                block = tensor.every_nth_row((part * num_heads + head) * head_dim, 1, head_dim)
+            blocks.append(((head * 3 + part) * head_dim, block))
+    return blocks

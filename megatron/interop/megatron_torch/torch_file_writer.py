@@ -44,7 +44,7 @@ class _Entry:
 
 @dataclass(frozen=True, eq=False)
 class TorchFilePlan:
-    """Say where everything of a file goes. Tensors come first, so that their places do not depend on other values.
+    """Plan where everything of a file goes. Tensors come first, so that their places do not depend on other values.
 
     Every process that plans a file with the same tensors gets the same places.
     """

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.index import read_index
-from megatron.core.dist_checkpointing.index_file import INDEX_FILE
-from megatron.core.dist_checkpointing.mapping import StoredPiece, StoredTensor, dtype_of
-from megatron.core.dist_checkpointing.planner import describe_box, uncovered
+from megatron.core.dist_checkpointing.checksum import checksum
+from megatron.core.dist_checkpointing.index import INDEX_FILE, StoredPiece, StoredTensor, read_index
+from megatron.core.dist_checkpointing.mapping import dtype_of
+from megatron.core.dist_checkpointing.shard_file import check_file
 from megatron.core.dist_checkpointing.state_dict import RNG_PREFIX
-from megatron.core.dist_checkpointing.storage import check_file, checksum
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.sharding import Box
+from megatron.core.errors import DamagedCheckpointError
+from megatron.core.sharding import Box, describe_box, uncovered
 from megatron.interop.checkpoint_source import TensorInfo
 
 

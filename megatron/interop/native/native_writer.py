@@ -7,15 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.dist_checkpointing.index import CheckpointIndex, encode_common, write_index
-from megatron.core.dist_checkpointing.mapping import StoredPiece, StoredTensor, dtype_name
-from megatron.core.dist_checkpointing.storage import sync_folder, write_text
-from megatron.core.errors import CheckpointError
+from megatron.core.dist_checkpointing.index import (
+    CheckpointIndex,
+    StoredPiece,
+    StoredTensor,
+    encode_common,
+    write_index,
+)
+from megatron.core.dist_checkpointing.mapping import dtype_name
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.native.streamed_shard import plan_files, write_streamed_shard
+from megatron.interop.new_iteration import new_iteration
 
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
 TokenizerWriter = Callable[[Path], bool]
 MAX_FILE_BYTES = 4 * 1024**3
 """Size at which the next shard file begins; a larger tensor has a file of its own."""
@@ -38,20 +42,9 @@ def write_native(
     Raises:
         CheckpointError: the file system refused, or the shared state is not plain data.
     """
-    directory = Path(directory)
-    folder = directory / (iteration if isinstance(iteration, str) else f"iter_{iteration:07d}")
     needed = sum(info.num_bytes for info in source.tensors.values())
-    try:
-        folder.mkdir(parents=True)
+    with new_iteration(Path(directory), iteration, f"{needed}") as folder:
         _write_folder(source, folder, max_file_bytes, write_tokenizer)
-        write_text(directory / TRACKER_FILE, str(iteration))
-        sync_folder(directory)
-    except OSError as error:
-        free = shutil.disk_usage(directory).free if directory.is_dir() else 0
-        raise CheckpointError(
-            f"cannot write {error.filename or folder}: {error.strerror}; {needed} bytes are needed in all, "
-            f"{free} are free"
-        ) from error
     return folder
 
 
@@ -73,7 +66,6 @@ def _write_folder(
         for name, info in source.tensors.items()
     }
     write_index(folder, CheckpointIndex(tensors, files, common))
-    sync_folder(folder)
 
 
 def _copy_tokenizer(source: CheckpointSource, folder: Path) -> bool:

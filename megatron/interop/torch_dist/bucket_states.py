@@ -18,9 +18,14 @@ from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout
 from megatron.core.sharding import Box, Piece, flat_range_boxes
-from megatron.interop.megatron_torch.flat_buffer import FlatBuffer, plan_flat_buffer
 from megatron.interop.megatron_torch.stage_parameters import LocalParameter, StageDescriber, in_fused_order
-from megatron.interop.megatron_torch.stored_optimizer import FLAT_STATES, alone_in_bucket, flat_bucket_size
+from megatron.interop.megatron_torch.stored_optimizer import (
+    FLAT_STATES,
+    FlatBuffer,
+    alone_in_bucket,
+    flat_bucket_size,
+    plan_flat_buffer,
+)
 from megatron.interop.megatron_torch.stored_values import LazyTensor
 from megatron.interop.torch_dist.stored_boxes import BoxReader, StoredBox
 from megatron.interop.torch_dist.stored_metadata import Segment, StoredMetadata

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron.core.dist_checkpointing.disk import sync_folder, write_text
 from megatron.core.dist_checkpointing.mapping import dtype_of
-from megatron.core.dist_checkpointing.storage import sync_folder, write_text
 from megatron.core.errors import CheckpointError
 from megatron.interop.megatron_torch.pickle_writer import PlannedTensor, pickle_values
 from megatron.interop.megatron_torch.torch_file_writer import TorchFileWriter, plan_torch_file

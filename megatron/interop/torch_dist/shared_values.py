@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.interop.megatron_torch.megatron_arguments import config_of_arguments
 from megatron.interop.megatron_torch.pickle_reader import NAMESPACE
 from megatron.interop.megatron_torch.stored_values import Record

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.planner import describe_box, uncovered
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
-from megatron.core.sharding import Box, flat_range_boxes
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
+from megatron.core.sharding import Box, describe_box, flat_range_boxes, uncovered
 from megatron.interop.megatron_torch.stored_values import LazyTensor
 from megatron.interop.megatron_torch.torch_file import TorchFile
 from megatron.interop.torch_dist.stored_metadata import Segment, StoredChunk, StoredEntry

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.sharding import Box
 from megatron.interop.megatron_torch.pickle_reader import read_pickle
 from megatron.interop.megatron_torch.stored_values import GlobalName, Record, StorageKey

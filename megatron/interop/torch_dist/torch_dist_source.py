@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from megatron.core.config_base import config_from_dict
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
+from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.sharding import Box
 from megatron.interop.checkpoint_source import TensorInfo
 from megatron.interop.megatron_torch.common_state import real_vocab_size, shared_state
@@ -70,7 +70,7 @@ class TorchDistSource:
         values = with_optimizer_objects(common, self.metadata)
         scalars = scalars_of(values, number) if has_optimizer else None
         self.common: Mapping[str, Any] = shared_state(
-            folder, self.arguments, values, scalars, self.config, self.model, self.model.model_parallel_size
+            folder, self.arguments, values, scalars, self.config, self.model, self.model.parallel_sizes.world_size
         )
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
@@ -171,9 +171,7 @@ class TorchDistSource:
         """Take in the weights, once the name and the shape of each are known to be the model's."""
         whole = dataclasses.replace(
             self.model,
-            tensor_model_parallel_size=1,
-            pipeline_model_parallel_size=1,
-            context_parallel_size=1,
+            **ONE_RANK.model_fields(),
             sequence_parallel=False,
             num_layers_per_virtual_pipeline_stage=None,
             num_virtual_stages_per_pipeline_rank=None,

@@ -9,14 +9,12 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.core.dist_checkpointing.planner import split_box
-from megatron.core.dist_checkpointing.storage import sync_folder, write_text
-from megatron.core.errors import CheckpointError
+from megatron.core.sharding import split_box
 from megatron.interop.checkpoint_source import CheckpointSource
-from megatron.interop.megatron_torch.carried_values import carried_from
 from megatron.interop.megatron_torch.common_state import TOKENIZER_FOLDER
 from megatron.interop.megatron_torch.megatron_arguments import plain_arguments
-from megatron.interop.megatron_torch.megatron_torch_writer import TRACKER_FILE
+from megatron.interop.megatron_torch.rank_planner import carried_from
+from megatron.interop.new_iteration import new_iteration
 from megatron.interop.torch_dist.chunk_file import ChunkFile, ChunkPlace, WrittenEntry
 from megatron.interop.torch_dist.folder_files import is_torch_dist
 from megatron.interop.torch_dist.metadata_writer import write_shared_files
@@ -37,24 +35,13 @@ def write_torch_dist(source: CheckpointSource, directory: str | Path, iteration:
     Raises:
         CheckpointError: the file system refused.
     """
-    directory = Path(directory)
-    folder = directory / (iteration if isinstance(iteration, str) else f"iter_{iteration:07d}")
     needed = sum(info.num_bytes for info in source.tensors.values())
     plan = TorchDistPlan(source.common, _carried_arguments(source.folder))
-    try:
-        folder.mkdir(parents=True)
+    with new_iteration(Path(directory), iteration, f"about {needed}") as folder:
         if source.common["tokenizer"] is not None:
             shutil.copytree(source.folder / source.common["tokenizer"], folder / TOKENIZER_FOLDER)
         written = list(_write_files(source, plan, folder))
         write_shared_files(folder, plan.shared_value(has_random_states=False), written)
-        write_text(directory / TRACKER_FILE, str(iteration))
-        sync_folder(directory)
-    except OSError as error:
-        free = shutil.disk_usage(directory).free if directory.is_dir() else 0
-        raise CheckpointError(
-            f"cannot write {error.filename or folder}: {error.strerror}; about {needed} bytes are needed in all, "
-            f"{free} are free"
-        ) from error
     return folder
 
 

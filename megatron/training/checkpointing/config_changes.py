@@ -6,36 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SHAPE_FIELDS: tuple[str, ...] = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "ffn_hidden_size",
-    "vocab_size",
-    "position_embedding_type",
-    "max_position_embeddings",
-    "normalization",
-    "apply_layernorm_1p",
-    "qk_layernorm",
-    "swiglu",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "untie_embeddings_and_output_weights",
-)
-"""Fields of the ``model`` section that decide which weights there are and what they mean."""
-
-WEIGHT_FIELDS: tuple[str, ...] = (
-    "num_layers",
-    "qk_layernorm",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "untie_embeddings_and_output_weights",
-)
-"""Those of them that only decide which weights there are: what weights of other names mean does not change."""
-
-_SILENT_SECTIONS = ("checkpoint", "logging")
+from megatron.core.config_base import field_specs
+from megatron.training.config.run_config import config_parts
 
 
 @dataclass(frozen=True)
@@ -66,24 +38,22 @@ class ConfigChanges:
 def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> ConfigChanges:
     """Compare a checkpoint's configuration with the run's, both as nested dicts of plain values.
 
-    Where files go and what is logged is no change, nor is a field that only one release of the program knows.
-    The number of positions shapes the model only where positions are learned.
+    The role of a field decides: one of the output is no change, nor is one that only one release of the program knows.
+    A field shapes the model only where it counts, such as the number of positions where they are learned.
     """
     old_values, new_values = _flatten(old), _flatten(new)
-    shape: list[ConfigChange] = []
-    weights: list[ConfigChange] = []
-    other: list[ConfigChange] = []
+    fields = {f"{part}.{spec.name}": spec.options for part, cls in config_parts().items() for spec in field_specs(cls)}
+    changes: dict[str, list[ConfigChange]] = {"shape": [], "weights": [], "other": []}
     for field in sorted(old_values.keys() & new_values.keys()):
-        section, _, name = field.partition(".")
+        section, _, _ = field.partition(".")
         before, after = old_values[field], new_values[field]
-        if before == after or section in _SILENT_SECTIONS:
+        role, where = (fields[field].role, fields[field].where) if field in fields else (None, None)
+        if before == after or role == "output":
             continue
-        is_shape = section == "model" and name in SHAPE_FIELDS
-        if name == "max_position_embeddings":
-            is_shape = is_shape and new_values.get("model.position_embedding_type") == "learned_absolute"
-        kind = (weights if name in WEIGHT_FIELDS else shape) if is_shape else other
-        kind.append(ConfigChange(field, before, after))
-    return ConfigChanges(tuple(shape), tuple(weights), tuple(other))
+        counts = where is None or new_values.get(f"{section}.{where[0]}") == where[1]
+        kind = role if role in ("shape", "weights") and counts else "other"
+        changes[kind].append(ConfigChange(field, before, after))
+    return ConfigChanges(**{kind: tuple(found) for kind, found in changes.items()})
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

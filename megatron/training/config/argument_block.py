@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from megatron.core.config_base import field_specs
 from megatron.training.config.run_config import RunConfig
 
 _DOTS_END = 48
@@ -26,16 +24,7 @@ def format_arguments(config: RunConfig) -> str:
 
 def argument_values(config: RunConfig) -> dict[str, Any]:
     """Return every argument of a run by Megatron's name, with those that follow from others."""
-    values: dict[str, Any] = {}
-    for part in dataclasses.fields(config):
-        section = getattr(config, part.name)
-        if part.name == "world_size":
-            continue
-        config_class: type = type(section)
-        for spec in field_specs(config_class):
-            if spec.options.cli:
-                value = getattr(section, spec.name)
-                values[spec.name] = list(value) if isinstance(value, tuple) else value
+    values = {spec.name: list(value) if isinstance(value, tuple) else value for spec, value in config.flags()}
     values["world_size"] = config.world_size
     values["data_parallel_size"] = config.data_parallel_size
     values["params_dtype"] = config.model.params_dtype

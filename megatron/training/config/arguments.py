@@ -12,7 +12,6 @@ import difflib
 import json
 import math
 import sys
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -24,10 +23,9 @@ from megatron.training.config.checks.run_checks import find_problems
 from megatron.training.config.flag_notes import (
     NO_EFFECT,
     NOT_SUPPORTED,
-    NOT_SUPPORTED_VALUES,
 )
 from megatron.training.config.resolution import resolve
-from megatron.training.config.run_config import RunConfig
+from megatron.training.config.run_config import RunConfig, command_line_fields, config_parts
 from megatron.training.process.refusal import refuse
 
 _TABLE_PREFIX = "flag:"
@@ -96,20 +94,6 @@ def resolve_arguments(argv: Sequence[str], world_size: int) -> ParsedArguments:
     return ParsedArguments(resolution.config, (*notes, *resolution.notes))
 
 
-def config_parts() -> dict[str, type]:
-    """Return the configuration classes of a run by the name of the part."""
-    hints = typing.get_type_hints(RunConfig)
-    return {name: hint for name, hint in hints.items() if hint is not int}
-
-
-def command_line_fields() -> Iterator[tuple[str, FieldSpec]]:
-    """Yield (part, field) for every field that a flag sets."""
-    for part, config_class in config_parts().items():
-        for spec in field_specs(config_class):
-            if spec.options.cli:
-                yield part, spec
-
-
 def all_flags() -> dict[str, str]:
     """Return every flag by name, with its class: effective, no effect, or not supported yet."""
     flags = {}
@@ -144,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
         docs = field_docs(config_class)
         for spec in field_specs(config_class):
             if spec.options.cli:
-                _add_field(group, spec, docs[spec.name])
+                _add_field(group, spec, spec.help_text(docs[spec.name]))
     for name, note in NO_EFFECT.items():
         _add_table_flag(parser, name, note.arity)
     for name, refused in NOT_SUPPORTED.items():
@@ -152,17 +136,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_field(group: argparse._ArgumentGroup, spec: FieldSpec, doc: str) -> None:
-    help_text = doc.replace("%", "%%")
+def _add_field(group: argparse._ArgumentGroup, spec: FieldSpec, help_text: str) -> None:
+    help_text = help_text.replace("%", "%%")
     if spec.is_bool:
         constant = spec.options.negative is None
         group.add_argument(*spec.flags, dest=spec.name, action="store_const", const=constant, help=help_text)
         return
-    metavar = spec.options.metavar
-    if spec.options.choices is not None:
-        metavar = "{" + ",".join(spec.options.choices) + "}"
-    elif metavar is None:
-        metavar = {int: "N", float: "X", str: "TEXT"}[spec.item_type]
     if spec.default not in (None, (), 0, 0.0) and not spec.is_sequence:
         help_text += f" Default: {spec.default}.".replace("%", "%%")
     group.add_argument(
@@ -170,7 +149,7 @@ def _add_field(group: argparse._ArgumentGroup, spec: FieldSpec, doc: str) -> Non
         dest=spec.name,
         action="append",
         nargs=spec.options.nargs,
-        metavar=metavar,
+        metavar=spec.metavar,
         help=help_text,
     )
 
@@ -314,7 +293,7 @@ def _convert(spec: FieldSpec, text: str, problems: list[str]) -> Any:
     """Turn one word into a value of the field's type, or note a problem."""
     name, choices = spec.flags[0], spec.options.choices
     if choices is not None and text not in choices:
-        if text in NOT_SUPPORTED_VALUES.get(spec.name, ()):
+        if text in spec.options.not_built:
             problems.append(f"{name} {text} is not supported yet; possible: {', '.join(choices)}")
         else:
             problems.append(f"{name} {text}: possible values are {', '.join(choices)}")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.config_base import flag
+from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
 
 NATIVE_FORMAT = "safetensors"
 """The name of the native format on the command line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Config, role="output"):
     """Hold what saving, retention and loading need."""
 
     save: str | None = flag(None, metavar="DIR")
     """Folder that checkpoints are written to."""
-    save_interval: int | None = None
+    save_interval: int | None = flag(None, bounds=POSITIVE, needs="save")
     """Iterations from one checkpoint to the next; without it only the end of the run is saved."""
     no_save_optim: bool = False
     """Do not save the optimizer's state."""
@@ -28,23 +28,25 @@ class CheckpointConfig:
     """Do not load the optimizer's state."""
     no_load_rng: bool = False
     """Do not load the state of the random number generators."""
-    finetune: bool = False
+    finetune: bool = flag(False, needs="load")
     """Load the weights alone and begin at iteration 0."""
-    ckpt_step: int | None = None
+    ckpt_step: int | None = flag(None, bounds=NOT_NEGATIVE, needs="load")
     """Iteration to load, in place of the newest."""
-    ckpt_format: str = flag(NATIVE_FORMAT, choices=(NATIVE_FORMAT, "torch_dist", "torch"))
+    ckpt_format: str = flag(
+        NATIVE_FORMAT, choices=(NATIVE_FORMAT, "torch_dist", "torch"), not_built=("zarr", "torch_dcp", "fsdp_dtensor")
+    )
     """Format of the checkpoints written; safetensors is the native one, torch_dist and torch are Megatron's."""
-    async_save: bool = False
+    async_save: bool = flag(False, needs="save")
     """Write checkpoints while training goes on."""
-    keep_last: int | None = None
+    keep_last: int | None = flag(None, bounds=POSITIVE, needs="save")
     """Number of newest checkpoints that are kept; by default all."""
-    keep_every: int | None = None
+    keep_every: int | None = flag(None, bounds=POSITIVE, needs="save")
     """Keep each checkpoint whose iteration is a multiple of this number, whatever --keep-last says."""
-    use_checkpoint_args: bool = False
+    use_checkpoint_args: bool = flag(False, needs="load")
     """Take what shapes the model, and the sequence length, from the checkpoint where no flag gives it."""
     verify_checkpoint: bool = flag(True, negative="--no-verify-checkpoint")
-    """Load without comparing checksums."""
-    exit_on_missing_checkpoint: bool = False
+    """Compare checksums while loading. Off: load without comparing checksums."""
+    exit_on_missing_checkpoint: bool = flag(False, needs="load")
     """End with an error when --load holds no checkpoint, in place of starting from random weights."""
     dist_ckpt_strictness: str = flag(
         "raise_all",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.core.datasets.samples.gpt_dataset_config import ValidationSet, parse_blend
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.validation_config import ValidationConfig
+from megatron.training.config.training_config import ValidationConfig
 
 PER_SPLIT_KEYS = ("train", "valid", "test")
 RESERVED_NAMES = ("train", "validation", "valid", "test")

@@ -285,19 +285,3 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--straggler-minmax-count": NotSupported(1, "1"),
     "--straggler-ctrlr-port": NotSupported(1, "65535"),
 }
-
-NOT_SUPPORTED_VALUES: dict[str, tuple[str, ...]] = {
-    "optimizer": ("hybridadam", "cpu_adam", "muon", "dist_muon", "lion"),
-    "position_embedding_type": ("relative", "mrope", "yarn"),
-    "tokenizer_type": (
-        "BertWordPieceLowerCase",
-        "BertWordPieceCase",
-        "MultimodalTokenizer",
-        "NullMultimodalTokenizer",
-        "SFTTokenizer",
-    ),
-    "ckpt_format": ("zarr", "torch_dcp", "fsdp_dtensor"),
-    "distributed_backend": ("ccl", "mpi", "ucc"),
-    "data_parallel_sharding_strategy": ("optim_grads_params",),
-}
-"""Values that Megatron-LM knows for a field with choices, and that are not built here."""

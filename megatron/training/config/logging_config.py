@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.config_base import flag
+from megatron.core.config_base import POSITIVE, Config, flag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoggingConfig:
+class LoggingConfig(Config, role="output"):
     """Hold the log's interval and contents, and where metrics go."""
 
-    log_interval: int = 100
+    log_interval: int = flag(100, bounds=POSITIVE)
     """Iterations from one log line to the next."""
     log_throughput: bool = False
     """Log the floating-point throughput of each GPU."""
@@ -23,18 +23,18 @@ class LoggingConfig:
     """Times over the ranks: the longest, shortest and longest, or all."""
     tensorboard_dir: str | None = flag(None, metavar="DIR")
     """Folder of the TensorBoard files."""
-    tensorboard_log_interval: int = 1
+    tensorboard_log_interval: int = flag(1, bounds=POSITIVE)
     """Iterations from one TensorBoard point to the next."""
-    tensorboard_queue_size: int = 1000
+    tensorboard_queue_size: int = flag(1000, bounds=POSITIVE)
     """Number of TensorBoard events that may wait before they are written."""
     log_timers_to_tensorboard: bool = False
     """Write the times to TensorBoard."""
     log_batch_size_to_tensorboard: bool = False
     """Write the global batch size to TensorBoard."""
     log_learning_rate_to_tensorboard: bool = flag(True, negative="--no-log-learning-rate-to-tensorboard")
-    """Do not write the learning rate to TensorBoard."""
+    """Write the learning rate to TensorBoard. Off: do not write the learning rate to TensorBoard."""
     log_loss_scale_to_tensorboard: bool = flag(True, negative="--no-log-loss-scale-to-tensorboard")
-    """Do not write the loss scale to TensorBoard."""
+    """Write the loss scale to TensorBoard. Off: do not write the loss scale to TensorBoard."""
     log_validation_ppl_to_tensorboard: bool = False
     """Write the perplexity of evaluations to TensorBoard."""
     log_memory_to_tensorboard: bool = False

@@ -74,17 +74,13 @@ def _resolve_batch(config: RunConfig) -> RunConfig:
 
 
 def _resolve_precision(config: RunConfig) -> RunConfig:
-    optimizer = dataclasses.replace(
-        config.optimizer,
-        params_dtype=config.model.params_dtype,
-        use_distributed_optimizer=config.ddp.use_distributed_optimizer,
-    )
+    optimizer = dataclasses.replace(config.optimizer, params_dtype=config.model.params_dtype)
     return dataclasses.replace(config, optimizer=optimizer)
 
 
 def _resolve_data_parallelism(config: RunConfig, notes: list[str]) -> RunConfig:
     ddp = config.ddp
-    if ddp.shards_optimizer and config.data_parallel_size * config.model.context_parallel_size == 1:
+    if ddp.shards_optimizer and config.parallel_sizes.num_replicas == 1:
         notes.append(
             "--use-distributed-optimizer, --data-parallel-sharding-strategy and --overlap-param-gather have no effect "
             "with one data-parallel rank: turned off"

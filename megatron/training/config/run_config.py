@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import typing
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.core.config_base import config_from_dict, config_to_dict
+from megatron.core.config_base import FieldSpec, config_from_dict, config_to_dict, field_specs
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.schedules import default_schedule
 from megatron.core.pipeline_parallel.stage_layout import StageLayout, plan_stage_layout
 from megatron.training.config.checkpoint_config import CheckpointConfig
-from megatron.training.config.data_config import DataConfig
-from megatron.training.config.initialization_config import InitializationConfig
+from megatron.training.config.data_config import DataConfig, TokenizerConfig
 from megatron.training.config.logging_config import LoggingConfig
-from megatron.training.config.scheduler_config import SchedulerConfig
-from megatron.training.config.tokenizer_config import TokenizerConfig
-from megatron.training.config.training_config import TrainingConfig
-from megatron.training.config.validation_config import ValidationConfig
+from megatron.training.config.training_config import (
+    InitializationConfig,
+    SchedulerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,9 +56,14 @@ class RunConfig:
     world_size: int = 1
 
     @property
+    def parallel_sizes(self) -> ParallelSizes:
+        """Return the grid of the run's ranks; it has fewer than there are where they are not whole model copies."""
+        return self.model.parallel_sizes.in_world(self.world_size)
+
+    @property
     def data_parallel_size(self) -> int:
         """Return the number of model copies."""
-        return self.world_size // max(self.model.model_parallel_size, 1)
+        return self.parallel_sizes.dp
 
     @property
     def stage_layout(self) -> StageLayout:
@@ -77,14 +85,14 @@ class RunConfig:
         """Return the number of samples of the whole run."""
         if self.training.train_samples:
             return self.training.train_samples
-        return samples_of_iterations(self.training, self.training.train_iters)
+        return self.training.batch_sizes.samples_of_iterations(self.training.train_iters)
 
     @property
     def train_iters(self) -> int:
         """Return the number of iterations of the whole run, batch-size ramp-up included."""
         if self.training.train_iters:
             return self.training.train_iters
-        return iterations_of_samples(self.training, self.training.train_samples)
+        return self.training.batch_sizes.iterations_of_samples(self.training.train_samples)
 
     @property
     def schedule_lengths(self) -> ScheduleLengths:
@@ -117,6 +125,11 @@ class RunConfig:
             return self.logging.metrics_jsonl
         return f"{self.checkpoint.save}/metrics.jsonl"
 
+    def flags(self) -> Iterator[tuple[FieldSpec, Any]]:
+        """Yield every field that a flag sets, with its value."""
+        for part, spec in command_line_fields():
+            yield spec, getattr(getattr(self, part), spec.name)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the whole configuration as JSON-ready values."""
         return config_to_dict(self)
@@ -127,31 +140,15 @@ class RunConfig:
         return config_from_dict(cls, values)
 
 
-def samples_of_iterations(training: TrainingConfig, iterations: int, consumed: int = 0) -> int:
-    """Return how many samples are consumed after that many more iterations, batch-size ramp-up included."""
-    for batch, phase_end in _rampup_phases(training):
-        steps = min(iterations, -(-max(phase_end - consumed, 0) // batch))
-        consumed += steps * batch
-        iterations -= steps
-    return consumed + iterations * training.global_batch_size
+def config_parts() -> dict[str, type]:
+    """Return the configuration classes of a run by the name of the part."""
+    hints = typing.get_type_hints(RunConfig)
+    return {name: hint for name, hint in hints.items() if hint is not int}
 
 
-def iterations_of_samples(training: TrainingConfig, samples: int) -> int:
-    """Return how many whole iterations a number of samples makes, batch-size ramp-up included."""
-    consumed = 0
-    iterations = 0
-    for batch, phase_end in _rampup_phases(training):
-        steps = -(-max(min(phase_end, samples) - consumed, 0) // batch)
-        consumed += steps * batch
-        iterations += steps
-    return iterations + max(samples - consumed, 0) // max(training.global_batch_size, 1)
-
-
-def _rampup_phases(training: TrainingConfig) -> list[tuple[int, int]]:
-    """Return (batch size, consumed samples up to which it holds) for each size below the full one."""
-    if len(training.rampup_batch_size) != 3:
-        return []
-    start, increment, samples = training.rampup_batch_size
-    num_increments = (training.global_batch_size - start) // increment
-    # Rounded up: a size holds while the consumed samples are below its share's end, a whole number or not.
-    return [(start + i * increment, -(-(i + 1) * samples // num_increments)) for i in range(num_increments)]
+def command_line_fields() -> Iterator[tuple[str, FieldSpec]]:
+    """Yield (part, field) for every field that a flag sets."""
+    for part, config_class in config_parts().items():
+        for spec in field_specs(config_class):
+            if spec.options.cli:
+                yield part, spec

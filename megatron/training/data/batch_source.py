@@ -1,4 +1,4 @@
-"""Where training and evaluation get their micro-batches from: one rank reads, its tensor-parallel peers receive."""
+"""Micro-batches of training and evaluation: one rank reads ahead and broadcasts to its tensor-parallel peers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from megatron.core.datasets.samples.data_samplers import (
     sample_ids_hash,
 )
 from megatron.core.datasets.samples.external_reader import ExternalReader
-from megatron.core.datasets.samples.external_samples import ExternalSamples
-from megatron.core.datasets.samples.gpt_dataset import SampleDataset
+from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, SampleDataset
 from megatron.core.datasets.samples.micro_batch_reader import MicroBatchReader
 from megatron.core.datasets.samples.read_ahead import ReadAhead
 from megatron.core.device import Device
@@ -36,9 +35,9 @@ class BatchSource:
 
     The first rank of a tensor-parallel group reads what its pipeline stage needs and sends it to the others, in one
     broadcast a micro-batch; a stage that needs nothing reads and sends nothing. Values stay in the smallest types
-    that hold them until they are on the device. ``sample_ids`` names the samples of a whole step over all ranks,
-    whether it was read or not. With ``whole_set`` the source gives that many samples from the first on, each once, and
-    what fills its last micro-batches counts nothing.
+    that hold them until they are on the device. ``sample_ids`` names the samples of a whole step over all ranks; its
+    cost grows with the global batch, so that only a rank that reports them asks. With ``whole_set`` the source gives
+    that many samples from the first on, each once, and what fills its last micro-batches counts nothing.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class BatchSource:
         return self._layout.unpack(memory, self._positions)
 
     def close(self) -> None:
-        """End the threads; there are no more micro-batches after this."""
+        """Stop the reading threads; there are no more micro-batches after this."""
         if self._packed is not None:
             self._packed.close()
 

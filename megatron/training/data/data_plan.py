@@ -1,6 +1,6 @@
-"""What data a run asks for: which, cut how, and how many samples of each split.
+"""Data plan: which data sets a run reads, how they are split, and how many samples of each split it needs.
 
-Importing this module imports no torch, so that data that cannot be used is refused quickly.
+Importing this module imports no torch, so that unusable data is refused quickly.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetC
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.config.data_lists import extra_validation_sets
 from megatron.training.config.resolution import DEFAULT_SPLIT
-from megatron.training.config.run_config import RunConfig, samples_of_iterations
+from megatron.training.config.run_config import RunConfig
 from megatron.training.train_state import TrainState
 
 if TYPE_CHECKING:
-    from megatron.core.datasets.samples.blended_dataset_builder import DatasetSplits
+    from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 
 
 class DatasetSplitsBuilder(Protocol):
@@ -57,15 +57,14 @@ class SampleTargets:
 def sample_targets(config: RunConfig, done: TrainState | None = None) -> SampleTargets:
     """Return how many samples training, all evaluations together, and the final test read.
 
-    A resumed run reads on from what is ``done``. That comes to more than the configuration alone says where the batch
-    was larger, or evaluations were more frequent, before.
+    A resumed run continues after the samples that are ``done``. These can be more than the configuration implies, if
+    batches were larger or evaluations more frequent before.
     """
     done = TrainState() if done is None else done
     per_evaluation = config.validation.eval_iters * config.training.global_batch_size
     iterations_left = max(config.train_iters - done.iteration, 0)
-    train = max(
-        config.train_samples, samples_of_iterations(config.training, iterations_left, done.consumed_train_samples)
-    )
+    left = config.training.batch_sizes.samples_of_iterations(iterations_left, done.consumed_train_samples)
+    train = max(config.train_samples, left)
     validation = config.validation
     evaluations = _num_evaluations(config, config.train_iters) + 1
     evaluations_left = max(evaluations - _num_evaluations(config, done.iteration), 1)
@@ -80,7 +79,7 @@ def sample_targets(config: RunConfig, done: TrainState | None = None) -> SampleT
 
 
 def run_position(config: RunConfig, done: TrainState) -> RunPosition:
-    """Return where the training data of a run goes on.
+    """Return where in its training data a run resumes.
 
     Raises:
         DataError: what the checkpoint records of it is damaged.
@@ -99,7 +98,7 @@ def _num_evaluations(config: RunConfig, iterations: int) -> int:
 
 
 def dataset_config(config: RunConfig, tokenizer: Tokenizer) -> GPTDatasetConfig:
-    """Return what the data sets are built from.
+    """Return the configuration of the data sets.
 
     Raises:
         ConfigurationError: the flags contradict each other.

@@ -1,11 +1,11 @@
-"""Build the data sets of a run, and decide the order in which it reads them."""
+"""Build the data sets of a run, and choose the order of their samples."""
 
 from __future__ import annotations
 
-from megatron.core.datasets.samples.blended_dataset_builder import DatasetSplits
+from megatron.core.collectives import raise_on_all_ranks
+from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.samples.data_samplers import DataloaderType, SampleOrder
 from megatron.core.datasets.samples.gpt_dataset import SampleDataset
-from megatron.core.dist_checkpointing.serialization import raise_on_all_ranks
 from megatron.core.errors import DataError, MegatronError
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.data_plan import DatasetSplitsBuilder, SampleTargets

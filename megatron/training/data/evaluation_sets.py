@@ -1,4 +1,4 @@
-"""What a run is evaluated on: the validation set, further ones by name, and in the end the test set."""
+"""Evaluation data: the validation set, extra validation sets by name, and the test set at the end."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 
-from megatron.core.datasets.samples.blended_dataset_builder import DatasetSplits
-from megatron.core.datasets.samples.external_samples import ExternalSamples
-from megatron.core.datasets.samples.gpt_dataset import SampleDataset
+from megatron.core.datasets.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, SampleDataset
 from megatron.training.config.data_lists import extra_validation_sets
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource
@@ -22,9 +21,9 @@ SourceMaker = Callable[[SampleDataset | ExternalSamples, int, int | None], Batch
 class EvaluationSet:
     """Hold one set to evaluate on.
 
-    ``name`` stands in the metrics file, ``title`` in the log. What ``open_source`` enters gives ``num_microbatches``
-    micro-batches of each rank. ``num_advanced`` are the validation samples that one evaluation takes, where the next
-    one goes on after them; a set of a fixed number of samples is the same every time.
+    ``name`` is written to the metrics file, ``title`` to the log. The context of ``open_source`` gives each rank
+    ``num_microbatches`` micro-batches. ``num_advanced`` is the number of samples after which the next evaluation
+    continues; it is 0 for a set whose evaluations all read the same samples.
     """
 
     name: str
@@ -36,9 +35,9 @@ class EvaluationSet:
 
 @dataclass(frozen=True, eq=False)
 class EvaluationSets:
-    """Hold the sets of every evaluation, and the one of the last; empty where there is no data.
+    """Hold the validation sets of every evaluation, and the test set of the last; empty where there is no data.
 
-    ``lasting_source`` is what one evaluation leaves open for the next.
+    ``lasting_source`` is the source that stays open from one evaluation to the next.
     """
 
     validation: tuple[EvaluationSet, ...]
@@ -46,7 +45,7 @@ class EvaluationSets:
     lasting_source: BatchSource | None = None
 
     def close(self) -> None:
-        """End what reads."""
+        """Close the source that stays open."""
         if self.lasting_source is not None:
             self.lasting_source.close()
 
@@ -74,7 +73,7 @@ def plan_evaluation(
             assert not isinstance(datasets.valid, ExternalSamples), "refused with the command line"
             validation.append(whole("validation", "validation set", datasets.valid, None))
         else:
-            # One source for the whole run: each evaluation goes on after the last.
+            # One source for the whole run: each evaluation continues after the last.
             lasting = opened = source(datasets.valid, train_state.consumed_valid_samples, None)
             validation.append(
                 EvaluationSet(

@@ -1,4 +1,4 @@
-"""The micro-batches of one pass over a schedule, read once and held until every model chunk has used them."""
+"""The micro-batches of one iteration, read once and held until every model chunk has used them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where one step of a run stands in its training data, as its checkpoints and its metrics file say.
+"""Which samples of the training data a step read, found from the run's checkpoints and its metrics file.
 
 Importing this module imports no torch.
 """
@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.index_file import read_index_file
+from megatron.core.dist_checkpointing.index import read_index_file
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.num_microbatches_calculator import global_batch_size_at
-from megatron.training.checkpointing.checkpoint_folders import candidate_folders, iteration_folder, saved_iterations
-from megatron.training.config.run_config import RunConfig, samples_of_iterations
+from megatron.training.checkpointing.folder import candidate_folders, iteration_folder, saved_iterations
+from megatron.training.config.run_config import RunConfig
 from megatron.training.train_state import TrainProgress
 
 
@@ -74,7 +73,7 @@ def find_step(directory: Path, step: int, ckpt_step: int | None, metrics_file: P
         size = int(recorded["global_batch_size"])
         return StepPosition(step, int(recorded["consumed_samples"]) - size, size, run, recorded["sample_ids_hash"])
     first = _first_sample(directory, run, step)
-    return StepPosition(step, first, global_batch_size_at(run.config.training, first), run, None)
+    return StepPosition(step, first, run.config.training.batch_sizes.global_batch_size_at(first), run, None)
 
 
 def _run_of_step(directory: Path, step: int, ckpt_step: int | None) -> SavedRun:
@@ -95,15 +94,15 @@ def _first_sample(directory: Path, run: SavedRun, step: int) -> int:
         if saved < step:
             before = read_saved_run(iteration_folder(directory, saved)).progress
             iteration, consumed = before.iteration, before.consumed_train_samples
-    training, end = run.config.training, run.progress
+    batch_sizes, end = run.config.training.batch_sizes, run.progress
     if end.iteration >= step:
-        counted = samples_of_iterations(training, end.iteration - iteration, consumed)
+        counted = batch_sizes.samples_of_iterations(end.iteration - iteration, consumed)
         if counted != end.consumed_train_samples:
             raise CheckpointError(
                 f"the batch size was changed between iterations {iteration} and {end.iteration}: the checkpoints do "
                 f"not tell which samples step {step} had; give the run's metrics file with --metrics-jsonl"
             )
-    return samples_of_iterations(training, step - 1 - iteration, consumed)
+    return batch_sizes.samples_of_iterations(step - 1 - iteration, consumed)
 
 
 def _metrics_path(directory: Path, run: SavedRun, given: Path | None) -> Path | None:

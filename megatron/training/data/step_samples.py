@@ -1,19 +1,18 @@
-"""The samples that a step of a run trains on: where their text is."""
+"""The samples that a step of a run trains on, and the documents that they come from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
 from megatron.core.datasets.history.continued_data import ContinuedData, OpenedPart
 from megatron.core.datasets.history.data_history import DataHistory
 from megatron.core.datasets.history.sample_keys import SamplePlace, locate_sample, sample_keys
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indices.index_builder import select_index_builder
-from megatron.core.datasets.samples.blended_dataset_builder import BlendedDatasetBuilder
 from megatron.core.datasets.samples.data_samplers import sample_ids_hash
-from megatron.core.datasets.samples.external_samples import ExternalSamples
-from megatron.core.datasets.samples.gpt_dataset import GPTSample, SampleDataset
+from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, GPTSample, SampleDataset
 from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
 from megatron.core.errors import ConfigurationError, DataError
 from megatron.core.tokenizers.tokenizer import Tokenizer

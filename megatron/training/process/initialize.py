@@ -19,6 +19,7 @@ from megatron.training.process.console import print_line
 if TYPE_CHECKING:
     from megatron.core.device import Device
     from megatron.core.parallel_state import ParallelState
+    from megatron.core.process_group import Observer
     from megatron.core.tensor_parallel.random import RngStreams
 
 _FAILURE_TIMEOUT = timedelta(seconds=2)
@@ -155,9 +156,6 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment) -> Runtime:
     """Set up device, process groups and random streams, and say so as Megatron does."""
     import torch
 
-    from megatron.core.parallel_state import create_parallel_state
-    from megatron.core.tensor_parallel.random import RngStreams
-
     if launch.local_rank is None:
         launch = replace(launch, local_rank=config.initialization.local_rank)
     device = initialize_device(launch)
@@ -169,27 +167,27 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment) -> Runtime:
     )
     if config.initialization.deterministic_mode:
         torch.use_deterministic_algorithms(True)
-    state = create_parallel_state(
-        config.model.tensor_model_parallel_size,
-        config.model.pipeline_model_parallel_size,
-        config.model.context_parallel_size,
-        timeout=timedelta(minutes=config.initialization.distributed_timeout_minutes),
-    )
-    if state.rank == 0:
+    runtime = make_runtime(config, device, launch.local_rank or 0)
+    if runtime.is_reporter:
         if warning is not None:
             print_line(warning)
-        print_line(f"> initialized tensor model parallel with size {state.tp.size}")
-        print_line(f"> initialized pipeline model parallel with size {state.pp.size}")
+        print_line(f"> initialized tensor model parallel with size {runtime.state.tp.size}")
+        print_line(f"> initialized pipeline model parallel with size {runtime.state.pp.size}")
         print_line(f"> setting random seeds to {config.initialization.seed} ...")
-    rng = RngStreams(
-        device,
-        config.initialization.seed,
-        tp_rank=state.tp.rank,
-        dp_rank=state.dp.rank,
-        cp_rank=state.cp.rank,
-        pp_rank=state.pp.rank,
-    )
-    return Runtime(device, state, rng, launch.local_rank or 0)
+    return runtime
+
+
+def make_runtime(config: RunConfig, device: Device, local_rank: int = 0, observer: Observer | None = None) -> Runtime:
+    """Create this process's groups and random streams; the process group exists already unless it is alone.
+
+    ``observer`` is told of every communication over the groups.
+    """
+    from megatron.core.parallel_state import create_parallel_state
+    from megatron.core.tensor_parallel.random import RngStreams
+
+    timeout = timedelta(minutes=config.initialization.distributed_timeout_minutes)
+    state = create_parallel_state(config.parallel_sizes, timeout, observer)
+    return Runtime(device, state, RngStreams(device, config.initialization.seed, state.place), local_rank)
 
 
 def shut_down() -> None:

@@ -1,4 +1,4 @@
-"""What is looked at between the command line and the import of torch: the tokenizer and the data."""
+"""Preflight: check the tokenizer and the data after the command line and before the import of torch."""
 
 from __future__ import annotations
 

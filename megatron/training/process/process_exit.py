@@ -1,4 +1,4 @@
-"""End a process that has used native threads, so that its exit status is the one it earned."""
+"""Exit status: end a process that has used native threads with the status that its program returned."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import NoReturn
 def run_program(main: Callable[[], int]) -> NoReturn:
     """Run ``main`` and end the process with the status that it returns, that of its ``SystemExit``, or 1 if it fails.
 
-    What was registered with `atexit` is run and both streams are flushed, but the interpreter is not taken down: a
-    thread of a communication library that releases a tensor meanwhile, or any other that comes back from native code,
-    ends in ``std::terminate``. A run that has done all its work would be reported as crashed, by SIGABRT, and a refused
-    one not by status 2.
+    The functions registered with `atexit` are run and both streams are flushed, but the interpreter is not finalized.
+    During finalization a thread that returns from native code, such as one of a communication library that releases a
+    tensor, ends in ``std::terminate``: a finished run would be reported as crashed (SIGABRT), and a refused one would
+    not exit with status 2.
     """
     try:
         status = main()
@@ -31,6 +31,6 @@ def run_program(main: Callable[[], int]) -> NoReturn:
         try:
             if stream is not None:
                 stream.flush()
-        except (OSError, ValueError):  # nobody reads it any more, or the program closed it
+        except (OSError, ValueError):  # its reader is gone, or the program closed it
             status = status or 1
     os._exit(status)

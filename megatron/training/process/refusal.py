@@ -1,4 +1,4 @@
-"""Refuse a run: the reasons are printed once, whatever the number of processes, and every process gets the status."""
+"""Refuse a run: print the reasons once, whatever the number of processes, and give every process the exit status."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def reasons_of(error: MegatronError) -> tuple[str, ...]:
 def refuse(reasons: Sequence[str], rank: int, status: int = 2) -> int:
     """Print one line a reason on rank 0 and return the exit status.
 
-    torchrun ends all processes as soon as one has failed: the others give rank 0 the time to say why, and leave with
-    the same status when torchrun ends them meanwhile.
+    torchrun ends all processes as soon as one has failed. So the other ranks wait, which gives rank 0 the time to
+    print, and exit with the same status where torchrun ends them meanwhile.
     """
     if rank == 0:
         for reason in reasons:
@@ -50,7 +50,7 @@ def refuse(reasons: Sequence[str], rank: int, status: int = 2) -> int:
 
 
 def refuse_in_run(reasons: Sequence[str], launch: LaunchEnvironment, status: int = 2) -> int:
-    """Do as ``refuse`` where the processes have met already; a process that is alone with its reasons prints them."""
+    """Refuse as ``refuse`` does, also where only one rank has a reason: the first rank to fail prints its own."""
     if launch.rank == 0:
         is_first_failure()
         return refuse(reasons, launch.rank, status)

@@ -1,4 +1,4 @@
-"""Reasons to end a run early: a signal from the scheduler, a time limit, an iteration."""
+"""SIGTERM, the exit signal and the time limit: reasons to save a checkpoint and end a run early."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from megatron.training.config.training_config import TrainingConfig
 class ExitRequest:
     """Watch for an exit signal and the time limit of this process.
 
-    SIGTERM is always watched, ``--exit-signal`` with ``--exit-signal-handler``. The handler only notes the signal: the
-    step that runs is finished, and all ranks agree on the exit after it. A second signal of the same kind does what it
-    would have done without this watch; a second SIGTERM does nothing, since a scheduler that signals every process of
-    a job and torchrun, which passes its own on, send two as a matter of course.
+    SIGTERM is always watched, ``--exit-signal`` with ``--exit-signal-handler``. The handler only records the signal:
+    the current step is finished, and then all ranks agree on the exit. A second ``--exit-signal`` has its usual effect.
+    A second SIGTERM does nothing: it is normal that both the cluster's scheduler and torchrun send one.
 
-    torchrun also sends SIGTERM when another rank has failed, and there is no step to finish then: the collective that
-    this rank stands in may never end, and no handler runs in it. So a thread hears the signal too, and ends the process
-    where ``has_run_failed`` says so.
+    torchrun also sends SIGTERM when another rank has failed. Then there is no step to finish: the collective that this
+    rank is in may never end, and no handler runs in it. So a thread receives the signal too, and ends the process if
+    ``has_run_failed`` returns true.
     """
 
     def __init__(
@@ -54,12 +53,12 @@ class ExitRequest:
 
     @property
     def time_is_up(self) -> bool:
-        """Return whether the run has lasted as long as it may."""
+        """Return whether ``--exit-duration-in-mins`` is over."""
         limit = self.config.exit_duration_in_mins
         return limit is not None and (time.time() - self.start_time) / 60.0 > limit
 
     def close(self) -> None:
-        """Put the previous signal handlers back."""
+        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_wakeup)

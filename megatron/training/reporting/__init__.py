@@ -1,1 +1,1 @@
-"""What a run prints and writes down while it goes on."""
+"""Log lines, the metrics file and TensorBoard."""

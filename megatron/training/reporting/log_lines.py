@@ -1,9 +1,10 @@
-"""The lines that users read and grep while a run goes on."""
+"""Log lines: what a run prints of its steps, its evaluations and its memory."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from megatron.core.device import Device
@@ -13,7 +14,8 @@ from megatron.core.device import Device
 class StepReport:
     """Hold the figures of one iteration, equal on all ranks.
 
-    ``lm_loss`` is the mean over the tokens of the global batch, whether the update was skipped or not.
+    ``lm_loss`` is the mean over the tokens of the global batch, whether the update was skipped or not, and so are the
+    ``auxiliary`` losses by name.
     ``learning_rate`` and ``loss_scale`` are what the iteration trained with, ``next_learning_rate`` and
     ``next_loss_scale`` what was just set; ``mfu`` is the share of the device's peak that was used, None where the peak
     is not known.
@@ -36,7 +38,8 @@ class StepReport:
     tokens_per_second: float
     tflops_per_device: float
     mfu: float | None
-    sample_ids_hash: str
+    sample_ids_hash: str | None
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_nan(self) -> bool:
@@ -48,7 +51,7 @@ class StepReport:
 class IntervalAverage:
     """Average the iterations between two log lines; skipped ones contribute no loss."""
 
-    total: float = 0.0
+    totals: dict[str, float] = field(default_factory=dict)
     count: int = 0
     num_skipped: int = 0
     num_nan: int = 0
@@ -58,7 +61,7 @@ class IntervalAverage:
     mfu_seconds: float = 0.0
 
     def add(self, step: StepReport) -> None:
-        """Take one iteration in."""
+        """Add one iteration."""
         self.num_iterations += 1
         self.elapsed_s += step.step_time_s
         self.tflops_seconds += step.tflops_per_device * step.step_time_s
@@ -67,7 +70,8 @@ class IntervalAverage:
         if step.is_skipped:
             self.num_skipped += 1
         else:
-            self.total += step.lm_loss
+            for name, value in {"lm loss": step.lm_loss, **step.auxiliary}.items():
+                self.totals[name] = self.totals.get(name, 0.0) + value
             self.count += 1
 
 
@@ -84,8 +88,7 @@ def format_step(step: StepReport, average: IntervalAverage, train_iters: int, lo
             parts.append(f" MFU: {100.0 * average.mfu_seconds / average.elapsed_s:.1f}% |")
     parts.append(f" learning rate: {step.next_learning_rate:.6E} |")
     parts.append(f" global batch size: {step.global_batch_size:5d} |")
-    if average.count:
-        parts.append(f" lm loss: {average.total / average.count:.6E} |")
+    parts += [f" {name}: {total / average.count:.6E} |" for name, total in average.totals.items()]
     parts.append(f" loss scale: {step.next_loss_scale:.1f} |")
     if step.grad_norm is not None:
         parts.append(f" grad norm: {step.grad_norm:.3f} |")

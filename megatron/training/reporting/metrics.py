@@ -1,4 +1,4 @@
-"""Write a run's figures: one JSON object an iteration, and TensorBoard where it is asked for."""
+"""Metrics: one JSON object an iteration in the metrics file, and TensorBoard where it is asked for."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megatron.training.reporting.log_lines import StepReport
 class MetricsWriter:
     """Append to the metrics file and to TensorBoard; only the reporting rank makes one.
 
-    A resumed run goes on where its checkpoint stands: what an interrupted run wrote beyond it is moved to
-    ``FILE.superseded``, so that every iteration stands in the file once and nothing is lost. A disk that takes no more
-    stops no training: it is said once, and the figures of the metrics file go on when there is room again.
+    A resumed run appends after the iteration of its checkpoint. Later lines of the interrupted run are moved to
+    ``FILE.superseded``, so that every iteration is in the file once and nothing is lost. A full disk does not stop
+    training: one warning is printed, and the metrics file continues when there is room again.
     """
 
     def __init__(self, config: RunConfig, device: Device, start_iteration: int) -> None:
@@ -56,7 +56,7 @@ class MetricsWriter:
         if self._file is not None:
             cleaned = {key: _finite(value) for key, value in values.items()}
             try:
-                # What is refused stays in the file's buffer, and is written before the next line.
+                # A line that cannot be written stays in the file's buffer, and is written before the next one.
                 self._file.write(json.dumps(cleaned, allow_nan=False) + "\n")
                 self._is_refused = False
             except OSError as error:
@@ -81,6 +81,7 @@ class MetricsWriter:
                 "params_norm": step.params_norm,
                 "tflops_per_device": step.tflops_per_device,
                 "mfu": step.mfu,
+                **step.auxiliary,
             }
         )
 
@@ -89,6 +90,7 @@ class MetricsWriter:
         logging = self._logging
         scalars: dict[str, float | None] = {
             "lm loss": None if step.is_skipped else step.lm_loss,
+            **({} if step.is_skipped else step.auxiliary),
             "grad-norm": step.grad_norm,
             "num-zeros": step.num_zeros,
             "params-norm": step.params_norm,
@@ -110,7 +112,7 @@ class MetricsWriter:
         self.scalars({f"lm loss {split}": lm_loss, f"lm loss {split} ppl": perplexity}, iteration)
 
     def scalars(self, values: Mapping[str, float | None], iteration: int) -> None:
-        """Add the figures that are there to TensorBoard."""
+        """Add to TensorBoard the figures that are not None."""
         if self.tensorboard is not None:
             for name, value in values.items():
                 if value is not None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from megatron.core import collectives
+from megatron.core.errors import DataError
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group
 from tests.harness.distributed import run_distributed
@@ -23,7 +25,7 @@ def transposed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def every_collective() -> dict[str, Any]:
-    world: Group = create_parallel_state(tensor_model_parallel_size=3).tp
+    world: Group = create_parallel_state(ParallelSizes(tp=3)).tp
     mine = tensor_of(world.rank)
     summed = mine.clone()
     assert collectives.all_reduce(summed, world) is None
@@ -77,7 +79,7 @@ def test_collectives_over_three_ranks() -> None:
 
 
 def summed_in(dtype: torch.dtype) -> torch.Tensor:
-    world = create_parallel_state(tensor_model_parallel_size=2).tp
+    world = create_parallel_state(ParallelSizes(tp=2)).tp
     tensor = tensor_of(world.rank, dtype)
     collectives.all_reduce(tensor, world)
     part = collectives.reduce_scatter_first_dim(tensor_of(world.rank, dtype), world)
@@ -90,3 +92,29 @@ def test_every_number_format_is_summed(dtype: torch.dtype) -> None:
     for result in run_distributed(2, summed_in, dtype):
         assert result.dtype == dtype
         assert torch.equal(result, tensor_of(0, dtype) + tensor_of(1, dtype))
+
+
+def decide_together() -> tuple[list[Any], list[bool], str, int]:
+    world = create_parallel_state().world
+    gathered = collectives.gather_objects(world.rank * 11, world)
+    flags = [collectives.any_rank(world.rank in ranks, world) for ranks in ((), (1,), (0, 2))]
+
+    def act(failing: tuple[int, ...]) -> int:
+        if world.rank in failing:
+            raise DataError(f"rank {world.rank} cannot")
+        return world.rank
+
+    try:
+        collectives.run_on_all_ranks(lambda: act((1, 2)), world)
+    except DataError as error:
+        return gathered, flags, str(error), collectives.run_on_all_ranks(lambda: act(()), world)
+    raise AssertionError("nothing was raised")
+
+
+def test_ranks_decide_and_fail_together() -> None:
+    flags, error = [False, True, True], "rank 1 cannot"
+    assert run_distributed(3, decide_together) == [
+        ([0, 11, 22], flags, error, 0),
+        ([], flags, error, 1),
+        ([], flags, error, 2),
+    ]

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from megatron.core.collectives import all_reduce
 from megatron.core.errors import ConfigurationError
-from megatron.core.parallel_state import create_parallel_state
+from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.parallel_state import Communicators, create_parallel_state, make_groups
 from tests.harness.distributed import run_distributed
 
 NAMES = ("tp", "cp", "dp", "pp", "dp_cp", "model_parallel", "world")
@@ -27,7 +28,7 @@ def create_and_count(tp: int, pp: int, cp: int) -> dict[str, Any]:
 
     dist.new_group = counting
     try:
-        state = create_parallel_state(tp, pp, cp)
+        state = create_parallel_state(ParallelSizes(tp=tp, pp=pp, cp=cp))
     finally:
         dist.new_group = new_group
     groups = {name: getattr(state, name) for name in NAMES}
@@ -73,9 +74,45 @@ def test_one_communicator_for_each_set_of_ranks(
             assert result["sums"][name] == sum(10**member for member in ranks)
 
 
+def create_two_factorisations(tp: int) -> dict[str, Any]:
+    """Make the groups of both grids over the same ranks; return what a sum over each gives, and what was shared."""
+    rank, communicators = dist.get_rank(), Communicators()
+    dense = make_groups(rank, ParallelSizes(tp=tp).in_world(4).grid, {"dp": ("dp",), "tp": ("tp",)}, communicators)
+    experts = {"pp": 1, "edp": 2, "ep": 2, "etp": 1}
+    axes = {"edp": ("edp",), "ep": ("ep",), "etp": ("etp",), "all": ("edp", "ep")}
+    groups = dense | make_groups(rank, experts, axes, communicators)
+    sums = {}
+    for name, group in groups.items():
+        value = torch.tensor([10.0**rank])
+        all_reduce(value, group)
+        sums[name] = int(value.item())
+    return {
+        "sums": sums,
+        "ranks": {name: group.ranks for name, group in groups.items()},
+        "shared": [name for name in ("ep", "edp") if any(groups[name].handle is d.handle for d in dense.values())],
+        "whole": groups["all"].handle is dist.group.WORLD,
+        "silent": groups["etp"].handle is None,
+    }
+
+
+@pytest.mark.parametrize(("tp", "shared"), [(1, []), (2, ["ep", "edp"])])
+def test_a_second_factorisation_of_the_same_ranks_shares_the_communicators_that_are_equal(
+    tp: int, shared: list[str]
+) -> None:
+    for rank, result in enumerate(run_distributed(4, create_two_factorisations, tp)):
+        row, column = rank // 2 * 2, rank % 2
+        experts = {"ep": (row, row + 1), "edp": (column, column + 2), "etp": (rank,), "all": (0, 1, 2, 3)}
+        dense = {"tp": (row, row + 1), "dp": (column, column + 2)} if tp == 2 else {"tp": (rank,), "dp": (0, 1, 2, 3)}
+        assert result["ranks"] == dense | experts
+        assert result["sums"] == {name: sum(10**r for r in ranks) for name, ranks in result["ranks"].items()}
+        assert result["shared"] == shared
+        assert result["whole"]
+        assert result["silent"]
+
+
 def refused() -> str:
     with pytest.raises(ConfigurationError) as caught:
-        create_parallel_state(3)
+        create_parallel_state(ParallelSizes(tp=3))
     return str(caught.value)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from tests.harness.distributed import run_distributed
@@ -31,7 +32,7 @@ def create_everything(folder: str) -> tuple[int, int, int]:
 
     dist.new_group = counting
     try:
-        state = create_parallel_state(TP, PP)
+        state = create_parallel_state(ParallelSizes(tp=TP, pp=PP))
         create_pipeline_links(state.pp, wraps_around=True)
     finally:
         dist.new_group = new_group

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.core.datasets.samples.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.device import Device
 from megatron.core.errors import CheckpointError, DataError
+from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.training.checkpointing.checkpoint_saver import open_saver
-from megatron.training.checkpointing.save_directory import prepare_save_directory
+from megatron.training.checkpointing.recovery import prepare_save_directory
+from megatron.training.checkpointing.saver import open_saver
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.data.data_plan import SampleTargets
 from megatron.training.data.data_setup import build_datasets
@@ -76,7 +77,7 @@ def refuse(folders: list[str]) -> str:
 def open_for_megatrons_files(folders: list[str]) -> str:
     os.chdir(folders[dist.get_rank()])
     state = create_parallel_state()
-    rng = RngStreams(Device("cpu"), 1, tp_rank=0, dp_rank=state.dp.rank, cp_rank=0, pp_rank=0)
+    rng = RngStreams(Device("cpu"), 1, state.place)
     options = CheckpointConfig(save="checkpoints", ckpt_format="torch")
     try:
         open_saver(options, Runtime(Device("cpu"), state, rng), lambda line: None)
@@ -122,7 +123,7 @@ def build_on_two_machines(caches: list[str], broken_rank: int | None) -> list[st
     """Build with two ranks on each of two machines."""
     machine, local_rank = divmod(dist.get_rank(), 2)
     state = create_parallel_state()
-    rng = RngStreams(Device("cpu"), 1, tp_rank=0, dp_rank=0, cp_rank=0, pp_rank=0)
+    rng = RngStreams(Device("cpu"), 1, ONE_RANK.place())
     builder = Builder(Path(caches[machine]), broken_rank)
     try:
         build_datasets(builder, SampleTargets(1, 1, 1), Runtime(Device("cpu"), state, rng, local_rank))

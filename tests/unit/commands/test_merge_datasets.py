@@ -11,6 +11,7 @@ from megatron.core.datasets.indexed import index_writer
 from megatron.core.datasets.indexed.dataset_checksums import checksums_path, verify_checksums
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.errors import DataError
+from tests.unit.core.datasets.indexed.document_copy import copy_documents
 
 
 def write_parts(folder: Path, modes: bool, dtypes: tuple[str, ...] = ("u2", "u2", "u2", "u2")) -> list[Path]:
@@ -34,7 +35,7 @@ def test_the_same_as_adding_one_after_the_other(tmp_path: Path, monkeypatch: pyt
     prefixes = write_parts(tmp_path / "parts", modes)
     with IndexedDatasetBuilder(tmp_path / "expected", "u2", modes) as builder:
         for prefix in prefixes:
-            builder.add_dataset(prefix)
+            copy_documents(prefix, builder)
         builder.finalize()
     for piece_length in (5, 1 << 20):
         for module in (index_writer, merge_datasets):

@@ -244,7 +244,7 @@ def test_merge_of_a_folder(tmp_path: Path) -> None:
 def test_the_users_script_runs_as_it_stands(tmp_path: Path) -> None:
     script, data = SHARED / "user_scripts" / "preprocess.sh", SHARED / "data"
     if not (script.is_file() and (data / "wikitext2.jsonl").is_file()):
-        pytest.skip("the users' scripts and data are not beside the repository (shared)")
+        pytest.skip("the users' scripts and data are not beside the repository (../shared)")
     environment = {
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
         "INPUT": str(data / "wikitext2.jsonl"),

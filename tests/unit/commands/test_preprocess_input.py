@@ -20,7 +20,7 @@ from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
 from megatron.core.errors import DataError
 from megatron.corpus.preprocessing.input_files import find_input
 from megatron.corpus.preprocessing.progress import Progress
-from megatron.corpus.preprocessing.sentences import load_splitter
+from megatron.corpus.preprocessing.tokenized_chunk import load_splitter
 
 TOOL = Path(__file__).parents[3] / "tools" / "preprocess_data.py"
 DRIVER = Path(__file__).with_name("preprocess_small_chunks.py")

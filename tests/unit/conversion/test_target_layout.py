@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.conversion.target_layout import Target, retarget
+from megatron.conversion.conversion_request import Target
+from megatron.conversion.target_layout import retarget
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.run_config import RunConfig
 from tests.unit.conversion.small_checkpoint import small_common

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from megatron.core import collectives
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import Group, single_rank_group
 
 ALONE = single_rank_group()
-DESCRIBED = describe_parallel_state(1, 6, tensor_model_parallel_size=3).tp
+DESCRIBED = describe_parallel_state(1, 6, ParallelSizes(tp=3)).tp
 
 
 def test_one_rank_keeps_its_values() -> None:
@@ -34,6 +35,9 @@ def test_one_rank_keeps_its_values() -> None:
         assert torch.equal(output, expected.view(-1))
     assert collectives.broadcast_object({"a": 1}, ALONE) == {"a": 1}
     assert collectives.all_gather_objects("x", ALONE) == ["x"]
+    assert collectives.gather_objects("x", ALONE) == ["x"]
+    assert [collectives.any_rank(flag, ALONE) for flag in (True, False)] == [True, False]
+    assert collectives.run_on_all_ranks(lambda: "done", ALONE) == "done"
     collectives.barrier(ALONE)
 
 
@@ -47,6 +51,8 @@ CALLS: dict[str, Callable[[torch.Tensor, Group], object]] = {
     "broadcast": collectives.broadcast,
     "broadcast_object": collectives.broadcast_object,
     "all_gather_objects": collectives.all_gather_objects,
+    "gather_objects": collectives.gather_objects,
+    "any_rank": lambda tensor, group: collectives.any_rank(True, group),
     "barrier": lambda tensor, group: collectives.barrier(group),
 }
 

@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-from megatron.core.config_base import config_from_dict, config_to_dict, field_docs, field_specs, flag
+from megatron.core.config_base import Config, config_from_dict, config_to_dict, field_docs, field_specs, flag
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Base:
+class Base(Config, role="run"):
     """Hold a first part."""
 
     width: int
@@ -24,11 +24,11 @@ class Base:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Derived(Base):
+class Derived(Base, role="layout"):
     """Hold a second part."""
 
     fused: bool = flag(True, negative="--no-fused")
-    """Turn fusion off."""
+    """Fuse everything. Off: fuse nothing."""
     names: tuple[str, ...] = flag((), nargs="+")
     """Some names."""
     limit: int | None = flag(None, aliases=("--cap",))
@@ -49,7 +49,7 @@ def test_docs_come_from_the_literal_under_each_field_with_inherited_ones() -> No
     assert field_docs(Derived) == {
         "width": "How wide it is.",
         "ratio": "How steep.",
-        "fused": "Turn fusion off.",
+        "fused": "Fuse everything. Off: fuse nothing.",
         "names": "Some names.",
         "limit": "A limit.",
         "internal": "No flag sets it.",
@@ -71,9 +71,35 @@ def test_specs_describe_types_owners_and_flags() -> None:
 
 
 def test_a_default_true_switch_needs_a_negative_flag() -> None:
-    made = dataclasses.make_dataclass("Made", [("on", bool, True)], namespace={"__module__": __name__})
+    made = dataclasses.make_dataclass(
+        "Made", [("on", bool, flag(True, role="run"))], bases=(Config,), namespace={"__module__": __name__}
+    )
     with pytest.raises(AssertionError, match="negative flag"):
         field_specs(made)
+
+
+def test_the_help_of_a_negative_flag_is_what_happens_without_the_field() -> None:
+    specs = {spec.name: spec for spec in field_specs(Derived)}
+    docs = field_docs(Derived)
+    assert specs["fused"].help_text(docs["fused"]) == "Fuse nothing."
+    assert specs["width"].help_text(docs["width"]) == "How wide it is."
+
+
+def test_a_field_has_the_role_that_it_says_or_else_its_class() -> None:
+    class Mixed(Config, role="output", in_args=True):
+        plain: int = 3
+        own: int = flag(4, role="shape", in_args=False)
+        renamed: int = flag(5, in_args=("their_name",))
+
+    options = [spec.options for spec in field_specs(dataclasses.dataclass(Mixed))]
+    assert [option.role for option in options] == ["output", "shape", "output"]
+    assert [option.in_args for option in options] == [("plain",), (), ("their_name",)]
+
+
+@pytest.mark.parametrize("value", [dataclasses.MISSING, 3, flag(3), flag(3, role="form")])
+def test_a_field_without_a_role_is_refused_where_its_class_is_defined(value: object) -> None:
+    with pytest.raises(TypeError, match=r"Made\.extra has the role (None|form); declare it .* R of weights, shape"):
+        type("Made", (GPTConfig,), {"__annotations__": {"extra": "int"}, "extra": value})
 
 
 def test_dict_round_trip_through_json() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -11,30 +12,22 @@ import numpy as np
 import pytest
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.parallel_sizes import ParallelSizes, place_of
 from megatron.core.parallel_state import (
-    GRID_AXES,
+    GROUP_AXES,
     ParallelState,
     create_parallel_state,
     describe_parallel_state,
-    group_ranks,
+    make_groups,
+    no_communicator,
 )
 from megatron.core.process_group import Group, single_rank_group
 
-GROUPS = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "dp": ("dp",),
-    "pp": ("pp",),
-    "dp_cp": ("dp", "cp"),
-    "model_parallel": ("pp", "tp"),
-    "world": ("pp", "dp", "cp", "tp"),
-}
 
-
-def rows_of_axes(sizes: dict[str, int], axes: tuple[str, ...]) -> np.ndarray:
+def rows_of_axes(sizes: Mapping[str, int], axes: tuple[str, ...]) -> np.ndarray:
     """Return every group over ``axes`` as one row: the grid with those axes moved last."""
-    grid = np.arange(np.prod(list(sizes.values()))).reshape([sizes[axis] for axis in GRID_AXES])
-    places = [GRID_AXES.index(axis) for axis in axes]
+    grid = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values()))
+    places = [list(sizes).index(axis) for axis in axes]
     moved = np.moveaxis(grid, places, range(grid.ndim - len(places), grid.ndim))
     return moved.reshape(-1, int(np.prod([sizes[axis] for axis in axes])))
 
@@ -44,11 +37,10 @@ def rows_of_axes(sizes: dict[str, int], axes: tuple[str, ...]) -> np.ndarray:
     [(1, 1, 1, 1), (2, 2, 2, 2), (4, 1, 1, 4), (2, 4, 1, 2), (1, 16, 1, 1), (1, 1, 8, 2), (3, 2, 4, 5), (2, 3, 5, 1)],
 )
 def test_groups_are_slices_of_the_grid(pp: int, dp: int, cp: int, tp: int) -> None:
-    sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
-    world_size = pp * dp * cp * tp
-    states = [describe_parallel_state(rank, world_size, tp, pp, cp) for rank in range(world_size)]
-    for name, axes in GROUPS.items():
-        rows = rows_of_axes(sizes, axes)
+    sizes = ParallelSizes(tp=tp, pp=pp, cp=cp, dp=dp)
+    states = [describe_parallel_state(rank, pp * dp * cp * tp, sizes) for rank in range(pp * dp * cp * tp)]
+    for name, axes in GROUP_AXES.items():
+        rows = rows_of_axes(sizes.grid, axes)
         for rank, state in enumerate(states):
             group: Group = getattr(state, name)
             (row,) = rows[(rows == rank).any(axis=1)]
@@ -57,19 +49,40 @@ def test_groups_are_slices_of_the_grid(pp: int, dp: int, cp: int, tp: int) -> No
             assert group.axes == axes
             assert group.handle is None
             assert (group.size, group.name) == (len(row), "_".join(axes))
+            assert group.size == sizes.size_of(axes)
+
+
+EXPERT_GROUPS = {"ep": ("ep",), "edp": ("edp",), "etp": ("etp",), "expert_model": ("pp", "ep", "etp")}
+"""What mixture-of-experts layers would need of a second factorisation of the same ranks."""
+
+
+@pytest.mark.parametrize(("pp", "edp", "ep", "etp"), [(2, 2, 3, 1), (1, 3, 2, 2), (3, 1, 4, 1)])
+def test_a_second_factorisation_of_the_same_ranks_is_another_grid(pp: int, edp: int, ep: int, etp: int) -> None:
+    sizes = ParallelSizes(tp=2, pp=pp).in_world(12)
+    experts = {"pp": pp, "edp": edp, "ep": ep, "etp": etp}
+    for rank in range(12):
+        dense = make_groups(rank, sizes.grid, GROUP_AXES, no_communicator)
+        groups = make_groups(rank, experts, EXPERT_GROUPS | {"pp": ("pp",)}, no_communicator)
+        assert groups["pp"].ranks == dense["pp"].ranks
+        for name, axes in EXPERT_GROUPS.items():
+            rows = rows_of_axes(experts, axes)
+            (row,) = rows[(rows == rank).any(axis=1)]
+            assert groups[name].ranks == tuple(row)
+        place = {**place_of(experts, rank), **sizes.place(rank)}
+        assert all(place[name] == group.rank for name, group in (groups | dense).items() if len(group.axes) == 1)
 
 
 def test_neighbours_share_a_tensor_parallel_group_and_stages_are_far_apart() -> None:
-    state = describe_parallel_state(6, 16, 2, 4)
+    state = describe_parallel_state(6, 16, ParallelSizes(tp=2, pp=4))
     assert state.tp.ranks == (6, 7)
     assert state.dp.ranks == (4, 6)
     assert state.pp.ranks == (2, 6, 10, 14)
-    assert not state.is_first_stage
-    assert not state.is_last_stage
-    assert describe_parallel_state(0, 16, 2, 4).is_first_stage
-    assert describe_parallel_state(15, 16, 2, 4).is_last_stage
-    assert describe_parallel_state(0, 2, 2).pp.is_first
-    assert describe_parallel_state(0, 2, 2).pp.is_last
+    assert not state.pp.is_first
+    assert not state.pp.is_last
+    assert describe_parallel_state(0, 16, ParallelSizes(tp=2, pp=4)).pp.is_first
+    assert describe_parallel_state(15, 16, ParallelSizes(tp=2, pp=4)).pp.is_last
+    assert describe_parallel_state(0, 2, ParallelSizes(tp=2)).pp.is_first
+    assert describe_parallel_state(0, 2, ParallelSizes(tp=2)).pp.is_last
 
 
 def counted_calls(function: Any, *args: Any) -> tuple[Any, int]:
@@ -91,25 +104,20 @@ def test_any_rank_of_16384_is_described_without_looking_at_the_others() -> None:
     """The number of calls does not grow with the world, so a rank costs the same anywhere."""
     counts = set()
     for rank in (0, 5_000, 16_383):
-        state, count = counted_calls(describe_parallel_state, rank, 16_384, 8, 16, 2)
+        state, count = counted_calls(describe_parallel_state, rank, 16_384, ParallelSizes(tp=8, pp=16, cp=2))
         assert isinstance(state, ParallelState)
         assert (state.tp.size, state.pp.size, state.cp.size, state.dp.size) == (8, 16, 2, 64)
         assert state.world.ranks == tuple(range(16_384))
         assert state.tp.ranks[state.tp.rank] == rank
         counts.add(count)
-    _, small = counted_calls(describe_parallel_state, 0, 512, 8, 16, 2)
+    _, small = counted_calls(describe_parallel_state, 0, 512, ParallelSizes(tp=8, pp=16, cp=2))
     assert max(counts) <= 2 * small
-
-
-def test_group_ranks_ignores_the_order_of_the_axes() -> None:
-    sizes = {"pp": 2, "dp": 3, "cp": 1, "tp": 2}
-    assert group_ranks(sizes, ("tp", "pp"), 3) == group_ranks(sizes, ("pp", "tp"), 3) == (2, 3, 8, 9)
 
 
 @pytest.mark.parametrize(("world_size", "cp", "model"), [(6, 1, 4), (2, 1, 4), (4, 2, 8)])
 def test_world_that_does_not_factor_is_refused_with_what_to_change(world_size: int, cp: int, model: int) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        describe_parallel_state(0, world_size, 2, 2, cp)
+        describe_parallel_state(0, world_size, ParallelSizes(tp=2, pp=2, cp=cp))
     assert str(caught.value) == (
         f"world size {world_size} is not divisible by tensor(2) x pipeline(2) x context({cp}) = {model}; change "
         "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size "
@@ -121,9 +129,9 @@ def test_world_that_does_not_factor_is_refused_with_what_to_change(world_size: i
 def test_one_process_needs_no_process_group() -> None:
     state = create_parallel_state()
     assert (state.rank, state.world_size) == (0, 1)
-    assert all(getattr(state, name).handle is None for name in GROUPS)
+    assert all(getattr(state, name).handle is None for name in GROUP_AXES)
     with pytest.raises(ConfigurationError, match="world size 1 is not divisible"):
-        create_parallel_state(tensor_model_parallel_size=2)
+        create_parallel_state(ParallelSizes(tp=2))
 
 
 def test_single_rank_group_is_first_and_last() -> None:
@@ -135,9 +143,9 @@ def test_single_rank_group_is_first_and_last() -> None:
 
 def test_the_ends_of_the_pipeline_form_the_embedding_group() -> None:
     for rank in range(12):
-        state = describe_parallel_state(rank, 12, tensor_model_parallel_size=2, pipeline_model_parallel_size=3)
+        state = describe_parallel_state(rank, 12, ParallelSizes(tp=2, pp=3))
         stage, place = divmod(rank, 4)
         assert state.embedding.ranks == ((place, place + 8) if stage != 1 else (rank,))
         assert state.embedding.ranks[state.embedding.rank] == rank
-    assert describe_parallel_state(1, 4, tensor_model_parallel_size=2).embedding.ranks == (1,)
-    assert describe_parallel_state(1, 2, pipeline_model_parallel_size=2).embedding.ranks == (0, 1)
+    assert describe_parallel_state(1, 4, ParallelSizes(tp=2)).embedding.ranks == (1,)
+    assert describe_parallel_state(1, 2, ParallelSizes(pp=2)).embedding.ranks == (0, 1)

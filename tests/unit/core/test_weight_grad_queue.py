@@ -1,4 +1,4 @@
-"""Weight gradients that are put off arrive whole, in their micro-batch, and as often as they are expected."""
+"""Deferred weight gradients arrive whole, in their micro-batch, and as often as they are expected."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from megatron.core.device import Device
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import Box, spec_of
@@ -61,7 +62,7 @@ def test_every_rank_gets_its_boxes_and_reads_no_more(tp: int, pp: int, untied: b
     seen: set[str] = set()
     for rank in range(tp * pp):
         source.elements_read = 0
-        model = load_model_from(source, describe_parallel_state(rank, tp * pp, tp, pp), CPU)
+        model = load_model_from(source, describe_parallel_state(rank, tp * pp, ParallelSizes(tp=tp, pp=pp)), CPU)
         held = 0
         for parameter in model.parameters():
             spec = spec_of(parameter)
@@ -126,7 +127,7 @@ def test_what_only_training_needs_is_left_behind() -> None:
     )
     config = inference_config(trained, 4, 3)
     assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size) == (4, 3)
-    assert config.model_parallel_size == 12
+    assert config.parallel_sizes.world_size == 12
     assert not config.sequence_parallel
     assert config.pipeline_model_parallel_layout is None
     assert (config.hidden_dropout, config.attention_dropout) == (0.0, 0.0)

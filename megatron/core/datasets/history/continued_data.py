@@ -1,4 +1,4 @@
-"""Build the training data of a run that goes on, as its history says. Importing this module imports no torch."""
+"""Build the training data of a resumed run from its data history. Importing this module imports no torch."""
 
 from __future__ import annotations
 

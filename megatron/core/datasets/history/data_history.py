@@ -20,7 +20,7 @@ _SAME_WEIGHT = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class DataSetKey:
-    """Tell the same part of the same text, wherever its files lie.
+    """Identify the same part of the same text, wherever its files lie.
 
     ``occurrence`` counts the times that a blend has named the same part before.
     """

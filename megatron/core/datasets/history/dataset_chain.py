@@ -1,4 +1,4 @@
-"""Samples that go on from others: a data set's segments one after another, and a blend that begins in mid-run."""
+"""Continue data sets: segments of one data set in sequence, and a blend that begins in mid-run."""
 
 from __future__ import annotations
 

@@ -10,7 +10,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.indexed.indexed_dataset import DTYPE_CODES, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION
+from megatron.core.datasets.indexed.dataset_checksums import checksums_path
+from megatron.core.datasets.indexed.indexed_dataset import (
+    DTYPE_CODES,
+    INDEX_HEADER,
+    INDEX_MAGIC,
+    INDEX_VERSION,
+    bin_path,
+    idx_path,
+)
 
 PIECE_LENGTH: Final = 1 << 20
 
@@ -21,7 +29,7 @@ Pieces = Callable[[], Iterator[NDArray[Any]]]
 def write_index(
     path: Path, dtype: np.dtype[Any], sequence_lengths: Pieces, sequence_counts: Pieces, modes: Pieces | None = None
 ) -> None:
-    """Write the index of a data set whose tokens lie back to back, and see it on the disk.
+    """Write the index of a data set whose tokens lie back to back, and force it to disk.
 
     Args:
         sequence_lengths: the tokens of each sequence, int32.
@@ -51,6 +59,16 @@ def write_index(
             index.write(piece.astype("<i1").tobytes())
         index.flush()
         os.fsync(index.fileno())
+
+
+def replace_tokens(prefix: str | Path, tokens: Path) -> None:
+    """Let a file of tokens become the ``.bin`` of a data set, whose ``.idx`` must follow.
+
+    A new ``.bin`` beside an old ``.idx`` would be a wrong pair: the old index and checksums are removed first.
+    """
+    idx_path(prefix).unlink(missing_ok=True)
+    checksums_path(prefix).unlink(missing_ok=True)
+    os.replace(tokens, bin_path(prefix))
 
 
 def cut(values: NDArray[Any]) -> Iterator[NDArray[Any]]:

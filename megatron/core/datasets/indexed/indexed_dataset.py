@@ -222,7 +222,7 @@ class IndexedDataset:
 
     @property
     def index_identity(self) -> dict[str, str | int] | None:
-        """Tell this ``.idx`` file from every other one and from itself before and after a change.
+        """Identify this ``.idx`` file and its present content.
 
         None for a file that changed a moment ago: it may change again within the tick of the file system's clock.
         """

@@ -6,6 +6,7 @@ import os
 import secrets
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,19 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.indexed.dataset_checksums import checksums_path
-from megatron.core.datasets.indexed.indexed_dataset import (
-    DTYPE_CODES,
-    INDEX_HEADER,
-    INDEX_MAGIC,
-    INDEX_VERSION,
-    IndexedDataset,
-    bin_path,
-    idx_path,
-)
+from megatron.core.datasets.indexed.index_writer import cut, replace_tokens, write_index
+from megatron.core.datasets.indexed.indexed_dataset import DTYPE_CODES, idx_path
 from megatron.core.errors import DataError
-
-_COPY_BYTES = 16 << 20
 
 
 class IndexedDatasetBuilder:
@@ -42,13 +33,11 @@ class IndexedDatasetBuilder:
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any] | type[np.generic] | str, modes: bool = False) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        codes = [code for code, known in DTYPE_CODES.items() if known == self.dtype]
-        if not codes:
+        if self.dtype not in DTYPE_CODES.values():
             raise DataError(
                 f"dtype {self.dtype} cannot be stored in {self.prefix}; choose one of "
                 f"{', '.join(str(known) for known in DTYPE_CODES.values())}"
             )
-        self._dtype_code = codes[0]
         self._lengths = array("i")
         self._document_indices = array("q", [0])
         self._modes = array("b") if modes else None
@@ -107,31 +96,6 @@ class IndexedDatasetBuilder:
                 )
         return values.astype(self.dtype, copy=False)
 
-    def add_dataset(self, prefix: str | Path) -> None:
-        """Append all documents of another data set of the same dtype.
-
-        Raises:
-            DataError: the other data set cannot be read, or has another dtype or no modes where this one has.
-        """
-        other = IndexedDataset(prefix)
-        if other.dtype != self.dtype:
-            raise DataError(
-                f"{prefix} holds {other.dtype.name} tokens and {self.prefix} holds {self.dtype.name}; data sets can "
-                "be merged only when their dtypes are equal: tokenize both with the same vocabulary"
-            )
-        # Without sequences there is no telling whether there would be modes.
-        if len(other) and (other.sequence_modes is None) != (self._modes is None):
-            raise DataError(f"{prefix} and {self.prefix} cannot be merged: only one of them has sequence modes")
-        other.verify_structure()
-        with open(bin_path(prefix), "rb") as source:
-            while block := source.read(_COPY_BYTES):
-                self._file.write(block)
-        first_sequence = len(self._lengths)
-        self._lengths.frombytes(other.sequence_lengths.tobytes())
-        self._document_indices.frombytes((other.document_indices[1:] + first_sequence).astype("<i8").tobytes())
-        if self._modes is not None and other.sequence_modes is not None:
-            self._modes.frombytes(other.sequence_modes.tobytes())
-
     def finalize(self) -> None:
         """Write the index and give both files their names.
 
@@ -143,29 +107,16 @@ class IndexedDatasetBuilder:
             os.fsync(self._file.fileno())
             self._file.close()
             self._write_index()
-            # A new .bin beside an old .idx would be a wrong pair: the old index goes first, the new one comes last.
-            idx_path(self.prefix).unlink(missing_ok=True)
-            checksums_path(self.prefix).unlink(missing_ok=True)
-            os.replace(self._temporary_bin, bin_path(self.prefix))
+            replace_tokens(self.prefix, self._temporary_bin)
             os.replace(self._temporary_idx, idx_path(self.prefix))
         except OSError as error:
             raise DataError(f"data set {self.prefix} cannot be written: {error}") from error
 
     def _write_index(self) -> None:
-        lengths = np.frombuffer(self._lengths, np.int32).astype("<i4")
-        ends = np.cumsum(lengths.astype("<i8") * self.dtype.itemsize, dtype="<i8")
-        pointers = ends - lengths * np.int64(self.dtype.itemsize)
-        indices = np.frombuffer(self._document_indices, np.int64).astype("<i8")
-        header = INDEX_HEADER.pack(INDEX_MAGIC, INDEX_VERSION, self._dtype_code, len(lengths), len(indices))
-        with open(self._temporary_idx, "xb") as file:
-            file.write(header)
-            file.write(lengths.tobytes())
-            file.write(pointers.astype("<i8").tobytes())
-            file.write(indices.tobytes())
-            if self._modes is not None:
-                file.write(self._modes.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
+        lengths = np.frombuffer(self._lengths, np.int32)
+        counts = np.diff(np.frombuffer(self._document_indices, np.int64))
+        modes = None if self._modes is None else partial(cut, np.frombuffer(self._modes, np.int8))
+        write_index(self._temporary_idx, self.dtype, partial(cut, lengths), partial(cut, counts), modes)
 
     def discard(self) -> None:
         """Close and remove what was not published; does nothing after `finalize`."""

@@ -151,7 +151,7 @@ class IndexCache:
 
 
 def find_damage(arrays: Arrays, expected: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> str | None:
-    """Say which array has another shape or dtype than it must have; None if none has."""
+    """Name the array whose shape or dtype is wrong; None if none is."""
     for name, (shape, dtype) in expected.items():
         array = arrays[name]
         if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:

@@ -1,4 +1,4 @@
-"""What a rank is given of a micro-batch, and how that lies in one stretch of memory until it is on the device."""
+"""Lay a rank's part of a micro-batch out in one stretch of memory, and read it back as tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchContents:
-    """Say what a rank needs of the samples; the loss mask and the number of tokens come with the labels.
+    """Name the parts of the samples that a rank needs. The loss mask and the number of tokens come with the labels.
 
     Without ``position_ids`` the positions are 0, 1, …, which need not be read.
     """

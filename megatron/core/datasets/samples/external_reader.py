@@ -1,4 +1,4 @@
-"""Read micro-batches that the caller makes, and say what is wrong with one."""
+"""Read micro-batches that the caller makes, and check each."""
 
 from __future__ import annotations
 

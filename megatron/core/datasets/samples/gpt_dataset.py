@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +46,24 @@ class SampleDataset(Protocol):
     def source_of(self, index: int) -> str: ...
 
 
+@runtime_checkable
+class ExternalSamples(Protocol):
+    """Give micro-batches in an order of the caller's own.
+
+    A run that is to go on as if it had not been stopped, at any layout, needs an order that is a function of
+    ``consumed_samples``, of which each data-parallel rank takes its share. The first rank of each tensor-parallel group
+    reads, where its pipeline stage needs samples, and asks for a few micro-batches more than the run trains on. Loss
+    masks hold 0 and 1 only. Positions other than 0, 1, … need ``--reset-position-ids``, ``document_ids``
+    ``--reset-attention-mask``.
+    """
+
+    def read_microbatches(
+        self, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
+    ) -> Iterator[Sequence[GPTSample]]:
+        """Yield the micro-batches of one data-parallel rank that follow ``consumed_samples`` samples of all ranks."""
+        ...
+
+
 @dataclass(frozen=True)
 class DataUsage:
     """How often a data set is read to give the samples that are asked of it."""
@@ -57,7 +75,7 @@ class DataUsage:
     num_epochs: int
 
     def describe(self) -> str:
-        """Say in one line what is needed, what is there, and how often it is read."""
+        """Return one line: the samples needed, the samples there are, and the number of epochs."""
         epochs = "1 epoch" if self.num_epochs == 1 else f"{self.num_epochs} epochs"
         needed = self.samples_per_epoch if self.num_samples is None else self.num_samples
         return f"{self.name}: need {needed} samples, have {self.samples_per_epoch} in one epoch, reading {epochs}"
@@ -227,7 +245,7 @@ def fingerprint_lengths(indexed_dataset: IndexedDataset, cache: IndexCache) -> s
 
 
 def token_range_error(source: str, smallest: int, largest: int, vocab_size: int) -> DataError:
-    """Say that a data set holds token ids that the tokenizer does not have."""
+    """Return the error for token ids that the tokenizer does not have."""
     return DataError(
         f"{source} holds token id {smallest if smallest < 0 else largest}, but the vocabulary has {vocab_size} ids (0 "
         f"to {vocab_size - 1}); give the tokenizer that the data was written with (--tokenizer-type, --vocab-file, "

@@ -1,4 +1,4 @@
-"""Say what a GPT data set is made of; read blends and splits as the command line writes them."""
+"""Describe a GPT data set; parse blends and splits as the command line writes them."""
 
 from __future__ import annotations
 
@@ -79,9 +79,6 @@ class GPTDatasetConfig:
 
     eod_mask_loss: bool = False
     """Leave positions whose input is an end-of-document token out of the loss."""
-
-    create_attention_mask: bool = True
-    """Accepted for Megatron's sake: masks are never made densely, attention is causal in any case."""
 
     eod_token_id: int | None = None
     """The tokenizer's end-of-document token."""

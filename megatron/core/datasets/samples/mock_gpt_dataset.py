@@ -1,4 +1,4 @@
-"""Make up samples, for runs without data."""
+"""Generate mock samples, for runs without data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MockGPTDataset:
         return self._num_samples
 
     def source_of(self, index: int) -> str:
-        """Say that the data is made up; ``index`` does not matter here."""
+        """Name the source; ``index`` does not matter here."""
         return "mock data"
 
     def __getitem__(self, index: int) -> GPTSample:

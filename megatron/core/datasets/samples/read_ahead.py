@@ -1,4 +1,4 @@
-"""Do work ahead of time in threads, and hand its results out in order."""
+"""Run jobs ahead of time in threads and return their results in order."""
 
 from __future__ import annotations
 

@@ -4,48 +4,62 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.config_base import flag
+from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, flag
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GPTConfig(TransformerConfig):
+class GPTConfig(TransformerConfig, in_args=True):
     """Hold everything that a GPT model is built from.
 
     ``vocab_size`` is the tokenizer's real size, without padding; it is 0 until the tokenizer is known.
     """
 
-    vocab_size: int = flag(0, cli=False)
+    vocab_size: int = flag(0, cli=False, role="shape", in_args=False)
     """Number of tokens of the tokenizer, without padding."""
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: int = flag(128, role="layout", bounds=POSITIVE)
     """The embedding is padded to a multiple of this number x the tensor-parallel size."""
-    max_position_embeddings: int = 0
+    max_position_embeddings: int = flag(
+        0, role="shape", bounds=NOT_NEGATIVE, where=("position_embedding_type", "learned_absolute")
+    )
     """Number of positions that the model knows; by default the sequence length."""
-    position_embedding_type: str = flag("learned_absolute", choices=("learned_absolute", "rope", "none"))
+    position_embedding_type: str = flag(
+        "learned_absolute",
+        choices=("learned_absolute", "rope", "none"),
+        not_built=("relative", "mrope", "yarn"),
+        role="shape",
+    )
     """Kind of position embedding."""
-    use_rotary_position_embeddings: bool = False
+    use_rotary_position_embeddings: bool = flag(False, role="meaning", seen_as="position_embedding_type")
     """Use rotary positions (same as --position-embedding-type rope)."""
-    add_position_embedding: bool = flag(True, negative="--no-position-embedding")
-    """Use no learned positions: rotary ones where they are asked for, else none."""
-    rotary_base: int = 10000
+    add_position_embedding: bool = flag(
+        True, negative="--no-position-embedding", role="meaning", seen_as="position_embedding_type"
+    )
+    """Learn the positions unless rotary ones are asked for. Off: use no learned positions: rotary ones where they are
+    asked for, else none."""
+    rotary_base: int = flag(10000, role="meaning", bounds=POSITIVE, where=("position_embedding_type", "rope"))
     """Base of the rotary frequencies."""
-    rotary_percent: float = 1.0
+    rotary_percent: float = flag(1.0, role="meaning", where=("position_embedding_type", "rope"), seen_as="rotary_dim")
     """Share of each head's width that is rotated."""
-    rotary_interleaved: bool = False
+    rotary_interleaved: bool = flag(False, role="meaning", where=("position_embedding_type", "rope"))
     """Rotate neighbouring pairs of channels in place of the two halves."""
-    rotary_seq_len_interpolation_factor: float | None = None
+    rotary_seq_len_interpolation_factor: float | None = flag(
+        None, role="meaning", bounds=POSITIVE, where=("position_embedding_type", "rope")
+    )
     """Divide the positions by this factor before they are rotated."""
-    use_rope_scaling: bool = False
+    use_rope_scaling: bool = flag(False, role="meaning", where=("position_embedding_type", "rope"))
     """Scale the rotary frequencies as Llama 3.1 does."""
-    rope_scaling_factor: float = 8.0
+    rope_scaling_factor: float = flag(8.0, role="meaning", bounds=POSITIVE, where=("use_rope_scaling", True))
     """Llama 3.1 scaling: factor by which low frequencies are divided."""
-    rope_scaling_low_freq_factor: float = 1.0
+    rope_scaling_low_freq_factor: float = flag(1.0, role="meaning", bounds=POSITIVE, where=("use_rope_scaling", True))
     """Llama 3.1 scaling: below original length / this wavelength ratio frequencies are fully divided."""
-    rope_scaling_high_freq_factor: float = 4.0
+    rope_scaling_high_freq_factor: float = flag(4.0, role="meaning", bounds=POSITIVE, where=("use_rope_scaling", True))
     """Llama 3.1 scaling: above original length / this wavelength ratio frequencies are kept."""
-    rope_scaling_original_max_position_embeddings: int = 8192
+    rope_scaling_original_max_position_embeddings: int = flag(
+        8192, role="meaning", bounds=POSITIVE, where=("use_rope_scaling", True)
+    )
     """Llama 3.1 scaling: number of positions that the model was first trained with."""
-    untie_embeddings_and_output_weights: bool = False
+    untie_embeddings_and_output_weights: bool = flag(False, role="weights")
     """Give the output layer a weight of its own."""
 
     def __post_init__(self) -> None:
@@ -65,6 +79,11 @@ class GPTConfig(TransformerConfig):
     def rotary_dim(self) -> int:
         """Return how many channels of each head are rotated."""
         return int(self.kv_channels * self.rotary_percent)
+
+    def forward_flops_per_sequence(self, seq_length: int) -> float:
+        """Return the operations of one forward pass over one sequence, those of the output layer included."""
+        output_layer = 2.0 * seq_length * self.hidden_size * self.padded_vocab_size
+        return super().forward_flops_per_sequence(seq_length) + output_layer
 
 
 def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int) -> int:

@@ -7,32 +7,35 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megatron.core.kernels.dot_product_attention import document_mask
+from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
+from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.main_grad import set_gradient_uses
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_embedding import GPTEmbedding
+from megatron.core.models.model import Model
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import attach_spec, spec_of, tie_over_pipeline
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.initialization import initialize_module
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.core.transformer.attention import KeyValueCache
+from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 _WORD_EMBEDDING = "embedding.word_embeddings"
 
 
-class GPTModel(nn.Module):
+class GPTModel(Model):
     """Hold the embedding (``pre_process``), the layers ``layer_numbers``, and the output layer (``post_process``).
 
     By default the whole model. Parameters carry their sharding; on a real device they are initialised from ``seed``
     (``None`` leaves zeros, for a checkpoint to fill), on ``meta`` they only have shapes. Sequences are whole unless
     ``cp`` names the ranks over which `context_parallel.partition` has cut them.
     """
+
+    config: GPTConfig
 
     def __init__(
         self,
@@ -73,13 +76,13 @@ class GPTModel(nn.Module):
         elif post_process and self.embedding is not None:
             set_gradient_uses(self.embedding.word_embeddings.weight, 2)
         self.rotary = _make_rotary(config)
-        _name_parameters(self)
+        self.name_parameters()
         if is_tied and pre_process != post_process:
-            _tie_over_pipeline(self)
-        if seed is None:
-            _zero_parameters(self)
-        elif torch.device(device).type != "meta":
-            initialize_module(self, seed)
+            # Both ends of the pipeline hold a copy of one parameter, the word embedding.
+            spec = spec_of(self.output_weight)
+            tied = tie_over_pipeline(spec, name=f"{_WORD_EMBEDDING}.weight", is_first_stage=pre_process)
+            attach_spec(self.output_weight, tied)
+        self.initialize_parameters(seed)
 
     @property
     def output_weight(self) -> nn.Parameter:
@@ -95,37 +98,31 @@ class GPTModel(nn.Module):
         position_ids: torch.Tensor | None,
         *,
         labels: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        pattern: AttentionPattern = CAUSAL,
         hidden: torch.Tensor | None = None,
         cache: KeyValueCache | None = None,
         last_position_only: bool = False,
+        losses: list[AuxiliaryLoss] | None = None,
     ) -> torch.Tensor:
         """Return the loss of every token, the logits where no labels are given, or a stage's hidden states.
 
-        ``document_ids`` number the documents that are packed into a sequence: attention then stays inside each. Under
-        context parallelism they are those of the whole sequence in its own order, unlike all else, which is cut.
-        ``attention_mask`` says in their place which positions each one looks at (inference only).
-        ``hidden`` is the previous stage's output. ``last_position_only`` computes the logits of the last position
-        alone (``s`` is then 1 in their shape): generation needs no others.
+        ``pattern`` says which positions each one looks at. ``hidden`` is the previous stage's output.
+        ``last_position_only`` computes the logits of the last position alone (``s`` is then 1 in their shape):
+        generation needs no others. The layers' auxiliary losses are added to ``losses``, where it is given.
 
         ``tokens`` are for the chunk with the embedding, ``labels`` for the one with the output layer, ``position_ids``
         for the embedding and, where they are rotary, for all.
 
-        Shapes: ``tokens, position_ids, labels, document_ids: [b, s]``; ``attention_mask: [b, 1, s, all]`` of bool; loss
-        ``-> [b, s]`` float32; logits ``-> [s, b, v/tp]``; hidden states ``-> [s, b, h]`` (``[s/tp, b, h]`` under
-        sequence parallelism).
+        Shapes: ``tokens, position_ids, labels: [b, s]``; loss ``-> [b, s]`` float32; logits ``-> [s, b, v/tp]``; hidden
+        states ``-> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
         """
         if self.embedding is not None:
             assert tokens is not None, "the first stage is given tokens"
             hidden = self.embedding(tokens, position_ids)
         assert hidden is not None, "a later stage is given the previous stage's output"
-        mask = document_mask(document_ids) if document_ids is not None and self.cp.size == 1 else document_ids
-        if attention_mask is not None:
-            assert document_ids is None, "a mask or documents"
-            assert self.cp.size == 1, "a mask covers whole sequences"
-            mask = attention_mask
-        hidden = self.decoder(hidden, mask, self._angles(position_ids, hidden.dtype), cache)
+        hidden, found = self.decoder(hidden, pattern, self._angles(position_ids, hidden.dtype), cache)
+        if losses is not None:
+            losses += found
         if not self.post_process:
             return hidden
         if last_position_only:
@@ -164,27 +161,3 @@ def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
         high_frequency_factor=config.rope_scaling_high_freq_factor,
         original_length=config.rope_scaling_original_max_position_embeddings,
     )
-
-
-def _tie_over_pipeline(model: GPTModel) -> None:
-    """Make this stage's copy of the word embedding one of two: the last stage holds it as its output layer."""
-    name = f"{_WORD_EMBEDDING}.weight"
-    if model.embedding is not None:
-        weight = model.embedding.word_embeddings.weight
-        attach_spec(weight, tie_over_pipeline(spec_of(weight), name=name, is_first_stage=True))
-    elif model.output_layer is not None:
-        weight = model.output_layer.weight
-        attach_spec(weight, tie_over_pipeline(spec_of(weight), name=name, is_first_stage=False))
-
-
-def _zero_parameters(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-
-
-def _name_parameters(model: nn.Module) -> None:
-    """Put each module's place in the model before the names in its parameters' descriptions."""
-    for module_name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            attach_spec(parameter, spec_of(parameter).with_prefix(f"{module_name}."))

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.parallel_sizes import MODEL_SIZE_NAMES
 from megatron.training.config.checks.check import Check
 from megatron.training.config.checks.layout import has_whole_copies
 from megatron.training.config.run_config import RunConfig
 
-_BATCH = (
-    "micro_batch_size",
-    "global_batch_size",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-)
+_BATCH = ("micro_batch_size", "global_batch_size", *MODEL_SIZE_NAMES)
 
 
 def _slice(config: RunConfig) -> int:
@@ -64,12 +59,7 @@ def _check_rampup(config: RunConfig) -> Iterator[str]:
 
 def _check_length(config: RunConfig) -> Iterator[str]:
     training = config.training
-    if training.train_iters and training.train_samples:
-        yield (
-            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude "
-            "each other; keep one"
-        )
-    elif not (training.train_iters or training.train_samples or training.skip_train):
+    if not (training.train_iters or training.train_samples or training.skip_train):
         yield "--train-iters is missing; give it, or --train-samples, or --skip-train"
     if 0 < training.train_samples < training.global_batch_size:
         yield (
@@ -78,17 +68,8 @@ def _check_length(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _check_garbage_collection(config: RunConfig) -> Iterator[str]:
-    if config.training.manual_gc_interval and not config.training.manual_gc:
-        yield (
-            f"--manual-gc-interval {config.training.manual_gc_interval} has no effect without --manual-gc; "
-            "add it or leave this out"
-        )
-
-
 CHECKS = (
     Check(_BATCH, _check_global_batch),
     Check((*_BATCH, "rampup_batch_size"), _check_rampup),
     Check(("train_iters", "train_samples", "global_batch_size", "micro_batch_size"), _check_length),
-    Check(("manual_gc_interval",), _check_garbage_collection),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.training.config.checks.check import Check
 from megatron.training.config.run_config import RunConfig
 
@@ -56,20 +57,15 @@ def _check_heads(config: RunConfig) -> Iterator[str]:
     heads, groups = model.num_attention_heads, model.num_query_groups
     if tensor <= 0 or groups <= 0 or heads <= 0 or heads % tensor != 0:
         return
-    local_heads, local_groups = heads // tensor, max(groups // tensor, 1)
-    if _shares_heads(local_heads, local_groups, context):
+    local_heads, local_groups = heads // tensor, key_value_heads_of_rank(groups, tensor)
+    if copies_of_key_value_heads(local_heads, local_groups, context) is not None:
         return
-    sizes = [size for size in range(1, local_heads + 1) if _shares_heads(local_heads, local_groups, size)]
+    sizes = [size for size in range(1, local_heads + 1) if copies_of_key_value_heads(local_heads, local_groups, size)]
     yield (
         f"--cp-comm-type a2a shares the {local_heads} heads of a tensor-parallel rank, in {local_groups} query "
         f"groups, among --context-parallel-size {context} ranks, which is not possible; context-parallel sizes that "
         f"work: {', '.join(map(str, sizes))}; or give --cp-comm-type p2p or all_gather"
     )
-
-
-def _shares_heads(heads: int, groups: int, context: int) -> bool:
-    """Return whether every rank can have as many heads, after key-value heads that are too few were repeated."""
-    return heads % math.lcm(groups, context) == 0
 
 
 CHECKS = (

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.parallel_sizes import MODEL_SIZE_NAMES
 from megatron.training.config.checks.check import Check, divisors
 from megatron.training.config.run_config import RunConfig
-
-_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
 def has_whole_copies(config: RunConfig) -> bool:
     """Tell whether the ranks divide into copies of the model, so that a data-parallel size exists."""
-    size = config.model.model_parallel_size
-    return size > 0 and config.world_size % size == 0
+    return not config.parallel_sizes.problems(config.world_size)
 
 
 def _check_world_size(config: RunConfig) -> Iterator[str]:
-    model, size = config.model, config.model.model_parallel_size
-    if size > 0 and not has_whole_copies(config):
-        yield (
-            f"world size {config.world_size} is not divisible by "
-            f"tensor({model.tensor_model_parallel_size}) x pipeline({model.pipeline_model_parallel_size}) x "
-            f"context({model.context_parallel_size}) = {size}; "
-            "change --tensor-model-parallel-size, --pipeline-model-parallel-size or the number of processes"
-        )
+    if config.model.parallel_sizes.world_size > 0:
+        yield from config.parallel_sizes.problems(config.world_size)
 
 
 def _check_heads(config: RunConfig) -> Iterator[str]:
@@ -69,7 +61,7 @@ def _check_sequence_parallel(config: RunConfig) -> Iterator[str]:
 
 
 CHECKS = (
-    Check(_SIZES, _check_world_size),
+    Check(MODEL_SIZE_NAMES, _check_world_size),
     Check(("num_attention_heads", "tensor_model_parallel_size"), _check_heads),
     Check(("num_attention_heads", "num_query_groups", "tensor_model_parallel_size"), _check_key_value_heads),
     Check(("hidden_size", "ffn_hidden_size", "tensor_model_parallel_size"), _check_feed_forward),

@@ -1,4 +1,4 @@
-"""Checks of the model's shape, positions, precision and recompute choices."""
+"""Checks of the model's shape, positions and recompute choices."""
 
 from __future__ import annotations
 
@@ -76,29 +76,6 @@ def _check_rotary(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _check_activation(config: RunConfig) -> Iterator[str]:
-    model = config.model
-    asked = [
-        name
-        for name, is_on in (
-            ("--swiglu", model.swiglu),
-            ("--squared-relu", model.squared_relu),
-            ("--openai-gelu", model.openai_gelu),
-        )
-        if is_on
-    ]
-    if len(asked) > 1:
-        yield f"{' and '.join(asked)} exclude each other; keep one"
-
-
-def _check_precision(config: RunConfig) -> Iterator[str]:
-    model = config.model
-    if model.fp16 and model.bf16:
-        yield "--fp16 and --bf16 exclude each other; keep one"
-    if config.ddp.grad_reduce_in_bf16 and not model.bf16:
-        yield "--grad-reduce-in-bf16 has no effect without --bf16; add it or leave this out"
-
-
 def _check_recompute(config: RunConfig) -> Iterator[str]:
     model = config.model
     granularity, method = model.recompute_granularity, model.recompute_method
@@ -121,11 +98,6 @@ def _check_recompute(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _check_per_token_loss(config: RunConfig) -> Iterator[str]:
-    if config.ddp.ddp_average_in_collective and config.training.calculate_per_token_loss:
-        yield "--ddp-average-in-collective and --calculate-per-token-loss exclude each other; keep one"
-
-
 CHECKS = (
     Check(("hidden_size", "num_attention_heads", "kv_channels"), _check_head_width),
     Check(("hidden_size", "ffn_hidden_size"), _check_feed_forward_width),
@@ -136,8 +108,5 @@ CHECKS = (
         ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
         _check_rotary,
     ),
-    Check((), _check_activation),
-    Check((), _check_precision),
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),
-    Check((), _check_per_token_loss),
 )

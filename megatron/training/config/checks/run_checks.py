@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from megatron.training.config.checks import (
     batch,
-    checkpoint,
     context_parallelism,
     data_files,
+    fields,
+    files,
     layout,
     model,
     pipeline,
-    ranges,
     schedule,
-    tokenizer_files,
 )
 from megatron.training.config.run_config import RunConfig
 
 _CHECKS = (
-    *ranges.CHECKS,
+    *fields.CHECKS,
     *layout.CHECKS,
     *context_parallelism.CHECKS,
     *model.CHECKS,
@@ -25,8 +24,7 @@ _CHECKS = (
     *batch.CHECKS,
     *schedule.CHECKS,
     *data_files.CHECKS,
-    *tokenizer_files.CHECKS,
-    *checkpoint.CHECKS,
+    *files.CHECKS,
 )
 
 

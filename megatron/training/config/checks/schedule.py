@@ -95,17 +95,10 @@ def _check_weight_decay(config: RunConfig) -> Iterator[str]:
         yield (f"--end-weight-decay {end} is smaller than --start-weight-decay {start}; weight decay can only grow")
 
 
-def _check_resume(config: RunConfig) -> Iterator[str]:
-    schedule = config.scheduler
-    if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
-        yield ("--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; keep one")
-
-
 CHECKS = (
     Check(("lr", "min_lr"), _check_learning_rate),
     Check(_LENGTHS, _check_units),
     Check((*_LENGTHS, "global_batch_size", "micro_batch_size"), _check_warmup),
     Check((*_LENGTHS, "lr_decay_style", "global_batch_size", "micro_batch_size"), _check_wsd),
     Check(("start_weight_decay", "end_weight_decay", "weight_decay"), _check_weight_decay),
-    Check((), _check_resume),
 )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron.core.context_parallel.partition import cut_sequence, positions_of
 from megatron.core.datasets.samples.batch import Batch
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
 from megatron.core.process_group import Group, single_rank_group
 from pretrain_gpt import forward_step
@@ -133,7 +134,7 @@ def run_step(case: Case, state: ParallelState, exchange: tuple[str, ...]) -> Ste
 def run_layouts(case: Case) -> dict[tuple[int, int, tuple[str, ...]], StepResult]:
     results = {}
     for (tp, cp), exchanges in LAYOUTS.items():
-        state = create_parallel_state(tensor_model_parallel_size=tp, context_parallel_size=cp)
+        state = create_parallel_state(ParallelSizes(tp=tp, cp=cp))
         for exchange in exchanges:
             results[tp, cp, exchange] = run_step(case, state, exchange)
     return results
@@ -195,7 +196,7 @@ def rounded_step(dtype: str, state: ParallelState, exchange: str) -> dict[str, n
 
 
 def rounded_steps(dtype: str) -> dict[str, dict[str, np.ndarray]]:
-    state = create_parallel_state(context_parallel_size=2)
+    state = create_parallel_state(ParallelSizes(cp=2))
     return {exchange: rounded_step(dtype, state, exchange) for exchange in ("p2p", "all_gather", "a2a")}
 
 

@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from megatron.core.context_parallel.exchange import with_context_parallel
 from megatron.core.context_parallel.partition import cut_sequence, to_sequence_order
-from megatron.core.kernels.dot_product_attention import document_mask, fused_attention, plain_attention
+from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.kernels.dot_product_attention import fused_attention, plain_attention
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group
 from tests.harness.closeness import assert_tensors_close
@@ -28,6 +30,7 @@ class Case:
     heads: int
     groups: int
     documents: tuple[tuple[int, ...], ...] | None = None
+    is_causal: bool = True
 
 
 PACKED = ((1, 7), (3, 6, 12, 23), ())
@@ -39,18 +42,20 @@ CASES = {
     "packed-grouped": Case(8, 2, PACKED),
     # A document for every token: beyond its own, every block is invisible.
     "one-token-documents": Case(4, 1, (tuple(range(1, LENGTH)), tuple(range(1, LENGTH)), (12,))),
+    "both-directions": Case(8, 2, is_causal=False),
+    "both-directions-packed": Case(4, 4, PACKED, is_causal=False),
 }
 EXCHANGES = ("p2p", "p2p-plain", "all_gather", "a2a")
 
 
-def document_ids(case: Case) -> torch.Tensor | None:
+def pattern_of(case: Case) -> AttentionPattern:
     if case.documents is None:
-        return None
+        return AttentionPattern(case.is_causal)
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     for row, starts in zip(ids, case.documents, strict=True):
         for start in starts:
             row[start:] += 1
-    return ids
+    return AttentionPattern(case.is_causal, ids)
 
 
 def inputs(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -63,8 +68,7 @@ def inputs(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
 def whole_attention(case: Case, dtype: torch.dtype) -> list[np.ndarray]:
     """Return the output and the gradients of query, key and value."""
     *leaves, grad = (tensor.requires_grad_() for tensor in inputs(case, dtype))
-    ids = document_ids(case)
-    output = plain_attention(*leaves, None if ids is None else document_mask(ids), 0.0)
+    output = plain_attention(*leaves, pattern_of(case), 0.0)
     output.backward(grad.detach())
     return [output.detach().numpy(), *(leaf.grad.numpy() for leaf in leaves if leaf.grad is not None)]
 
@@ -79,7 +83,7 @@ def cut_attention(case: Case, exchange: str, cp: Group, dtype: torch.dtype) -> l
     name, _, plain = exchange.partition("-")
     core = with_context_parallel(fused_attention, name, cp, plain_blocks=bool(plain))
     *leaves, grad = (cut_sequence(tensor, cp, dim=0).requires_grad_() for tensor in inputs(case, dtype))
-    output = core(*leaves, document_ids(case), 0.0)
+    output = core(*leaves, pattern_of(case), 0.0)
     output.backward(grad.detach())
     tensors = [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
     return [gathered(tensor, cp) for tensor in tensors]
@@ -89,7 +93,7 @@ def all_exchanges(case: Case, dtype: torch.dtype) -> dict[tuple[int, str], list[
     """Run every exchange on the four ranks as CP 4, and as CP 2 twice side by side."""
     results = {}
     for size in (2, 4):
-        cp = create_parallel_state(context_parallel_size=size).cp
+        cp = create_parallel_state(ParallelSizes(cp=size)).cp
         for exchange in EXCHANGES:
             results[size, exchange] = cut_attention(case, exchange, cp, dtype)
     return results
@@ -105,7 +109,7 @@ def test_outputs_and_gradients_are_those_of_whole_attention(name: str) -> None:
 
 
 def three_ranks(case: Case) -> dict[str, list[np.ndarray]]:
-    cp = create_parallel_state(context_parallel_size=3).cp
+    cp = create_parallel_state(ParallelSizes(cp=3)).cp
     return {exchange: cut_attention(case, exchange, cp, torch.float64) for exchange in EXCHANGES}
 
 
@@ -123,7 +127,7 @@ def slope_under_dropout(case: Case, exchange: str) -> tuple[float, float]:
 
     The loss is a weighted sum of the outputs of all ranks; every call draws the same weights to drop.
     """
-    cp = create_parallel_state(context_parallel_size=2).cp
+    cp = create_parallel_state(ParallelSizes(cp=2)).cp
     core = with_context_parallel(fused_attention, exchange, cp)
     *whole, weights = inputs(case, torch.float64)
     weights = cut_sequence(weights, cp, dim=0)
@@ -133,7 +137,7 @@ def slope_under_dropout(case: Case, exchange: str) -> tuple[float, float]:
         moved = (tensor + step * direction for tensor, direction in zip(whole, directions))
         leaves = [cut_sequence(tensor, cp, dim=0).requires_grad_() for tensor in moved]
         torch.manual_seed(100 + cp.rank)
-        return (core(*leaves, document_ids(case), dropout) * weights).sum(), leaves
+        return (core(*leaves, pattern_of(case), dropout) * weights).sum(), leaves
 
     def summed(value: torch.Tensor) -> float:
         total = value.detach().clone()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.core.collectives import all_to_all_first_dim, start_ring_exchange
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import single_rank_group
 from tests.harness.distributed import run_distributed
@@ -15,7 +16,7 @@ LARGE = 1_000_000
 
 def exchange_twice_at_once(numel: int) -> tuple[set[float], set[float]]:
     """Start a float32 and a float64 exchange before waiting for either, in the two halves of the world apart."""
-    cp = create_parallel_state(context_parallel_size=2).cp
+    cp = create_parallel_state(ParallelSizes(cp=2)).cp
     rank = cp.ranks[cp.rank]
     first = start_ring_exchange(torch.full((numel,), float(rank)), cp)
     second = start_ring_exchange(torch.full((numel // 2,), rank + 0.5, dtype=torch.float64), cp)
@@ -30,7 +31,7 @@ def test_every_rank_receives_from_the_one_before_it(numel: int) -> None:
 
 def go_round() -> list[float]:
     """Return what a rank holds after each hop of its neighbours' tensors."""
-    cp = create_parallel_state(context_parallel_size=4).cp
+    cp = create_parallel_state(ParallelSizes(cp=4)).cp
     tensor, seen = torch.tensor([float(cp.rank)]), []
     for _ in range(cp.size):
         tensor = start_ring_exchange(tensor, cp).wait()
@@ -43,7 +44,7 @@ def test_tensors_are_home_after_as_many_hops_as_ranks() -> None:
 
 
 def swap_rows() -> list[list[float]]:
-    cp = create_parallel_state(context_parallel_size=3).cp
+    cp = create_parallel_state(ParallelSizes(cp=3)).cp
     rows = torch.arange(3.0)[:, None] * 10 + cp.rank * torch.ones(2)
     return all_to_all_first_dim(rows, cp).tolist()
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import storage
+from megatron.core.dist_checkpointing import disk
 from megatron.core.errors import CheckpointError
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
-from megatron.training.checkpointing.checkpoint_loading import load_checkpoint, load_model_weights, read_common
-from megatron.training.checkpointing.checkpoint_saving import CommonState, save_checkpoint
-from megatron.training.checkpointing.save_directory import prepare_save_directory
+from megatron.training.checkpointing.load import load_checkpoint, load_model_weights, read_common
+from megatron.training.checkpointing.recovery import prepare_save_directory
+from megatron.training.checkpointing.save import CommonState, save_checkpoint
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.train_state import TrainProgress
 from tests.harness.distributed import RankFailure, run_distributed
@@ -35,13 +36,13 @@ def save(directory: str, iteration: int, state: ParallelState) -> None:
 
 
 def save_at(directory: str, tp: int, iterations: tuple[int, ...] = (10,)) -> None:
-    state = create_parallel_state(tensor_model_parallel_size=tp)
+    state = create_parallel_state(ParallelSizes(tp=tp))
     for iteration in iterations:
         save(directory, iteration, state)
 
 
 def load_at(directory: str, tp: int, same_layout: bool, iteration: int = 10) -> list[str]:
-    state = create_parallel_state(tensor_model_parallel_size=tp)
+    state = create_parallel_state(ParallelSizes(tp=tp))
     lines: list[str] = []
     prepare_save_directory(directory, state, logger(state, lines))
     run, expected = empty_run(state), filled_run(state)
@@ -61,7 +62,7 @@ def load_at(directory: str, tp: int, same_layout: bool, iteration: int = 10) -> 
 
 def fail_on_rank_1(directory: str, tp: int) -> str:
     """Save once, then again with no room for the file of rank 1; return what this rank is told."""
-    state = create_parallel_state(tensor_model_parallel_size=tp)
+    state = create_parallel_state(ParallelSizes(tp=tp))
     save(directory, 10, state)
     if state.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
@@ -74,7 +75,7 @@ def fail_on_rank_1(directory: str, tp: int) -> str:
 
 def die_while_writing(directory: str, tp: int) -> None:
     """Save once; in the second save rank 1 is killed when its file is on disk and not yet published."""
-    state = create_parallel_state(tensor_model_parallel_size=tp)
+    state = create_parallel_state(ParallelSizes(tp=tp))
     save(directory, 10, state)
     real_fsync = os.fsync
 
@@ -83,12 +84,12 @@ def die_while_writing(directory: str, tp: int) -> None:
         if state.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    storage.os.fsync = fsync
+    disk.os.fsync = fsync
     save(directory, 20, state)
 
 
 def load_damaged(directory: str, tp: int) -> str:
-    state = create_parallel_state(tensor_model_parallel_size=tp)
+    state = create_parallel_state(ParallelSizes(tp=tp))
     try:
         load_checkpoint(directory, empty_run(state), state, CheckpointConfig(), CONFIG, lambda line: None)
     except CheckpointError as error:
@@ -97,7 +98,7 @@ def load_damaged(directory: str, tp: int) -> str:
 
 
 def load_weights(directory: str, tp: int) -> bool:
-    state = create_parallel_state(tensor_model_parallel_size=tp)
+    state = create_parallel_state(ParallelSizes(tp=tp))
     assert read_common(directory)["config"] == CONFIG
     model, expected = ToyModel(state), filled_run(state).models[0]
     load_model_weights(directory, [model], state, lambda line: None)

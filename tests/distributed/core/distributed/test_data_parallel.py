@@ -13,6 +13,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.replica_check import check_replicas_equal
 from megatron.core.errors import TrainingError
 from megatron.core.main_grad import main_grad_of
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from tests.harness.distributed import RankFailure, run_distributed
 from tests.unit.core.distributed.toy_model import ToyModel, autograd_gradients, batch
@@ -38,7 +39,7 @@ def reduced_gradients(
     iterations: int, per_token: bool, context_parallel_size: int, options: dict[str, object]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
     """Return this rank's final main gradients, the naive twin's, and the number of buckets."""
-    state = create_parallel_state(context_parallel_size=context_parallel_size)
+    state = create_parallel_state(ParallelSizes(cp=context_parallel_size))
     ddp = DistributedDataParallel(
         ToyModel(), DistributedDataParallelConfig(**options), state, calculate_per_token_loss=per_token
     )

@@ -11,6 +11,7 @@ from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.main_grad import main_grad_of
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group
 from megatron.core.sharding import (
@@ -54,7 +55,7 @@ class Copies(nn.Module):
 
 def finalized(tp_size: int) -> tuple[dict[str, torch.Tensor], int]:
     """Return the gradients after every rank brought ``rank + 1``, and how many collectives that took."""
-    state = create_parallel_state(tensor_model_parallel_size=tp_size)
+    state = create_parallel_state(ParallelSizes(tp=tp_size))
     model = Copies(state.tp)
     ddp = DistributedDataParallel(model, DistributedDataParallelConfig(), state)
     ddp.zero_grad_buffer()
@@ -115,7 +116,7 @@ class End(nn.Module):
 
 def tied_sums(pp: int, strategy: str, per_token: bool) -> dict[str, list[torch.Tensor]]:
     """Return what this rank holds of each gradient after every rank brought ``1000 * (rank + 1) + place``."""
-    state = create_parallel_state(pipeline_model_parallel_size=pp)
+    state = create_parallel_state(ParallelSizes(pp=pp))
     config = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy)
     ddp = DistributedDataParallel(End(state.pp.rank, pp), config, state, calculate_per_token_loss=per_token)
     ddp.zero_grad_buffer()

@@ -10,6 +10,7 @@ from megatron.core.errors import InputError
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.request import Continuation, GenerationCancelled, GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.interop.inference_model import inference_stage
@@ -44,7 +45,7 @@ def texts(name: str, state: ParallelState, eod_id: int | None, scored: bool = Fa
 def texts_of_rank(
     names: list[str], eod_id: int | None, pp: int = 1, scored: bool = False
 ) -> dict[str, list[list[Continuation]]]:
-    state = create_parallel_state(dist.get_world_size() // pp, pp)
+    state = create_parallel_state(ParallelSizes(tp=dist.get_world_size() // pp, pp=pp))
     return {name: texts(name, state, eod_id, scored) for name in names}
 
 
@@ -92,7 +93,7 @@ def test_all_ranks_stop_at_the_end_of_document(pp: int) -> None:
 
 
 def text_drawn_with_own_seed(pp: int) -> list[Continuation]:
-    state = create_parallel_state(dist.get_world_size() // pp, pp)
+    state = create_parallel_state(ParallelSizes(tp=dist.get_world_size() // pp, pp=pp))
     # The first rank of the last stage chooses.
     seed = int((state.pp.rank, state.tp.rank) != (pp - 1, 0))
     return drawn_with_seed(state, seed)
@@ -112,7 +113,7 @@ def test_ranks_that_would_choose_otherwise_follow_one(world_size: int, pp: int) 
 
 def failures_of_rank(pp: int) -> tuple[str, list[Continuation]]:
     """Ask for what cannot be, give a generation up that only the last rank wants to end, then generate."""
-    state = create_parallel_state(dist.get_world_size() // pp, pp)
+    state = create_parallel_state(ParallelSizes(tp=dist.get_world_size() // pp, pp=pp))
     engine = engine_of("odd", state)
     request = GenerationRequest(prompts=PROMPTS, max_new_tokens=7, sampling=GREEDY)
     count = 0
@@ -126,7 +127,7 @@ def failures_of_rank(pp: int) -> tuple[str, list[Continuation]]:
         engine.generate(request, is_cancelled=is_cancelled)
     assert count == 5
     weights = [parameter.clone() for parameter in engine.model.parameters()]
-    if state.is_last_stage:
+    if state.pp.is_last:
         with torch.no_grad():
             engine.model.output_weight.fill_(torch.nan)
     message = ""

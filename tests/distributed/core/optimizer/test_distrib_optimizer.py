@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.serialization import load_index, load_tensors, save_tensors
+from megatron.core.dist_checkpointing.load import load_index, load_tensors
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX, model_tensors, optimizer_tensors
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
@@ -25,6 +25,7 @@ from tests.distributed.core.optimizer.toy_training import (
     trained_each,
 )
 from tests.harness.distributed import RankFailure, run_distributed
+from tests.unit.core.dist_checkpointing.toy import save_tensors
 from tests.unit.core.distributed.toy_model import batch
 
 
@@ -110,7 +111,7 @@ def train_and_save(folder: str, options: Options, dtype: torch.dtype) -> tuple[d
     run = build(options, dtype=dtype)
     for number in range(2):
         run.step(number)
-    save_tensors(Path(folder), described(run), {"scalars": run.optimizer.scalar_state()}, run.state.world)
+    save_tensors(Path(folder), described(run), {"scalars": run.optimizer.scalar_state()}, run.state)
     outcome = run.step(2)
     return run.parameters(), outcome
 

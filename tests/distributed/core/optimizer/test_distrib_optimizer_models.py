@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.dist_checkpointing.serialization import load_index, load_tensors, save_tensors
+from megatron.core.dist_checkpointing.load import load_index, load_tensors
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX, model_tensors, optimizer_tensors
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -18,6 +18,7 @@ from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
 from megatron.core.main_grad import main_grad_of
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, attach_spec, even_pieces, full_pieces, tie_over_pipeline
@@ -32,6 +33,7 @@ from tests.distributed.core.optimizer.toy_training import (
     build,
 )
 from tests.harness.distributed import RankFailure, run_distributed
+from tests.unit.core.dist_checkpointing.toy import save_tensors
 from tests.unit.core.distributed.toy_model import ToyModel, batch
 
 
@@ -86,7 +88,7 @@ class Pair(nn.Module):
 
 
 def step_of_pair(options: Options) -> tuple[float, float, int, torch.Tensor, torch.Tensor]:
-    state = create_parallel_state(tensor_model_parallel_size=2)
+    state = create_parallel_state(ParallelSizes(tp=2))
     ddp = DistributedDataParallel(Pair(state.tp), DistributedDataParallelConfig(**options), state)  # type: ignore[arg-type]
     config = OptimizerConfig(lr=0.1, params_dtype="float64", log_num_zeros_in_grad=True, clip_grad=2.0)
     optimizer = make_optimizer(config, [ddp], state)
@@ -126,15 +128,15 @@ class Stage(nn.Module):
         shape = tuple(self.own.shape)
         attach_spec(self.own, ParamSpec(f"stage{state.pp.rank}.weight", shape, full_pieces(shape)))
         self.word: nn.Parameter | None = None
-        if state.is_first_stage or state.is_last_stage:
+        if state.pp.is_first or state.pp.is_last:
             self.word = nn.Parameter(torch.ones(rows, 11, dtype=torch.float64))
             spec = ParamSpec("weight", (rows, 11), full_pieces((rows, 11)))
             name = "embedding.word_embeddings.weight"
-            attach_spec(self.word, tie_over_pipeline(spec, name=name, is_first_stage=state.is_first_stage))
+            attach_spec(self.word, tie_over_pipeline(spec, name=name, is_first_stage=state.pp.is_first))
 
 
 def step_of_stages(folder: str, options: Options, pp: int) -> dict[str, Any]:
-    state = create_parallel_state(pipeline_model_parallel_size=pp)
+    state = create_parallel_state(ParallelSizes(pp=pp))
     chunks = [
         DistributedDataParallel(module, DistributedDataParallelConfig(**options), state)  # type: ignore[arg-type]
         for module in (Stage(state), Wide(torch.float64))
@@ -158,7 +160,7 @@ def step_of_stages(folder: str, options: Options, pp: int) -> dict[str, Any]:
     for chunk in chunks:
         chunk.finish_param_gather()
     tensors = model_tensors([chunk.module for chunk in chunks]) + optimizer_tensors(optimizer)
-    save_tensors(Path(folder), tensors, {}, state.world)
+    save_tensors(Path(folder), tensors, {}, state)
     index = load_index(Path(folder), state.world)
     for tensor in tensors:
         tensor.data.fill_(-1.0)

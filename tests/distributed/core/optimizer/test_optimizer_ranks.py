@@ -13,6 +13,7 @@ from megatron.core.errors import TrainingError
 from megatron.core.main_grad import main_grad_of
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, attach_spec, even_pieces
@@ -80,7 +81,7 @@ class Pair(nn.Module):
 def pair_on(
     tp_size: int, dtype: torch.dtype, dtype_name: str
 ) -> tuple[ParallelState, DistributedDataParallel, MegatronOptimizer]:
-    state = create_parallel_state(tensor_model_parallel_size=tp_size)
+    state = create_parallel_state(ParallelSizes(tp=tp_size))
     ddp = DistributedDataParallel(Pair(state.tp, dtype), DistributedDataParallelConfig(), state)
     options = OptimizerConfig(
         lr=0.1, params_dtype=dtype_name, initial_loss_scale=8.0, hysteresis=1, log_num_zeros_in_grad=True

@@ -15,6 +15,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
 from tests.unit.core.distributed.toy_model import ToyModel, batch
@@ -72,7 +73,7 @@ def build(
     optimizer: Options | None = None,
     state: ParallelState | None = None,
 ) -> Run:
-    state = state or create_parallel_state(context_parallel_size=cp)
+    state = state or create_parallel_state(ParallelSizes(cp=cp))
     config = DistributedDataParallelConfig(**options)  # type: ignore[arg-type]
     ddp = DistributedDataParallel(ToyModel(dtype), config, state, calculate_per_token_loss=per_token)
     settings: Options = {"lr": 0.01, "clip_grad": 0.4, "weight_decay": 0.1, "log_num_zeros_in_grad": True}

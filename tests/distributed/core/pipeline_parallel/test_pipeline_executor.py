@@ -14,7 +14,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.main_grad import MainGrad, WeightGradQueue, attach_main_grad, main_grad_of
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
+from megatron.core.pipeline_parallel.action import StagePlace
 from megatron.core.pipeline_parallel.executor import (
     MicrobatchLoss,
     ModelChunk,
@@ -25,7 +27,6 @@ from megatron.core.pipeline_parallel.executor import (
 )
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.schedules import SCHEDULES
-from megatron.core.pipeline_parallel.stage_place import StagePlace
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
 from tests.harness.distributed import run_distributed
@@ -99,7 +100,7 @@ class Case:
 
 
 def connect(num_chunks: int) -> PipelineConnection:
-    pp = create_parallel_state(pipeline_model_parallel_size=dist.get_world_size()).pp
+    pp = create_parallel_state(ParallelSizes(pp=dist.get_world_size())).pp
     links = create_pipeline_links(pp, wraps_around=num_chunks > 1)
     return PipelineConnection(StagePlace(pp.size, pp.rank, num_chunks), links, message_shape, torch.float64)
 
@@ -225,7 +226,7 @@ def record_on_ranks(num_microbatches: int) -> tuple[float, float, int]:
     )
     assert result.timeline is not None
     assert result.timeline.actions == actions
-    pp = create_parallel_state(pipeline_model_parallel_size=dist.get_world_size()).pp
+    pp = create_parallel_state(ParallelSizes(pp=dist.get_world_size())).pp
     timeline = gather_timeline(result.timeline, pp)
     return timeline.makespan, timeline.ranks[0].busy, timeline.pipeline_size
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.kernels.attention_pattern import CAUSAL
 from megatron.core.transformer.transformer_layer import HiddenDropout
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import load_global_weights, make_batch, make_model, make_rng, tensor_parallel_group
@@ -35,7 +36,7 @@ def attention_context() -> torch.Tensor:
     model = make_model(tp, attention_dropout=0.4, attention_backend="unfused")
     attention = model.decoder.layers["0"].self_attention
     query = torch.full((9, 2, attention.num_heads, 10), 0.5)
-    return attention._attend(query, query, query + torch.arange(10), None)
+    return attention._attend(query, query, query + torch.arange(10), CAUSAL)
 
 
 def test_attention_dropout_differs_over_ranks() -> None:

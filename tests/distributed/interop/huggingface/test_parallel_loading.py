@@ -16,21 +16,21 @@ from safetensors.torch import load_file
 
 from megatron.core.collectives import all_gather_last_dim
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.serialization import save_tensors
 from megatron.core.dist_checkpointing.state_dict import model_tensors
 from megatron.core.errors import ConfigurationError
 from megatron.core.inference.engine import generate
 from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state, describe_parallel_state
 from megatron.core.sharding import spec_of
-from megatron.interop.huggingface.loading import load_hugging_face_model
-from megatron.interop.huggingface.parallelize import parallelize
+from megatron.interop.huggingface.model_export import write_hugging_face
+from megatron.interop.huggingface.parallelize import load_hugging_face_model, parallelize
 from megatron.interop.huggingface.source import HuggingFaceSource
-from megatron.interop.huggingface.writer import write_hugging_face
 from megatron.interop.inference_model import load_model_from
 from megatron.interop.native.native_source import NativeSource
 from tests.harness.distributed import run_distributed
 from tests.harness.training_run import LAUNCHER_VARIABLES, REPOSITORY, launch_prefix
+from tests.unit.core.dist_checkpointing.toy import save_tensors
 from tests.unit.interop.huggingface.tiny_models import (
     KINDS,
     folder_bytes,
@@ -74,7 +74,7 @@ def compute(kind: str, folder: Path, num_tokens: int) -> tuple[torch.Tensor, lis
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     with torch.no_grad():
         logits = all_gather_last_dim(model(tokens, positions), model.tp)[..., : model.config.vocab_size]
-    state = create_parallel_state(tensor_model_parallel_size=model.tp.size)
+    state = create_parallel_state(ParallelSizes(tp=model.tp.size))
     (written,) = generate(model, [prompt_of(kind)], num_tokens, SamplingConfig(greedy=True), None, state)
     return logits.transpose(0, 1), written
 
@@ -111,7 +111,7 @@ def test_the_scaling_of_the_rotary_frequencies_matters_here(expected: Any, tmp_p
 
 def bytes_and_parameters(folder: Path) -> tuple[int, int]:
     """Return the bytes that this rank read, and those of the real values that it holds."""
-    state = create_parallel_state(tensor_model_parallel_size=dist.get_world_size())
+    state = create_parallel_state(ParallelSizes(tp=dist.get_world_size()))
     source = HuggingFaceSource(folder)
     model = load_model_from(source, state, Device("cpu"))
     held = sum(
@@ -131,9 +131,9 @@ def test_a_rank_reads_what_it_holds_and_no_more(expected: Any, kind: str) -> Non
 def save_cut_model(folder: Path, target: Path) -> tuple[int, int]:
     """Load a model over all ranks, save it as training does, and return the rows of its embedding: all, and padded."""
     model = parallelize(folder)
-    state = create_parallel_state(tensor_model_parallel_size=model.tp.size)
+    state = create_parallel_state(ParallelSizes(tp=model.tp.size))
     source = HuggingFaceSource(folder)
-    save_tensors(target, model_tensors([model]), source.common, state.world)
+    save_tensors(target, model_tensors([model]), source.common, state)
     return model.config.vocab_size, model.config.padded_vocab_size
 
 
@@ -204,4 +204,4 @@ def test_a_model_can_be_loaded_in_another_precision(expected: Any) -> None:
 def test_a_model_that_cannot_be_cut_is_refused(expected: Any) -> None:
     folder = expected["llama31"][0]
     with pytest.raises(ConfigurationError, match="6 attention heads are not divisible by tensor-parallel size 4"):
-        load_hugging_face_model(folder, describe_parallel_state(0, 4, 4), Device("cpu"))
+        load_hugging_face_model(folder, describe_parallel_state(0, 4, ParallelSizes(tp=4)), Device("cpu"))

@@ -11,13 +11,14 @@ import torch
 
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import CheckpointError
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
-from megatron.training.checkpointing import checkpoint_saving
-from megatron.training.checkpointing.checkpoint_directory import publish
-from megatron.training.checkpointing.checkpoint_folders import saved_iterations
-from megatron.training.checkpointing.checkpoint_loading import load_checkpoint
-from megatron.training.checkpointing.checkpoint_saving import CommonState, save_checkpoint
-from megatron.training.checkpointing.save_directory import prepare_save_directory
+from megatron.training.checkpointing import save as saving
+from megatron.training.checkpointing.folder import saved_iterations
+from megatron.training.checkpointing.load import load_checkpoint
+from megatron.training.checkpointing.publication import publish
+from megatron.training.checkpointing.recovery import prepare_save_directory
+from megatron.training.checkpointing.save import CommonState, save_checkpoint
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.train_state import TrainProgress
 from tests.harness.distributed import run_distributed
@@ -38,7 +39,7 @@ def machines(tmp_path: Path) -> list[Path]:
 
 def enter_machine(machines: list[str], tp: int) -> ParallelState:
     """Go to the folder of this rank's machine; the first half of the ranks is on the first one."""
-    state = create_parallel_state(tensor_model_parallel_size=tp)
+    state = create_parallel_state(ParallelSizes(tp=tp))
     os.chdir(machines[state.rank * 2 // state.world_size])
     return state
 
@@ -153,7 +154,7 @@ def test_the_first_machine_without_its_folder_is_refused(machines: list[Path]) -
 def die_while_publishing(machines: list[str], tp: int, publisher: int | None) -> str:
     """Save twice; the second time one leader publishes, or none, and the others are stopped before they do."""
     save(machines, tp, (10,))
-    state = create_parallel_state(tensor_model_parallel_size=tp)
+    state = create_parallel_state(ParallelSizes(tp=tp))
 
     def publish_or_stop(directory: Path, iteration: int) -> None:
         if state.rank != publisher:
@@ -161,7 +162,7 @@ def die_while_publishing(machines: list[str], tp: int, publisher: int | None) ->
         publish(directory, iteration)
         os._exit(0)
 
-    checkpoint_saving.publish = publish_or_stop  # type: ignore[attr-defined]
+    saving.publish = publish_or_stop  # type: ignore[attr-defined]
     save(machines, tp, (20,))
     return "saved"
 
@@ -192,7 +193,7 @@ def test_a_machine_that_cannot_write_costs_the_others_nothing(machines: list[Pat
 
 def fail_on_second_machine(machines: list[str], tp: int) -> tuple[int, str]:
     save(machines, tp, (10,))
-    state = create_parallel_state(tensor_model_parallel_size=tp)
+    state = create_parallel_state(ParallelSizes(tp=tp))
     folders = prepare_save_directory("run", state, lambda line: None)
     if state.rank == 2:
         os.rename("run", "kept")

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.context_parallel.partition import cut_for_rank
+from megatron.core.context_parallel.partition import positions_of
 from megatron.core.datasets.samples.batch import Batch
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
 from megatron.core.datasets.samples.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.datasets.samples.mock_gpt_dataset import MockGPTDataset
+from megatron.core.device import Device
 from megatron.core.process_group import CollectiveCall
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource
-from megatron.verification.run_cell import make_runtime
+from megatron.training.process.initialize import make_runtime
 from tests.harness.distributed import run_distributed
 
 LENGTH, MICRO_BATCH, VOCABULARY = 24, 3, 61
@@ -78,7 +79,7 @@ class Received:
 def receive(flags: str, world_size: int) -> Received:
     config = resolve_arguments([*COMMON.split(), *flags.split()], world_size).config
     calls: list[CollectiveCall] = []
-    runtime = make_runtime(config, calls.append)
+    runtime = make_runtime(config, Device("cpu"), observer=calls.append)
     dataset = WatchedDataset(config)
     with closing(BatchSource(dataset, config, runtime, VOCABULARY, CONSUMED)) as source:
         batches = [source.next() for _ in range(NUM_BATCHES)]
@@ -110,7 +111,7 @@ def expected_batch(case: Case, number: int, rank: Received) -> dict[str, torch.T
     samples: list[Any] = [dataset[index] for index in range(first, first + MICRO_BATCH)]
     whole = {name: torch.stack([torch.from_numpy(sample[name].copy()) for sample in samples]) for name in samples[0]}
     cut = {
-        name: tensor if name == "document_ids" else cut_for_rank(tensor, rank.cp, case.cp, 1)
+        name: tensor if name == "document_ids" else tensor[:, positions_of(rank.cp, case.cp, tensor.shape[1])]
         for name, tensor in whole.items()
     }
     return cut | {"num_tokens": whole["loss_mask"].sum().long()}

@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.context_parallel.exchange import exchange_of_layer
+from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads
 from megatron.core.context_parallel.partition import (
     chunks_of,
-    cut_for_rank,
     cut_sequence,
     positions_of,
     to_rank_order,
     to_sequence_order,
-    visible_keys,
 )
-from megatron.core.context_parallel.ulysses_attention import copies_of_key_value_heads
+from megatron.core.kernels.attention_pattern import CAUSAL
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_group import Group, single_rank_group
 
 SIZES = (1, 2, 3, 4, 8)
@@ -37,7 +36,7 @@ def test_every_position_is_held_once_and_in_ascending_order(size: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_every_rank_has_the_same_number_of_causal_pairs(size: int) -> None:
     keys = torch.arange(48)
-    pairs = [int(visible_keys(positions_of(rank, size, 48), keys).sum()) for rank in range(size)]
+    pairs = [int(CAUSAL.visible(positions_of(rank, size, 48), keys).sum()) for rank in range(size)]
     # 24 / size chunks' own triangles differ by nothing: all ranks do exactly as much.
     assert pairs == [48 * 49 // 2 // size] * size
 
@@ -48,7 +47,7 @@ def test_parts_together_are_the_whole(size: int, dim: int) -> None:
     shape = [3, 5, 7]
     shape[dim] = 48
     whole = torch.randn(shape)
-    parts = [cut_for_rank(whole, rank, size, dim) for rank in range(size)]
+    parts = [cut_sequence(whole, Group(("cp",), tuple(range(size)), rank), dim) for rank in range(size)]
     assert all(part.shape[dim] == 48 // size for part in parts)
     for rank, part in enumerate(parts):
         assert torch.equal(part, whole.index_select(dim, positions_of(rank, size, 48)))
@@ -69,17 +68,7 @@ def test_group_decides_the_part() -> None:
 
 def test_a_length_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ValueError, match="a sequence of 14 cannot be cut into 2 x 2 equal chunks"):
-        cut_for_rank(torch.arange(14), 0, 2, dim=0)
-
-
-def test_visible_keys_are_earlier_ones_of_the_same_document() -> None:
-    documents = torch.tensor([[0, 0, 1, 1], [2, 2, 2, 2]])
-    queries, keys = torch.tensor([1, 3]), torch.tensor([0, 1, 2])
-    visible = visible_keys(queries, keys, documents[:, queries], documents[:, keys])
-    assert visible.shape == (2, 1, 2, 3)
-    assert visible[0, 0].tolist() == [[True, True, False], [False, False, True]]
-    assert visible[1, 0].tolist() == [[True, True, False], [True, True, True]]
-    assert visible_keys(queries, keys)[0, 0].tolist() == visible[1, 0].tolist()
+        cut_sequence(torch.arange(14), Group(("cp",), (0, 1), 0), dim=0)
 
 
 @pytest.mark.parametrize(
@@ -93,5 +82,5 @@ def test_key_value_heads_are_repeated_until_the_ranks_can_share_them(
 
 
 def test_exchanges_are_given_once_or_for_each_layer() -> None:
-    assert exchange_of_layer(("a2a",), 3) == "a2a"
-    assert exchange_of_layer(("a2a", "p2p", "all_gather"), 1) == "p2p"
+    assert ModelParallelConfig(cp_comm_type=("a2a",)).cp_exchange(3) == "a2a"
+    assert ModelParallelConfig(cp_comm_type=("a2a", "p2p", "all_gather")).cp_exchange(1) == "p2p"

@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.index import CheckpointIndex, read_index, write_index
-from megatron.core.dist_checkpointing.mapping import StoredFile, StoredPiece, StoredTensor
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.dist_checkpointing.index import (
+    CheckpointIndex,
+    StoredFile,
+    StoredPiece,
+    StoredTensor,
+    read_index,
+    write_index,
+)
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.sharding import Box
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.core.collectives import barrier
+from megatron.core.dist_checkpointing.index import write_index
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec
+from megatron.core.dist_checkpointing.save_plan import MAX_PIECE_BYTES, SavePlanner, gather_from_world
+from megatron.core.dist_checkpointing.shard_file import build_index, take_share
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import (
@@ -46,7 +51,7 @@ def toy_specs(tp_rank: int, tp_size: int) -> list[tuple[ParamSpec, tuple[int, ..
     heads = min(tp_size, 2)
     copies = tp_size // heads
     pieces["kv.weight"] = (even_pieces(SHAPES["kv.weight"], 0, tp_rank // copies, heads), (6 // heads, 5))
-    replicas = {"kv.weight": (tp_rank % copies, copies)}
+    replicas = {"kv.weight": (tp_rank % copies, copies), "norm.weight": (tp_rank, tp_size)}
     specs = []
     for name, shape in SHAPES.items():
         index, count = replicas.get(name, (0, 1))
@@ -93,6 +98,21 @@ def assert_equal_tensors(actual: Sequence[ShardedTensor], expected: Sequence[Sha
     for ours, theirs in zip(actual, expected):
         assert ours.data.dtype == theirs.data.dtype
         assert torch.equal(ours.data, theirs.data), ours.name
+
+
+def save_tensors(
+    folder: Path,
+    tensors: Sequence[ShardedTensor],
+    common: Mapping[str, Any],
+    state: ParallelState,
+    max_piece_bytes: int = MAX_PIECE_BYTES,
+) -> None:
+    """Take the steps of a save that make the files, without a run around them; collective."""
+    plan = SavePlanner(state, max_piece_bytes).plan(tensors)
+    shares = gather_from_world(take_share(plan, tensors, state.rank).write(folder), state)
+    if state.world.is_first:
+        write_index(folder, build_index(plan, shares, common))
+    barrier(state.world)
 
 
 class ToyModel(torch.nn.Module):

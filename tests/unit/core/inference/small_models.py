@@ -13,6 +13,7 @@ import torch
 from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import Group
 from megatron.core.sharding import spec_of
@@ -26,7 +27,7 @@ def build(config: GPTConfig, tp: Group, seed: int | None = 11, contents: StageCo
     if contents is None:
         contents = StageContents(tuple(range(config.num_layers)), has_embedding=True, has_loss=True)
     config = dataclasses.replace(config, tensor_model_parallel_size=tp.size, hidden_dropout=0.0, attention_dropout=0.0)
-    rng = RngStreams(Device("cpu"), 1, tp_rank=tp.rank, dp_rank=0, cp_rank=0, pp_rank=0)
+    rng = RngStreams(Device("cpu"), 1, ParallelSizes(tp=tp.size).place(tp.rank))
     model = GPTModel(
         config,
         tp,

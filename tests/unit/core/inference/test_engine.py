@@ -7,7 +7,6 @@ import torch
 
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.inference.engine import InferenceEngine, gather_logits, generate
-from megatron.core.inference.kv_cache import PreallocatedKeyValueCache
 from megatron.core.inference.request import (
     GenerationCancelled,
     GenerationRequest,
@@ -16,8 +15,10 @@ from megatron.core.inference.request import (
 )
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
+from megatron.core.transformer.kv_cache import KeyValueCache
 from tests.unit.core.inference.small_models import build, golden_model, odd_config, whole_logits
 
 STATE = describe_parallel_state(0, 1)
@@ -46,7 +47,7 @@ def test_cached_logits_are_those_of_a_whole_forward_pass(name: str, chunks: tupl
     model = make_model(name)
     tokens = torch.randint(0, 101, (3, sum(chunks)), generator=torch.Generator().manual_seed(1))
     expected = whole_logits(model, tokens)
-    cache = PreallocatedKeyValueCache(tokens.shape[1])
+    cache = KeyValueCache(tokens.shape[1])
     start = 0
     for length in chunks:
         positions = torch.arange(start, start + length).expand(3, -1)
@@ -194,7 +195,7 @@ def test_a_model_with_sequence_parallelism_is_refused() -> None:
 
 def test_pipeline_ranks_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"pipeline\(2\)"):
-        generate(make_model("odd"), [[1]], 3, GREEDY, None, describe_parallel_state(0, 2, 1, 2))
+        generate(make_model("odd"), [[1]], 3, GREEDY, None, describe_parallel_state(0, 2, ParallelSizes(pp=2)))
 
 
 def test_weights_that_are_not_finite_are_reported() -> None:

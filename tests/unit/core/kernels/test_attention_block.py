@@ -14,6 +14,7 @@ from megatron.core.kernels.attention_block import (
     plain_block,
     plain_block_backward,
 )
+from megatron.core.kernels.attention_pattern import CAUSAL
 from megatron.core.kernels.dot_product_attention import plain_attention
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 4, 8, 10
@@ -125,7 +126,7 @@ def test_merged_blocks_are_the_whole(splits: tuple[int, ...]) -> None:
 def test_a_block_of_everything_is_plain_attention() -> None:
     query, key, value, _ = make_tensors(2, LENGTH)
     sequence_first = [tensor.permute(2, 0, 1, 3) for tensor in (query, key, value)]
-    expected = plain_attention(*sequence_first, None, 0.0).permute(1, 2, 0, 3)
+    expected = plain_attention(*sequence_first, CAUSAL, 0.0).permute(1, 2, 0, 3)
     output, _ = plain_block(query, key, value, BlockMask(is_causal=True))
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-14)
 

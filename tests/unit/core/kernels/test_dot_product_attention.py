@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.kernels.dot_product_attention import (
-    causal_mask,
-    document_mask,
     fused_attention,
     plain_attention,
     select_attention_core,
@@ -51,12 +50,12 @@ DOCUMENT_IDS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9, [0, 1, 2, 3, 
 @pytest.mark.parametrize("core", [plain_attention, fused_attention])
 def test_kernels_equal_the_definition(core, packed: bool, groups: int) -> None:
     query, key, value = tensors(9, 9, groups)
-    mask = document_mask(DOCUMENT_IDS) if packed else None
+    pattern = AttentionPattern(document_ids=DOCUMENT_IDS if packed else None)
     sees = np.broadcast_to(np.tril(np.ones((9, 9), bool)), (BATCH, 9, 9)).copy()
     if packed:
         ids = DOCUMENT_IDS.numpy()
         sees &= ids[:, :, None] == ids[:, None, :]
-    output = core(query, key, value, mask, 0.0)
+    output = core(query, key, value, pattern, 0.0)
     assert output.dtype == torch.float64
     expected = one_query_at_a_time(query.numpy(), key.numpy(), value.numpy(), sees)
     np.testing.assert_allclose(output.numpy(), expected, rtol=1e-12, atol=1e-13)
@@ -67,20 +66,20 @@ def test_kernels_equal_the_definition(core, packed: bool, groups: int) -> None:
 def test_last_queries_of_a_cached_sequence(core, num_queries: int) -> None:
     """New positions see every position before them, and themselves."""
     query, key, value = tensors(9, 9, 2)
-    whole = core(query, key, value, None, 0.0)
-    last = core(query[-num_queries:], key, value, None, 0.0)
+    whole = core(query, key, value, CAUSAL, 0.0)
+    last = core(query[-num_queries:], key, value, CAUSAL, 0.0)
     torch.testing.assert_close(last, whole[-num_queries:])
 
 
 @pytest.mark.parametrize("groups", [HEADS, 2])
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_of_fused_attention_equal_plain_ones(packed: bool, groups: int) -> None:
-    mask = document_mask(DOCUMENT_IDS) if packed else None
+    pattern = AttentionPattern(document_ids=DOCUMENT_IDS if packed else None)
     weights = torch.randn(9, BATCH, HEADS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     gradients = []
     for core in (plain_attention, fused_attention):
         leaves = [tensor.requires_grad_() for tensor in tensors(9, 9, groups)]
-        (core(*leaves, mask, 0.0) * weights).sum().backward()
+        (core(*leaves, pattern, 0.0) * weights).sum().backward()
         gradients.append([leaf.grad for leaf in leaves])
     for plain, fused in zip(*gradients):
         torch.testing.assert_close(fused, plain, rtol=1e-10, atol=1e-12)
@@ -89,8 +88,8 @@ def test_gradients_of_fused_attention_equal_plain_ones(packed: bool, groups: int
 @pytest.mark.parametrize("core", [plain_attention, fused_attention])
 def test_low_precision_softmax_runs_in_float32(core) -> None:
     query, key, value = tensors(9, 9, 2, torch.bfloat16)
-    output = core(query, key, value, None, 0.0)
-    exact = plain_attention(query.double(), key.double(), value.double(), None, 0.0)
+    output = core(query, key, value, CAUSAL, 0.0)
+    exact = plain_attention(query.double(), key.double(), value.double(), CAUSAL, 0.0)
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), exact, rtol=0.02, atol=0.02)
 
@@ -100,8 +99,8 @@ def test_float16_scores_do_not_overflow(core) -> None:
     """Query times key is above 65,504, float16's largest number, and stays so after the scaling."""
     query, key, value = (tensor.half() for tensor in tensors(9, 9, 2))
     query, key = query * 300, key * 300
-    exact = plain_attention(query.double(), key.double(), value.double(), None, 0.0)
-    output = core(query, key, value, None, 0.0)
+    exact = plain_attention(query.double(), key.double(), value.double(), CAUSAL, 0.0)
+    output = core(query, key, value, CAUSAL, 0.0)
     torch.testing.assert_close(output.double(), exact, rtol=0.002, atol=0.002)
 
 
@@ -109,17 +108,20 @@ def test_float16_scores_do_not_overflow(core) -> None:
 def test_dropout_keeps_the_expected_value(core) -> None:
     query, key, value = tensors(9, 9, 2)
     torch.manual_seed(1)
-    outputs = torch.stack([core(query, key, value, None, 0.3) for _ in range(400)])
+    outputs = torch.stack([core(query, key, value, CAUSAL, 0.3) for _ in range(400)])
     assert outputs.std(dim=0).max() > 0.1
-    error = outputs.mean(dim=0) - plain_attention(query, key, value, None, 0.0)
+    error = outputs.mean(dim=0) - plain_attention(query, key, value, CAUSAL, 0.0)
     assert (error.abs() / (outputs.std(dim=0) / 20).clamp_min(1e-3)).mean() < 1.5
 
 
-def test_masks() -> None:
-    assert causal_mask(2, 4, torch.device("cpu"))[0, 0].tolist() == [[True, True, True, False], [True] * 4]
-    mask = document_mask(torch.tensor([[0, 0, 1]]))
-    assert mask.shape == (1, 1, 3, 3)
-    assert mask[0, 0].tolist() == [[True, False, False], [True, True, False], [False, False, True]]
+@pytest.mark.parametrize("core", [plain_attention, fused_attention])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_in_both_directions(core, packed: bool) -> None:
+    query, key, value = tensors(9, 9, 2)
+    ids = DOCUMENT_IDS.numpy() if packed else np.zeros((BATCH, 9))
+    pattern = AttentionPattern(is_causal=False, document_ids=DOCUMENT_IDS if packed else None)
+    expected = one_query_at_a_time(query.numpy(), key.numpy(), value.numpy(), ids[:, :, None] == ids[:, None, :])
+    np.testing.assert_allclose(core(query, key, value, pattern, 0.0).numpy(), expected, rtol=1e-12, atol=1e-13)
 
 
 def test_backend_names() -> None:

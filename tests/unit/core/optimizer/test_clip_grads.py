@@ -13,6 +13,7 @@ from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.main_grad import main_grad_of
 from megatron.core.optimizer.clip_grads import GradMeter, clip_coefficient, is_counted, sum_of_squares
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, even_pieces, full_pieces
@@ -52,7 +53,7 @@ def test_sum_of_squares_is_not_finite_where_a_value_of_no_weight_is_not(bad: flo
 def test_one_rank_of_the_grid_counts_each_replicated_parameter() -> None:
     shape = (3,)
     for rank in range(8):
-        state = describe_parallel_state(rank, 8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+        state = describe_parallel_state(rank, 8, ParallelSizes(tp=2, pp=2))
         over_tp = ParamSpec("a", shape, full_pieces(shape), ("tp",), (), state.tp.rank, 2)
         over_both = ParamSpec("b", shape, full_pieces(shape), ("tp", "pp"))
         sharded = ParamSpec("c", (6,), even_pieces((6,), 0, state.tp.rank, 2))
@@ -76,7 +77,7 @@ class Shards(nn.Module):
 
 def test_copies_and_padding_do_not_count() -> None:
     # Rank 1 of a tensor-parallel pair, whose own contribution to the norm is looked at without the other's.
-    state = describe_parallel_state(1, 2, tensor_model_parallel_size=2)
+    state = describe_parallel_state(1, 2, ParallelSizes(tp=2))
     state = replace(state, model_parallel=single_rank_group(("pp", "tp"), rank=1))
     model = Shards()
     ddp = DistributedDataParallel(model, DistributedDataParallelConfig(), state)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.main_grad import WeightGradQueue
 from megatron.core.pipeline_parallel.action import Action, Pass
 from megatron.core.pipeline_parallel.executor import MicrobatchLoss, ModelChunk, run_schedule
@@ -78,11 +79,11 @@ def test_gradients_are_synchronised_in_each_chunks_last_passes(split: bool) -> N
             log.append(f"W{microbatch}")
             super().run(microbatch)
 
-    chunk = ModelChunk(forward_step, no_sync, LoggedQueue(), lambda: log.append("complete"))
-    # As on the third rank of a pipeline, where the weights' part is put off by two micro-batches.
+    chunk = ModelChunk(forward_step, no_sync, LoggedQueue())
+    # As on the third rank of a pipeline, where weight gradients are deferred by two micro-batches.
     actions = zero_bubble(3, 2, 3) if split else without_pipelining(1, 0, 3)
     run_schedule(actions, [chunk], device=CPU)
-    expected = "( B0 ) ( B1 ) B2 [ W0 ] [ W1 ] W2 complete" if split else "[ B0 ] [ B1 ] B2 complete"
+    expected = "( B0 ) ( B1 ) B2 [ W0 ] [ W1 ] W2" if split else "[ B0 ] [ B1 ] B2"
     assert " ".join(log) == expected
 
 
@@ -102,6 +103,36 @@ def test_chunks_on_one_rank_hand_over_and_may_hold_nothing() -> None:
     assert result.loss_sum.item() == 2 * 3 * 5 * (1 + 2 + 3)
     assert first.grad.tolist() == [5.0 * 6] * 2
     assert last.grad.tolist() == [3.0 * 6] * 2
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_auxiliary_losses_have_their_gradient_where_they_arise(per_token: bool) -> None:
+    first = torch.full((2,), 3.0, dtype=torch.float64, requires_grad=True)
+    last = torch.full((2,), 5.0, dtype=torch.float64, requires_grad=True)
+
+    def open_model(microbatch: int, hidden: torch.Tensor | None) -> LayerOutput:
+        square, num_tokens = first.square().sum(), torch.tensor(4)
+        measured = AuxiliaryLoss("measured", first.detach().sum(), num_tokens, 0.0)
+        return LayerOutput(first * 1.0, (AuxiliaryLoss("square", square, num_tokens, 0.5), measured))
+
+    def close(microbatch: int, hidden: torch.Tensor | None) -> MicrobatchLoss:
+        later = AuxiliaryLoss("square", last.square().sum(), torch.tensor(6), 0.25)
+        return MicrobatchLoss((hidden * last).sum(), torch.tensor(2), (later,))
+
+    result = run_schedule(
+        interleaved(1, 0, 3, 2),
+        [ModelChunk(open_model), ModelChunk(close)],
+        device=CPU,
+        calculate_per_token_loss=per_token,
+        loss_scale=8.0,
+    )
+    # Divided by the loss's own number of tokens and the 3 micro-batches, which all are the same.
+    main, square, later = (3 * 8.0, 3 * 8.0, 3 * 8.0) if per_token else (8.0 / 2, 8.0 / 4, 8.0 / 6)
+    assert first.grad.tolist() == pytest.approx([5.0 * main + 0.5 * 2 * 3.0 * square] * 2)
+    assert last.grad.tolist() == pytest.approx([3.0 * main + 0.25 * 2 * 5.0 * later] * 2)
+    sums = {name: values.tolist() for name, values in result.auxiliary.items()}
+    assert sums == {"square": [3 * (18.0 + 50.0), 3 * (4 + 6)], "measured": [3 * 6.0, 3 * 4]}
+    assert result.loss_sum.item() == 3 * 30.0
 
 
 def test_the_last_chunk_alone_returns_the_loss() -> None:

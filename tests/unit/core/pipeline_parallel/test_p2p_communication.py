@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import HandOver, PipelineLinks, create_pipeline_links
@@ -54,7 +55,7 @@ def test_every_link_has_two_ends_and_a_communicator_to_itself(
 
 
 def test_a_described_world_has_described_links() -> None:
-    state = describe_parallel_state(5000, 16384, 8, 16, 1)
+    state = describe_parallel_state(5000, 16384, ParallelSizes(tp=8, pp=16))
     links = create_pipeline_links(state.pp)
     assert links.activations_in is not None
     assert links.activations_in.handle is None
@@ -62,7 +63,7 @@ def test_a_described_world_has_described_links() -> None:
 
 
 def test_one_rank_has_no_links_and_hands_over_to_itself() -> None:
-    links = create_pipeline_links(describe_parallel_state(3, 8, 4, 1, 1).pp)
+    links = create_pipeline_links(describe_parallel_state(3, 8, ParallelSizes(tp=4)).pp)
     assert set(vars(links).values()) == {None}
     queue = HandOver()
     queue.send("first")

@@ -9,8 +9,13 @@ import pytest
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.pipeline_parallel.action import Action, Pass
-from megatron.core.pipeline_parallel.interleaved_schedule import microbatch_groups
-from megatron.core.pipeline_parallel.schedules import SCHEDULES, build_schedule, default_schedule, schedule_problems
+from megatron.core.pipeline_parallel.schedules import (
+    SCHEDULES,
+    build_schedule,
+    default_schedule,
+    microbatch_groups,
+    schedule_problems,
+)
 from megatron.core.pipeline_parallel.simulator import Durations, MessageRules, simulate
 
 EQUAL_TIMES = Durations(forward=1.0, backward=2.0, backward_input=1.0, backward_weight=1.0)

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import DataError
-from megatron.core.pipeline_parallel.action import Action, Pass
+from megatron.core.pipeline_parallel.action import Action, Pass, StagePlace, sends_in_flight
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import Durations, MessageRules, ScheduleError, simulate
-from megatron.core.pipeline_parallel.stage_place import StagePlace, sends_in_flight
 from megatron.core.pipeline_parallel.timeline import Timeline, read_timeline, write_timeline
 
 
@@ -134,7 +133,7 @@ def test_an_empty_timeline_has_no_bubble() -> None:
 
 
 def test_planning_needs_no_torch() -> None:
-    names = ("schedules", "simulator", "stage_layout", "timeline", "stage_place")
+    names = ("schedules", "simulator", "stage_layout", "timeline", "action")
     program = (
         f"import sys\nfrom megatron.core.pipeline_parallel import {', '.join(names)}\nsys.exit('torch' in sys.modules)"
     )

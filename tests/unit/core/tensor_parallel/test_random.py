@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megatron.core.device import Device
+from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.tensor_parallel.random import REPLICATED, TENSOR_PARALLEL, RngStreams, stream_seed
 
 
-def streams(seed: int = 5, **ranks: int) -> RngStreams:
-    places = {"tp_rank": 0, "dp_rank": 0, "cp_rank": 0, "pp_rank": 0} | ranks
-    return RngStreams(Device("cpu"), seed, **places)
+def streams(seed: int = 5, **place: int) -> RngStreams:
+    return RngStreams(Device("cpu"), seed, {**ONE_RANK.place(), **place})
 
 
 def draw(rng: RngStreams, stream: str, count: int = 8) -> torch.Tensor:
@@ -19,12 +19,12 @@ def draw(rng: RngStreams, stream: str, count: int = 8) -> torch.Tensor:
         return torch.rand(count)
 
 
-@pytest.mark.parametrize("axis", ["tp_rank", "dp_rank", "cp_rank", "pp_rank"])
+@pytest.mark.parametrize("axis", ["tp", "dp", "cp", "pp"])
 def test_streams_differ_over_the_ranks_that_they_must(axis: str) -> None:
     replicated = [draw(streams(**{axis: rank}), REPLICATED) for rank in (0, 1, 2)]
     parallel = [draw(streams(**{axis: rank}), TENSOR_PARALLEL) for rank in (0, 1, 2)]
     pairs = ((0, 1), (0, 2), (1, 2))
-    assert all(torch.equal(replicated[a], replicated[b]) == (axis == "tp_rank") for a, b in pairs)
+    assert all(torch.equal(replicated[a], replicated[b]) == (axis == "tp") for a, b in pairs)
     assert not any(torch.equal(parallel[a], parallel[b]) for a, b in pairs)
     assert not any(torch.equal(a, b) for a in replicated for b in parallel)
 
@@ -45,7 +45,7 @@ def test_seeds_fit_a_generator_and_do_not_meet() -> None:
 def test_default_generator_starts_equal_on_every_rank() -> None:
     drawn = []
     for tp_rank in range(3):
-        streams(tp_rank=tp_rank, dp_rank=tp_rank)
+        streams(tp=tp_rank, dp=tp_rank)
         drawn.append(torch.rand(4))
     assert torch.equal(drawn[0], drawn[1])
     assert torch.equal(drawn[0], drawn[2])
@@ -101,7 +101,7 @@ def test_state_round_trip() -> None:
     torch.rand(2)
     states = {name: state.clone() for name, state in rng.state_dict().items()}
     expected = [draw(rng, REPLICATED), draw(rng, TENSOR_PARALLEL), torch.rand(3)]
-    other = streams(99, tp_rank=3)
+    other = streams(99, tp=3)
     other.load_state_dict(states)
     actual = [draw(other, REPLICATED), draw(other, TENSOR_PARALLEL), torch.rand(3)]
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
@@ -117,7 +117,7 @@ def test_state_taken_before_is_not_changed_by_drawing() -> None:
 
 
 def test_streams_go_on_or_start_anew_at_another_place() -> None:
-    before = streams(tp_rank=1)
+    before = streams(tp=1)
     beginning = draw(streams(), TENSOR_PARALLEL)
     draw(before, REPLICATED)
     state = before.state_dict()
@@ -132,7 +132,7 @@ def test_streams_go_on_or_start_anew_at_another_place() -> None:
 
     assert torch.equal(draw(resumed(10), REPLICATED), expected)
     anew = [draw(resumed(*place), TENSOR_PARALLEL) for place in ((10,), (11,))]
-    anew.append(draw(resumed(10, tp_rank=1), TENSOR_PARALLEL))
+    anew.append(draw(resumed(10, tp=1), TENSOR_PARALLEL))
     assert torch.equal(anew[0], draw(resumed(10), TENSOR_PARALLEL))
     different = [*anew, beginning]
     assert not any(torch.equal(a, b) for i, a in enumerate(different) for b in different[:i])

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers import encoder_choice
 from megatron.core.tokenizers.encoder_choice import HARD_TEXTS, choose_encoder
-from megatron.core.tokenizers.gigatoken_encoder import GigatokenEncoder
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer
 from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from megatron.core.tokenizers.text_encoder import GigatokenEncoder
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from tests.unit.core.tokenizers.gpt2_oracle import GPT2Oracle
 
@@ -64,7 +64,7 @@ def test_special_tokens_of_a_tokenizer_json_are_kept(hugging_face: HuggingFaceTo
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engines_against_the_published_algorithm(engine: str) -> None:
     if not SHARED.is_dir():
-        pytest.skip("the GPT-2 vocabulary is not beside the repository (shared)")
+        pytest.skip("the GPT-2 vocabulary is not beside the repository (../shared)")
     files = SHARED / "gpt2-vocab.json", SHARED / "gpt2-merges.txt"
     encoder = choose_encoder(GPT2BPETokenizer(*files), engine, [], no_report)
     oracle = GPT2Oracle(*files)

@@ -68,7 +68,7 @@ def test_small_vocabulary_equals_the_oracle(
 def test_real_vocabulary_equals_the_oracle() -> None:
     files = (SHARED_DATA / "gpt2-vocab.json", SHARED_DATA / "gpt2-merges.txt")
     if not all(file.is_file() for file in files):
-        pytest.skip("the real GPT-2 vocabulary is not beside the repository (shared/data)")
+        pytest.skip("the real GPT-2 vocabulary is not beside the repository (../shared/data)")
     tokenizer, oracle = GPT2BPETokenizer(*files), GPT2Oracle(*files)
     assert (tokenizer.vocab_size, tokenizer.eod_id) == (50257, 50256)
     assert tokenizer.tokenize("Hello world") == [15496, 995]

@@ -53,7 +53,7 @@ def test_feed_forward_layer(settings: dict[str, Any], activation: Any) -> None:
     assert second.bias is not None
     middle = activation((x @ first.weight.t() + first.bias).detach().numpy())
     expected = middle @ second.weight.detach().numpy().T + second.bias.detach().numpy()
-    np.testing.assert_allclose(mlp(x).detach().numpy(), expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(mlp(x).hidden.detach().numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_layers_without_biases() -> None:

@@ -15,8 +15,8 @@ from megatron.core.errors import CheckpointError
 from megatron.core.sharding import Box
 from megatron.interop.huggingface import model_export as export_module
 from megatron.interop.huggingface import source as source_module
+from megatron.interop.huggingface.model_export import write_hugging_face
 from megatron.interop.huggingface.source import HuggingFaceSource
-from megatron.interop.huggingface.writer import write_hugging_face
 from megatron.interop.native.native_source import NativeSource
 from megatron.interop.native.native_writer import write_native
 from tests.unit.interop.huggingface.memory_source import MemorySource, copy_of

@@ -79,7 +79,7 @@ def _common(model: GPTConfig, has_optimizer: bool, distributed: bool, overlap: b
         "config": {
             "model": config_to_dict(model),
             "training": {"micro_batch_size": 2, "global_batch_size": 8},
-            "optimizer": {"lr": 3e-3, "params_dtype": model.params_dtype, "use_distributed_optimizer": distributed},
+            "optimizer": {"lr": 3e-3, "params_dtype": model.params_dtype},
             "scheduler": {},
             "ddp": {
                 "use_distributed_optimizer": distributed,
@@ -98,7 +98,7 @@ def _common(model: GPTConfig, has_optimizer: bool, distributed: bool, overlap: b
             "pipeline_model_parallel_size": model.pipeline_model_parallel_size,
             "context_parallel_size": 1,
             "data_parallel_size": 2,
-            "world_size": 2 * model.model_parallel_size,
+            "world_size": 2 * model.parallel_sizes.world_size,
         },
         "optimizer": {"num_steps": 11, "grad_scaler": scaler} if has_optimizer else None,
         "scheduler": {"num_samples": 88, "schedule": config_to_dict(schedule)} if has_optimizer else None,

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.core.config_base import FieldSpec
 from megatron.core.errors import CheckpointError
+from megatron.interop.megatron_torch.megatron_arguments import stored_fields
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
 from tests.unit.interop.megatron_torch.memory_source import SMALL, MemorySource
+
+FROZEN = Path(__file__).with_name("frozen_arguments.json")
+
+
+def kind_of(spec: FieldSpec) -> str:
+    name = spec.item_type.__name__
+    return f"{name}s" if spec.is_sequence else f"{name} or none" if spec.is_optional else name
+
+
+def test_the_pairs_of_fields_and_arguments_are_the_frozen_ones_in_their_order() -> None:
+    now: dict[str, dict[str, list[str]]] = {}
+    for section, spec, names in stored_fields():
+        now.setdefault(section, {})[spec.name] = [kind_of(spec), *names]
+    assert json.dumps(now) == json.dumps(json.loads(FROZEN.read_text(encoding="utf-8")))
 
 
 def write_changed(directory: Path, config: Any, **arguments: Any) -> Path:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron.core.errors import CheckpointError
-from megatron.interop.megatron_torch.flat_buffer import plan_flat_buffer
 from megatron.interop.megatron_torch.key_names import fused_key, local_key, named_tensors
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
+from megatron.interop.megatron_torch.stored_optimizer import plan_flat_buffer
 from megatron.interop.megatron_torch.stored_values import LazyTensor, StorageKey
 
 HIDDEN, HEADS, HEAD_DIM, LAYERS, WORDS, POSITIONS = 128, 2, 64, 2, 131, 10

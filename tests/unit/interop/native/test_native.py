@@ -10,9 +10,7 @@ import torch
 
 from megatron.core.dist_checkpointing.index import read_index
 from megatron.core.dist_checkpointing.mapping import whole_tensor
-from megatron.core.dist_checkpointing.serialization import save_tensors
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.sharding import Box
 from megatron.interop.checkpoint_source import TensorInfo
@@ -20,9 +18,10 @@ from megatron.interop.native.native_source import NativeSource
 from megatron.interop.native.native_writer import write_native
 from megatron.interop.native.streamed_shard import plan_files
 from megatron.interop.open_checkpoint import detect_format, open_checkpoint
+from tests.unit.core.dist_checkpointing.toy import save_tensors
 from tests.unit.interop.memory_source import COMMON, MemorySource, sample_tensors
 
-ALONE = describe_parallel_state(0, 1).world
+ALONE = describe_parallel_state(0, 1)
 
 
 def bits(values: torch.Tensor) -> bytes:

@@ -15,8 +15,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.interop.torch_dist.stored_metadata import read_metadata
 from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
 

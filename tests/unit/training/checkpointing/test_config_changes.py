@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+from megatron.core.config_base import fields_with_role
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.training.checkpointing.config_changes import SHAPE_FIELDS, compare_configs
+from megatron.training.checkpointing.config_changes import compare_configs
+
+SHAPE = """
+    hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size vocab_size
+    position_embedding_type max_position_embeddings normalization apply_layernorm_1p swiglu
+"""
+WEIGHTS = """
+    num_layers qk_layernorm add_bias_linear add_qkv_bias untie_embeddings_and_output_weights
+"""
 
 
 def config(**model: object) -> dict[str, object]:
@@ -63,5 +70,6 @@ def test_a_field_that_an_older_release_did_not_know_is_no_change() -> None:
     assert changes.other == ()
 
 
-def test_the_shape_fields_exist() -> None:
-    assert set(SHAPE_FIELDS) <= {field.name for field in dataclasses.fields(GPTConfig)}
+def test_the_fields_of_the_shape_are_the_frozen_ones() -> None:
+    assert set(fields_with_role(GPTConfig, "shape")) == set(SHAPE.split())
+    assert set(fields_with_role(GPTConfig, "weights")) == set(WEIGHTS.split())

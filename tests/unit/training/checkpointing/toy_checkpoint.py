@@ -7,11 +7,8 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.parallel_state import describe_parallel_state
-from megatron.training.checkpointing.checkpoint_loading import (
-    LoadedCheckpoint,
-    load_checkpoint,
-)
-from megatron.training.checkpointing.checkpoint_saving import CommonState, save_checkpoint
+from megatron.training.checkpointing.load import LoadedCheckpoint, load_checkpoint
+from megatron.training.checkpointing.save import CommonState, save_checkpoint
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.train_state import TrainProgress
 from tests.unit.core.dist_checkpointing.toy import (

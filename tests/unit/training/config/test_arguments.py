@@ -14,8 +14,6 @@ from megatron.core.errors import ConfigurationError
 from megatron.training.config.argument_block import format_arguments
 from megatron.training.config.arguments import (
     all_flags,
-    command_line_fields,
-    config_parts,
     parse_arguments,
     parse_arguments_or_exit,
     resolve_arguments,
@@ -23,9 +21,8 @@ from megatron.training.config.arguments import (
 from megatron.training.config.flag_notes import (
     NO_EFFECT,
     NOT_SUPPORTED,
-    NOT_SUPPORTED_VALUES,
 )
-from megatron.training.config.run_config import RunConfig
+from megatron.training.config.run_config import RunConfig, command_line_fields, config_parts
 from tests.unit.training.config.command_lines import MINIMAL, write_data_set
 
 ROOT = Path(__file__).parents[4]
@@ -57,14 +54,28 @@ def test_every_flag_is_in_one_class_and_every_name_belongs_to_one_field() -> Non
     assert set(flags).isdisjoint(NO_EFFECT)
     assert set(flags).isdisjoint(NOT_SUPPORTED)
     assert set(NO_EFFECT).isdisjoint(NOT_SUPPORTED)
-    assert set(NOT_SUPPORTED_VALUES) <= set(names)
+    assert all(set(spec.options.not_built).isdisjoint(spec.options.choices or ()) for _, spec in command_line_fields())
+
+
+def test_what_a_field_says_of_others_names_fields_and_attributes_that_there_are() -> None:
+    names = {spec.name for _, spec in command_line_fields()}
+    for part, spec in command_line_fields():
+        options = spec.options
+        assert names.issuperset(options.excludes), spec.name
+        assert options.needs is None or options.needs in names, spec.name
+        config_class = config_parts()[part]
+        assert options.where is None or options.where[0] in {other.name for other in field_specs(config_class)}
+        assert options.seen_as is None or hasattr(config_of("").model, options.seen_as), spec.name
 
 
 def test_every_field_has_a_help_text() -> None:
     for config_class in config_parts().values():
         docs = field_docs(config_class)
         for spec in field_specs(config_class):
-            assert docs[spec.name].endswith("."), f"{config_class.__name__}.{spec.name}"
+            text = spec.help_text(docs[spec.name])
+            assert text.endswith("."), spec.name
+            assert text[0].isupper(), spec.name
+            assert ("Off:" in docs[spec.name]) == (spec.options.negative is not None), spec.name
 
 
 def test_the_last_value_wins() -> None:

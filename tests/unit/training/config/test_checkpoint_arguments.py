@@ -12,6 +12,7 @@ import pytest
 
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import ParsedArguments, resolve_arguments
+from megatron.training.config.checkpoint_arguments import read_checkpoint_arguments
 
 SHAPED = """
     --num-layers 6 --hidden-size 40 --num-attention-heads 5 --seq-length 48 --swiglu --normalization RMSNorm
@@ -20,6 +21,17 @@ SHAPED = """
 """
 REST = """
     --micro-batch-size 2 --train-iters 10 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 50
+"""
+
+TAKEN = """
+    num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention
+    num_query_groups normalization norm_epsilon apply_layernorm_1p qk_layernorm swiglu squared_relu
+    openai_gelu bias_gelu_fusion add_bias_linear add_qkv_bias hidden_dropout attention_dropout
+    max_position_embeddings position_embedding_type use_rotary_position_embeddings add_position_embedding
+    rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling
+    rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
+    rope_scaling_original_max_position_embeddings untie_embeddings_and_output_weights
+    seq_length
 """
 
 
@@ -47,6 +59,12 @@ def test_the_shape_is_taken_and_everything_else_is_not(tmp_path: Path) -> None:
     assert note.startswith(f"--use-checkpoint-args: from {folder}: ")
     for part in ("num_layers 6", "hidden_size 40", "normalization RMSNorm", "seq_length 48", "rotary_base 5000"):
         assert part in note
+
+
+def test_the_fields_that_are_taken_are_the_frozen_ones(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 20, parse(SHAPED, REST).config.to_dict())
+    taken = read_checkpoint_arguments(str(tmp_path), None).values
+    assert list(taken) == TAKEN.split()
 
 
 def test_a_flag_that_is_given_holds(tmp_path: Path) -> None:

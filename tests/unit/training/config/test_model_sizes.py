@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.core.device import Device
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.config.arguments import resolve_arguments
@@ -32,7 +33,7 @@ def count_parameters(layout: str, state: ParallelState) -> int:
     words = f"{GPT2_345M} {VOCABULARY} {layout}".split()
     config = resolve_arguments([*words, *TRAINING], state.world_size).config
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=50257))
-    rng = RngStreams(Device("cpu"), 1, tp_rank=state.tp.rank, dp_rank=0, cp_rank=0, pp_rank=state.pp.rank)
+    rng = RngStreams(Device("cpu"), 1, state.place)
     runtime = Runtime(MetaDevice("cpu"), state, rng)
     chunks = [provide_model(config, runtime, contents) for contents in config.stage_layout.chunks(state.pp.rank)]
     return sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
@@ -50,11 +51,11 @@ def count_parameters(layout: str, state: ParallelState) -> int:
 def test_stages_of_gpt2_345m_have_the_logged_sizes(tp: int, pp: int, expected: tuple[int, ...]) -> None:
     layout = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
     for rank in range(tp * pp):
-        state = describe_parallel_state(rank, tp * pp, tp, pp)
+        state = describe_parallel_state(rank, tp * pp, ParallelSizes(tp=tp, pp=pp))
         assert count_parameters(layout, state) == expected[state.pp.rank], rank
 
 
 def test_virtual_stages_share_a_ranks_layers_out() -> None:
     layout = "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2"
-    counts = [count_parameters(layout, describe_parallel_state(rank, 4, 1, 4)) for rank in range(4)]
+    counts = [count_parameters(layout, describe_parallel_state(rank, 4, ParallelSizes(pp=4))) for rank in range(4)]
     assert counts == [128_137_216, 75_577_344, 75_577_344, 127_090_688]

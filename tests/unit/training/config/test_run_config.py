@@ -11,8 +11,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.data_lists import read_data_list, read_per_split_lists
 from megatron.training.config.resolution import resolve
-from megatron.training.config.run_config import RunConfig, iterations_of_samples, samples_of_iterations
-from megatron.training.config.training_config import TrainingConfig
+from megatron.training.config.run_config import RunConfig
 from tests.unit.training.config.command_lines import MINIMAL
 
 
@@ -33,10 +32,9 @@ def test_warmup_as_a_share_of_the_decay_is_not_rounded() -> None:
     assert config.schedule_lengths.lr_warmup_steps == pytest.approx(2.7)
 
 
-def test_precision_and_sharding_reach_the_optimizer() -> None:
+def test_precision_reaches_the_optimizer() -> None:
     config = config_of("--bf16")
     assert config.optimizer.params_dtype == "bfloat16"
-    assert not config.optimizer.use_distributed_optimizer
 
 
 @pytest.mark.parametrize(
@@ -55,7 +53,7 @@ def test_sharding_strategies_and_the_distributed_optimizer_agree(
     assert resolved.notes == ()
     config = resolved.config
     assert (config.ddp.shards_optimizer, config.ddp.shards_gradients) == (shards, shards_gradients)
-    assert config.ddp.use_distributed_optimizer == config.optimizer.use_distributed_optimizer == shards
+    assert config.ddp.use_distributed_optimizer == shards
     assert config.ddp.overlap_param_gather == ("overlap-param-gather" in text)
 
 
@@ -102,17 +100,10 @@ def test_schedule_lengths_in_samples() -> None:
     assert config.train_samples == 1000
 
 
-def training(**values: object) -> TrainingConfig:
-    return TrainingConfig(micro_batch_size=2, **values)  # type: ignore[arg-type]
-
-
-def test_ramp_up_counts_samples_and_iterations_both_ways() -> None:
-    # sizes 4, 8, 12 hold for 20 samples each, then 16: 5 x 4, 3 x 8 (to 44), 2 x 12 (to 68), 16 ...
-    config = training(global_batch_size=16, rampup_batch_size=(4, 4, 60))
-    consumed = [samples_of_iterations(config, count) for count in (0, 1, 5, 6, 8, 10, 11, 13)]
-    assert consumed == [0, 4, 20, 28, 44, 68, 84, 116]
-    for count, samples in zip((0, 1, 5, 6, 8, 10, 11, 13), consumed):
-        assert iterations_of_samples(config, samples) == count
+def test_ramp_up_counts_in_the_length_of_a_run() -> None:
+    ramp = "--global-batch-size 16 --rampup-batch-size 4 4 60"
+    assert config_of(f"{ramp} --train-iters 11").train_samples == 84
+    assert config_of(f"{ramp} --train-iters 0 --train-samples 84").train_iters == 11
 
 
 def test_resolving_twice_changes_nothing() -> None:
@@ -134,6 +125,15 @@ def test_json_round_trip() -> None:
         world_size=1,
     )
     assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_a_configuration_of_an_earlier_release_reads_back_without_its_retired_field() -> None:
+    values = config_of("").to_dict()
+    values["optimizer"]["use_distributed_optimizer"] = True
+    assert RunConfig.from_dict(values) == config_of("")
+    values["optimizer"]["use_distributed_optimiser"] = True
+    with pytest.raises(ConfigurationError, match="unknown field use_distributed_optimiser"):
+        RunConfig.from_dict(values)
 
 
 def test_list_files(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from tests.unit.training.config.command_lines import write_data_set
 
 SCRIPTS = Path(__file__).parents[4].parent / "shared" / "user_scripts"
 
-pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="the users' scripts are not beside the repository")
+pytestmark = pytest.mark.skipif(
+    not SCRIPTS.is_dir(), reason="the users' scripts are not beside the repository (../shared/user_scripts)"
+)
 
 FAKE_TORCHRUN = """#!/usr/bin/env python3
 import json, sys

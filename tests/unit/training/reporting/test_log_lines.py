@@ -8,21 +8,21 @@ from megatron.training.reporting.log_lines import IntervalAverage, StepReport, f
 
 STEP = StepReport(
     iteration=20,
-    consumed_samples=320,
-    global_batch_size=16,
-    num_tokens=16384.0,
-    lm_loss=11.05231,
-    learning_rate=1.5e-7,
-    next_learning_rate=2.34375e-7,
-    loss_scale=524288.0,
-    next_loss_scale=262144.0,
-    grad_norm=23.668,
+    consumed_samples=80,
+    global_batch_size=4,
+    num_tokens=96.0,
+    lm_loss=4.918365,
+    learning_rate=1.5e-4,
+    next_learning_rate=2.0e-4,
+    loss_scale=131072.0,
+    next_loss_scale=131072.0,
+    grad_norm=1.529,
     num_zeros=None,
     params_norm=None,
     is_skipped=False,
-    step_time_s=0.4576,
-    tokens_per_second=35804.2,
-    tflops_per_device=459.1,
+    step_time_s=0.0115,
+    tokens_per_second=8347.8,
+    tflops_per_device=0.01,
     mfu=None,
     sample_ids_hash="0123456789abcdef",
 )
@@ -37,10 +37,10 @@ def averaged(*steps: StepReport) -> IntervalAverage:
 
 def test_step_line_is_megatrons() -> None:
     line = format_step(STEP, averaged(STEP), 200, log_throughput=False)
-    assert line[len(" [2024-09-14 19:44:24]") :] == (
-        " iteration       20/     200 | consumed samples:          320 | elapsed time per iteration (ms): 457.6 |"
-        " learning rate: 2.343750E-07 | global batch size:    16 | lm loss: 1.105231E+01 | loss scale: 262144.0 |"
-        " grad norm: 23.668 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+    assert line[len(" [2026-11-22 03:16:32]") :] == (
+        " iteration       20/     200 | consumed samples:           80 | elapsed time per iteration (ms): 11.5 |"
+        " learning rate: 2.000000E-04 | global batch size:     4 | lm loss: 4.918365E+00 | loss scale: 131072.0 |"
+        " grad norm: 1.529 | number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
 
 
@@ -53,7 +53,7 @@ def test_throughput_and_utilization_are_those_of_all_iterations_since_the_last_l
 
 def test_skipped_iterations_contribute_no_loss() -> None:
     skipped = dataclasses.replace(STEP, is_skipped=True, lm_loss=99.0, grad_norm=None)
-    assert "lm loss: 1.105231E+01" in format_step(STEP, averaged(skipped, STEP, skipped), 200, log_throughput=False)
+    assert "lm loss: 4.918365E+00" in format_step(STEP, averaged(skipped, STEP, skipped), 200, log_throughput=False)
     line = format_step(skipped, averaged(skipped), 200, log_throughput=False)
     assert "lm loss" not in line
     assert "grad norm" not in line

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import spec_of
 from tests.harness.closeness import assert_gradients_close
@@ -76,7 +77,7 @@ def run_step(settings: dict[str, Any], tp: Group, sequence_parallel: bool, packe
     if packed:
         document_ids = (torch.arange(LENGTH) >= torch.tensor([[5], [7], [LENGTH]])).long()
         positions = torch.where(document_ids == 1, positions - torch.tensor([[5], [7], [0]]), positions)
-    losses = model(tokens, positions, labels=labels, document_ids=document_ids)
+    losses = model(tokens, positions, labels=labels, pattern=AttentionPattern(document_ids=document_ids))
     loss = (losses * mask).sum() / mask.sum()
     loss.backward()
     return RankResult(loss.item(), losses.detach().numpy().copy(), fragments(summed_gradients(model, tp)))

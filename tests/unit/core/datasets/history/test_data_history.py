@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder, DatasetSplits
 from megatron.core.datasets.history.data_history import DataHistory, RunPosition
 from megatron.core.datasets.history.dataset_chain import LaterPhase, SegmentChain
-from megatron.core.datasets.history.read_counter import ReadCounter
-from megatron.core.datasets.history.sample_keys import SamplePlace, locate_sample, sample_keys
+from megatron.core.datasets.history.sample_keys import ReadCounter, SamplePlace, locate_sample, sample_keys
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.datasets.samples.blended_dataset_builder import BlendedDatasetBuilder, DatasetSplits
 from megatron.core.datasets.samples.data_samplers import DataloaderType, SampleOrder
 from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
 from megatron.core.errors import DataError

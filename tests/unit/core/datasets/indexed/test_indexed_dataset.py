@@ -13,6 +13,7 @@ import pytest
 from megatron.core.datasets.indexed.indexed_dataset import DTYPE_CODES, IndexedDataset, optimal_dtype
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.errors import DataError
+from tests.unit.core.datasets.indexed.document_copy import copy_documents
 
 GOLDEN = Path(__file__).parents[4] / "golden" / "data"
 
@@ -50,31 +51,11 @@ def test_round_trip_in_every_dtype(code: int, mapped: bool, tmp_path: Path) -> N
 def test_writes_the_bytes_that_megatron_writes(name: str, tmp_path: Path) -> None:
     source = IndexedDataset(GOLDEN / name)
     builder = IndexedDatasetBuilder(tmp_path / name, source.dtype)
-    for begin, end in zip(source.document_indices[:-1], source.document_indices[1:], strict=True):
-        sequences = [source[i] for i in range(begin, end)]
-        builder.add_document(np.concatenate(sequences), [len(sequence) for sequence in sequences])
+    copy_documents(GOLDEN / name, builder)
     builder.finalize()
-    merged = IndexedDatasetBuilder(tmp_path / "merged", source.dtype)
-    merged.add_dataset(GOLDEN / name)
-    merged.finalize()
     for suffix in (".bin", ".idx"):
         original = (GOLDEN / f"{name}{suffix}").read_bytes()
         assert (tmp_path / f"{name}{suffix}").read_bytes() == original
-        assert (tmp_path / f"merged{suffix}").read_bytes() == original
-
-
-def test_merge_equals_writing_all_documents(tmp_path: Path) -> None:
-    one = write(tmp_path / "one", modes=True)
-    with IndexedDatasetBuilder(tmp_path / "twice", "u2", modes=True) as builder:
-        builder.add_dataset(one)
-        builder.add_dataset(one)
-        builder.finalize()
-    with IndexedDatasetBuilder(tmp_path / "direct", "u2", modes=True) as builder:
-        for tokens, lengths in DOCUMENTS * 2:
-            builder.add_document(tokens, lengths, [len(lengths)] * len(lengths))
-        builder.finalize()
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"twice{suffix}").read_bytes() == (tmp_path / f"direct{suffix}").read_bytes()
 
 
 def test_empty_dataset(tmp_path: Path) -> None:
@@ -98,8 +79,6 @@ def test_builder_refuses_what_it_cannot_store(tmp_path: Path) -> None:
             builder.add_document([3, -1], [2])
         with pytest.raises(DataError, match="lengths sum to 3, the document has 2"):
             builder.add_document([3, 4], [3])
-        with pytest.raises(DataError, match=r"int32 tokens .* holds uint16"):
-            builder.add_dataset(GOLDEN / "b_i32")
     with pytest.raises(DataError, match="complex"):
         IndexedDatasetBuilder(tmp_path / "data", "c16")
     with pytest.raises(DataError, match="cannot be written"):

@@ -12,14 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.indices.index_builder import NumpyIndexBuilder
 from megatron.core.datasets.indices.index_cache import IndexCache
-from megatron.core.datasets.samples.blended_dataset_builder import BlendedDatasetBuilder
 from megatron.core.datasets.samples.gpt_dataset import GPTDataset
 from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
 from megatron.core.errors import DataError
+from tests.unit.core.datasets.indexed.document_copy import copy_documents
 
 GOLDEN = Path(__file__).parents[4] / "golden" / "data"
 NAMES = ("document_index", "sample_index", "shuffle_index")
@@ -67,7 +68,7 @@ def test_everything_that_changes_the_index_changes_the_key(tmp_path: Path) -> No
     other = tmp_path / "data" / "c_multi"
     other.parent.mkdir()
     with IndexedDatasetBuilder(other, np.int32) as builder:
-        builder.add_dataset(GOLDEN / "c_multi")
+        copy_documents(GOLDEN / "c_multi", builder)
         builder.add_document([1, 2, 3], [3])
         builder.finalize()
     cache, lines = tmp_path / "cache", list[str]()

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
 from megatron.core.datasets.samples.blended_dataset import BlendedDataset
-from megatron.core.datasets.samples.blended_dataset_builder import BlendedDatasetBuilder
 from megatron.core.datasets.samples.gpt_dataset import GPTDataset
 from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder, DatasetSplits
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.samples.blended_dataset import BlendedDataset, samples_per_dataset
-from megatron.core.datasets.samples.blended_dataset_builder import BlendedDatasetBuilder, DatasetSplits
 from megatron.core.datasets.samples.gpt_dataset import GPTDataset
 from megatron.core.datasets.samples.gpt_dataset_config import (
     Blend,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.samples.batch import BatchContents, BatchLayout
-from megatron.core.datasets.samples.blended_dataset_builder import BlendedDatasetBuilder
 from megatron.core.datasets.samples.data_samplers import PADDING_ID
 from megatron.core.datasets.samples.gpt_dataset import GPTSample, SampleDataset
 from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig

@@ -34,6 +34,8 @@ elif sys.argv[1] == "raises":
 elif sys.argv[1] == "exits":
     sys.exit(3)
 elif sys.argv[1] == "is interrupted":
+    # A child of a shell's background job inherits an ignored SIGINT, and Python then installs no handler.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.kill(os.getpid(), signal.SIGINT)
     next(ahead)
 """

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from megatron.core.device import Device
+from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import describe_parallel_state
-from megatron.core.process_group import Group, single_rank_group
+from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from tests.harness.closeness import assert_gradients_close, relative_difference
@@ -31,11 +32,9 @@ LLAMA = {
 
 def meta_model(config: GPTConfig, tp_rank: int) -> GPTModel:
     """Return the shapes of one tensor-parallel rank's model, without memory or processes."""
-    tp: Group = describe_parallel_state(
-        tp_rank, config.tensor_model_parallel_size, config.tensor_model_parallel_size
-    ).tp
-    rng = RngStreams(Device("cpu"), 1, tp_rank=tp_rank, dp_rank=0, cp_rank=0, pp_rank=0)
-    return GPTModel(config, tp, rng, seed=1, device="meta")
+    state = describe_parallel_state(tp_rank, config.tensor_model_parallel_size, config.parallel_sizes)
+    rng = RngStreams(Device("cpu"), 1, state.place)
+    return GPTModel(config, state.tp, rng, seed=1, device="meta")
 
 
 GPT2_345M = {
@@ -197,7 +196,7 @@ def test_packed_documents_are_as_if_alone() -> None:
     document_ids = (torch.arange(12) >= 5).long().expand(2, 12)
     positions = torch.cat((torch.arange(5), torch.arange(7))).expand(2, 12)
     with torch.no_grad():
-        packed = model(tokens, positions, labels=labels, document_ids=document_ids)
+        packed = model(tokens, positions, labels=labels, pattern=AttentionPattern(document_ids=document_ids))
         alone = [
             model(tokens[:, part], positions[:, part], labels=labels[:, part]) for part in (slice(0, 5), slice(5, 12))
         ]

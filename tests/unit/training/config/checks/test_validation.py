@@ -29,7 +29,8 @@ WRONG = [
         "--num-attention-heads 8 --tensor-model-parallel-size 4",
         6,
         "world size 6 is not divisible by tensor(4) x pipeline(1) x context(1) = 4; "
-        "change --tensor-model-parallel-size, --pipeline-model-parallel-size or the number of processes",
+        "change --tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size "
+        "or the number of processes",
     ),
     ("--tensor-model-parallel-size 4", 4, "--num-attention-heads 6 is not divisible by --tensor-"),
     ("--tensor-model-parallel-size 2 --num-query-groups 3 --group-query-attention", 2, "--num-query-groups 3 and"),

@@ -1,0 +1,80 @@
+"""What the commands that generate text share: flags for the model and its layout, and how they end."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NoReturn
+
+from megatron.commands.command_line import add_tokenizer_source
+from megatron.core.errors import InputError
+from megatron.serving.generation_setup import ModelRequest
+from megatron.training.process.initialize import LaunchEnvironment
+from megatron.training.process.refusal import launch_environment_or_exit, refuse
+
+TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size")
+
+
+class Parser(argparse.ArgumentParser):
+    """Report wrong usage in one line, once for all processes."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and exit with status 2."""
+        self.exit(refuse([f"{message}; see --help"], launch_environment_or_exit().rank))
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare where the model comes from and how it is cut."""
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument(
+        "--load",
+        metavar="DIR",
+        help="folder that a run saved its checkpoints to, natively or in a format of Megatron's",
+    )
+    model.add_argument("--load-hf", metavar="DIR", help="Hugging Face model folder")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (the newest)")
+    cut = parser.add_argument_group("layout: as many processes as tensor x pipeline, started by torchrun")
+    cut.add_argument(
+        "--tensor-model-parallel-size",
+        type=int,
+        metavar="N",
+        help="processes over which each layer is cut (all that the pipeline leaves)",
+    )
+    cut.add_argument(
+        "--pipeline-model-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="stages over which the layers are spread (1)",
+    )
+    add_tokenizer_source(parser, None, "tokenizer, in place of the checkpoint's own")
+
+
+def model_request(arguments: argparse.Namespace) -> ModelRequest:
+    """Return which model the flags of `add_model_flags` ask for."""
+    return ModelRequest(
+        folder=arguments.load if arguments.load_hf is None else arguments.load_hf,
+        is_hugging_face=arguments.load_hf is not None,
+        ckpt_step=arguments.ckpt_step,
+        tensor_parallel_size=arguments.tensor_model_parallel_size,
+        pipeline_parallel_size=arguments.pipeline_model_parallel_size,
+        tokenizer={name: value for name in TOKENIZER_FLAGS if (value := getattr(arguments, name)) is not None},
+    )
+
+
+def run_on_ranks(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace, LaunchEnvironment], None],
+    argv: list[str] | None,
+) -> int:
+    """Run a command's work on this rank and return its exit status.
+
+    Input that cannot be used is reported in one line, by rank 0; the status is then 2.
+    """
+    arguments = parser.parse_args(argv)
+    launch = launch_environment_or_exit()
+    try:
+        run(arguments, launch)
+    except InputError as error:
+        return refuse(["; ".join(str(error).splitlines())], launch.rank)
+    return 0

@@ -1,0 +1,390 @@
+"""Build the training, validation and test data that a configuration describes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megatron.core.datasets.history.continued_data import ContinuedData, OpenedPart, segment_of
+from megatron.core.datasets.history.data_history import (
+    BlendPart,
+    DataHistory,
+    RunPosition,
+    begin_history,
+    continue_history,
+    number_occurrences,
+)
+from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indices.index_builder import (
+    IndexBuilder,
+    count_samples,
+    plan_epochs,
+    select_index_builder,
+)
+from megatron.core.datasets.indices.index_cache import IndexCache
+from megatron.core.datasets.samples.blended_dataset import (
+    BlendedDataset,
+    count_taken,
+    load_or_build_blend,
+    samples_per_dataset,
+)
+from megatron.core.datasets.samples.gpt_dataset import (
+    DataUsage,
+    GPTDataset,
+    SampleDataset,
+    token_range_error,
+)
+from megatron.core.datasets.samples.gpt_dataset_config import (
+    SPLIT_NAMES,
+    Blend,
+    GPTDatasetConfig,
+    parse_split,
+    split_boundaries,
+    suggest_split,
+)
+from megatron.core.datasets.samples.mock_gpt_dataset import MockGPTDataset
+from megatron.core.errors import DataError
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.samples.gpt_dataset import ExternalSamples
+
+_PATH_FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
+_PROBED_TOKENS = 1 << 16
+
+
+@dataclass(frozen=True)
+class DatasetSplits:
+    """Training, validation and test data; None where there is none, which was reported.
+
+    ``extra_valid`` holds further validation sets by name. ``history`` is what checkpoints record of the training data;
+    None for data that is not read from files.
+    """
+
+    train: SampleDataset | ExternalSamples | None
+    valid: SampleDataset | ExternalSamples | None
+    test: SampleDataset | ExternalSamples | None
+    extra_valid: Mapping[str, SampleDataset] = field(default_factory=dict)
+    history: DataHistory | None = None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The part of one data set that belongs to one split."""
+
+    dataset: IndexedDataset
+    sequences: range
+    tokens: int
+    weight: float | None
+
+
+class BlendedDatasetBuilder:
+    """Open every data set of a configuration, check it, and build the samples of each split.
+
+    ``num_samples`` holds the samples that training, validation and test ask for: 0 asks for none, None for one epoch.
+    ``report`` is called with one line for each thing that the user should know: a split without data, text that is
+    read more than once, a damaged or unwritable cache, a missing compiled index builder. ``position`` says how far the
+    run has come in its training data, which goes on there.
+    """
+
+    def __init__(
+        self,
+        config: GPTDatasetConfig,
+        num_samples: tuple[int | None, int | None, int | None],
+        report: Callable[[str], None],
+        index_builder: IndexBuilder | None = None,
+        position: RunPosition | None = None,
+    ) -> None:
+        self.config = config
+        self.position = RunPosition() if position is None else position
+        self.num_samples = num_samples
+        self._report = report
+        self._index_builder = index_builder
+        self._opened: dict[str, IndexedDataset] = {}
+
+    def check(self) -> None:
+        """Find what is wrong with the data without building an index: files, splits, amounts, token ids.
+
+        Raises:
+            DataError: the first problem found.
+        """
+        for split in range(len(SPLIT_NAMES)):
+            for source in self._open_split(split, report=lambda line: None) or ():
+                _probe_vocabulary(source, self.config.vocab_size)
+        for name, builder in self._extra_valid_builders():
+            with _named_errors(name):
+                builder.check()
+
+    def build(self) -> DatasetSplits:
+        """Build the samples of each split, from the index cache where it has them.
+
+        A test split without enough data is off, which is reported; training and validation must have some.
+
+        Raises:
+            DataError: a file that cannot be used, a split without data that is asked for samples, or less text than a
+                single sample needs.
+        """
+        if self._index_builder is None and not (self.config.mock and not self.config.extra_valid):
+            self._index_builder = select_index_builder(self._report)
+        train, history = self._build_train(self._index_builder)
+        extra_valid = {}
+        for name, builder in self._extra_valid_builders():
+            with _named_errors(name):
+                dataset = builder._build_split(SPLIT_NAMES.index("valid"), self._index_builder)
+            assert dataset is not None, "a validation set without data is refused"
+            extra_valid[name] = dataset
+        valid, test = (self._build_split(split, self._index_builder) for split in (1, 2))
+        return DatasetSplits(train, valid, test, extra_valid, history)
+
+    def _extra_valid_builders(self) -> Iterator[tuple[str, BlendedDatasetBuilder]]:
+        """Yield the name and the builder of each further validation set, of which only the validation data is asked."""
+        for extra in self.config.extra_valid:
+            per_split = (None, extra.blend, None)
+            config = dataclasses.replace(self.config, blend=None, blend_per_split=per_split, mock=False, extra_valid=())
+            report = functools.partial(self._report_of_set, extra.name)
+            yield extra.name, BlendedDatasetBuilder(config, (0, extra.num_samples, 0), report)
+
+    def _report_of_set(self, name: str, line: str) -> None:
+        self._report(f"{line} [validation set {name}]")
+
+    def _build_train(self, builder: IndexBuilder | None) -> tuple[SampleDataset | None, DataHistory | None]:
+        """Build the training data, from its beginning or as its history goes on, and return both."""
+        position, wanted, seed = self.position, self.num_samples[0], self.config.random_seed
+        if self.config.mock:
+            return self._build_split(0, builder), None
+        sources = self._open_split(0, self._report)
+        if not sources:
+            return None, position.history
+        assert builder is not None
+        opened = [OpenedPart(source.dataset, source.sequences) for source in sources]
+        keys = number_occurrences([part.key(self.config.sequence_length) for part in opened])
+        parts = [
+            BlendPart(
+                key=key,
+                prefix=source.dataset.prefix,
+                samples_per_epoch=count_samples(source.tokens, self.config.sequence_length),
+            )
+            for key, source in zip(keys, sources)
+        ]
+        weights = [source.weight for source in sources if source.weight is not None] or None
+        if position.history is None or position.consumed_samples == 0:
+            dataset = self._build_sources(sources, wanted, 0, builder)
+            datasets = dataset.datasets if isinstance(dataset, BlendedDataset) else (dataset,)
+            segments = [segment_of(part) for part in datasets if isinstance(part, GPTDataset)]
+            return dataset, begin_history(position.dataloader_type, parts, segments, weights, len(dataset), seed)
+        assert wanted is not None, "a run knows how many samples it reads"
+        history, line = continue_history(
+            position.history, parts, weights, position.consumed_samples, wanted, position.dataloader_type, seed
+        )
+        if line is not None:
+            self._report(line)
+        numbers = {record.key: number for number, record in enumerate(history.data_sets)}
+        by_number = {numbers[key]: part for key, part in zip(keys, opened)}
+        return ContinuedData(self.config, by_number, builder, self._report).build(history, wanted)
+
+    def _build_split(self, split: int, builder: IndexBuilder | None) -> SampleDataset | None:
+        wanted = self.num_samples[split]
+        if self.config.mock:
+            return None if wanted == 0 else MockGPTDataset(wanted, SPLIT_NAMES[split], self.config)
+        sources = self._open_split(split, self._report)
+        if not sources:
+            return None
+        assert builder is not None
+        return self._build_sources(sources, wanted, split, builder)
+
+    def _build_sources(
+        self, sources: Sequence[_Source], wanted: int | None, split: int, builder: IndexBuilder
+    ) -> GPTDataset | BlendedDataset:
+        blend = self._blend_of(split)
+        assert blend is not None
+        if len(blend.prefixes) == 1 and blend.weights is None:
+            return self._build_single(sources[0], wanted, split, builder)
+        return self._build_blend(sources, wanted, split, builder)
+
+    def _build_single(self, source: _Source, num_samples: int | None, split: int, builder: IndexBuilder) -> GPTDataset:
+        cache = IndexCache(self.config.index_folder(source.dataset.prefix), self._report)
+        name = SPLIT_NAMES[split]
+        dataset = GPTDataset(source.dataset, source.sequences, num_samples, name, self.config, builder, cache)
+        self._report_usage(dataset.usage)
+        return dataset
+
+    def _report_usage(self, usage: DataUsage) -> None:
+        if usage.num_epochs > 1:
+            self._report(f" > {usage.describe()}")
+
+    def _build_blend(
+        self, sources: Sequence[_Source], wanted: int | None, split: int, builder: IndexBuilder
+    ) -> BlendedDataset:
+        """Build the blend first, then each data set with as many samples as the blend takes from it.
+
+        Without weights, data sets are used up in proportion to their sizes; only where more samples are wanted than
+        one epoch of all of them gives, the sizes become weights and each data set is repeated.
+        """
+        name, length = SPLIT_NAMES[split], self.config.sequence_length
+        cache = IndexCache(self.config.index_folder(sources[0].dataset.prefix), self._report)
+        sizes = [count_samples(source.tokens, length, self._drops_last(split)) for source in sources]
+        weights: Sequence[float] = [source.weight for source in sources if source.weight is not None]
+        requests: list[int | None] = [None] * len(sources)
+        if not weights:
+            weights = sizes
+            size = None if wanted is None else min(wanted, sum(sizes))
+        if wanted is not None and (weights is not sizes or wanted > sum(sizes)):
+            size = sum(samples_per_dataset(weights, wanted))
+            requests = list(samples_per_dataset(weights, wanted, self.config.mid_level_dataset_surplus))
+        blend = load_or_build_blend(weights, size, name, builder, cache)
+        taken = count_taken(blend)
+        datasets = [
+            self._build_single(source, self._enough(source, request, needed, split), split, builder)
+            for source, request, needed in zip(sources, requests, taken, strict=True)
+        ]
+        return BlendedDataset(datasets, blend, f"{name} data")
+
+    def _drops_last(self, split: int) -> bool:
+        return SPLIT_NAMES[split] != "valid" or self.config.drop_last_partial_validation_sequence
+
+    def _enough(self, source: _Source, request: int | None, needed: int, split: int) -> int | None:
+        """Return the request, or what the blend takes where whole epochs for the request would not hold it."""
+        plan = plan_epochs(source.tokens, self.config.sequence_length, request)
+        held = count_samples(source.tokens * plan.num_epochs, self.config.sequence_length, self._drops_last(split))
+        return request if needed <= held else needed
+
+    def _blend_of(self, split: int) -> Blend | None:
+        blend = self.config.blend if self.config.blend_per_split is None else self.config.blend_per_split[split]
+        if blend is not None and blend.weights is not None and self._takes_all(split):
+            return dataclasses.replace(blend, weights=None)
+        return blend
+
+    def _takes_all(self, split: int) -> bool:
+        """Return whether all of the validation data is read once, whatever the weights."""
+        return SPLIT_NAMES[split] == "valid" and self.num_samples[split] is None
+
+    def _open_split(self, split: int, report: Callable[[str], None]) -> list[_Source] | None:
+        """Open the data sets of a split; None, after a report, where it has none and needs none."""
+        name, wanted = SPLIT_NAMES[split], self.num_samples[split]
+        blend = self._blend_of(split)
+        if self.config.mock or wanted == 0:
+            return None
+        if blend is None:
+            if name == "train" and wanted is not None:
+                raise DataError(f"{wanted} training samples are asked for, but {_PATH_FLAGS[split]} is not given")
+            report(f" > no {name} data: {_PATH_FLAGS[split]} is not given")
+            return None
+        if blend.weights is not None and wanted is None:
+            raise DataError(f"{name} data is blended by weight, which needs a number of samples; leave the weights out")
+        weights: Sequence[float | None] = blend.weights or [None] * len(blend.prefixes)
+        sources, empty = [], []
+        for prefix, weight in zip(blend.prefixes, weights, strict=True):
+            dataset = self._open(prefix)
+            sequences = self._sequences_of(dataset, split)
+            if sequences is None:
+                self._refuse_or_report_no_share(split, report)
+                return None
+            if len(sequences) == 0 and (wanted is not None or self._takes_all(split)):
+                problem = self._describe_empty_split(dataset, split)
+                if not self._may_be_off(split):
+                    raise DataError(problem)
+                empty.append(problem)
+                continue
+            sources.append(_Source(dataset, sequences, dataset.count_tokens(sequences), weight))
+        if not any(len(source.sequences) for source in sources):
+            report(f" > no {name} data: {'; '.join(empty) or ', '.join(blend.prefixes) + ' has no sequences'}")
+            return None
+        for problem in empty:
+            report(f" > {problem}")
+        shortage = self._find_shortage(sources, split)
+        if shortage is not None:
+            if not self._may_be_off(split):
+                raise DataError(shortage)
+            report(f" > no {name} data: {shortage}")
+            return None
+        if blend.weights is None and len(sources) > 1:
+            # A data set of no samples has no weight; a blend must never choose it.
+            sources = [source for source in sources if source.tokens > self.config.sequence_length] or sources
+        return sources
+
+    def _open(self, prefix: str) -> IndexedDataset:
+        """Open each data set once, however many splits read it."""
+        if prefix not in self._opened:
+            self._opened[prefix] = IndexedDataset(prefix, self.config.mmap_bin_files)
+        return self._opened[prefix]
+
+    def _sequences_of(self, dataset: IndexedDataset, split: int) -> range | None:
+        if self.config.blend_per_split is not None:
+            return range(len(dataset))
+        return split_boundaries(parse_split(self.config.split), len(dataset))[split]
+
+    def _refuse_or_report_no_share(self, split: int, report: Callable[[str], None]) -> None:
+        name, wanted = SPLIT_NAMES[split], self.num_samples[split]
+        if name == "train" and wanted is not None:
+            raise DataError(
+                f"{wanted} training samples are asked for, but --split {self.config.split} gives training no share; "
+                "give it one, as in --split 949,50,1"
+            )
+        report(f" > no {name} data: --split {self.config.split} gives it no share")
+
+    def _may_be_off(self, split: int) -> bool:
+        """Everyday splits leave small data without test samples; a path given for the test split must be good."""
+        return SPLIT_NAMES[split] == "test" and self.config.blend_per_split is None
+
+    def _describe_empty_split(self, dataset: IndexedDataset, split: int) -> str:
+        """Describe a split without sequences, with a ``--split`` that would give it some."""
+        name = SPLIT_NAMES[split]
+        fact = f"{self._describe_wanted(split)} are asked for, but {dataset.prefix}"
+        if self.config.blend_per_split is not None:
+            return f"{fact} has no sequences; leave it out or write it again"
+        shares = parse_split(self.config.split)
+        # A split that is asked for nothing may stay empty.
+        shares_wanted = [0.0 if self.num_samples[i] == 0 else share for i, share in enumerate(shares)]
+        better = suggest_split(shares_wanted, len(dataset))
+        fact += f" has {len(dataset)} sequences, of which --split {self.config.split} leaves none for {name}"
+        if better is None:
+            return f"{fact}; that is too few to divide: give each split its own data ({_PATH_FLAGS[split]})"
+        return f"{fact}; use --split {better}"
+
+    def _describe_wanted(self, split: int) -> str:
+        wanted = self.num_samples[split]
+        return f"{'all' if wanted is None else wanted} {SPLIT_NAMES[split]} samples"
+
+    def _find_shortage(self, sources: Sequence[_Source], split: int) -> str | None:
+        """Describe text that does not fill one sample; None where it does. Several epochs are no shortage."""
+        wanted, length = self.num_samples[split], self.config.sequence_length
+        if wanted is None and not self._takes_all(split):
+            return None
+        largest = max(source.tokens for source in sources)
+        empty = [source for source in sources if source.tokens == 0 and source.weight is not None]
+        if largest > length and not empty:
+            return None
+        need = "a whole epoch" if wanted is None else f"{wanted} samples"
+        remedy = "use more text, a larger share of --split or a smaller --seq-length"
+        if SPLIT_NAMES[split] != "train":
+            remedy += ", or --eval-iters 0"
+        prefixes = ", ".join(source.dataset.prefix for source in empty or sources)
+        return (
+            f"too little {SPLIT_NAMES[split]} data: need {need} of {length} + 1 tokens, have "
+            f"{0 if empty else largest} tokens in {prefixes}; {remedy}"
+        )
+
+
+@contextlib.contextmanager
+def _named_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"validation set {name}: {error}") from error
+
+
+def _probe_vocabulary(source: _Source, vocab_size: int | None) -> None:
+    """Look at the first tokens of a data set, enough to notice another tokenizer's ids."""
+    if vocab_size is None:
+        return
+    seen = 0
+    for sequence in source.sequences:
+        tokens = source.dataset.get(sequence)[:_PROBED_TOKENS]
+        if len(tokens) and (int(tokens.max()) >= vocab_size or int(tokens.min()) < 0):
+            raise token_range_error(source.dataset.prefix, int(tokens.min()), int(tokens.max()), vocab_size)
+        seen += len(tokens)
+        if seen >= _PROBED_TOKENS:
+            return

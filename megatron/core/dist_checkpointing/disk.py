@@ -1,0 +1,160 @@
+"""Files that are forced to disk: large ones as fast as it takes them, small ones, folders, and its refusals."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.errors import CheckpointError
+
+CHUNK_BYTES = 16 * 1024 * 1024
+_ALIGNMENT = 4096
+_DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux has it
+
+
+class CheckpointWriteError(CheckpointError):
+    """Report a checkpoint that the file system did not take; what was saved before is still in place."""
+
+
+class SequentialFile:
+    """Append to a new file past the system's page cache, and force it to disk on leaving the context.
+
+    Bytes are gathered in one of two aligned buffers while the other one is on its way to the disk, in a second thread
+    that only waits for it. The page cache would copy each byte once more, keep the copy in memory where nobody reads
+    it, and begin to write when it is full or when the file is synced. A file system without direct writes gets
+    ordinary ones.
+
+    No method holds Python's lock for longer than a few calls, so that other threads can work meanwhile.
+    """
+
+    def __init__(self, path: Path, expected_bytes: int = CHUNK_BYTES) -> None:
+        self.num_bytes = 0
+        self._descriptor, self._is_direct = _open_new(path)
+        size = max(min(-(-expected_bytes // _ALIGNMENT) * _ALIGNMENT, CHUNK_BYTES), _ALIGNMENT)
+        # Anonymous mappings are aligned to pages, and go back to the system whole.
+        self._buffers = [np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8) for _ in range(2)]
+        self._num_gathered = 0
+        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint disk")
+        self._writing: Future[None] | None = None
+
+    def __enter__(self) -> SequentialFile:
+        """Return the file itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write what is left, force all to disk and close; after an error only close."""
+        try:
+            if kind is None:
+                self._hand_over()
+                self._wait()
+                os.fsync(self._descriptor)
+        finally:
+            self._disk.shutdown()
+            os.close(self._descriptor)
+
+    def append(self, data: NDArray[np.uint8] | bytes) -> int:
+        """Append the bytes and return their CRC-32; an error of an earlier append may be raised here.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        source = np.frombuffer(data, dtype=np.uint8) if isinstance(data, bytes) else data
+        crc = start = 0
+        while start < source.size:
+            buffer = self._buffers[0]
+            count = min(buffer.size - self._num_gathered, source.size - start)
+            part = buffer[self._num_gathered : self._num_gathered + count]
+            np.copyto(part, source[start : start + count])
+            crc = zlib.crc32(part.data, crc)
+            self._num_gathered += count
+            start += count
+            if self._num_gathered == buffer.size:
+                self._hand_over()
+        self.num_bytes += source.size
+        return crc
+
+    def _hand_over(self) -> None:
+        """Let the disk have what is gathered, and gather in the other buffer."""
+        self._wait()
+        full = self._buffers[0].data[: self._num_gathered]
+        self._writing = self._disk.submit(self._write, full)
+        self._buffers.reverse()
+        self._num_gathered = 0
+
+    def _wait(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write(self, data: memoryview) -> None:
+        while data:
+            aligned = len(data) // _ALIGNMENT * _ALIGNMENT
+            if self._is_direct and not aligned:
+                self._write_through_cache()
+            try:
+                count = os.write(self._descriptor, data[:aligned] if self._is_direct else data)
+            except OSError as failure:
+                if failure.errno != errno.EINVAL or not self._is_direct:
+                    raise
+                self._write_through_cache()  # opened for direct writes and yet refusing them
+                continue
+            data = data[count:]
+            if count % _ALIGNMENT:
+                self._write_through_cache()
+
+    def _write_through_cache(self) -> None:
+        if self._is_direct:
+            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
+            self._is_direct = False
+
+
+def sync_folder(folder: Path) -> None:
+    """Force a folder's entries (new files, renames) to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file and force it to disk."""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_error(path: Path, failure: OSError, needed_bytes: int = 0) -> CheckpointWriteError:
+    """Return the error that says what could not be written, how many bytes it needs and how many there are."""
+    need = f"; {needed_bytes} bytes are needed for it" if needed_bytes else ""
+    try:
+        free = f", {shutil.disk_usage(path.parent).free} are free"
+    except OSError:
+        free = ""
+    reason = failure.strerror or os.strerror(failure.errno or 0)
+    return CheckpointWriteError(f"cannot write {path}: {reason}{need}{free}")
+
+
+def _open_new(path: Path) -> tuple[int, bool]:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    if _DIRECT:
+        try:
+            return os.open(path, flags | _DIRECT, 0o666), True
+        except OSError as failure:
+            if failure.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+    return os.open(path, flags, 0o666), False

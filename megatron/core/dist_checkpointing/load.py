@@ -1,0 +1,120 @@
+"""Fill the tensors of all ranks from one folder.
+
+Everything here is collective: every rank calls it, and every rank learns when one of them fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.collectives import all_gather_objects, broadcast_object, raise_on_all_ranks, run_on_all_ranks
+from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, read_index
+from megatron.core.dist_checkpointing.load_plan import PieceRead, plan_reads
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.shard_file import check_file
+from megatron.core.dist_checkpointing.shard_reader import ShardReader, check_pieces, read_remote_pieces
+from megatron.core.dist_checkpointing.strictness import STRICT, Strictness, find_misfits
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
+from megatron.core.process_group import Group
+
+
+def load_index(folder: Path, world: Group, verify: bool = True) -> CheckpointIndex:
+    """Return the index, read and compared with the files beside it by the first rank, on every rank.
+
+    Files that the first rank does not see are compared by those that do: each machine may hold its own.
+
+    Raises:
+        DamagedCheckpointError: the index or a shard file is missing or damaged; an index that was changed but still
+            reads is returned, with ``is_intact`` False.
+    """
+
+    def read() -> CheckpointIndex | None:
+        if not world.is_first:
+            return None
+        index = read_index(folder)
+        _check_files(folder, index, [name for name in index.files if (folder / name).exists()], verify)
+        return index
+
+    found = broadcast_object(run_on_all_ranks(read, world), world)
+    assert isinstance(found, CheckpointIndex)
+    _check_files_elsewhere(folder, found, world, verify)
+    return found
+
+
+@dataclass(frozen=True)
+class LoadedTensors:
+    """Say how many bytes this rank read, which tensors of the run keep their values, and which were passed over."""
+
+    bytes_read: int
+    left_alone: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
+
+
+def load_tensors(
+    folder: Path,
+    index: CheckpointIndex,
+    tensors: Sequence[ShardedTensor],
+    namespaces: Sequence[str],
+    world: Group,
+    verify: bool = True,
+    allow_cast: bool = False,
+    strictness: Strictness = STRICT,
+) -> LoadedTensors:
+    """Fill every rank's tensors in place; each rank reads the bytes that it needs, each once.
+
+    A stored tensor whose name begins with one of ``namespaces`` and that no rank wants is refused, and so is one that
+    is wanted and not stored, unless ``strictness`` says otherwise. With ``allow_cast`` values are converted to the
+    dtype of the tensors that they fill.
+
+    Raises:
+        CheckpointError: names, shapes or dtypes do not fit; all of them are listed. On every rank alike.
+        DamagedCheckpointError: a file is missing or changed. On every rank alike.
+    """
+    descriptions = all_gather_objects([tensor.describe() for tensor in tensors], world)
+    misfits = find_misfits(descriptions, index.tensors, namespaces, allow_cast)
+    if verify and not index.is_intact:
+        raise DamagedCheckpointError(
+            f"{folder / INDEX_FILE}: does not match its checksum; --no-verify-checkpoint takes it as it is"
+            + "".join(f"\n  {line}" for line in misfits.problems())
+        )
+    problems = misfits.problems(strictness)
+    if problems:
+        raise CheckpointError(f"checkpoint {folder} does not fit this run:" + "".join(f"\n  {p}" for p in problems))
+    present = [tensor for tensor in tensors if tensor.name in index.tensors]
+    with ShardReader(folder, verify) as reader:
+        targets = [tensor.data for tensor in present]
+
+        def read_here() -> list[PieceRead]:
+            wanted = [(tensor.name, tensor.pieces) for tensor in present]
+            reads = plan_reads(wanted, index.tensors, descriptions, world.rank, verify)
+            absent = {name for name in {read.piece.file for read in reads} if not (folder / name).exists()}
+            for read in reads:
+                if read.piece.file not in absent:
+                    reader.read(read, targets)
+            return [read for read in reads if read.piece.file in absent]
+
+        remote = run_on_all_ranks(read_here, world)
+        error = read_remote_pieces(reader, folder, remote, targets, world)
+    raise_on_all_ranks(error, world)
+    check_pieces(folder, index.tensors, all_gather_objects(reader.cell_checksums, world))
+    return LoadedTensors(reader.bytes_read, misfits.missing, misfits.unexpected)
+
+
+def _check_files(folder: Path, index: CheckpointIndex, names: Iterable[str], verify: bool) -> None:
+    for name in names:
+        check_file(folder / name, index.files[name], index.pieces_of(name), verify)
+
+
+def _check_files_elsewhere(folder: Path, index: CheckpointIndex, world: Group, verify: bool) -> None:
+    """Compare the files that the first rank does not see; collective."""
+    absent = [name for name in index.files if not (folder / name).exists()] if world.is_first else []
+    absent = broadcast_object(absent, world)
+    if not absent:
+        return
+    here = [name for name in absent if (folder / name).exists()]
+    seen = {name for names in all_gather_objects(here, world) for name in names}
+    # The first rank answers for those that nobody sees.
+    here = here or [name for name in absent if world.is_first and name not in seen]
+    run_on_all_ranks(lambda: _check_files(folder, index, here, verify), world)

@@ -1,0 +1,219 @@
+"""Shard files: what a rank writes of a checkpoint, in which order, and whether a file is as it was written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron.core.dist_checkpointing.background import StagingArea
+from megatron.core.dist_checkpointing.checksum import checksum
+from megatron.core.dist_checkpointing.disk import SequentialFile, write_error
+from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredFile, StoredPiece, StoredTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, TensorDescription, dtype_of, piece_key
+from megatron.core.dist_checkpointing.save_plan import SavePlan
+from megatron.core.errors import DamagedCheckpointError
+
+_SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, eq=False)
+class ShardEntry:
+    """Name the values of one entry of a shard file; ``values`` may be a view on any device."""
+
+    key: str
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class WrittenShare:
+    """Say what a rank has written: its file, None where it is nothing, and the checksum of each entry in order."""
+
+    file: StoredFile | None
+    checksums: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RankShare:
+    """Hold what this rank writes of a checkpoint; entries of wide types come first."""
+
+    file_name: str
+    entries: tuple[ShardEntry, ...]
+
+    def staged(self, area: StagingArea) -> RankShare:
+        """Return the same share with a copy of its values, which training no longer changes."""
+        copies = area.copy([entry.values for entry in self.entries])
+        return replace(self, entries=tuple(replace(entry, values=copy) for entry, copy in zip(self.entries, copies)))
+
+    def write(self, folder: Path) -> WrittenShare:
+        """Write the share into an existing folder and force it to disk; a rank without a share writes no file.
+
+        Raises:
+            CheckpointWriteError: the file system refused; the half-written file is gone.
+        """
+        if not self.entries:
+            return WrittenShare(None, ())
+        path = folder / self.file_name
+        try:
+            return write_shard(path, self.entries)
+        except OSError as failure:
+            path.unlink(missing_ok=True)
+            raise write_error(path, failure, shard_bytes(self.entries)) from failure
+
+
+def take_share(plan: SavePlan, tensors: Sequence[ShardedTensor], rank: int) -> RankShare:
+    """Return what ``rank``, this one, writes of its tensors according to the plan that was made of them."""
+    by_name: dict[str, list[ShardedTensor]] = {}
+    for tensor in tensors:
+        if tensor.is_owner:
+            by_name.setdefault(tensor.name, []).append(tensor)
+    entries = []
+    for planned in plan.own:
+        for box in planned.boxes:
+            views = (tensor.view(box) for tensor in by_name[planned.name])
+            values = next(view for view in views if view is not None)
+            entries.append(ShardEntry(piece_key(planned.name, planned.global_shape, box), values))
+    return RankShare(shard_name(rank), tuple(entries))
+
+
+def shard_name(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"shard_{rank:05d}.safetensors"
+
+
+def build_index(plan: SavePlan, shares: Sequence[WrittenShare], common: Mapping[str, Any]) -> CheckpointIndex:
+    """Return the index of a checkpoint whose shares, in the order of the ranks, are written; for the first rank."""
+    planned: dict[str, TensorDescription] = {}
+    pieces: dict[str, list[StoredPiece]] = {}
+    for rank, (own, share) in enumerate(zip(plan.ranks, shares, strict=True)):
+        start = 0 if share.file is None else share.file.header_bytes
+        checksums = iter(share.checksums)
+        for tensor in own:
+            name, shape = tensor.name, tensor.global_shape
+            planned[name] = tensor
+            stored = pieces.setdefault(name, [])
+            for box in tensor.boxes:
+                num_bytes = box.num_elements * dtype_of(tensor.dtype).itemsize
+                key = piece_key(name, shape, box)
+                stored.append(StoredPiece(box, shard_name(rank), key, start, num_bytes, next(checksums)))
+                start += num_bytes
+    tensors = {
+        name: StoredTensor(
+            name, tensor.global_shape, tensor.dtype, tuple(sorted(pieces[name], key=lambda piece: piece.box.offset))
+        )
+        for name, tensor in planned.items()
+    }
+    files = {shard_name(rank): share.file for rank, share in enumerate(shares) if share.file is not None}
+    return CheckpointIndex(tensors, files, common)
+
+
+def shard_header(entries: Sequence[ShardEntry]) -> bytes:
+    """Return a safetensors header for the entries in their order, its length field included."""
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for entry in entries:
+        end = start + entry.values.numel() * entry.values.element_size()
+        fields[entry.key] = {
+            "dtype": _SAFETENSORS_DTYPES[entry.values.dtype],
+            "shape": list(entry.values.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def write_shard(path: Path, entries: Sequence[ShardEntry]) -> WrittenShare:
+    """Write entries to a safetensors file and force it to disk; no more than one entry is copied at a time.
+
+    Entries of wide types must come first, so that every one is aligned in the file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    header = shard_header(entries)
+    with SequentialFile(path, shard_bytes(entries)) as file:
+        file.append(header)
+        checksums = tuple(f"{file.append(_bytes_of(entry.values)):08x}" for entry in entries)
+    return WrittenShare(StoredFile(file.num_bytes, len(header), checksum(header)), checksums)
+
+
+def shard_bytes(entries: Sequence[ShardEntry]) -> int:
+    """Return the size of the file that `write_shard` makes of the entries."""
+    data_bytes = sum(entry.values.numel() * entry.values.element_size() for entry in entries)
+    return len(shard_header(entries)) + data_bytes
+
+
+def check_file(path: Path, expected: StoredFile, pieces: Sequence[StoredPiece], verify: bool = True) -> None:
+    """Compare a shard file's size, and with ``verify`` its header, with what the index says.
+
+    Raises:
+        DamagedCheckpointError: the file is missing or differs; the message names the pieces that are lost.
+    """
+    try:
+        num_bytes = path.stat().st_size
+        with open(path, "rb") as file:
+            header = file.read(expected.header_bytes) if verify else b""
+    except OSError as error:
+        lost = _name_some({piece.key for piece in pieces})
+        raise DamagedCheckpointError(f"{path}: {error.strerror}{lost}") from error
+    if num_bytes != expected.num_bytes:
+        problem = f"has {num_bytes} bytes, {expected.num_bytes} were written"
+    elif verify and checksum(header) != expected.header_checksum:
+        problem = "the header does not match its checksum"
+    else:
+        return
+    lost = _name_some({piece.key for piece in pieces} - readable_keys(path))
+    raise DamagedCheckpointError(f"{path}: {problem}{lost}")
+
+
+def _name_some(keys: set[str]) -> str:
+    """Return the end of a message about tensors that are lost; of very many, the first few."""
+    names = sorted(keys)
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return f"; lost: {', '.join(names[:20])}{more}" if names else ""
+
+
+def readable_keys(path: Path) -> set[str]:
+    """Return the keys that a safetensors file's own header lists and whose bytes the file reaches."""
+    try:
+        num_bytes = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            fields = json.loads(file.read(min(length, num_bytes)))
+        data_bytes = num_bytes - _LENGTH_BYTES - length
+        return {
+            key
+            for key, entry in fields.items()
+            if key != "__metadata__" and int(entry["data_offsets"][1]) <= data_bytes
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        # A header that cannot be read gives access to nothing.
+        return set()
+
+
+def _bytes_of(values: torch.Tensor) -> NDArray[np.uint8]:
+    flat = values.detach().to("cpu").contiguous().reshape(-1)
+    bytes_of_values: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return bytes_of_values

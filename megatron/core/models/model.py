@@ -1,0 +1,41 @@
+"""What training asks of a model: one that has this trains at any layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.core.sharding import attach_spec, spec_of
+from megatron.core.tensor_parallel.initialization import initialize_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class Model(nn.Module):
+    """Be one chunk of a model, on one pipeline stage.
+
+    A chunk with ``pre_process`` begins the model. Every other one is given the hidden states of the chunk before. A
+    chunk with ``post_process`` ends in the loss, every other one in hidden states of ``config.hidden_shape``. How a
+    chunk is called is between the model and its forward step.
+    """
+
+    config: TransformerConfig
+    pre_process: bool
+    post_process: bool
+    auxiliary_loss_names: tuple[str, ...] = ()
+    """Names of the whole model's auxiliary losses that are reported, the same on every chunk."""
+
+    def name_parameters(self) -> None:
+        """Put each module's place in the model before the names in its parameters' descriptions."""
+        for module_name, module in self.named_modules():
+            for parameter in module.parameters(recurse=False):
+                attach_spec(parameter, spec_of(parameter).with_prefix(f"{module_name}."))
+
+    def initialize_parameters(self, seed: int | None) -> None:
+        """Give the named parameters their first values: from ``seed``, or zeros without one, or none on ``meta``."""
+        parameters = list(self.parameters())
+        if seed is None:
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.zero_()
+        elif not any(parameter.is_meta for parameter in parameters):
+            initialize_module(self, seed)

@@ -1,0 +1,39 @@
+"""Keys and values of the positions that a model has already seen."""
+
+from __future__ import annotations
+
+import torch
+
+
+class KeyValueCache:
+    """Keep every layer's keys and values for up to ``max_length`` positions of one batch.
+
+    A layer's buffers are allocated whole at its first update, in the dtype, on the device and with the heads of what
+    is stored, so that the cache need not know the model.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._lengths: dict[int, int] = {}
+
+    def length(self, layer_number: int) -> int:
+        """Return how many positions of a layer are stored."""
+        return self._lengths.get(layer_number, 0)
+
+    def update(self, layer_number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the new positions of a layer and return views of all of its keys and values.
+
+        Shapes: ``[s, b, g/tp, d] -> [all, b, g/tp, d]``.
+        """
+        if layer_number not in self._buffers:
+            shape = (self.max_length, *key.shape[1:])
+            self._buffers[layer_number] = (key.new_empty(shape), value.new_empty(shape))
+        keys, values = self._buffers[layer_number]
+        start = self.length(layer_number)
+        end = start + key.shape[0]
+        assert end <= self.max_length, f"{end} positions in a cache of {self.max_length}"
+        keys[start:end] = key
+        values[start:end] = value
+        self._lengths[layer_number] = end
+        return keys[:end], values[:end]

@@ -1,0 +1,64 @@
+"""The parameters of a model chunk on one tensor-parallel rank: their sizes, and which gradients are parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+
+
+@dataclass(frozen=True)
+class ChunkParameter:
+    """Hold a parameter's local size and, where its gradient is a part, how many of the t ranks hold a copy.
+
+    ``is_tied`` says that the other end of the pipeline holds it too.
+    """
+
+    size: int
+    copies_to_sum: int = 0
+    is_tied: bool = False
+
+
+def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParameter]:
+    """Return a chunk's parameters in the order of the model."""
+    t, h, f, d = model.tensor_model_parallel_size, model.hidden_size, model.ffn_hidden_size, model.kv_channels
+    queries, groups = model.query_projection_size // t, model.num_query_groups
+    of_all_ranks = t if t > 1 else 0
+    of_cut_tokens = of_all_ranks if model.sequence_parallel else 0
+
+    def norm(width: int, copies_to_sum: int = of_cut_tokens) -> list[ChunkParameter]:
+        return [ChunkParameter(width, copies_to_sum)] * (2 if model.normalization == "LayerNorm" else 1)
+
+    def linear(rows: int, columns: int, copies_to_sum: int, has_bias: bool) -> list[ChunkParameter]:
+        bias = [ChunkParameter(rows, copies_to_sum)] if has_bias else []
+        return [ChunkParameter(rows * columns), *bias]
+
+    if groups % t == 0:
+        query_key_value = linear(queries + 2 * model.kv_projection_size // t, h, 0, model.has_qkv_bias)
+    else:
+        query_key_value = [
+            parameter
+            for width in ((h, 1) if model.has_qkv_bias else (h,))
+            for parameter in (ChunkParameter(queries * width), ChunkParameter(2 * d * width, t // groups))
+        ]
+    layer = [
+        *norm(h),
+        *linear(h, queries, of_cut_tokens, model.add_bias_linear),
+        *query_key_value,
+        *(norm(d, of_all_ranks) * 2 if model.qk_layernorm else ()),
+        *norm(h),
+        *linear(f * (2 if model.swiglu else 1) // t, h, 0, model.add_bias_linear),
+        *linear(h, f // t, of_cut_tokens, model.add_bias_linear),
+    ]
+    is_untied, is_learned = (
+        model.untie_embeddings_and_output_weights,
+        model.position_embedding_type == "learned_absolute",
+    )
+    is_tied = not is_untied and chunk.has_embedding != chunk.has_loss
+    vocabulary = ChunkParameter(model.padded_vocab_size // t * h, is_tied=is_tied)
+    positions = [ChunkParameter(model.max_position_embeddings * h, of_cut_tokens)] if is_learned else []
+    output = [vocabulary] if is_untied or not chunk.has_embedding else []
+    first = [vocabulary, *positions] if chunk.has_embedding else []
+    last = [*norm(h), *output] if chunk.has_loss else []
+    return [*first, *layer * len(chunk.layer_numbers), *last]

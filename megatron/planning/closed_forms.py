@@ -1,0 +1,262 @@
+"""What a training step sends, as formulas of the configuration: docs/parallelism.md in code, without torch.
+
+A rank's communications are counted as `process_group.CollectiveCall` counts them: by operation and axes, with the
+bytes of the whole tensor that the operation is about. Names are those of the document: t, c and p are the tensor-,
+context- and pipeline-parallel sizes, d the number of gradient replicas (dp × cp), m the micro-batches of a rank, A the
+bytes of the hidden states of a rank's tokens before sequence parallelism cuts them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads, key_value_heads_of_rank
+from megatron.core.distributed.param_layout import parts_of_range, plan_buckets
+from megatron.core.parallel_sizes import GRID_AXES, ParallelSizes, Place
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.planning.chunk_parameters import chunk_parameters
+
+if TYPE_CHECKING:
+    from megatron.training.config.run_config import RunConfig
+
+ELEMENT_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Hold how many communications there are and how many bytes they are about."""
+
+    num_calls: int
+    num_bytes: int
+
+    def __add__(self, other: Volume) -> Volume:
+        """Return both together."""
+        return Volume(self.num_calls + other.num_calls, self.num_bytes + other.num_bytes)
+
+    def __mul__(self, count: int) -> Volume:
+        """Return ``count`` times this."""
+        return Volume(self.num_calls * count, self.num_bytes * count)
+
+
+Traffic = dict[tuple[str, tuple[str, ...]], Volume]
+"""Volumes by operation and axes."""
+
+TP, CP, PP, EMBEDDING = ("tp",), ("cp",), ("pp",), ("embedding",)
+DP_CP, MODEL_PARALLEL, WORLD = ("dp", "cp"), ("pp", "tp"), GRID_AXES
+
+
+class _Sum:
+    """Add up communications; those over one rank are none."""
+
+    def __init__(self, sizes: dict[tuple[str, ...], int]) -> None:
+        self.sizes = sizes
+        self.traffic: Traffic = {}
+
+    def add(self, operation: str, axes: tuple[str, ...], num_bytes: int, count: int = 1) -> None:
+        if self.sizes[axes] > 1 and count:
+            key = (operation, axes)
+            self.traffic[key] = self.traffic.get(key, Volume(0, 0)) + Volume(1, num_bytes) * count
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """Hold a rank's place in the grid and the lengths that the formulas share."""
+
+    config: RunConfig
+    sizes: ParallelSizes
+    place: Place
+
+    @property
+    def num_microbatches(self) -> int:
+        training = self.config.training
+        return training.global_batch_size // (training.micro_batch_size * self.sizes.dp)
+
+    @property
+    def tokens(self) -> int:
+        """Return s/c · b: the tokens of a micro-batch that a rank holds."""
+        return self.config.data.seq_length // self.sizes.cp * self.config.training.micro_batch_size
+
+    @property
+    def element(self) -> int:
+        return ELEMENT_BYTES[self.config.model.params_dtype]
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Return A = s/c · b · h · e."""
+        return self.tokens * self.config.model.hidden_size * self.element
+
+    def group_sizes(self) -> dict[tuple[str, ...], int]:
+        """Return the number of ranks of every group that communicates."""
+        at_an_end = self.place["pp"] in (0, self.sizes.pp - 1)
+        slices = {axes: self.sizes.size_of(axes) for axes in (TP, CP, PP, DP_CP, MODEL_PARALLEL, WORLD)}
+        return slices | {EMBEDDING: min(self.sizes.pp, 2) if at_an_end else 1}
+
+
+def step_traffic(config: RunConfig, rank: int) -> Traffic:
+    """Return what a rank sends in one training step."""
+    sizes = config.parallel_sizes
+    here = _Rank(config, sizes, sizes.place(rank))
+    total = _Sum(here.group_sizes())
+    chunks = config.stage_layout.chunks(here.place["pp"])
+    _add_samples(total, here, chunks)
+    for index, chunk in enumerate(chunks):
+        _add_microbatch(total, here, chunk)
+        _add_sends(total, here, index, len(chunks))
+    _add_gradients(total, here, chunks)
+    _add_scalars(total, here)
+    return total.traffic
+
+
+def _add_samples(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) -> None:
+    """Add what the first tensor-parallel rank sends the others of the samples that it reads, once a micro-batch."""
+    model, data = here.config.model, here.config.data
+    has_embedding = any(chunk.has_embedding for chunk in chunks)
+    has_loss = any(chunk.has_loss for chunk in chunks)
+    token = 2 if model.vocab_size <= 1 << 16 else 4
+    position = 2 if data.seq_length <= 1 << 16 else 4
+    num_bytes = here.tokens * token * has_embedding
+    # Labels, one byte a token that says whether it counts, and how many of the whole micro-batch do.
+    num_bytes += (here.tokens * (token + 1) + 8) * has_loss
+    is_rotary = model.position_embedding_type == "rope"
+    if data.reset_position_ids and (is_rotary or (model.position_embedding_type != "none" and has_embedding)):
+        num_bytes += here.tokens * position
+    if data.reset_attention_mask and any(chunk.layer_numbers for chunk in chunks):
+        num_bytes += here.tokens * here.sizes.cp * position  # of the whole sequences
+    total.add("broadcast", TP, num_bytes, here.num_microbatches * (num_bytes > 0))
+
+
+def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
+    """Add what the layers, the embedding and the output layer send for all micro-batches."""
+    m = here.num_microbatches
+    layers = len(chunk.layer_numbers)
+    full, early = _recomputed(here, layers)
+    _add_layer_ends(total, here, m * layers, m * layers, m * layers)
+    # What is recomputed runs forward again, up to the last thing that the backward pass needs.
+    _add_layer_ends(total, here, m * full, m * (full - early), 0)
+    is_selective = here.config.model.recompute_granularity == "selective"
+    for position, number in enumerate(chunk.layer_numbers):
+        _add_exchange(total, here, number, is_recomputed=is_selective or position < full)
+    A = here.hidden_bytes
+    if here.config.model.sequence_parallel:
+        total.add("reduce_scatter", TP, A, m * chunk.has_embedding)
+        total.add("all_gather", TP, A, m * chunk.has_embedding)
+        total.add("all_gather", TP, A, 2 * m * chunk.has_loss)
+        total.add("reduce_scatter", TP, A, m * chunk.has_loss)
+    else:
+        total.add("all_reduce", TP, A, m * chunk.has_embedding)
+        total.add("all_reduce", TP, A, m * chunk.has_loss)
+    # The cross-entropy: the largest normalizer, then the sum of exponentials and the label's logit.
+    wide = max(here.element, 4)
+    total.add("all_reduce", TP, here.tokens * wide, m * chunk.has_loss)
+    total.add("all_reduce", TP, 2 * here.tokens * wide, m * chunk.has_loss)
+
+
+def _recomputed(here: _Rank, layers: int) -> tuple[int, int]:
+    """Return how many layers, the first ones, run forward again, and how many stop before their last communication.
+
+    A recomputed group of layers ends where the backward pass has all that it saved. Without dropout nothing is saved
+    behind the last layer's fc2, whose sum over the tensor ranks is then left out.
+    """
+    model = here.config.model
+    if model.recompute_granularity != "full":
+        return 0, 0
+    length = model.recompute_num_layers or 1
+    if model.recompute_method == "block":
+        recomputed = groups = min(length, layers)
+    else:
+        recomputed, groups = layers, math.ceil(layers / length)
+    return recomputed, groups if model.hidden_dropout == 0.0 else 0
+
+
+def _add_layer_ends(total: _Sum, here: _Rank, entered: int, left: int, backward: int) -> None:
+    """Add what a number of layers send where they enter and leave their two tensor-parallel regions."""
+    A = here.hidden_bytes
+    if here.config.model.sequence_parallel:
+        total.add("all_gather", TP, A, 2 * entered)
+        total.add("reduce_scatter", TP, A, entered + left)
+        # Backward: the gradients of both outputs, and both inputs once more for the weights' gradients.
+        total.add("all_gather", TP, A, 4 * backward)
+        total.add("reduce_scatter", TP, A, 2 * backward)
+    else:
+        total.add("all_reduce", TP, A, entered + left)
+        total.add("all_reduce", TP, A, 2 * backward)
+
+
+def _add_exchange(total: _Sum, here: _Rank, number: int, is_recomputed: bool) -> None:
+    """Add what the attention of a layer sends for all micro-batches."""
+    if here.sizes.cp == 1:
+        return
+    model, c = here.config.model, here.sizes.cp
+    exchange = model.cp_exchange(number)
+    heads = model.num_attention_heads // here.sizes.tp
+    groups = key_value_heads_of_rank(model.num_query_groups, here.sizes.tp)
+    forwards = here.num_microbatches * (1 + is_recomputed)
+    backwards = here.num_microbatches
+    head_bytes = here.tokens * model.kv_channels * here.element
+    if exchange == "p2p":
+        keys_and_values = 2 * groups * head_bytes
+        total.add("send", CP, keys_and_values, (c - 1) * (forwards + backwards))
+        total.add("send", CP, keys_and_values // here.element * max(here.element, 4), c * backwards)
+    elif exchange == "all_gather":
+        total.add("all_gather", CP, 2 * groups * head_bytes * c, forwards)
+        total.add("reduce_scatter", CP, 2 * groups * head_bytes * c, backwards)
+    else:
+        copies = copies_of_key_value_heads(heads, groups, c)
+        assert copies is not None, "a validated configuration shares the heads"
+        there = (heads + 2 * copies * groups) * head_bytes
+        back = heads * head_bytes
+        # A recomputed core alone ends before its output goes back: nothing behind it is needed.
+        again = forwards - backwards if model.recompute_granularity == "full" else 0
+        total.add("all_to_all", CP, there, forwards + backwards)
+        total.add("all_to_all", CP, back, 2 * backwards + again)
+
+
+def _add_sends(total: _Sum, here: _Rank, index: int, num_chunks: int) -> None:
+    """Add a chunk's activations for the next stage and gradients for the previous one."""
+    message = here.hidden_bytes // (here.sizes.tp if here.config.model.sequence_parallel else 1)
+    is_first = index == 0 and here.place["pp"] == 0
+    is_last = index == num_chunks - 1 and here.place["pp"] == here.sizes.pp - 1
+    total.add("send", PP, message, here.num_microbatches * ((not is_first) + (not is_last)))
+
+
+def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) -> None:
+    """Add the reductions of gradients over replicas, copies and the ends of the pipeline, and the new parameters."""
+    model, ddp, sizes = here.config.model, here.config.ddp, here.sizes
+    is_sharded = ddp.shards_over(sizes.num_replicas)
+    grad_element = ELEMENT_BYTES[ddp.grad_dtype(model.params_dtype)]
+    replica = here.place["dp"] * sizes.cp + here.place["cp"]
+    partial_bytes = 0
+    for chunk in chunks:
+        parameters = chunk_parameters(model, chunk)
+        tied = [index for index, parameter in enumerate(parameters) if parameter.is_tied]
+        for bucket in plan_buckets([p.size for p in parameters], tied, ddp, sizes.num_replicas).buckets:
+            grad_bytes = bucket.num_elements * grad_element
+            if is_sharded:
+                rounds = here.num_microbatches if ddp.shards_gradients else 1
+                total.add("reduce_scatter", DP_CP, grad_bytes, rounds)
+                total.add("all_gather", DP_CP, bucket.num_elements * here.element)
+            else:
+                total.add("all_reduce", DP_CP, grad_bytes)
+            start, end = bucket.shard(replica, sizes.num_replicas) if is_sharded else (bucket.start, bucket.end)
+            for part in parts_of_range(bucket.slots, start, end):
+                parameter, part_bytes = parameters[part.index], (part.end - part.start) * grad_element
+                if parameter.copies_to_sum:
+                    partial_bytes += sizes.tp // parameter.copies_to_sum * part_bytes
+                if parameter.is_tied:
+                    total.add("all_reduce", EMBEDDING, part_bytes)
+    if partial_bytes:
+        total.add("all_reduce", TP, partial_bytes)
+
+
+def _add_scalars(total: _Sum, here: _Rank) -> None:
+    """Add the token count, the gradient norm, and what all ranks agree on: a few float64 numbers each."""
+    config = here.config
+    if config.training.calculate_per_token_loss:
+        total.add("broadcast", PP, 8)
+        total.add("all_reduce", DP_CP, 8)
+    is_sharded = config.ddp.shards_over(here.sizes.num_replicas)
+    norms = 16 if config.optimizer.log_num_zeros_in_grad else 8
+    total.add("all_reduce", WORLD if is_sharded else MODEL_PARALLEL, norms)
+    total.add("all_reduce", WORLD, 32)

@@ -1,0 +1,104 @@
+"""Publication of a save by rename, and retention of the checkpoints before it.
+
+Everything here runs on one rank; nothing communicates.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.disk import sync_folder, write_text
+from megatron.core.dist_checkpointing.index import INDEX_FILE
+from megatron.interop.megatron_torch.rank_files import is_megatron_torch
+from megatron.interop.torch_dist.folder_files import is_torch_dist
+from megatron.training.checkpointing.folder import TRACKER_FILE, iteration_folder, saved_iterations
+
+PENDING_TRACKER = f".{TRACKER_FILE}.pending"
+
+
+def saving_folder(directory: Path, iteration: int) -> Path:
+    """Return the hidden folder that an iteration's checkpoint is written into before it is published."""
+    return directory / f".iter_{iteration:07d}.saving"
+
+
+def create_saving_folder(directory: Path, iteration: int) -> Path:
+    """Create the empty hidden folder for a save, and the directory itself where it is not there yet."""
+    directory.mkdir(parents=True, exist_ok=True)
+    folder = saving_folder(directory, iteration)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    return folder
+
+
+def publish(directory: Path, iteration: int) -> None:
+    """Give the hidden folder of a finished save its name, then point the tracker file at it.
+
+    The tracker's new text waits beside it under a hidden name before the folder is renamed, so that a process killed
+    between the two renames is told apart from a user who points the tracker at an older checkpoint.
+
+    Raises:
+        OSError: the file system refused; what was published before is still in place.
+    """
+    final = iteration_folder(directory, iteration)
+    pending = directory / PENDING_TRACKER
+    replaced = directory / f".{final.name}.replaced"
+    try:
+        write_text(pending, str(iteration))
+        if final.exists():
+            os.rename(final, replaced)
+        os.rename(saving_folder(directory, iteration), final)
+    except OSError:
+        if replaced.exists() and not final.exists():
+            os.rename(replaced, final)
+        pending.unlink(missing_ok=True)
+        raise
+    sync_folder(directory)
+    os.rename(pending, directory / TRACKER_FILE)
+    sync_folder(directory)
+
+
+def expired_iterations(iterations: list[int], newest: int, keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Return which iterations the retention rule gives up after ``newest`` was saved.
+
+    Iterations beyond ``newest`` (of a run that was since rolled back) are left alone.
+    """
+    if keep_last is None:
+        return []
+    older = sorted(iteration for iteration in iterations if iteration <= newest)
+    return [
+        iteration
+        for iteration in older[: max(len(older) - keep_last, 0)]
+        if not (keep_every and iteration % keep_every == 0) and iteration != newest
+    ]
+
+
+def remove_expired(directory: Path, newest: int, keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Remove the checkpoints that the retention rule gives up, and return their iterations.
+
+    A checkpoint of the same iteration that ``newest`` has replaced is removed too. Each is hidden by a rename first, so
+    that no half-removed checkpoint can be loaded. Folders in another format than the one of ``newest`` stay.
+    """
+    found = {iteration: format_of(iteration_folder(directory, iteration)) for iteration in saved_iterations(directory)}
+    alike = [iteration for iteration, kind in found.items() if kind is not None and kind == found.get(newest)]
+    expired = expired_iterations(alike, newest, keep_last, keep_every)
+    hidden = [directory / f".{iteration_folder(directory, newest).name}.replaced"]
+    for iteration in expired:
+        folder = iteration_folder(directory, iteration)
+        hidden.append(directory / f".{folder.name}.removing")
+        os.rename(folder, hidden[-1])
+    for folder in hidden:
+        if folder.exists():
+            shutil.rmtree(folder)
+    return expired
+
+
+def format_of(folder: Path) -> str | None:
+    """Return the format of a published checkpoint: ``native``, ``torch`` or ``torch_dist``; None where it is none."""
+    if (folder / INDEX_FILE).exists():
+        return "native"
+    if is_torch_dist(folder):
+        return "torch_dist"
+    return "torch" if is_megatron_torch(folder) else None

@@ -1,0 +1,318 @@
+"""Save a run: what goes into a checkpoint, and how it is written and published."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron.core.collectives import broadcast_object, run_on_all_ranks
+from megatron.core.dist_checkpointing.background import BackgroundTask, StagingArea
+from megatron.core.dist_checkpointing.disk import sync_folder, write_error
+from megatron.core.dist_checkpointing.index import INDEX_FILE, encode_common, write_index
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.save_plan import SavePlan, SavePlanner, gather_from_world
+from megatron.core.dist_checkpointing.shard_file import RankShare, WrittenShare, build_index, take_share
+from megatron.core.dist_checkpointing.state_dict import (
+    RunTensors,
+    model_tensors,
+    optimizer_tensors,
+    rng_tensors,
+)
+from megatron.core.errors import MegatronError
+from megatron.core.parallel_state import ParallelState
+from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
+from megatron.interop.huggingface.model_record import MODEL_RECORD
+from megatron.training.checkpointing.choice import Log
+from megatron.training.checkpointing.folder import iteration_folder
+from megatron.training.checkpointing.publication import (
+    create_saving_folder,
+    publish,
+    remove_expired,
+    saving_folder,
+)
+from megatron.training.checkpointing.recovery import SaveFolders, one_folder
+from megatron.training.checkpointing.tokenizer import warn_of_missing_tokenizer, write_tokenizer_files
+from megatron.training.checkpointing.torch_dist_format import plan_torch_dist_share
+from megatron.training.checkpointing.torch_format import plan_torch_share
+from megatron.training.config.checkpoint_config import CheckpointConfig
+from megatron.training.train_state import TrainProgress
+
+_THREAD_NAME = "checkpoint writer"
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonState:
+    """Hold the plain values that a run saves beside its tensors.
+
+    ``config`` is the configuration as JSON values, ``scheduler`` the scheduler's state, ``model_record`` what is known
+    of the Hugging Face folder that the model came from. ``write_tokenizer`` is given a folder to leave the tokenizer's
+    files in; the first rank of each folder calls it, in the thread that writes.
+    """
+
+    progress: TrainProgress
+    config: Mapping[str, Any]
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    model_record: Mapping[str, Any] | None = None
+    write_tokenizer: Callable[[Path], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveTarget:
+    """Hold where the checkpoints of a run go, and who does what there.
+
+    The ``planner`` keeps the plan of the native format from one save to the next. With an ``area`` the tensors are
+    copied into it first, and may change as soon as the first step has been taken.
+    """
+
+    directory: Path
+    folders: SaveFolders
+    state: ParallelState
+    options: CheckpointConfig
+    log: Log
+    planner: SavePlanner
+    area: StagingArea | None = None
+
+    @property
+    def is_leader(self) -> bool:
+        """Return whether this rank does what is done once in its folder."""
+        return self.folders.is_leader(self.state.rank)
+
+
+def save_checkpoint(
+    directory: str | Path,
+    tensors: RunTensors,
+    common: CommonState,
+    state: ParallelState,
+    options: CheckpointConfig,
+    log: Log,
+    folders: SaveFolders | None = None,
+) -> None:
+    """Save a checkpoint, collectively: it appears under its name only when all of all ranks is on disk.
+
+    Raises:
+        CheckpointWriteError: it could not be written, on every rank alike; what was saved before is still in place.
+    """
+    target = SaveTarget(
+        directory=Path(directory),
+        folders=one_folder(state) if folders is None else folders,
+        state=state,
+        options=options,
+        log=log,
+        planner=SavePlanner(state),
+    )
+    for _ in save_in_steps(tensors, common, target):
+        pass  # each step waits for the task before it
+
+
+def save_in_steps(tensors: RunTensors, common: CommonState, target: SaveTarget) -> Iterator[BackgroundTask[Any]]:
+    """Save a checkpoint in steps that all ranks take together, each as soon as the tasks before it are done everywhere.
+
+    Yields this rank's task between two steps. Only the steps communicate, so that whoever takes them decides from
+    which thread; only the tasks touch the shards, so that training may go on beside them.
+
+    Raises:
+        CheckpointWriteError: the checkpoint could not be written, on every rank alike.
+    """
+    directory, iteration = target.directory, common.progress.iteration
+    folder = saving_folder(directory, iteration)
+    content = _plain_content(tensors, common, target)
+    target.log(f"saving checkpoint at iteration {iteration:7d} to {directory}")
+    try:
+        run_on_all_ranks(lambda: _create_folder(target, iteration), target.state.world)
+        if target.options.ckpt_format == "torch":
+            yield from _torch_steps(tensors, common, target, content)
+        elif target.options.ckpt_format == "torch_dist":
+            yield from _torch_dist_steps(tensors, common, target, content)
+        else:
+            yield from _native_steps(tensors, common, target, content)
+    except MegatronError:
+        if target.is_leader:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    target.log(f"  successfully saved checkpoint at iteration {iteration:7d} to {directory}")
+    removing = BackgroundTask(lambda: _remove_expired(target, iteration), _THREAD_NAME)
+    yield removing
+    for warning in filter(None, _results(removing, target.state)):
+        target.log(warning)
+
+
+def _native_steps(
+    tensors: RunTensors, common: CommonState, target: SaveTarget, content: Mapping[str, Any]
+) -> Iterator[BackgroundTask[Any]]:
+    """Write and publish a checkpoint of the native format."""
+    state, iteration = target.state, common.progress.iteration
+    folder = saving_folder(target.directory, iteration)
+    described = _described(tensors, target)
+    plan = target.planner.plan(described)
+    share = take_share(plan, described, state.rank)
+    if target.area is not None:
+        share = share.staged(target.area)
+    write_tokenizer = common.write_tokenizer if target.is_leader else None
+    writing = BackgroundTask(lambda: _write(folder, share, write_tokenizer), _THREAD_NAME)
+    yield writing
+    written = _results(writing, state)
+    shares = [share for share, _ in written]
+    if warn_of_missing_tokenizer([warning for _, warning in written], target.log):
+        content = {**content, "tokenizer": None}
+    if not target.folders.is_shared:
+        # Every machine writes the index.
+        plan, shares, content = broadcast_object((plan, shares, content), state.world)
+    finishing = BackgroundTask(lambda: _finish_folder(target, iteration, plan, shares, content), _THREAD_NAME)
+    yield finishing
+    _results(finishing, state)
+    if not target.folders.is_shared:
+        # Every machine has the whole index by now: from here on any of them can complete the checkpoint.
+        publishing = BackgroundTask(lambda: _publish(target, iteration), _THREAD_NAME)
+        yield publishing
+        _results(publishing, state)
+
+
+def _torch_steps(
+    tensors: RunTensors, common: CommonState, target: SaveTarget, content: Mapping[str, Any]
+) -> Iterator[BackgroundTask[Any]]:
+    """Write and publish a checkpoint of Megatron's own format."""
+    iteration = common.progress.iteration
+    folder = saving_folder(target.directory, iteration)
+    rng = {} if target.options.no_save_rng else tensors.rng
+    share = plan_torch_share(folder, content, _saved_state(tensors, target), rng, target.state)
+    if target.area is not None:
+        share = share.staged(target.area)
+    write_tokenizer = common.write_tokenizer if target.is_leader else None
+    recording = BackgroundTask(lambda: write_tokenizer_files(folder, write_tokenizer), _THREAD_NAME)
+    yield recording
+    warn_of_missing_tokenizer(_results(recording, target.state), target.log)
+    for work in (
+        share.create,
+        share.add,
+        share.finish,
+        lambda: _publish(target, iteration),
+    ):
+        task = BackgroundTask(work, _THREAD_NAME)
+        yield task
+        _results(task, target.state)
+
+
+def _torch_dist_steps(
+    tensors: RunTensors, common: CommonState, target: SaveTarget, content: Mapping[str, Any]
+) -> Iterator[BackgroundTask[Any]]:
+    """Write and publish a checkpoint of Megatron's torch_dist format."""
+    iteration = common.progress.iteration
+    folder = saving_folder(target.directory, iteration)
+    rng = {} if target.options.no_save_rng else tensors.rng
+    share = plan_torch_dist_share(folder, content, _saved_state(tensors, target), rng, target.state)
+    if target.area is not None:
+        share = share.staged(target.area)
+    write_tokenizer = common.write_tokenizer if target.is_leader else None
+    writing = BackgroundTask(lambda: (share.write(), write_tokenizer_files(folder, write_tokenizer)), _THREAD_NAME)
+    yield writing
+    results = _results(writing, target.state)
+    warn_of_missing_tokenizer([warning for _, warning in results], target.log)
+
+    def finish() -> None:
+        if target.is_leader:
+            share.complete([entry for entries, _ in results for entry in entries])
+        _publish(target, iteration)
+
+    finishing = BackgroundTask(finish, _THREAD_NAME)
+    yield finishing
+    _results(finishing, target.state)
+
+
+def _plain_content(tensors: RunTensors, common: CommonState, target: SaveTarget) -> dict[str, Any]:
+    """Return the shared state, as it is now.
+
+    Raises:
+        TypeError: a value is not plain data; nothing has been written yet.
+    """
+    optimizer = None if target.options.no_save_optim else tensors.optimizer
+    content = {
+        "progress": {name: value for name, value in dataclasses.asdict(common.progress).items() if value is not None},
+        "config": common.config,
+        "layout": target.state.sizes.record(),
+        "optimizer": None if optimizer is None else optimizer.scalar_state(),
+        "scheduler": None if optimizer is None else common.scheduler,
+        "tokenizer": None if common.write_tokenizer is None else TOKENIZER_FOLDER,
+    }
+    if common.model_record is not None:
+        content[MODEL_RECORD] = common.model_record
+    copy: dict[str, Any] = json.loads(encode_common(content))
+    return copy
+
+
+def _described(tensors: RunTensors, target: SaveTarget) -> list[ShardedTensor]:
+    rng = {} if target.options.no_save_rng else tensors.rng
+    return _saved_state(tensors, target) + rng_tensors(rng, target.state)
+
+
+def _saved_state(tensors: RunTensors, target: SaveTarget) -> list[ShardedTensor]:
+    described = model_tensors(tensors.models)
+    if tensors.optimizer is not None and not target.options.no_save_optim:
+        described += optimizer_tensors(tensors.optimizer)
+    return described
+
+
+def _create_folder(target: SaveTarget, iteration: int) -> None:
+    if target.is_leader:
+        try:
+            create_saving_folder(target.directory, iteration)
+        except OSError as failure:
+            raise write_error(saving_folder(target.directory, iteration), failure) from failure
+
+
+def _write(
+    folder: Path, share: RankShare, write_tokenizer: Callable[[Path], None] | None
+) -> tuple[WrittenShare, str | None]:
+    warning = write_tokenizer_files(folder, write_tokenizer)
+    return share.write(folder), warning
+
+
+def _finish_folder(
+    target: SaveTarget, iteration: int, plan: SavePlan, shares: Sequence[WrittenShare], content: Mapping[str, Any]
+) -> None:
+    """Write the index and, where all ranks share the folder, publish it."""
+    if not target.is_leader:
+        return
+    folder = saving_folder(target.directory, iteration)
+    try:
+        write_index(folder, build_index(plan, shares, content))
+        sync_folder(folder)
+        if not target.folders.is_shared:
+            # After an interruption the hidden folder itself may have to be found again.
+            sync_folder(target.directory)
+    except OSError as failure:
+        raise write_error(folder / INDEX_FILE, failure) from failure
+    if target.folders.is_shared:
+        _publish(target, iteration)
+
+
+def _publish(target: SaveTarget, iteration: int) -> None:
+    if target.is_leader:
+        try:
+            publish(target.directory, iteration)
+        except OSError as failure:
+            raise write_error(iteration_folder(target.directory, iteration), failure) from failure
+
+
+def _remove_expired(target: SaveTarget, iteration: int) -> str | None:
+    """Apply the retention rule; return a warning where it cannot be."""
+    if target.is_leader:
+        try:
+            remove_expired(target.directory, iteration, target.options.keep_last, target.options.keep_every)
+        except OSError as error:
+            return f"WARNING: could not remove an old checkpoint in {target.directory}: {error.strerror}"
+    return None
+
+
+def _results(task: BackgroundTask[Result], state: ParallelState) -> list[Result]:
+    """Return what every rank's task returned, in the order of the ranks, on the first rank; nothing on the others.
+
+    Raises:
+        MegatronError: a task failed for a reason that its rank can name; on every rank alike.
+    """
+    return gather_from_world(run_on_all_ranks(task.result, state.world), state)

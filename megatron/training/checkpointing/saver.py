@@ -1,0 +1,216 @@
+"""The checkpoints of a run: what it is resumed from, and its saves one after the other, at once or beside training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.core.collectives import any_rank
+from megatron.core.dist_checkpointing.background import BackgroundTask, StagingArea
+from megatron.core.dist_checkpointing.disk import CheckpointWriteError
+from megatron.core.dist_checkpointing.save_plan import SavePlanner
+from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.errors import CheckpointError, TrainingError
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers.tokenizer_record import record_tokenizer
+from megatron.training.checkpointing.choice import Log
+from megatron.training.checkpointing.load import load_checkpoint
+from megatron.training.checkpointing.recovery import SaveFolders, prepare_save_directory
+from megatron.training.checkpointing.save import CommonState, SaveTarget, save_in_steps
+from megatron.training.config.checkpoint_config import NATIVE_FORMAT, CheckpointConfig
+from megatron.training.config.run_config import RunConfig
+from megatron.training.model_setup import TrainingParts
+from megatron.training.process.initialize import Runtime
+from megatron.training.train_state import TrainState
+
+
+class CheckpointSaver:
+    """Save into one directory, one checkpoint at a time; every method is called by all ranks together.
+
+    With ``options.async_save`` a save returns when the tensors are copied. One thread of each rank then writes the
+    copy, and `poll`, called between iterations, takes the next step of the save as soon as all ranks' threads are
+    through; the next save, and `finish`, wait for it. The threads themselves never communicate.
+
+    A checkpoint that the file system does not take is reported and given up: what was saved before is still in place,
+    and training goes on.
+    """
+
+    def __init__(
+        self, directory: Path, folders: SaveFolders, runtime: Runtime, options: CheckpointConfig, log: Log
+    ) -> None:
+        self._state = runtime.state
+        self._log = log
+        self._is_async = options.async_save
+        self._target = SaveTarget(
+            directory=directory,
+            folders=folders,
+            state=runtime.state,
+            options=options,
+            log=log,
+            planner=SavePlanner(runtime.state),
+            area=StagingArea(runtime.device.synchronize) if options.async_save else None,
+        )
+        self._steps: Iterator[BackgroundTask[Any]] = iter(())
+        self._task: BackgroundTask[Any] | None = None
+        self._iteration = 0
+        self._failure: CheckpointWriteError | None = None
+
+    @property
+    def is_saving(self) -> bool:
+        """Return whether a save is under way."""
+        return self._task is not None
+
+    def save(self, tensors: RunTensors, common: CommonState) -> None:
+        """Save a checkpoint, or begin to."""
+        self.finish()
+        self._steps = save_in_steps(tensors, common, self._target)
+        self._iteration = common.progress.iteration
+        self._failure = None
+        self._advance()
+        if not self._is_async:
+            self.finish()
+
+    def poll(self) -> None:
+        """Take the next step of a save that is under way where all ranks are ready for it; never wait for the disk."""
+        if self._task is not None and not any_rank(not self._task.is_done, self._state.world):
+            self._advance()
+
+    def finish(self) -> None:
+        """Wait until no save is under way."""
+        while self._task is not None:
+            self._advance()
+
+    def check_last(self) -> None:
+        """Refuse to call a run done whose last checkpoint could not be written.
+
+        Raises:
+            TrainingError: the newest save failed, on every rank alike.
+        """
+        if self._failure is not None:
+            raise TrainingError(f"the last checkpoint, of iteration {self._iteration}, was not saved: {self._failure}")
+
+    def _advance(self) -> None:
+        try:
+            self._task = next(self._steps, None)
+        except CheckpointWriteError as failure:
+            self._task = None
+            self._failure = failure
+            self._log(
+                f"WARNING: the checkpoint of iteration {self._iteration} was not saved: {failure}; what was saved "
+                "before is still in place"
+            )
+
+
+def open_saver(options: CheckpointConfig, runtime: Runtime, log: Log) -> CheckpointSaver | None:
+    """Prepare the folder of ``--save`` and return what saves into it; None where it is not given.
+
+    Raises:
+        CheckpointError: the folder cannot be created or written to, or the format needs one folder for all ranks. On
+            every rank alike.
+    """
+    if options.save is None:
+        return None
+    folders = prepare_save_directory(options.save, runtime.state, log)
+    if options.ckpt_format != NATIVE_FORMAT and not folders.is_shared:
+        # Their files belong together, or hold what ranks of several machines write.
+        raise CheckpointError(
+            f"--ckpt-format {options.ckpt_format} needs a folder that all machines share, and --save {options.save} is "
+            "a folder of its own on each; change --save, or save in the native format and convert"
+        )
+    return CheckpointSaver(Path(options.save), folders, runtime, options, log)
+
+
+@dataclass(eq=False)
+class RunCheckpoints:
+    """Save a run and resume it, as ``--save`` and ``--load`` say; ``saver`` is None without ``--save``.
+
+    What a loaded checkpoint says of the Hugging Face folder that its model came from is passed on to those saved.
+    """
+
+    config: RunConfig
+    runtime: Runtime
+    parts: TrainingParts
+    tokenizer: Tokenizer
+    saver: CheckpointSaver | None
+    log: Callable[[str], None]
+    model_record: Mapping[str, Any] | None = field(default=None, init=False)
+
+    def resume(self) -> TrainState:
+        """Fill everything from the newest checkpoint of ``--load`` and return where the run stands.
+
+        A run without ``--load``, or whose folder holds no checkpoint yet, stands at its beginning.
+        """
+        if self.config.checkpoint.load is None:
+            return TrainState()
+        loaded = load_checkpoint(
+            self.config.checkpoint.load,
+            self._tensors(),
+            self.runtime.state,
+            self.config.checkpoint,
+            self.config.to_dict(),
+            self.log,
+        )
+        if loaded is None:
+            return TrainState()
+        self.model_record = loaded.model_record
+        if not loaded.optimizer_loaded:
+            self.parts.optimizer.reload_main_params()
+            if not self.config.checkpoint.finetune:
+                self.log(
+                    f"--no-load-optim: training goes on at iteration {loaded.progress.iteration}, with new optimizer "
+                    "state and the learning-rate schedule from its beginning"
+                )
+        if loaded.rng is not None:
+            self.runtime.rng.resume(loaded.rng, loaded.progress.iteration)
+        if loaded.scheduler is not None:
+            changes = self.parts.scheduler.load_state_dict(
+                loaded.scheduler,
+                override=self.config.scheduler.override_opt_param_scheduler,
+                use_checkpoint=self.config.scheduler.use_checkpoint_opt_param_scheduler,
+            )
+            for change in changes:
+                self.log(f"schedule changed since the checkpoint: {change}")
+        return TrainState.from_progress(loaded.progress)
+
+    def save(self, train_state: TrainState) -> None:
+        """Save a checkpoint of this moment, or with ``--async-save`` begin to; nothing without ``--save``."""
+        if self.saver is None:
+            return
+        common = CommonState(
+            progress=train_state.freeze(),
+            config=self.config.to_dict(),
+            scheduler=self.parts.scheduler.state_dict(),
+            model_record=self.model_record,
+            write_tokenizer=self._write_tokenizer,
+        )
+        self.saver.save(self._tensors(), common)
+
+    def poll(self) -> None:
+        """Let a save that is under way go on, without waiting for it; to be called between iterations."""
+        if self.saver is not None:
+            self.saver.poll()
+
+    def finish(self) -> None:
+        """Wait until the last save is complete or given up."""
+        if self.saver is not None:
+            self.saver.finish()
+
+    def check_last(self) -> None:
+        """Refuse to call a run done whose last checkpoint could not be written.
+
+        Raises:
+            TrainingError: the newest save failed, on every rank alike.
+        """
+        if self.saver is not None:
+            self.saver.check_last()
+
+    def _tensors(self) -> RunTensors:
+        for chunk in self.parts.ddp_chunks:
+            chunk.finish_param_gather()
+        return RunTensors(models=self.parts.chunks, optimizer=self.parts.optimizer, rng=self.runtime.rng.state_dict())
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        # The record makes the folder of this name itself.
+        record_tokenizer(self.tokenizer, folder.parent)

@@ -1,0 +1,356 @@
+"""A run's checkpoints of Megatron's own formats: loaded at any layout, and those of ``torch`` written at the run's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core.collectives import all_gather_objects, raise_on_all_ranks, run_on_all_ranks
+from megatron.core.dist_checkpointing.background import StagingArea
+from megatron.core.dist_checkpointing.disk import sync_folder, write_error
+from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredTensor
+from megatron.core.dist_checkpointing.load import LoadedTensors
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_name
+from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX, rng_name
+from megatron.core.dist_checkpointing.strictness import STRICT, Strictness, find_misfits
+from megatron.core.errors import CheckpointError
+from megatron.core.parallel_state import ParallelState
+from megatron.core.precision import arithmetic_dtype, dtype_from_name
+from megatron.core.sharding import Box
+from megatron.core.tensor_parallel.random import DEFAULT, REPLICATED, TENSOR_PARALLEL
+from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
+from megatron.interop.megatron_torch.pickle_writer import given_tensor
+from megatron.interop.megatron_torch.rank_planner import PlannedFile, RankExtras, RankPlanner
+from megatron.interop.megatron_torch.rank_tree import Slot
+from megatron.interop.megatron_torch.torch_file_writer import TorchFileWriter
+from megatron.interop.torch_dist.folder_files import is_torch_dist
+from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
+
+MegatronSource = MegatronTorchSource | TorchDistSource
+
+STREAM_PLACES: Mapping[str, tuple[str, ...]] = {
+    DEFAULT: ("cuda_rng_state",),
+    REPLICATED: ("rng_tracker_states", "data-parallel-rng"),
+    TENSOR_PARALLEL: ("rng_tracker_states", "model-parallel-rng"),
+}
+"""Where a stream of random numbers stands in an entry of ``rng_state``."""
+_SEED_STEP_OF_STAGE = 100
+_EXPERT_SEED = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class TorchCheckpoint:
+    """Offer the open files of a checkpoint; each rank reads the boxes that it holds, from any rank's file."""
+
+    source: MegatronSource
+    index: CheckpointIndex
+    streams: Mapping[str, torch.Tensor]
+    state: ParallelState
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Return what ``args`` record of the configuration."""
+        return self.source.config
+
+    def load(
+        self,
+        tensors: Sequence[ShardedTensor],
+        namespaces: Sequence[str],
+        strictness: Strictness = STRICT,
+        allow_cast: bool = False,
+    ) -> LoadedTensors:
+        """Fill every rank's tensors in place.
+
+        Raises:
+            CheckpointError: names, shapes or dtypes do not fit; all of them are listed. On every rank alike.
+        """
+        world = self.state.world
+        descriptions = all_gather_objects([tensor.describe() for tensor in tensors], world)
+        misfits = find_misfits(descriptions, self.index.tensors, namespaces, allow_cast)
+        problems = misfits.problems(strictness)
+        if problems:
+            raise CheckpointError(
+                f"checkpoint {self.source.folder} does not fit this run:" + "".join(f"\n  {p}" for p in problems)
+            )
+        present = [tensor for tensor in tensors if tensor.name in self.index.tensors]
+        bytes_read = run_on_all_ranks(lambda: sum(self._fill(tensor) for tensor in present), world)
+        return LoadedTensors(bytes_read, misfits.missing, misfits.unexpected)
+
+    def _fill(self, tensor: ShardedTensor) -> int:
+        """Fill one tensor and return the bytes of what was read."""
+        if tensor.name in self.streams:
+            tensor.data.copy_(self.streams[tensor.name])
+            return tensor.data.nbytes
+        num_bytes = 0
+        with torch.no_grad():
+            for piece in tensor.pieces:
+                values = self.source.read(tensor.name, piece.global_box)
+                tensor.data[piece.local_box.slices].copy_(values)
+                num_bytes += values.nbytes
+        return num_bytes
+
+
+def open_torch_checkpoint(folder: Path, state: ParallelState, verify: bool, vocab_size: int | None) -> TorchCheckpoint:
+    """Open a folder's files on every rank; with ``verify`` the ranks share out the comparison of checksums.
+
+    Raises:
+        CheckpointError: a file is damaged, asks for what is not data, or is of another model. On every rank alike.
+    """
+
+    def open_files() -> MegatronSource:
+        source = (TorchDistSource if is_torch_dist(folder) else MegatronTorchSource)(folder, vocab_size)
+        try:
+            if verify:
+                source.check_storages(state.world.rank, state.world.size)
+        except CheckpointError:
+            source.close()
+            raise
+        return source
+
+    source = run_on_all_ranks(open_files, state.world)
+    tensors = {
+        name: StoredTensor(name, info.global_shape, dtype_name(info.dtype), ()) for name, info in source.tensors.items()
+    }
+    streams = _streams(source)
+    for name, values in streams.items():
+        tensors[name] = StoredTensor(name, tuple(values.shape), dtype_name(values.dtype), ())
+    return TorchCheckpoint(source, CheckpointIndex(tensors, {}, source.common), streams, state)
+
+
+def _streams(source: MegatronSource) -> dict[str, torch.Tensor]:
+    """Return the streams of random numbers in the files, by native name: those of every data-parallel rank, or none.
+
+    Megatron usually stores one state for all data-parallel ranks; here they differ, and then all are stored.
+    """
+    found = {}
+    layout = source.common["layout"]
+    cp, dp = layout["context_parallel_size"], layout["data_parallel_size"]
+    for (tp_rank, pp_rank), states in source.random_states().items():
+        if not isinstance(states, list) or len(states) != dp * cp:
+            continue
+        for number, entry in enumerate(states):
+            for stream, keys in STREAM_PLACES.items():
+                value = entry
+                for key in keys:
+                    value = value.get(key) if isinstance(value, Mapping) else None
+                if isinstance(value, torch.Tensor):
+                    place = {"pp": pp_rank, "dp": number // cp, "cp": number % cp, "tp": tp_rank}
+                    found[rng_name(stream, place)] = value
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class BoxWrite:
+    """Say that values, a box of a slot's local tensor, go into a file."""
+
+    slot: Slot
+    box: Box
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class FileShare:
+    """Hold what this rank writes of one file; one of the ranks that write a file creates and finishes it."""
+
+    planned: PlannedFile
+    is_creator: bool
+    writes: tuple[BoxWrite, ...]
+
+    @property
+    def path(self) -> Path:
+        """Return where the file is written."""
+        return self.planned.file.path
+
+
+@dataclass(frozen=True, eq=False)
+class TorchShare:
+    """Hold what this rank writes of all files, planned by all ranks together and written by each on its own.
+
+    The ranks of one model-parallel place (data- and context-parallel ones) share its files: the first creates them and
+    writes what it holds, the others add the shards of the optimizer that they alone hold, the first finishes them.
+    Each of the three is to begin when the one before has ended on all ranks.
+    """
+
+    folder: Path
+    files: tuple[FileShare, ...]
+
+    def staged(self, area: StagingArea) -> TorchShare:
+        """Return the same share with a copy of its values, which training no longer changes."""
+        writes = [(number, write) for number, file in enumerate(self.files) for write in file.writes]
+        writes.sort(key=lambda item: -item[1].values.element_size())
+        copies = area.copy([write.values for _, write in writes])
+        by_file: dict[int, list[BoxWrite]] = {}
+        for (number, write), copy in zip(writes, copies, strict=True):
+            by_file.setdefault(number, []).append(replace(write, values=copy))
+        files = (replace(file, writes=tuple(by_file.get(number, ()))) for number, file in enumerate(self.files))
+        return TorchShare(self.folder, tuple(files))
+
+    def create(self) -> None:
+        """Create this rank's files and write what it holds of them.
+
+        Raises:
+            CheckpointWriteError: the file system refused.
+        """
+        for file in self.files:
+            if file.is_creator:
+                with _reporting(file.path):
+                    file.path.parent.mkdir(exist_ok=True)
+                    _write(file, create=True)
+
+    def add(self) -> None:
+        """Write what this rank holds of files that others created.
+
+        Raises:
+            CheckpointWriteError: the file system refused.
+        """
+        for file in self.files:
+            if file.writes and not file.is_creator:
+                with _reporting(file.path):
+                    _write(file, create=False)
+
+    def finish(self) -> None:
+        """Complete this rank's files and force them to disk.
+
+        Raises:
+            CheckpointWriteError: the file system refused.
+        """
+        for file in self.files:
+            if file.is_creator:
+                with _reporting(file.path):
+                    writer = TorchFileWriter(file.planned.file, create=False)
+                    try:
+                        writer.finish()
+                    finally:
+                        writer.close()
+                    sync_folder(file.path.parent)
+                    sync_folder(self.folder)
+
+
+def plan_torch_share(
+    folder: Path,
+    content: Mapping[str, Any],
+    tensors: Sequence[ShardedTensor],
+    rng: Mapping[str, torch.Tensor],
+    state: ParallelState,
+) -> TorchShare:
+    """Agree with all ranks on who writes what, and return this rank's share; collective.
+
+    ``content`` is the ``common`` of a native checkpoint, ``rng`` the streams of random numbers, if they are saved.
+
+    Raises:
+        CheckpointError: the ranks together do not hold everything. On every rank alike.
+    """
+    params_dtype = dtype_from_name(content["config"]["model"]["params_dtype"])
+    main_dtype = arithmetic_dtype(params_dtype)
+    planner = RankPlanner(content, lambda name: params_dtype if name.startswith(MODEL_PREFIX) else main_dtype)
+    extras = RankExtras(arguments={}, rng_state=stored_random_states(content, rng, state))
+    holdings: dict[str, list[ShardedTensor]] = {}
+    for tensor in tensors:
+        holdings.setdefault(tensor.name, []).append(tensor)
+    is_first = state.dp_cp.is_first
+    is_sharded = bool(content["config"]["ddp"]["use_distributed_optimizer"])
+
+    def is_ours(slot: Slot) -> bool:
+        return is_first or (is_sharded and slot.name.startswith(OPTIMIZER_PREFIX))
+
+    files = []
+    shares_groups = planner.model.num_query_groups % planner.tp != 0
+    for tp_rank in range(planner.tp) if shares_groups else (state.tp.rank,):
+        is_own = tp_rank == state.tp.rank
+        for planned in planner.plan_rank(folder, tp_rank, state.pp.rank, content["progress"]["iteration"], extras):
+            slots = [slot for slot in planned.slots if is_ours(slot) and (is_own or ".linear_qkv." in slot.name)]
+            writes = tuple(write for slot in slots for write in _held_boxes(slot, holdings.get(slot.name, ())))
+            files.append(FileShare(planned, is_own and is_first, writes))
+    share = TorchShare(folder, tuple(files))
+    if not shares_groups:
+        raise_on_all_ranks(_find_gap(share, state), state.world)
+    return share
+
+
+def _held_boxes(slot: Slot, held: Sequence[ShardedTensor]) -> Iterator[BoxWrite]:
+    """Yield what this rank holds of a slot's parameter."""
+    for tensor in held:
+        for own in tensor.pieces:
+            for piece in slot.parameter.pieces:
+                common = own.global_box.intersect(piece.global_box)
+                if common is not None:
+                    values = tensor.data[own.localized(common).slices]
+                    yield BoxWrite(slot, piece.localized(common), values)
+
+
+def _find_gap(share: TorchShare, state: ParallelState) -> CheckpointError | None:
+    """Return the error where the ranks of a place do not write every element of its files."""
+    own = {file.path: sum(write.box.num_elements for write in file.writes) for file in share.files}
+    written: dict[Path, int] = {}
+    for counts in all_gather_objects(own, state.dp_cp):
+        for path, count in counts.items():
+            written[path] = written.get(path, 0) + count
+    for file in share.files:
+        slots = file.planned.slots
+        needed = sum(piece.global_box.num_elements for slot in slots for piece in slot.parameter.pieces)
+        if written[file.path] != needed:
+            return CheckpointError(
+                f"the ranks hold {written[file.path]} of the {needed} values of {file.path}; nothing was saved"
+            )
+    return None
+
+
+def stored_random_states(content: Mapping[str, Any], rng: Mapping[str, torch.Tensor], state: ParallelState) -> Any:
+    """Return Megatron's ``rng_state``: that of the first rank of a place, or of all where they draw their own dropout.
+
+    Generators that are not used here stand where Megatron's seeds put them at the start of a run.
+    """
+    if not rng:
+        return None
+    model = content["config"]["model"]
+    draws = bool(model["hidden_dropout"] or model["attention_dropout"])
+    everybody = all_gather_objects(dict(rng), state.dp_cp)
+    seed = content["config"]["initialization"]["seed"] + _SEED_STEP_OF_STAGE * state.pp.rank
+    expert_seed = seed + _EXPERT_SEED + state.tp.rank
+    return [_rng_entry(streams, seed, expert_seed) for streams in (everybody if draws else everybody[:1])]
+
+
+def _rng_entry(streams: Mapping[str, torch.Tensor], seed: int, expert_seed: int) -> dict[str, Any]:
+    unused = torch.Generator().manual_seed(expert_seed).get_state()
+    if unused.shape != streams[DEFAULT].shape:
+        # A CUDA generator's state is its seed and how far it has come.
+        unused = torch.tensor([expert_seed, 0]).view(torch.uint8)
+    return {
+        "random_rng_state": random.Random(seed).getstate(),
+        "np_rng_state": np.random.RandomState(seed % 2**32).get_state(),
+        "torch_rng_state": given_tensor(torch.get_rng_state()),
+        "cuda_rng_state": given_tensor(streams[DEFAULT]),
+        "rng_tracker_states": {
+            "data-parallel-rng": given_tensor(streams[REPLICATED]),
+            "model-parallel-rng": given_tensor(streams[TENSOR_PARALLEL]),
+            "expert-parallel-rng": given_tensor(unused),
+        },
+    }
+
+
+def _write(file: FileShare, create: bool) -> None:
+    writer = TorchFileWriter(file.planned.file, create)
+    try:
+        for write in file.writes:
+            slot = write.slot
+            writer.write_box(slot.tensor, slot.parameter.local_shape, slot.start, write.box, write.values)
+        if not create:
+            writer.sync()
+    finally:
+        writer.close()
+
+
+@contextmanager
+def _reporting(path: Path) -> Iterator[None]:
+    """Turn the file system's refusal into an error that names the file and what is free."""
+    try:
+        yield
+    except OSError as failure:
+        raise write_error(path, failure) from failure

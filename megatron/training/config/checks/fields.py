@@ -1,0 +1,54 @@
+"""Checks of what each field says of itself: its bounds, the fields that it excludes, the one that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.checks.check import Check
+from megatron.training.config.run_config import RunConfig
+
+_MAX_SEED = 2**32 - 1
+
+
+def _check_bounds(config: RunConfig) -> Iterator[str]:
+    """Report each value outside its bounds."""
+    for spec, value in config.flags():
+        bounds = spec.options.bounds
+        if bounds is not None and value is not None and not bounds.hold(value):
+            yield f"{spec.typed(value)}: a value {bounds.words} is expected"
+
+
+def _check_exclusions(config: RunConfig) -> Iterator[str]:
+    """Report fields that are given together and cannot be, each group once."""
+    given = {spec.name: spec.typed(value) for spec, value in config.flags() if value != spec.default}
+    reported: set[str] = set()
+    for spec, _ in config.flags():
+        names = [name for name in (spec.name, *spec.options.excludes) if name in given]
+        if spec.name in given and len(names) > 1 and spec.name not in reported:
+            reported.update(names)
+            yield f"{' and '.join(given[name] for name in names)} exclude each other; keep one"
+
+
+def _check_needs(config: RunConfig) -> Iterator[str]:
+    """Report each field that is given without the one that it needs."""
+    missing = {spec.name: spec for spec, value in config.flags() if value == spec.default}
+    for spec, value in config.flags():
+        needed = missing.get(spec.options.needs or "")
+        if needed is not None and spec.name not in missing:
+            what = needed.flags[0] if needed.is_bool else needed.typed(needed.metavar)
+            remedy = "add it or leave this out" if needed.is_bool else "add it"
+            yield f"{spec.typed(value)} has no effect without {what}; {remedy}"
+
+
+def _check_seed(config: RunConfig) -> Iterator[str]:
+    seed = config.initialization.seed
+    if seed > _MAX_SEED:
+        yield f"--seed {seed}: NumPy takes seeds up to {_MAX_SEED}"
+
+
+CHECKS = (
+    Check((), _check_bounds),
+    Check((), _check_exclusions),
+    Check((), _check_needs),
+    Check(("seed",), _check_seed),
+)

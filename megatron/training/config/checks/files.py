@@ -1,0 +1,67 @@
+"""Checks that the tokenizer's files are given and there, and that the folders of a run are folders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.training.config.checks.check import Check
+from megatron.training.config.run_config import RunConfig
+
+
+def _check_byte_pair_files(config: RunConfig) -> Iterator[str]:
+    tokenizer = config.tokenizer
+    if tokenizer.tokenizer_type != "GPT2BPETokenizer":
+        return
+    files = (("--vocab-file", tokenizer.vocab_file), ("--merge-file", tokenizer.merge_file))
+    for name, file in files:
+        if file is None:
+            yield (
+                f"{name} is missing; --tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file "
+                "(NullTokenizer needs only --vocab-size)"
+            )
+        elif not Path(file).is_file():
+            yield f"{name} {file}: there is no such file; give the path of an existing one"
+
+
+def _check_model_file(config: RunConfig) -> Iterator[str]:
+    tokenizer = config.tokenizer
+    if tokenizer.tokenizer_type in ("GPT2BPETokenizer", "NullTokenizer"):
+        return
+    if tokenizer.tokenizer_model is None:
+        yield f"--tokenizer-model is missing; --tokenizer-type {tokenizer.tokenizer_type} needs it"
+        return
+    path = Path(tokenizer.tokenizer_model)
+    if not path.exists():
+        yield f"--tokenizer-model {path}: there is no such file or folder; give a local path"
+    elif tokenizer.tokenizer_type == "HuggingFaceTokenizer":
+        if path.is_dir() and not (path / "tokenizer.json").is_file():
+            yield f"--tokenizer-model {path}: the folder has no tokenizer.json"
+    elif path.is_dir():
+        yield f"--tokenizer-model {path} is a folder; {tokenizer.tokenizer_type} needs a file"
+
+
+def _check_null_tokenizer(config: RunConfig) -> Iterator[str]:
+    if config.tokenizer.tokenizer_type == "NullTokenizer" and config.tokenizer.vocab_size is None:
+        yield "--vocab-size is missing; --tokenizer-type NullTokenizer needs it"
+
+
+def _check_folders(config: RunConfig) -> Iterator[str]:
+    for name, folder in (
+        ("--save", config.checkpoint.save),
+        ("--load", config.checkpoint.load),
+        ("--tensorboard-dir", config.logging.tensorboard_dir),
+        ("--data-cache-path", config.data.data_cache_path),
+    ):
+        if folder is not None and Path(folder).is_file():
+            yield f"{name} {folder} is a file; give a folder"
+    if config.logging.metrics_jsonl is not None and Path(config.logging.metrics_jsonl).is_dir():
+        yield f"--metrics-jsonl {config.logging.metrics_jsonl} is a folder; give a file"
+
+
+CHECKS = (
+    Check(("tokenizer_type",), _check_byte_pair_files),
+    Check(("tokenizer_type",), _check_model_file),
+    Check(("tokenizer_type", "vocab_size"), _check_null_tokenizer),
+    Check((), _check_folders),
+)

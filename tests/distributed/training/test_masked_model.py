@@ -1,0 +1,54 @@
+"""A model that is no GPT trains through ``pretrain`` as it is, and at any layout as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.verification.cells import BASE_FLAGS
+from megatron.verification.run_cell import make_runtime, resolve_cell
+from tests.harness.forked_training import ForkedRun, fork_training
+from tests.harness.masked_model import provide_model, run
+
+FIGURES = ("lm_loss", "output square", "output size")
+LAYOUTS = {
+    "tp2-pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "cp2-pp2-dp2": (8, "--context-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-activations"),
+}
+
+
+def train(folder: Path, nproc: int, flags: str) -> ForkedRun:
+    path = folder / f"{nproc}.jsonl"
+    words = f"--train-iters 6 --eval-iters 2 --log-interval 3 --metrics-jsonl {path} {flags}".split()
+    return fork_training([*BASE_FLAGS, *words], nproc, program=run).check()
+
+
+def figures(run: ForkedRun) -> list[list[float]]:
+    return [[line[name] for name in FIGURES] for line in run.iterations()]
+
+
+def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
+    alone = train(tmp_path, 1, "")
+    assert len(alone.iterations()) == 6
+    assert figures(alone)[-1][0] < figures(alone)[0][0]
+    assert " | output square: " in alone.stdout
+    for nproc, flags in LAYOUTS.values():
+        run = train(tmp_path, nproc, flags)
+        for ours, expected in zip(figures(run), figures(alone), strict=True):
+            assert ours == pytest.approx(expected, rel=1e-5), flags
+        evaluations = [[line["lm_loss"] for line in r.evaluations("valid")] for r in (run, alone)]
+        assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
+
+
+def test_an_early_position_sees_a_late_one() -> None:
+    config = resolve_cell(BASE_FLAGS, 1, "float64")
+    runtime = make_runtime(config)
+    model = provide_model(config, runtime, config.stage_layout.contents(0)).eval()
+    tokens = torch.arange(16)[None]
+    changed = tokens.clone()
+    changed[0, -1] += 1
+    positions, labels = tokens, tokens
+    first, second = (model(some, positions, labels, None)[0][0, 0] for some in (tokens, changed))
+    assert first != second

@@ -1,0 +1,93 @@
+"""Recipes of docs/how_to_add.md: each touches the files that it names, and what it adds works."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.training_run import REPOSITORY, run_command
+from tests.unit.training.config.command_lines import MINIMAL
+
+DOCUMENT = (REPOSITORY / "docs" / "how_to_add.md").read_text(encoding="utf-8")
+PATCHES = Path(__file__).parent
+
+# What is run in the patched copy. ``flags`` is a whole command line, without the flag that the recipe gives a choice.
+USES = {
+    "normalization": """
+import torch
+from megatron.core.process_group import single_rank_group
+from megatron.core.transformer.norm import Norm
+assert parse_arguments([*flags, "--normalization", "MeanAbsNorm"]).model.normalization == "MeanAbsNorm"
+options = {"partial_gradient": False, "centred_weight": True, "dtype": torch.float64, "device": "cpu"}
+norm = Norm("MeanAbsNorm", 4, 0.0, single_rank_group(), **options)
+torch.nn.init.zeros_(norm.weight)
+assert norm(torch.tensor([1.0, -3.0, 0.0, 4.0], dtype=torch.float64)).tolist() == [0.5, -1.5, 0.0, 2.0]
+""",
+    "optimizer": """
+import torch
+from megatron.core.optimizer.inner_optimizer import InnerOptimizer
+config = parse_arguments([*flags, "--optimizer", "lion"]).optimizer
+weight = torch.tensor([1.0, -2.0, 3.0])
+optimizer = InnerOptimizer(config, [([weight], 1.0)])
+optimizer.set_learning_rate(0.5, 0.0)
+weight.grad = torch.tensor([8.0, -8.0, 0.0])
+optimizer.step([weight], grad_multiplier=0.25)
+assert weight.tolist() == [0.5, -1.5, 3.0], weight
+torch.testing.assert_close(optimizer.state_of(weight, "exp_avg"), torch.tensor([0.002, -0.002, 0.0]))
+""",
+    "pipeline_schedule": """
+from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.simulator import simulate
+assert parse_arguments([*flags, "--pipeline-schedule", "gpipe"]).model.pipeline_schedule == "gpipe"
+timeline = simulate(build_schedule("gpipe", 3, 8))
+assert timeline.worst_bubble == 2 / 8
+assert [rank.peak_activations for rank in timeline.ranks] == [8, 8, 8]
+""",
+    "tokenizer": """
+from megatron.core.tokenizers.build_tokenizer import build_tokenizer
+from megatron.core.tokenizers.tokenizer_record import describe_tokenizer, rebuild_tokenizer
+assert parse_arguments([*flags, "--tokenizer-type", "ByteTokenizer"]).tokenizer.tokenizer_type == "ByteTokenizer"
+tokenizer = rebuild_tokenizer(describe_tokenizer(build_tokenizer(tokenizer_type="ByteTokenizer")))
+assert tokenizer.tokenize("aé") == [97, 195, 169]
+assert tokenizer.detokenize([*tokenizer.tokenize("aé"), tokenizer.eod_id]) == "aé"
+""",
+}
+PREAMBLE = """
+import pathlib, sys
+import megatron
+from megatron.training.config.arguments import parse_arguments
+assert pathlib.Path(megatron.__file__).is_relative_to(pathlib.Path.cwd()), megatron.__file__
+flags = sys.argv[1:]
+"""
+
+
+def files_named(recipe: str) -> set[str]:
+    """Return the files that a recipe's section names at the beginning of its steps."""
+    (section,) = [part for part in re.split(r"^## ", DOCUMENT, flags=re.MULTILINE) if f"/{recipe}.patch)" in part]
+    return set(re.findall(r"^\d+\. `(megatron/[^`]+)`", section, flags=re.MULTILINE))
+
+
+def test_every_recipe_has_its_patch_and_is_used() -> None:
+    linked = re.findall(r"tests/recipes/(\w+)\.patch\)", DOCUMENT)
+    assert sorted(linked) == sorted(path.stem for path in PATCHES.glob("*.patch")) == sorted(USES)
+    assert len(linked) == len(re.findall(r"^## ", DOCUMENT, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("recipe", USES)
+def test_a_recipe_touches_the_files_that_it_names_and_works(recipe: str, tmp_path: Path) -> None:
+    patch = PATCHES / f"{recipe}.patch"
+    touched = set(re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert touched == files_named(recipe)
+    shutil.copytree(REPOSITORY / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    # Below a repository, git would leave out every path that is not in it.
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+    command = ["git", "apply", str(patch)]
+    applied = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert applied.returncode == 0, f"{applied.stderr}mend the recipe and its patch"
+    run_command([sys.executable, "-B", "-c", PREAMBLE + USES[recipe], *MINIMAL], cwd=tmp_path).check()

@@ -1,0 +1,40 @@
+"""Which keys a query may look at, by position, and as the matrix that attention cores take."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
+
+CPU = torch.device("cpu")
+
+
+def test_visible_keys_are_earlier_ones_of_the_same_document() -> None:
+    documents = torch.tensor([[0, 0, 1, 1], [2, 2, 2, 2]])
+    queries, keys = torch.tensor([1, 3]), torch.tensor([0, 1, 2])
+    visible = AttentionPattern(document_ids=documents).visible(queries, keys)
+    assert visible is not None
+    assert visible.shape == (2, 1, 2, 3)
+    assert visible[0, 0].tolist() == [[True, True, False], [False, False, True]]
+    assert visible[1, 0].tolist() == [[True, True, False], [True, True, True]]
+    causal = CAUSAL.visible(queries, keys)
+    assert causal is not None
+    assert causal[0, 0].tolist() == visible[1, 0].tolist()
+
+
+def test_matrices() -> None:
+    causal = CAUSAL.matrix(2, 4, CPU)
+    assert causal is not None
+    assert causal[0, 0].tolist() == [[True, True, True, False], [True] * 4]
+    assert AttentionPattern(is_causal=False).matrix(2, 4, CPU) is None
+    given = torch.ones(1, 1, 2, 4, dtype=torch.bool)
+    assert AttentionPattern(mask=given).matrix(2, 4, CPU) is given
+
+
+def test_layers_share_the_matrix_of_packed_documents() -> None:
+    pattern = AttentionPattern(document_ids=torch.tensor([[0, 0, 1]]))
+    matrix = pattern.matrix(3, 3, CPU)
+    assert matrix is not None
+    assert matrix.shape == (1, 1, 3, 3)
+    assert matrix[0, 0].tolist() == [[True, False, False], [True, True, False], [False, False, True]]
+    assert pattern.matrix(3, 3, CPU) is matrix

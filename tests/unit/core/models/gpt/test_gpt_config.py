@@ -1,0 +1,39 @@
+"""What a GPT's configuration says of its work and of what its stages hand on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.process_group import single_rank_group
+from tests.harness.toy_model import make_model
+
+GPT2: dict[str, Any] = {}
+LLAMA: dict[str, Any] = {
+    "swiglu": True,
+    "num_query_groups": 2,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+@pytest.mark.parametrize("settings", [GPT2, LLAMA])
+def test_flops_are_those_of_the_weights_and_of_half_the_scores(settings: dict[str, Any]) -> None:
+    length = 12
+    model = make_model(single_rank_group(), device="meta", num_layers=3, **settings)
+    weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name)
+    if model.output_layer is None:
+        weights += model.output_weight.numel()
+    # Scores and their product with the values, 4 heads of width 10, each over half of a square.
+    scores = 2 * 2 * 3 * (4 * 10) * length * length / 2
+    assert model.config.forward_flops_per_sequence(length) == 2 * length * weights + scores
+
+
+def test_shape_of_what_stages_hand_on() -> None:
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 3}
+    config = GPTConfig(num_layers=2, hidden_size=28, num_attention_heads=4, **sizes)
+    assert config.hidden_shape(48, 5) == (16, 5, 28)
+    config = GPTConfig(num_layers=2, hidden_size=28, num_attention_heads=4, sequence_parallel=True, **sizes)
+    assert config.hidden_shape(48, 5) == (8, 5, 28)

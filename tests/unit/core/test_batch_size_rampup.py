@@ -1,0 +1,45 @@
+"""Batch sizes by consumed samples."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.batch_size_rampup import BatchSizeRampup
+
+
+def test_constant_batch() -> None:
+    assert [BatchSizeRampup(24).global_batch_size_at(count) for count in (0, 24, 10**9)] == [24, 24, 24]
+
+
+def test_ramp_grows_in_equal_shares_of_the_samples() -> None:
+    batches = BatchSizeRampup(32, (8, 8, 300))
+    table = {0: 8, 99: 8, 100: 16, 199: 16, 200: 24, 299: 24, 300: 32, 301: 32, 10**9: 32}
+    assert {count: batches.global_batch_size_at(count) for count in table} == table
+
+
+def test_a_share_of_the_ramp_need_not_be_a_whole_number() -> None:
+    batches = BatchSizeRampup(4, (1, 1, 10))
+    assert [batches.global_batch_size_at(count) for count in range(11)] == [1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4]
+
+
+def test_ramp_from_the_full_size_is_constant() -> None:
+    assert [BatchSizeRampup(6, (6, 3, 50)).global_batch_size_at(count) for count in (0, 49, 50)] == [6, 6, 6]
+
+
+@pytest.mark.parametrize("rampup", [(), (2, 2, 60), (1, 1, 100), (3, 3, 0), (2, 5, 47)])
+def test_samples_and_iterations_follow_the_batch_of_each_iteration(rampup: tuple[int, ...]) -> None:
+    batches = BatchSizeRampup(12, rampup)
+    seen = [0]
+    for _ in range(60):
+        seen.append(seen[-1] + batches.global_batch_size_at(seen[-1]))
+    for iteration, consumed in enumerate(seen):
+        assert batches.samples_of_iterations(iteration) == consumed
+        assert batches.samples_of_iterations(60 - iteration, consumed) == seen[60]
+        assert batches.iterations_of_samples(consumed) == iteration
+
+
+def test_a_ramp_by_hand() -> None:
+    # sizes 4, 8, 12 hold for 20 samples each, then 16: 5 x 4, 3 x 8 (to 44), 2 x 12 (to 68), 16 ...
+    batches = BatchSizeRampup(16, (4, 4, 60))
+    consumed = [batches.samples_of_iterations(count) for count in (0, 1, 5, 6, 8, 10, 11, 13)]
+    assert consumed == [0, 4, 20, 28, 44, 68, 84, 116]

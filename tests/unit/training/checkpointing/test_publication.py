@@ -1,0 +1,198 @@
+"""The folder of a run's checkpoints: names, publication, what an interruption leaves, retention."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron.core.errors import CheckpointError
+from megatron.training.checkpointing import publication
+from megatron.training.checkpointing.folder import candidate_folders, iteration_folder, saved_iterations
+from megatron.training.checkpointing.publication import (
+    create_saving_folder,
+    expired_iterations,
+    publish,
+    remove_expired,
+)
+from megatron.training.checkpointing.recovery import recover
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing of ours may catch it."""
+
+
+def save(directory: Path, iteration: int, text: str = "new") -> None:
+    folder = create_saving_folder(directory, iteration)
+    (folder / "index.json").write_text(text)
+    publish(directory, iteration)
+
+
+def content(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_names_and_tracker_are_megatrons(tmp_path: Path) -> None:
+    save(tmp_path, 50)
+    assert content(tmp_path) == ["iter_0000050", TRACKER]
+    assert (tmp_path / TRACKER).read_bytes() == b"50"
+    assert iteration_folder(tmp_path, 12345678).name == "iter_12345678"
+
+
+def test_candidates_are_the_tracked_one_and_older_ones(tmp_path: Path) -> None:
+    assert candidate_folders(tmp_path) == []
+    assert candidate_folders(tmp_path / "absent") == []
+    for iteration in (10, 20, 30):
+        save(tmp_path, iteration)
+    (tmp_path / "iter_latest").mkdir()
+    assert [folder.name for folder in candidate_folders(tmp_path)] == [
+        "iter_0000030",
+        "iter_0000020",
+        "iter_0000010",
+    ]
+    (tmp_path / TRACKER).write_text("20\n")
+    assert [folder.name for folder in candidate_folders(tmp_path)] == ["iter_0000020", "iter_0000010"]
+    (tmp_path / TRACKER).write_text("release")
+    assert candidate_folders(tmp_path) == [tmp_path / "release"]
+    assert candidate_folders(tmp_path, ckpt_step=10) == [tmp_path / "iter_0000010"]
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    with pytest.raises(CheckpointError, match="--ckpt-step 15 to one of: 10, 20"):
+        candidate_folders(tmp_path, ckpt_step=15)
+
+
+def test_a_damaged_tracker_leaves_all_folders_as_candidates(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    (tmp_path / TRACKER).write_text("")
+    assert [folder.name for folder in candidate_folders(tmp_path)] == ["iter_0000020", "iter_0000010"]
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / TRACKER).write_text("twenty")
+    with pytest.raises(CheckpointError, match="'twenty'"):
+        candidate_folders(empty)
+
+
+def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, 10, "old")
+    save(tmp_path, 10, "new")
+    remove_expired(tmp_path, 10, None, None)
+    assert content(tmp_path) == ["iter_0000010", TRACKER]
+    assert (tmp_path / "iter_0000010" / "index.json").read_text() == "new"
+
+
+@pytest.mark.parametrize("step", range(5))
+@pytest.mark.parametrize("again", [False, True], ids=["next iteration", "same iteration"])
+def test_killed_at_any_rename_something_complete_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, again: bool
+) -> None:
+    save(tmp_path, 10, "old")
+    iteration = 10 if again else 20
+    folder = create_saving_folder(tmp_path, iteration)
+    (folder / "index.json").write_text("new")
+    calls = 0
+    real_rename, real_write = os.rename, publication.write_text
+
+    def count() -> None:
+        nonlocal calls
+        calls += 1
+        if calls > step:
+            raise Killed
+
+    def rename(source: Path, target: Path) -> None:
+        count()
+        real_rename(source, target)
+
+    def write(path: Path, text: str) -> None:
+        count()
+        real_write(path, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publication.os, "rename", rename)
+        patch.setattr(publication, "write_text", write)
+        total = 4 if again else 3
+        if step < total:
+            with pytest.raises(Killed):
+                publish(tmp_path, iteration)
+        else:
+            publish(tmp_path, iteration)
+    lines: list[str] = []
+    recover(tmp_path, lines.append)
+    assert [name for name in content(tmp_path) if name.startswith(".")] == []
+    newest = candidate_folders(tmp_path)[0]
+    # The last rename alone separates a published checkpoint from its entry in the tracker file.
+    is_published = step >= total - 1
+    assert newest.name == f"iter_{iteration if is_published else 10:07d}"
+    assert (newest / "index.json").read_text() == ("new" if is_published else "old")
+    assert bool(lines) == (step < total or again)
+
+
+def test_a_refused_rename_puts_the_replaced_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 10, "old")
+    create_saving_folder(tmp_path, 10)
+    real_rename = os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        if source.name.endswith(".saving"):
+            raise OSError(28, "No space left on device")
+        real_rename(source, target)
+
+    monkeypatch.setattr(publication.os, "rename", rename)
+    with pytest.raises(OSError, match="No space left"):
+        publish(tmp_path, 10)
+    assert content(tmp_path) == [".iter_0000010.saving", "iter_0000010", TRACKER]
+    assert (tmp_path / "iter_0000010" / "index.json").read_text() == "old"
+
+
+def test_rolling_back_by_hand_is_not_undone(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    (tmp_path / TRACKER).write_text("10")
+    lines: list[str] = []
+    recover(tmp_path, lines.append)
+    assert candidate_folders(tmp_path) == [tmp_path / "iter_0000010"]
+    assert lines == []
+
+
+def test_recovery_leaves_what_is_not_ours(tmp_path: Path) -> None:
+    for name in (".hidden", ".iter_0000010", "iter_0000010.saving", "metrics.jsonl"):
+        (tmp_path / name).mkdir()
+    before = content(tmp_path)
+    recover(tmp_path, lambda line: None)
+    assert content(tmp_path) == before
+    recover(tmp_path / "absent", lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "expired"),
+    [
+        (None, None, []),
+        (None, 20, []),
+        (3, None, [10, 20, 30]),
+        (1, 20, [10, 30, 50]),
+        (2, 25, [10, 20, 30, 40]),
+        (9, None, []),
+        (0, None, [10, 20, 30, 40, 50]),
+    ],
+)
+def test_retention(keep_last: int | None, keep_every: int | None, expired: list[int]) -> None:
+    assert expired_iterations([10, 20, 30, 40, 50, 60], 60, keep_last, keep_every) == expired
+
+
+def test_retention_never_removes_what_was_just_saved_nor_later_ones() -> None:
+    assert expired_iterations([10, 20, 30, 40, 50], 20, 1, None) == [10]
+
+
+def test_expired_checkpoints_are_removed_and_foreign_ones_kept(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000005").mkdir()
+    for iteration in (10, 20, 30, 40):
+        save(tmp_path, iteration)
+        remove_expired(tmp_path, iteration, 3, None)
+    assert saved_iterations(tmp_path) == [5, 20, 30, 40]
+    assert content(tmp_path)[-1] == TRACKER

@@ -1,0 +1,223 @@
+"""The checkpoints of a run on one rank: saved at once or meanwhile, one at a time, none lost, none too many."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing import shard_file
+from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.errors import TrainingError
+from megatron.core.parallel_sizes import ONE_RANK
+from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.tensor_parallel.random import RngStreams
+from megatron.training.checkpointing import save as saving
+from megatron.training.checkpointing.folder import saved_iterations
+from megatron.training.checkpointing.load import load_checkpoint
+from megatron.training.checkpointing.save import CommonState
+from megatron.training.checkpointing.saver import CheckpointSaver, open_saver
+from megatron.training.config.checkpoint_config import CheckpointConfig
+from megatron.training.process.initialize import Runtime
+from megatron.training.train_state import TrainProgress
+from tests.unit.core.dist_checkpointing.toy import assert_equal_runs, empty_run, filled_run
+
+STATE = describe_parallel_state(0, 1)
+CONFIG = {"model": {"num_layers": 4}}
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class Gate:
+    """Keep every shard from being written until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._open = threading.Event()
+        real = shard_file.write_shard
+
+        def write(path, entries):
+            assert self._open.wait(20.0)
+            return real(path, entries)
+
+        monkeypatch.setattr(shard_file, "write_shard", write)
+
+    def open(self) -> None:
+        self._open.set()
+
+    def shut(self) -> None:
+        self._open.clear()
+
+
+def make_saver(directory: Path, lines: list[str], **options) -> CheckpointSaver:
+    device = Device("cpu")
+    rng = RngStreams(device, 1, ONE_RANK.place())
+    config = CheckpointConfig(save=str(directory), **options)
+    saver = open_saver(config, Runtime(device, STATE, rng), lines.append)
+    assert saver is not None
+    return saver
+
+
+def save(saver: CheckpointSaver, iteration: int, run: RunTensors | None = None) -> RunTensors:
+    run = filled_run(STATE) if run is None else run
+    saver.save(run, CommonState(progress=TrainProgress(iteration=iteration), config=CONFIG))
+    return run
+
+
+def poll_until(saver: CheckpointSaver, condition: Callable[[], bool]) -> None:
+    waiting = threading.Event()
+    for _ in range(2000):
+        saver.poll()
+        if condition():
+            return
+        waiting.wait(0.005)
+    raise AssertionError("it did not come to that")
+
+
+def assert_loads(directory: Path, iteration: int) -> None:
+    run = empty_run(STATE)
+    loaded = load_checkpoint(directory, run, STATE, CheckpointConfig(), CONFIG, lambda line: None)
+    assert loaded is not None
+    assert loaded.progress.iteration == iteration
+    assert_equal_runs(run, filled_run(STATE))
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_what_is_saved_is_the_moment_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, lines = Gate(monkeypatch), []
+    saver = make_saver(tmp_path, lines, async_save=True)
+    run = save(saver, 10)
+    with torch.no_grad():
+        for parameter in run.models[0].parameters():
+            parameter.zero_()
+    assert run.optimizer is not None
+    run.optimizer.load_scalar_state({"step": 99})
+    for _ in range(3):
+        saver.poll()
+    assert saver.is_saving
+    assert names(tmp_path) == [".iter_0000010.saving"]
+    assert lines == [f"saving checkpoint at iteration      10 to {tmp_path}"]
+    gate.open()
+    poll_until(saver, lambda: not saver.is_saving)
+    assert lines[1:] == [f"  successfully saved checkpoint at iteration      10 to {tmp_path}"]
+    assert names(tmp_path) == ["iter_0000010", TRACKER]
+    assert_loads(tmp_path, 10)
+    saver.check_last()
+
+
+def test_at_most_one_save_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, lines = Gate(monkeypatch), []
+    saver = make_saver(tmp_path, lines, async_save=True)
+    save(saver, 10)
+    opener = threading.Timer(0.05, gate.open)
+    opener.start()
+    save(saver, 20)
+    assert saved_iterations(tmp_path) == [10]
+    assert saver.is_saving
+    saver.finish()
+    assert not saver.is_saving
+    assert saved_iterations(tmp_path) == [10, 20]
+    assert_loads(tmp_path, 20)
+    opener.join()
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_keep_last_three_keeps_exactly_three(tmp_path: Path, async_save: bool) -> None:
+    saver = make_saver(tmp_path, [], async_save=async_save, keep_last=3)
+    for iteration in range(1, 9):
+        save(saver, iteration)
+        assert len(saved_iterations(tmp_path)) <= 3
+    saver.finish()
+    assert saved_iterations(tmp_path) == [6, 7, 8]
+    assert names(tmp_path) == ["iter_0000006", "iter_0000007", "iter_0000008", TRACKER]
+
+
+def test_a_synchronous_save_is_done_when_it_returns(tmp_path: Path) -> None:
+    saver = make_saver(tmp_path, [])
+    save(saver, 10)
+    assert not saver.is_saving
+    assert_loads(tmp_path, 10)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_full_disk_is_said_and_the_next_save_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool
+) -> None:
+    lines: list[str] = []
+    saver = make_saver(tmp_path, lines, async_save=async_save)
+    save(saver, 10)
+    saver.finish()
+
+    def refuse(path, entries):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_file, "write_shard", refuse)
+        save(saver, 20)
+        saver.finish()
+    needed = (tmp_path / "iter_0000010" / "shard_00000.safetensors").stat().st_size
+    path = tmp_path / ".iter_0000020.saving" / "shard_00000.safetensors"
+    assert lines[-1].startswith(
+        f"WARNING: the checkpoint of iteration 20 was not saved: cannot write {path}: No space left on device; "
+        f"{needed} bytes are needed for it, "
+    )
+    assert lines[-1].endswith(" are free; what was saved before is still in place")
+    assert names(tmp_path) == ["iter_0000010", TRACKER]
+    with pytest.raises(TrainingError, match="the last checkpoint, of iteration 20, was not saved: cannot write"):
+        saver.check_last()
+    assert_loads(tmp_path, 10)
+    save(saver, 30)
+    saver.finish()
+    saver.check_last()
+    assert_loads(tmp_path, 30)
+
+
+def test_a_refusal_to_publish_is_said_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    saver = make_saver(tmp_path, lines)
+    save(saver, 10)
+
+    def refuse(directory: Path, iteration: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(saving, "publish", refuse)
+    save(saver, 20)
+    assert f"cannot write {tmp_path / 'iter_0000020'}: {os.strerror(errno.EDQUOT)}" in lines[-1]
+    assert names(tmp_path) == ["iter_0000010", TRACKER]
+
+
+def test_a_fault_of_the_program_is_no_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path, entries):
+        raise ValueError("not a matter of the disk")
+
+    monkeypatch.setattr(shard_file, "write_shard", fail)
+    saver = make_saver(tmp_path, [], async_save=True)
+    save(saver, 10)
+    with pytest.raises(ValueError, match="not a matter of the disk"):
+        saver.finish()
+
+
+def test_memory_is_taken_once_for_all_saves(tmp_path: Path) -> None:
+    saver = make_saver(tmp_path, [], async_save=True, keep_last=1)
+    save(saver, 1)
+    area = saver._target.area
+    assert area is not None
+    memory = area._memory.data_ptr()
+    for iteration in range(2, 6):
+        save(saver, iteration)
+    saver.finish()
+    assert area._memory.data_ptr() == memory
+
+
+def test_without_a_folder_nothing_is_saved(tmp_path: Path) -> None:
+    device = Device("cpu")
+    rng = RngStreams(device, 1, ONE_RANK.place())
+    assert open_saver(CheckpointConfig(), Runtime(device, STATE, rng), lambda line: None) is None
