@@ -35,8 +35,6 @@ def _check_query_groups(config: RunConfig) -> Iterator[str]:
             f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; "
             f"numbers of groups that work: {divisors(heads, heads)}"
         )
-    if groups != heads and not model.group_query_attention:
-        yield f"--num-query-groups {groups} has no effect without --group-query-attention; add it"
 
 
 def _check_positions(config: RunConfig) -> Iterator[str]:
