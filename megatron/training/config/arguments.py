@@ -23,11 +23,12 @@ from megatron.training.config.flag_notes import (
     NO_EFFECT,
     NOT_SUPPORTED,
 )
+from megatron.training.config.foreign_flags import foreign_flag
 from megatron.training.config.resolution import resolve, resolve_checkpoint
 from megatron.training.config.run_config import RunConfig, command_line_fields, config_parts
 from megatron.training.config.table_flags import TABLE_PREFIX, packing_notes, table_flags
 from megatron.training.config.tokenizer_choice import choose_tokenizer
-from megatron.training.config.unknown_flags import unknown_flags
+from megatron.training.config.unknown_flags import foreign_answer, unknown_flags
 from megatron.training.process.refusal import refuse
 
 _TYPE_WORDS = {int: "an integer", float: "a number", bool: "a switch", str: "text"}
@@ -264,8 +265,11 @@ def _convert(spec: FieldSpec, text: str, problems: list[str]) -> Any:
     """Turn one word into a value of the field's type, or note a problem."""
     name, choices = spec.flags[0], spec.options.choices
     if choices is not None and text not in choices:
+        foreign = foreign_flag(f"{name} {text}")
         if text in spec.options.not_built:
             problems.append(f"{name} {text} is not supported yet; possible: {', '.join(choices)}")
+        elif foreign is not None:
+            problems.append(foreign_answer(name, [text], foreign))
         else:
             problems.append(f"{name} {text}: possible values are {', '.join(choices)}")
         return None

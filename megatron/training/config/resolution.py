@@ -79,6 +79,11 @@ def _resolve_model(config: RunConfig, notes: list[str]) -> RunConfig:
             f"each of the {heads} heads has its own key and value"
         )
         model = dataclasses.replace(model, num_query_groups=heads)
+    if model.recompute_num_layers is not None and model.recompute_granularity != "full":
+        notes.append(
+            f"--recompute-num-layers {model.recompute_num_layers} has no effect without --recompute-granularity full"
+        )
+        model = dataclasses.replace(model, recompute_num_layers=None)
     return dataclasses.replace(config, model=model)
 
 

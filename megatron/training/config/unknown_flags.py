@@ -27,21 +27,20 @@ def unknown_flags(words: Sequence[str], known: Collection[str]) -> Iterator[str]
             values.append(words[place])
             place += 1
         foreign = foreign_flag(name, tuple(values)) or foreign_flag(name.replace("_", "-"), tuple(values))
-        yield _answer(name, values, foreign) if foreign else _unknown(name, known)
+        yield foreign_answer(name, values, foreign) if foreign else _unknown(name, known)
 
 
-def _answer(name: str, values: Sequence[str], foreign: ForeignFlag) -> str:
-    """Say what stands for another trainer's flag here, or why nothing does."""
-    typed = " ".join((name, *values))
+def foreign_answer(name: str, values: Sequence[str], foreign: ForeignFlag) -> str:
+    """Say what stands for another trainer's flag, or its value, here, or why nothing does."""
+    typed = f"{' '.join((name, *values))} (of {foreign.trainer})"
     change = foreign.change.removeprefix("nothing: ")
-    if foreign.becomes:
-        instead = foreign.becomes.replace("{}", " ".join(values) or "VALUE")
-        return f"unknown flag {typed} (of {foreign.trainer}); give {instead}" + (
-            f": {change}" if foreign.needs_decision else ""
-        )
-    if foreign.needs_decision:
-        return f"{typed} (of {foreign.trainer}) is not supported: {change}"
-    return f"unknown flag {typed} (of {foreign.trainer}); leave it out: {change}"
+    if foreign.needs_decision and not foreign.becomes:
+        return f"{typed} is not supported: {change}"
+    if not foreign.becomes:
+        return f"unknown flag {typed}; leave it out: {change}"
+    instead = foreign.becomes.replace("{}", " ".join(values) or "VALUE")
+    kind = "value" if " " in foreign.flag and instead.startswith(name) else "flag"
+    return f"unknown {kind} {typed}; give {instead}" + (f": {change}" if foreign.needs_decision else "")
 
 
 def _unknown(name: str, known: Collection[str]) -> str:

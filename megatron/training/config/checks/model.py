@@ -82,9 +82,8 @@ def _check_recompute(config: RunConfig) -> Iterator[str]:
     elif granularity == "full" and method is None:
         yield "--recompute-granularity full needs --recompute-method uniform or block"
     if granularity != "full":
-        for name, value in (("method", method), ("num-layers", model.recompute_num_layers)):
-            if value is not None:
-                yield f"--recompute-{name} {value} has no effect without --recompute-granularity full; add it"
+        if method is not None:
+            yield f"--recompute-method {method} has no effect without --recompute-granularity full; add it"
         return
     layers = model.recompute_num_layers
     if method is not None and layers is None:
