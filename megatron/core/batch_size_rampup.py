@@ -1,7 +1,8 @@
-"""The global batch size over a run: constant, or ramped up; and how many samples its iterations make."""
+"""The global batch size over a run: constant, ramped up, or in steps; and how many samples its iterations make."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -10,11 +11,13 @@ class BatchSizeRampup:
     """Hold the full global batch size and the way to it.
 
     ``rampup_batch_size`` is empty, or (first size, increment, samples): the size grows from the first by the increment
-    in equal shares of the samples until it is ``global_batch_size``.
+    in equal shares of the samples until it is ``global_batch_size``. ``steps`` says it size by size in its place: each
+    size before the full one, with the consumed samples up to which it holds.
     """
 
     global_batch_size: int
     rampup_batch_size: tuple[int, ...] = ()
+    steps: tuple[tuple[int, int], ...] = ()
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
         """Return the global batch size of the iteration that follows ``consumed_samples``."""
@@ -37,10 +40,10 @@ class BatchSizeRampup:
             iterations += steps
         return iterations + max(samples - consumed_samples, 0) // max(self.global_batch_size, 1)
 
-    def _phases(self) -> list[tuple[int, int]]:
+    def _phases(self) -> Sequence[tuple[int, int]]:
         """Return (batch size, consumed samples up to which it holds) for each size below the full one."""
         if len(self.rampup_batch_size) != 3:
-            return []
+            return self.steps
         first, increment, samples = self.rampup_batch_size
         num_increments = (self.global_batch_size - first) // increment
         # Rounded up: a size holds while the consumed samples are below its share's end, a whole number or not.

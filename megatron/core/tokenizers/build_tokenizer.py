@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +33,8 @@ def build_tokenizer(
     vocab_size: int | None = None,
     vocab_extra_ids: int = 0,
     extra_vocab_size: int = 0,
+    padded_vocab_size: int | None = None,
+    patch_tokenizer_type: str | None = None,
     tiktoken_pattern: str | None = None,
     tiktoken_num_special_tokens: int = DEFAULT_NUM_SPECIAL_TOKENS,
     tiktoken_special_tokens: Sequence[str] = (),
@@ -45,6 +48,8 @@ def build_tokenizer(
             own, and one given must be theirs.
         vocab_extra_ids: how many <extra_id_N> SentencePieceTokenizer has; for no other kind.
         extra_vocab_size: ids without text behind the tokenizer's own; not for NullTokenizer.
+        padded_vocab_size: the size with such ids, in place of their number; not for NullTokenizer.
+        patch_tokenizer_type: how Pai-Megatron-Patch calls a HuggingFaceTokenizer, and so counts its ids.
 
     Raises:
         TokenizerError: the kind is unknown, sizes do not fit, or as the kind says: a missing
@@ -58,7 +63,48 @@ def build_tokenizer(
     if tokenizer_type == NullTokenizer.name:
         if extra_vocab_size:
             raise TokenizerError(f"--extra-vocab-size {extra_vocab_size}: give NullTokenizer a larger --vocab-size")
+        if padded_vocab_size:
+            raise TokenizerError(
+                f"--padded-vocab-size {padded_vocab_size}: give NullTokenizer --vocab-size {padded_vocab_size - 1}"
+            )
         return NullTokenizer(vocab_size)
+    build = functools.partial(
+        _build_from_files,
+        tokenizer_type=tokenizer_type,
+        vocab_file=vocab_file,
+        merge_file=merge_file,
+        tokenizer_model=tokenizer_model,
+        vocab_size=vocab_size,
+        vocab_extra_ids=vocab_extra_ids,
+        tiktoken_pattern=tiktoken_pattern,
+        tiktoken_num_special_tokens=tiktoken_num_special_tokens,
+        tiktoken_special_tokens=tiktoken_special_tokens,
+    )
+    if padded_vocab_size is None:
+        return build(extra_vocab_size=extra_vocab_size, patch_tokenizer_type=patch_tokenizer_type)
+    tokenizer = build(extra_vocab_size=0, patch_tokenizer_type=None)
+    if padded_vocab_size < tokenizer.vocab_size:
+        raise TokenizerError(
+            f"--padded-vocab-size {padded_vocab_size} is less than the {tokenizer.vocab_size} ids of the tokenizer; "
+            f"give {tokenizer.vocab_size} or more"
+        )
+    return build(extra_vocab_size=padded_vocab_size - tokenizer.vocab_size, patch_tokenizer_type=None)
+
+
+def _build_from_files(
+    *,
+    tokenizer_type: str,
+    vocab_file: str | Path | None,
+    merge_file: str | Path | None,
+    tokenizer_model: str | Path | None,
+    vocab_size: int | None,
+    vocab_extra_ids: int,
+    extra_vocab_size: int,
+    patch_tokenizer_type: str | None,
+    tiktoken_pattern: str | None,
+    tiktoken_num_special_tokens: int,
+    tiktoken_special_tokens: Sequence[str],
+) -> Tokenizer:
     if tokenizer_type == TikTokenizer.name:
         return TikTokenizer(
             tokenizer_model,
@@ -72,7 +118,7 @@ def build_tokenizer(
     if tokenizer_type == GPT2BPETokenizer.name:
         tokenizer = GPT2BPETokenizer(vocab_file, merge_file, extra_vocab_size)
     elif tokenizer_type == HuggingFaceTokenizer.name:
-        tokenizer = HuggingFaceTokenizer(tokenizer_model, extra_vocab_size)
+        tokenizer = HuggingFaceTokenizer(tokenizer_model, extra_vocab_size, patch_tokenizer_type)
     elif tokenizer_type in SENTENCE_PIECE_TYPES:
         tokenizer = SentencePieceTokenizer(
             tokenizer_model,
@@ -82,7 +128,7 @@ def build_tokenizer(
         )
     else:
         raise TokenizerError(f"--tokenizer-type {tokenizer_type} is not supported; {_hint(tokenizer_type)}")
-    own_size = tokenizer.vocab_size - extra_vocab_size
+    own_size = tokenizer.vocab_size - int(str(tokenizer.arguments["extra_vocab_size"]))
     if vocab_size is not None and vocab_size != own_size:
         raise TokenizerError(f"--vocab-size {vocab_size}: {tokenizer_type} has {own_size} ids; drop --vocab-size")
     return tokenizer

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import TokenizerError
+from megatron.core.tokenizers.patch_tokenizer import patched_vocab_size
 from megatron.core.tokenizers.tokenizer_file import read_json_object, require_path
 from megatron.core.tokenizers.tokenizers_engine import EngineTokenizer, TokenizersEngine
 
@@ -22,22 +23,30 @@ class HuggingFaceTokenizer(EngineTokenizer):
     special_tokens_map.json and generation_config.json, in that order. No special token is added to a text;
     those spelt out in a text are recognised, as tokenizer.json says.
 
+    With a ``patch_tokenizer_type`` the vocabulary has the size that Pai-Megatron-Patch gives it.
+
     Raises:
-        TokenizerError: the folder lacks a file or holds a damaged one.
+        TokenizerError: the folder lacks a file or holds a damaged one, or ``extra_vocab_size`` is too small.
     """
 
     name = "HuggingFaceTokenizer"
 
-    def __init__(self, tokenizer_model: str | Path | None, extra_vocab_size: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer_model: str | Path | None,
+        extra_vocab_size: int = 0,
+        patch_tokenizer_type: str | None = None,
+    ) -> None:
         path = require_path(tokenizer_model, "--tokenizer-model", self.name)
         tokenizer_path = path / _TOKENIZER_FILE if path.is_dir() else path
         if not tokenizer_path.is_file():
-            raise TokenizerError(
-                f"{self.name}: {path} has no {_TOKENIZER_FILE}; change --tokenizer-model, "
-                "or save the fast tokenizer there"
-            )
+            raise TokenizerError(f"{self.name}: {path} has no {_TOKENIZER_FILE}; {_way_on(path)}")
         super().__init__(TokenizersEngine.from_file(tokenizer_path, self.name))
-        self.vocab_size = self._engine.vocab_size + extra_vocab_size
+        own_size = self._engine.vocab_size
+        if patch_tokenizer_type is not None:
+            size = patched_vocab_size(patch_tokenizer_type, self._engine.base_vocab_size, own_size, extra_vocab_size)
+            extra_vocab_size = size - own_size
+        self.vocab_size = own_size + extra_vocab_size
         folder = tokenizer_path.parent
         beside = [folder / file for file in (*_TOKEN_FILES, _GENERATION_FILE)]
         self.files = (tokenizer_path, *(file for file in beside if file.is_file()))
@@ -47,6 +56,14 @@ class HuggingFaceTokenizer(EngineTokenizer):
             "tokenizer_model": str(path),
             "extra_vocab_size": extra_vocab_size,
         }
+
+
+def _way_on(folder: Path) -> str:
+    """Say what to do about a folder without a tokenizer file, also where code would make the tokenizer."""
+    settings = folder / _TOKEN_FILES[0]
+    if settings.is_file() and "AutoTokenizer" in (read_json_object(settings).get("auto_map") or {}):
+        return "its tokenizer is Python code of the model's author, which is never run; save a fast tokenizer there"
+    return "change --tokenizer-model, or save the fast tokenizer there"
 
 
 def _find_end_id(engine: TokenizersEngine, files: Sequence[Path]) -> int | None:

@@ -57,6 +57,12 @@ class TokenizersEngine:
         vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
         return max(vocabulary.values(), default=-1) + 1
 
+    @property
+    def base_vocab_size(self) -> int:
+        """Give the number of entries without the added tokens."""
+        vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=False)
+        return len(vocabulary)
+
     def token_to_id(self, token: str) -> int | None:
         """Look up one entry by its spelling."""
         token_id: int | None = self._engine.token_to_id(token)

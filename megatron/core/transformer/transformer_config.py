@@ -22,7 +22,7 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     """Width of the model."""
     num_attention_heads: int = flag(role="shape", bounds=POSITIVE)
     """Number of attention heads."""
-    ffn_hidden_size: int = flag(0, role="shape", bounds=NOT_NEGATIVE)
+    ffn_hidden_size: int = flag(0, aliases=("--intermediate-size",), role="shape", bounds=NOT_NEGATIVE)
     """Width of the feed-forward layer; by default 4 x hidden size, or two thirds of it, in steps of 64,
     with SwiGLU."""
     kv_channels: int = flag(0, role="shape", bounds=NOT_NEGATIVE)
@@ -32,6 +32,10 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     num_query_groups: int = flag(0, role="shape", bounds=POSITIVE)
     """Number of key/value heads with grouped-query attention (1 where only --group-query-attention is
     given)."""
+    attention_head_type: str = flag(
+        "multihead", choices=("multihead", "multiquery"), role="meaning", in_args=False, seen_as="num_query_groups"
+    )
+    """Whether each head has its own key and value, or all share one (same as --group-query-attention alone)."""
 
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), role="shape")
     """Kind of normalization."""
@@ -96,6 +100,8 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
             object.__setattr__(self, "ffn_hidden_size", default_ffn_hidden_size(self.hidden_size, self.swiglu))
         if self.kv_channels == 0:
             object.__setattr__(self, "kv_channels", self.hidden_size // max(self.num_attention_heads, 1))
+        if self.attention_head_type == "multiquery":
+            object.__setattr__(self, "group_query_attention", True)
         if self.num_query_groups == 0:
             groups = 1 if self.group_query_attention else self.num_attention_heads
             object.__setattr__(self, "num_query_groups", groups)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import math
 import sys
@@ -24,11 +23,14 @@ from megatron.training.config.flag_notes import (
     NO_EFFECT,
     NOT_SUPPORTED,
 )
-from megatron.training.config.resolution import resolve
+from megatron.training.config.foreign_flags import foreign_flag
+from megatron.training.config.resolution import resolve, resolve_checkpoint
 from megatron.training.config.run_config import RunConfig, command_line_fields, config_parts
+from megatron.training.config.table_flags import TABLE_PREFIX, packing_notes, table_flags
+from megatron.training.config.tokenizer_choice import choose_tokenizer
+from megatron.training.config.unknown_flags import foreign_answer, unknown_flags
 from megatron.training.process.refusal import refuse
 
-_TABLE_PREFIX = "flag:"
 _TYPE_WORDS = {int: "an integer", float: "a number", bool: "a switch", str: "text"}
 
 
@@ -81,17 +83,19 @@ def resolve_arguments(argv: Sequence[str], world_size: int) -> ParsedArguments:
         ConfigurationError: with every problem of the command line.
     """
     given, extras, problems = _parse_words(argv)
-    problems += _unknown_flags(extras)
-    notes, refused = _table_flags(given)
+    problems += unknown_flags(extras, all_flags())
+    notes, refused = table_flags(given)
     problems += refused
     stored = _checkpoint_values(given, notes, problems)
     values, broken = _field_values(given, stored, problems)
     resolution = resolve(_build_config(values, broken, world_size))
     problems += resolution.problems
-    problems += find_problems(resolution.config, broken)
+    config = choose_tokenizer(resolution.config, "tokenizer_type" in given, notes, problems)
+    problems += find_problems(config, broken)
     if problems:
         raise ConfigurationError(problems)
-    return ParsedArguments(resolution.config, (*notes, *resolution.notes))
+    notes += packing_notes(given, config.data)
+    return ParsedArguments(config, (*notes, *resolution.notes))
 
 
 def all_flags() -> dict[str, str]:
@@ -155,7 +159,7 @@ def _add_field(group: argparse._ArgumentGroup, spec: FieldSpec, help_text: str) 
 
 
 def _add_table_flag(parser: argparse.ArgumentParser, name: str, arity: int | str) -> None:
-    dest = _TABLE_PREFIX + name
+    dest = TABLE_PREFIX + name
     if arity == 0:
         parser.add_argument(name, dest=dest, action="store_const", const=[], help=argparse.SUPPRESS)
     else:
@@ -197,46 +201,14 @@ def _without_flag(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
             yield word
 
 
-def _unknown_flags(extras: Sequence[str]) -> Iterator[str]:
-    """Name what the parser did not know; the words that follow an unknown flag are taken as its values."""
-    known = list(all_flags())
-    follows_unknown = False
-    for word in extras:
-        if word.startswith("-"):
-            name = word.split("=", 1)[0]
-            nearest = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
-            yield f"unknown flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else "; see --help")
-            follows_unknown = True
-        elif not follows_unknown:
-            yield f"unexpected value {word!r}; a value must follow its flag"
-
-
-def _table_flags(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the notes and the problems that the given flags of the two tables make."""
-    notes, problems = [], []
-    for name, note in NO_EFFECT.items():
-        words: list[str] | None = given.get(_TABLE_PREFIX + name)
-        if words is None or (words and all(word in note.quiet for word in words)):
-            continue
-        typed = " ".join([name, *words])
-        if note.accepted and not all(word in note.accepted for word in words):
-            problems.append(f"{typed} is not supported yet; possible: {', '.join(note.accepted)}")
-        else:
-            notes.append(f"{typed} has no effect: {note.reason}")
-    for name, refused in NOT_SUPPORTED.items():
-        words = given.get(_TABLE_PREFIX + name)
-        if words is not None and (not words or words != [refused.default]):
-            instead = f"; {refused.instead}" if refused.instead else ""
-            problems.append(f"{' '.join([name, *words])} is not supported yet{instead}")
-    return notes, problems
-
-
 def _checkpoint_values(given: Mapping[str, Any], notes: list[str], problems: list[str]) -> Mapping[str, Any]:
     """Return what ``--use-checkpoint-args`` takes from the checkpoint of ``--load``: fields that no flag gives."""
     # What is malformed here is reported when all fields are converted.
     values, _ = _field_values(given, {}, [])
     names = {spec.name for spec in field_specs(CheckpointConfig)}
     checkpoint = CheckpointConfig(**{name: value for name, value in values.items() if name in names})
+    # What it says and finds wrong is reported when all is resolved.
+    checkpoint = resolve_checkpoint(checkpoint, [], [])
     if not checkpoint.use_checkpoint_args or checkpoint.load is None:
         return {}
     try:
@@ -293,8 +265,11 @@ def _convert(spec: FieldSpec, text: str, problems: list[str]) -> Any:
     """Turn one word into a value of the field's type, or note a problem."""
     name, choices = spec.flags[0], spec.options.choices
     if choices is not None and text not in choices:
+        foreign = foreign_flag(f"{name} {text}")
         if text in spec.options.not_built:
             problems.append(f"{name} {text} is not supported yet; possible: {', '.join(choices)}")
+        elif foreign is not None:
+            problems.append(foreign_answer(name, [text], foreign))
         else:
             problems.append(f"{name} {text}: possible values are {', '.join(choices)}")
         return None

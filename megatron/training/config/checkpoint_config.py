@@ -16,7 +16,7 @@ class CheckpointConfig(Config, role="output"):
 
     save: str | None = flag(None, metavar="DIR")
     """Folder that checkpoints are written to."""
-    save_interval: int | None = flag(None, bounds=POSITIVE, needs="save")
+    save_interval: int | None = flag(None, bounds=POSITIVE)
     """Iterations from one checkpoint to the next; without it only the end of the run is saved."""
     no_save_optim: bool = False
     """Do not save the optimizer's state."""
@@ -24,6 +24,8 @@ class CheckpointConfig(Config, role="output"):
     """Do not save the state of the random number generators."""
     load: str | None = flag(None, metavar="DIR")
     """Folder that a checkpoint is read from."""
+    pretrained_checkpoint: str | None = flag(None, metavar="DIR")
+    """Folder whose weights a run begins with while the folder of --load holds no checkpoint: --load DIR --finetune."""
     no_load_optim: bool = False
     """Do not load the optimizer's state."""
     no_load_rng: bool = False

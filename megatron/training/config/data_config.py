@@ -6,6 +6,7 @@ import dataclasses
 
 from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
 from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES
+from megatron.core.tokenizers.patch_tokenizer import CODE_TOKENIZER_TYPES, PATCH_TOKENIZER_TYPES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,11 @@ class TokenizerConfig(Config, role="run", in_args=True):
     """Vocabulary file."""
     merge_file: str | None = flag(None, metavar="FILE")
     """File of the byte-pair merges."""
+    patch_tokenizer_type: str | None = flag(
+        None, choices=PATCH_TOKENIZER_TYPES, not_built=CODE_TOKENIZER_TYPES, in_args=False
+    )
+    """Kind of tokenizer as Pai-Megatron-Patch names it: the one in the folder of --load, unless --tokenizer-type is
+    given, with a vocabulary of the size that it has there."""
     tokenizer_model: str | None = flag(None, metavar="PATH")
     """Model file, or folder with tokenizer.json."""
     vocab_size: int | None = flag(None, bounds=POSITIVE)
@@ -83,7 +89,10 @@ class TokenizerConfig(Config, role="run", in_args=True):
     vocab_extra_ids: int = flag(0, bounds=NOT_NEGATIVE)
     """Number of extra ids that are added to the vocabulary."""
     extra_vocab_size: int = flag(0, bounds=NOT_NEGATIVE, in_args=False)
-    """Number of rows beyond the tokenizer's own vocabulary."""
+    """Number of rows beyond the tokenizer's own vocabulary; with --patch-tokenizer-type, beyond the vocabulary without
+    added tokens."""
+    padded_vocab_size: int | None = flag(None, bounds=POSITIVE, in_args=False, excludes=("extra_vocab_size",))
+    """Number of rows in all, in place of --extra-vocab-size."""
     tiktoken_pattern: str | None = flag(None, choices=("v1", "v2"))
     """Pattern that splits the text before tiktoken merges it."""
     tiktoken_num_special_tokens: int = flag(1000, bounds=NOT_NEGATIVE)

@@ -18,13 +18,14 @@ class NoEffect:
     """Describe a flag that changes nothing here; ``reason`` completes "--flag has no effect: ...".
 
     Values in ``quiet`` say what is done anyway and make no line. Where ``accepted`` is given, any other
-    value would change what is computed, and is refused as not supported.
+    value would change what is computed, and is refused as not supported. The field ``excluded`` asks for the contrary.
     """
 
     arity: Arity
     reason: str
     quiet: tuple[str, ...] = ()
     accepted: tuple[str, ...] = ()
+    excluded: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,7 @@ class NotSupported:
     instead: str = ""
 
 
+_TOKEN_FILES = ("mmap", "lazy", "cached", "infer")
 _FUSION = "the same numbers are computed with and without this fusion"
 _ONE_LOGGER = "there is no one-logger service here"
 _NATIVE = "the native checkpoint format has no such choice"
@@ -43,25 +45,31 @@ _TP_OVERLAP = "tensor-parallel communication overlaps with the weight gradient a
 
 NO_EFFECT: dict[str, NoEffect] = {
     # data
-    "--data-impl": NoEffect(1, "token files are always memory-mapped .bin/.idx pairs"),
-    "--dataset-impl": NoEffect(1, "token files are always memory-mapped .bin/.idx pairs"),
-    "--dataset": NoEffect(1, "the kind of data set follows from --data-path"),
+    "--data-impl": NoEffect(1, "token files are always memory-mapped .bin/.idx pairs", accepted=_TOKEN_FILES),
+    "--dataset-impl": NoEffect(1, "token files are always memory-mapped .bin/.idx pairs", accepted=_TOKEN_FILES),
+    "--mmap-warmup": NoEffect(0, "pages of token files are read when they are needed"),
+    "--dataset": NoEffect(1, "token files are the only kind of data set", accepted=("MMAP", "LLama-Pretrain-Idxmap")),
     "--train-mode": NoEffect(1, "pretraining is the only mode", accepted=("pretrain",)),
     "--max-padding-length": NoEffect(1, "pretraining samples are full and never padded"),
     "--num-dataset-builder-threads": NoEffect(1, "each index is built once, by the first rank of a node", quiet=("1",)),
     "--no-data-sharding": NoEffect(0, "the order of samples does not depend on the data-parallel size"),
-    "--patch-tokenizer-type": NoEffect(1, "the tokenizer is chosen by --tokenizer-type"),
+    "--trust-remote-code": NoEffect(0, "code that comes with a tokenizer or a model is never run"),
     "--legacy-tokenizer": NoEffect(0, "there is one implementation of each tokenizer"),
     "--allow-ambiguous-pad-tokens": NoEffect(0, "padding is never predicted"),
-    "--mid-level-dataset-surplus": NoEffect(1, "the surplus of a blend's data sets is fixed at 0.005"),
+    "--mid-level-dataset-surplus": NoEffect(
+        1, "the surplus of a blend's data sets is fixed at 0.005", accepted=("0.005",)
+    ),
     "--no-create-attention-mask-in-dataloader": NoEffect(0, "attention is causal without a mask in the data"),
     # the model and its kernels
     "--apply-query-key-layer-scaling": NoEffect(0, "scores and softmax are computed so that float16 does not overflow"),
-    "--fp16-lm-cross-entropy": NoEffect(0, "the loss is always computed in float32"),
     "--use-mcore-models": NoEffect(0, "there is one implementation of each model"),
     "--transformer-impl": NoEffect(
-        1, "the project's own layers are used, with fused kernels where torch has them", quiet=("local",)
+        1,
+        "the project's own layers are used, with fused kernels where torch has them",
+        quiet=("local",),
+        accepted=("transformer_engine", "local"),
     ),
+    "--transformer-type": NoEffect(1, "there is one implementation of each model", accepted=("megatron",)),
     "--attention-softmax-in-fp32": NoEffect(0, "the attention softmax is always computed in float32"),
     "--no-masked-softmax-fusion": NoEffect(0, _FUSION),
     "--no-bias-swiglu-fusion": NoEffect(0, _FUSION),
@@ -69,19 +77,26 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--no-rope-fusion": NoEffect(0, _FUSION),
     "--no-gradient-accumulation-fusion": NoEffect(0, _FUSION),
     "--cross-entropy-loss-fusion": NoEffect(0, _FUSION),
-    "--cross-entropy-fusion-impl": NoEffect(1, _FUSION),
+    "--cross-entropy-fusion-impl": NoEffect(1, _FUSION, accepted=("native", "te")),
     "--no-persist-layer-norm": NoEffect(0, _FUSION),
     "--memory-efficient-layer-norm": NoEffect(0, _FUSION),
     "--disable-jit-fuser": NoEffect(0, _FUSION),
     "--recompute-modules": NoEffect("+", "selective recompute is of the core attention", accepted=("core_attn",)),
     "--use-cpu-initialization": NoEffect(0, "initial weights do not depend on the device"),
     "--no-initialization": NoEffect(0, "weights are initialized before a checkpoint replaces them"),
+    "--init-model-with-meta-device": NoEffect(0, "initial weights do not depend on how they are allocated"),
+    "--enable-experimental": NoEffect(0, "no feature is behind this switch"),
+    "--test-mode": NoEffect(0, "it is of Megatron-LM's own tests"),
+    "--onnx-safe": NoEffect(1, "nothing is exported to ONNX"),
     "--te-rng-tracker": NoEffect(0, "random number streams do not depend on transformer-engine"),
     "--inference-rng-tracker": NoEffect(0, "random number streams do not depend on inference"),
     # parallelism
+    "--DDP-impl": NoEffect(1, "there is one implementation of data parallelism", accepted=("local", "torch")),
     "--no-async-tensor-model-parallel-allreduce": NoEffect(0, _TP_OVERLAP),
     "--accumulate-allreduce-grads-in-fp32": NoEffect(
-        0, "gradients of half-precision parameters are accumulated in float32 unless --grad-reduce-in-bf16 is given"
+        0,
+        "gradients of half-precision parameters are accumulated in float32 unless --grad-reduce-in-bf16 is given",
+        excluded="grad_reduce_in_bf16",
     ),
     "--tp-comm-overlap": NoEffect(0, _TP_OVERLAP),
     "--tp-comm-overlap-cfg": NoEffect(1, _TP_OVERLAP),
@@ -110,7 +125,7 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--flash-save": NoEffect(0, "every rank writes its own part of a checkpoint at once"),
     "--flash-load": NoEffect(0, "every rank reads only its own part of a checkpoint"),
     "--use-dist-ckpt": NoEffect(0, "the native checkpoint format is always distributed"),
-    "--dist-ckpt-format": NoEffect(1, _NATIVE),
+    "--dist-ckpt-format": NoEffect(1, _NATIVE, accepted=("torch_dist",)),
     "--auto-detect-ckpt-format": NoEffect(0, "the format of a checkpoint is always detected"),
     "--ckpt-fully-parallel-save": NoEffect(0, "saving is always spread over the ranks"),
     "--no-ckpt-fully-parallel-save": NoEffect(0, "saving is always spread over the ranks"),
@@ -126,7 +141,9 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--no-barrier-with-level-1-timing": NoEffect(0, "timers use no barriers"),
     "--no-barrier-with-L1-time": NoEffect(0, "timers use no barriers"),
     "--logging-level": NoEffect(1, "log lines have one level"),
-    "--rerun-mode": NoEffect(1, "a non-finite loss is reported at once", quiet=("disabled",)),
+    "--rerun-mode": NoEffect(
+        1, "a non-finite loss is reported at once", quiet=("disabled",), accepted=("validate_results", "disabled")
+    ),
     "--train-sync-interval": NoEffect(1, "each iteration ends with a reduction that keeps the ranks in step"),
     "--enable-one-logger": NoEffect(0, _ONE_LOGGER),
     "--no-one-logger": NoEffect(0, _ONE_LOGGER),
@@ -140,6 +157,8 @@ NO_EFFECT: dict[str, NoEffect] = {
 
 _SWITCHES = [
     "--use-legacy-models",
+    "--fp8-hybrid",
+    "--fp8-e4m3",
     "--fp8-param-gather",
     "--no-fp8-wgrad",
     "--first-last-layers-bf16",
@@ -167,6 +186,7 @@ _SWITCHES = [
     "--delay-wgrad-compute",
     "--distribute-saved-activations",
     "--init-method-xavier-uniform",
+    "--disable-bf16-reduced-precision-matmul",
     "--fp32-residual-connection",
     "--apply-residual-connection-post-layernorm",
     "--multi-latent-attention",
@@ -205,6 +225,7 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     **{switch: NotSupported(0) for switch in _SWITCHES},
     "--data-parallel-random-init": NotSupported(0),
     "--log-progress": NotSupported(0, instead="use --metrics-jsonl"),
+    "--fp16-lm-cross-entropy": NotSupported(0, instead="leave it out: the loss is computed in float32"),
     # fp8 and offloading
     "--fp8-format": NotSupported(1),
     "--fp8-recipe": NotSupported(1, "delayed"),
@@ -246,6 +267,13 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--window-size": NotSupported(1),
     "--embedding-init-method-std": NotSupported(1),
     "--glu-linear-offset": NotSupported(1, "0.0"),
+    "--activation-func-clamp-value": NotSupported(1),
+    "--softmax-type": NotSupported(1, "vanilla"),
+    "--rope-type": NotSupported(1, "rope"),
+    "--rotary-scaling-factor": NotSupported(1, "1.0", instead="it is of latent attention's YaRN positions"),
+    "--rotary-scale-factor": NotSupported(
+        1, "1", instead="use --rotary-seq-len-interpolation-factor where positions are divided by it"
+    ),
     "--spec": NotSupported("+"),
     "--cuda-graph-scope": NotSupported("+"),
     "--cuda-graph-impl": NotSupported(1, "none"),
@@ -260,7 +288,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--s3-cache-path": NotSupported(1),
     "--object-storage-cache-path": NotSupported(1),
     # checkpoints
-    "--pretrained-checkpoint": NotSupported(1, instead="use --load with --finetune"),
     "--save-retain-interval": NotSupported(1, instead="use --keep-last 1 --keep-every N"),
     "--ckpt-convert-format": NotSupported(1),
     "--ckpt-convert-save": NotSupported(1),

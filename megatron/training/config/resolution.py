@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
-from megatron.core.errors import ConfigurationError
+from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.training.checkpointing.folder import candidate_folders
+from megatron.training.config.batch_size_schedule import read_batch_size_schedule
+from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.data_lists import read_data_list, read_per_split_lists
 from megatron.training.config.run_config import RunConfig
 
@@ -26,7 +30,8 @@ def resolve(config: RunConfig) -> Resolution:
     problems: list[str] = []
     config = _resolve_data(config, problems)
     config = _resolve_model(config, notes)
-    config = _resolve_batch(config)
+    config = dataclasses.replace(config, checkpoint=resolve_checkpoint(config.checkpoint, notes, problems))
+    config = _resolve_batch(config, problems)
     config = _resolve_data_parallelism(config, notes)
     config = _resolve_precision(config)
     config = _resolve_weight_decay(config)
@@ -51,7 +56,10 @@ def _resolve_data(config: RunConfig, problems: list[str]) -> RunConfig:
             )
     except ConfigurationError as error:
         problems.extend(error.problems)
-    if data.split is None and not data.has_data_per_split:
+    if data.split is not None:
+        # A quotation inside a quotation, as in NVIDIA's Llama script: Megatron looks only for the numbers.
+        data = dataclasses.replace(data, split=data.split.strip("'\" "))
+    elif not data.has_data_per_split:
         data = dataclasses.replace(data, split=DEFAULT_SPLIT)
     return dataclasses.replace(config, data=data)
 
@@ -63,14 +71,60 @@ def _resolve_model(config: RunConfig, notes: list[str]) -> RunConfig:
     if model.sequence_parallel and model.tensor_model_parallel_size == 1:
         notes.append("--sequence-parallel has no effect with --tensor-model-parallel-size 1: turned off")
         model = dataclasses.replace(model, sequence_parallel=False)
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if groups != heads and not model.group_query_attention:
+        notes.append(
+            f"--num-query-groups {groups} has no effect without --group-query-attention: "
+            f"each of the {heads} heads has its own key and value"
+        )
+        model = dataclasses.replace(model, num_query_groups=heads)
+    if model.recompute_num_layers is not None and model.recompute_granularity != "full":
+        notes.append(
+            f"--recompute-num-layers {model.recompute_num_layers} has no effect without --recompute-granularity full"
+        )
+        model = dataclasses.replace(model, recompute_num_layers=None)
     return dataclasses.replace(config, model=model)
 
 
-def _resolve_batch(config: RunConfig) -> RunConfig:
-    if config.training.global_batch_size:
-        return config
-    batch = config.training.micro_batch_size * max(config.data_parallel_size, 1)
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=batch))
+def resolve_checkpoint(checkpoint: CheckpointConfig, notes: list[str], problems: list[str]) -> CheckpointConfig:
+    """Let --pretrained-checkpoint be what is loaded where --load has no checkpoint yet."""
+    pretrained, load = checkpoint.pretrained_checkpoint, checkpoint.load
+    if pretrained is None or pretrained == load:
+        return checkpoint
+    if load is not None and _holds_weights(Path(load)):
+        notes.append(f"--pretrained-checkpoint {pretrained} is not read: --load {load} holds a checkpoint")
+        return checkpoint
+    if not _holds_weights(Path(pretrained)):
+        problems.append(f"--pretrained-checkpoint {pretrained} holds no checkpoint; give a folder that does")
+    notes.append(f"--pretrained-checkpoint {pretrained}: the run begins with its weights, at iteration 0")
+    return dataclasses.replace(checkpoint, load=pretrained, finetune=True)
+
+
+def _holds_weights(folder: Path) -> bool:
+    try:
+        return bool(candidate_folders(folder)) or any(folder.glob("*.safetensors"))
+    except CheckpointError:
+        return True  # something is there: loading it says what is wrong with it
+
+
+def _resolve_batch(config: RunConfig, problems: list[str]) -> RunConfig:
+    training = config.training
+    if training.step_batch_size_schedule is not None:
+        try:
+            steps, last = read_batch_size_schedule(training.step_batch_size_schedule, config.data.seq_length)
+        except ConfigurationError as error:
+            problems.extend(error.problems)
+            return config
+        if training.global_batch_size not in (0, last):
+            problems.append(
+                f"--global-batch-size {training.global_batch_size} is not the last size of "
+                f"--step-batch-size-schedule {training.step_batch_size_schedule!r}; give {last} or leave it out"
+            )
+        training = dataclasses.replace(training, global_batch_size=last, batch_size_steps=steps)
+    elif not training.global_batch_size:
+        batch = training.micro_batch_size * max(config.data_parallel_size, 1)
+        training = dataclasses.replace(training, global_batch_size=batch)
+    return dataclasses.replace(config, training=training)
 
 
 def _resolve_precision(config: RunConfig) -> RunConfig:
@@ -118,14 +172,17 @@ def _attention_notes(config: RunConfig) -> list[str]:
 
 def _loading_notes(config: RunConfig) -> list[str]:
     checkpoint = config.checkpoint
+    notes = []
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        notes.append(f"--save-interval {checkpoint.save_interval} has no effect without --save DIR")
     if checkpoint.load is not None:
-        return []
+        return notes
     given = []
     if not checkpoint.verify_checkpoint:
         given.append("--no-verify-checkpoint")
     if checkpoint.dist_ckpt_strictness != "raise_all":
         given.append(f"--dist-ckpt-strictness {checkpoint.dist_ckpt_strictness}")
-    return [f"{flag} has no effect without --load DIR" for flag in given]
+    return notes + [f"{flag} has no effect without --load DIR" for flag in given]
 
 
 def _validation_notes(config: RunConfig) -> list[str]:

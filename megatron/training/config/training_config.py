@@ -19,6 +19,11 @@ class TrainingConfig(Config, role="run"):
     size."""
     rampup_batch_size: tuple[int, ...] = flag((), nargs="+", metavar="N", in_args=True)
     """Ramp the global batch size up: first size, increment, samples over which it grows."""
+    step_batch_size_schedule: str | None = flag(None, metavar="'TOKENS:SIZE ...'", excludes=("rampup_batch_size",))
+    """Give the global batch size in steps, such as '0:16 2.4B:320': 16 at first, 320 from 2.4 billion tokens on (K, M,
+    B and T are thousands to trillions)."""
+    batch_size_steps: tuple[int, ...] = flag((), cli=False)
+    """What --step-batch-size-schedule comes to: each size but the last, and the samples at which it ends."""
     train_iters: int = flag(0, bounds=NOT_NEGATIVE, in_args=True, excludes=("train_samples",))
     """Number of iterations of the whole run."""
     train_samples: int = flag(0, bounds=NOT_NEGATIVE, in_args=True)
@@ -50,7 +55,8 @@ class TrainingConfig(Config, role="run"):
     @property
     def batch_sizes(self) -> BatchSizeRampup:
         """Return the global batch size over the run."""
-        return BatchSizeRampup(self.global_batch_size, self.rampup_batch_size)
+        steps = tuple(zip(self.batch_size_steps[::2], self.batch_size_steps[1::2]))
+        return BatchSizeRampup(self.global_batch_size, self.rampup_batch_size, steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,9 +89,16 @@ class SchedulerConfig(Config, role="run", in_args=True):
     """Weight decay at the end; by default --weight-decay."""
     weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
     """Shape of the weight decay over the run."""
-    override_opt_param_scheduler: bool = flag(False, in_args=False, excludes=("use_checkpoint_opt_param_scheduler",))
+    override_opt_param_scheduler: bool = flag(
+        False,
+        aliases=("--override-opt_param-scheduler",),
+        in_args=False,
+        excludes=("use_checkpoint_opt_param_scheduler",),
+    )
     """On resume, take the schedule from the command line where it differs from the checkpoint's."""
-    use_checkpoint_opt_param_scheduler: bool = flag(False, in_args=False, needs="load")
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False, aliases=("--use-checkpoint-opt_param-scheduler",), in_args=False, needs="load"
+    )
     """On resume, take the schedule from the checkpoint and ignore the command line's."""
 
 

@@ -26,6 +26,14 @@ def test_ramp_from_the_full_size_is_constant() -> None:
     assert [BatchSizeRampup(6, (6, 3, 50)).global_batch_size_at(count) for count in (0, 49, 50)] == [6, 6, 6]
 
 
+def test_steps_hold_until_they_end() -> None:
+    batches = BatchSizeRampup(24, steps=((4, 10), (12, 40)))
+    table = {0: 4, 9: 4, 10: 12, 39: 12, 40: 24, 10**9: 24}
+    assert {count: batches.global_batch_size_at(count) for count in table} == table
+    assert batches.samples_of_iterations(6) == 3 * 4 + 3 * 12
+    assert batches.iterations_of_samples(12 + 36 + 24) == 7
+
+
 @pytest.mark.parametrize("rampup", [(), (2, 2, 60), (1, 1, 100), (3, 3, 0), (2, 5, 47)])
 def test_samples_and_iterations_follow_the_batch_of_each_iteration(rampup: tuple[int, ...]) -> None:
     batches = BatchSizeRampup(12, rampup)

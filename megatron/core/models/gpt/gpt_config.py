@@ -30,7 +30,12 @@ class GPTConfig(TransformerConfig, in_args=True):
         role="shape",
     )
     """Kind of position embedding."""
-    use_rotary_position_embeddings: bool = flag(False, role="meaning", seen_as="position_embedding_type")
+    use_rotary_position_embeddings: bool = flag(
+        False,
+        aliases=("--use-llama2-rotary-position-embeddings",),
+        role="meaning",
+        seen_as="position_embedding_type",
+    )
     """Use rotary positions (same as --position-embedding-type rope)."""
     add_position_embedding: bool = flag(
         True, negative="--no-position-embedding", role="meaning", seen_as="position_embedding_type"

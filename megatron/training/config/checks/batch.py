@@ -22,7 +22,7 @@ def _slice(config: RunConfig) -> int:
 
 def _check_global_batch(config: RunConfig) -> Iterator[str]:
     batch, micro, one = config.training.global_batch_size, config.training.micro_batch_size, _slice(config)
-    if one and batch > 0 and batch % one != 0:
+    if one and batch > 0 and batch % one != 0 and config.training.step_batch_size_schedule is None:
         below, above = batch // one * one, -(-batch // one) * one
         nearest = f"{below} or {above}" if below else f"{above}"
         yield (
@@ -57,6 +57,21 @@ def _check_rampup(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_steps(config: RunConfig) -> Iterator[str]:
+    text, one = config.training.step_batch_size_schedule, _slice(config)
+    if text is None or not one:
+        return
+    sizes = (*config.training.batch_size_steps[::2], config.training.global_batch_size)
+    for size in sizes:
+        if size % one != 0:
+            nearest = max(round(size / one), 1) * one
+            yield (
+                f"--step-batch-size-schedule {text!r}: {size} is not divisible by --micro-batch-size "
+                f"{config.training.micro_batch_size} x data-parallel size {config.data_parallel_size} = {one}; "
+                f"nearest size that works: {nearest}"
+            )
+
+
 def _check_length(config: RunConfig) -> Iterator[str]:
     training = config.training
     if not (training.train_iters or training.train_samples or training.skip_train):
@@ -71,5 +86,6 @@ def _check_length(config: RunConfig) -> Iterator[str]:
 CHECKS = (
     Check(_BATCH, _check_global_batch),
     Check((*_BATCH, "rampup_batch_size"), _check_rampup),
+    Check((*_BATCH, "step_batch_size_schedule"), _check_steps),
     Check(("train_iters", "train_samples", "global_batch_size", "micro_batch_size"), _check_length),
 )

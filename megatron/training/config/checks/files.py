@@ -36,7 +36,7 @@ def _check_model_file(config: RunConfig) -> Iterator[str]:
         yield f"--tokenizer-model {path}: there is no such file or folder; give a local path"
     elif tokenizer.tokenizer_type == "HuggingFaceTokenizer":
         if path.is_dir() and not (path / "tokenizer.json").is_file():
-            yield f"--tokenizer-model {path}: the folder has no tokenizer.json"
+            yield f"--tokenizer-model {path}: the folder has no tokenizer.json; save the fast tokenizer there"
     elif path.is_dir():
         yield f"--tokenizer-model {path} is a folder; {tokenizer.tokenizer_type} needs a file"
 

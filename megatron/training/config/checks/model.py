@@ -35,8 +35,6 @@ def _check_query_groups(config: RunConfig) -> Iterator[str]:
             f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; "
             f"numbers of groups that work: {divisors(heads, heads)}"
         )
-    if groups != heads and not model.group_query_attention:
-        yield f"--num-query-groups {groups} has no effect without --group-query-attention; add it"
 
 
 def _check_positions(config: RunConfig) -> Iterator[str]:
@@ -84,9 +82,8 @@ def _check_recompute(config: RunConfig) -> Iterator[str]:
     elif granularity == "full" and method is None:
         yield "--recompute-granularity full needs --recompute-method uniform or block"
     if granularity != "full":
-        for name, value in (("method", method), ("num-layers", model.recompute_num_layers)):
-            if value is not None:
-                yield f"--recompute-{name} {value} has no effect without --recompute-granularity full; add it"
+        if method is not None:
+            yield f"--recompute-method {method} has no effect without --recompute-granularity full; add it"
         return
     layers = model.recompute_num_layers
     if method is not None and layers is None:

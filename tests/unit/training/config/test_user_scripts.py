@@ -152,3 +152,15 @@ def test_scripts_with_choices(script: str, workplace: Path, monkeypatch: pytest.
         )
         assert all(" is not supported yet" in problem for problem in problems), (changes, problems)
         assert bool(problems) != is_built, (changes, problems)
+
+
+def test_the_tokenizer_of_pai_scripts_is_that_of_load(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    for script, kind in (("llama3_1.sh", "LLama3Tokenizer"), ("qwen2_5.sh", "Qwen2Tokenizer")):
+        arguments, world_size = expand(workplace, script, TP="1", PP="1", PR="bf16", LOAD="tokenizers/qwen2")
+        tokenizer = resolve_arguments(arguments, world_size).config.tokenizer
+        assert (tokenizer.tokenizer_type, tokenizer.tokenizer_model) == ("HuggingFaceTokenizer", "tokenizers/qwen2")
+        assert tokenizer.patch_tokenizer_type == kind
+        assert refusals(*expand(workplace, script, TP="1", PP="1", PR="bf16")) == (
+            f"--patch-tokenizer-type {kind} takes the tokenizer from --load DIR; add --load DIR",
+        )

@@ -1,0 +1,51 @@
+"""Words of a command line that are no flags here: other trainers' flags, typing errors, stray values."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator, Sequence
+
+from megatron.training.config.foreign_flags import ForeignFlag, foreign_flag
+
+_SHORT = 7
+_CLOSE, _CLOSE_WHERE_SHORT = 0.8, 0.85
+"""Share of the letters that must agree: ``hiden-size`` is 0.95 of ``hidden-size``, ``deepspeed`` 0.62 of ``seed``."""
+
+
+def unknown_flags(words: Sequence[str], known: Collection[str]) -> Iterator[str]:
+    """Yield one line for each word that the parser did not know; words behind an unknown flag are its values."""
+    place = 0
+    while place < len(words):
+        word = words[place]
+        place += 1
+        if not word.startswith("-"):
+            yield f"unexpected value {word!r}; a value must follow its flag"
+            continue
+        name, has_value, value = word.partition("=")
+        values = [value] if has_value else []
+        while place < len(words) and not words[place].startswith("-"):
+            values.append(words[place])
+            place += 1
+        foreign = foreign_flag(name, tuple(values)) or foreign_flag(name.replace("_", "-"), tuple(values))
+        yield foreign_answer(name, values, foreign) if foreign else _unknown(name, known)
+
+
+def foreign_answer(name: str, values: Sequence[str], foreign: ForeignFlag) -> str:
+    """Say what stands for another trainer's flag, or its value, here, or why nothing does."""
+    typed = f"{' '.join((name, *values))} (of {foreign.trainer})"
+    change = foreign.change.removeprefix("nothing: ")
+    if foreign.needs_decision and not foreign.becomes:
+        return f"{typed} is not supported: {change}"
+    if not foreign.becomes:
+        return f"unknown flag {typed}; leave it out: {change}"
+    instead = foreign.becomes.replace("{}", " ".join(values) or "VALUE")
+    kind = "value" if " " in foreign.flag and instead.startswith(name) else "flag"
+    return f"unknown {kind} {typed}; give {instead}" + (f": {change}" if foreign.needs_decision else "")
+
+
+def _unknown(name: str, known: Collection[str]) -> str:
+    bare = {flag.lstrip("-"): flag for flag in known}
+    typed = name.lstrip("-").replace("_", "-").lower()
+    cutoff = _CLOSE_WHERE_SHORT if len(typed) <= _SHORT else _CLOSE
+    nearest = difflib.get_close_matches(typed, bare, n=1, cutoff=cutoff)
+    return f"unknown flag {name}" + (f"; did you mean {bare[nearest[0]]}?" if nearest else "; see --help")
