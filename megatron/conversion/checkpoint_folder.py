@@ -19,7 +19,7 @@ class FoundCheckpoint:
 
 
 def find_checkpoint(
-    directory: Path, ckpt_step: int | None = None, expected: tuple[CheckpointFormat, ...] = ("native", "torch", "hf")
+    directory: Path, ckpt_step: int | None = None, expected: tuple[CheckpointFormat, ...] = tuple(FORMAT_NAMES)
 ) -> FoundCheckpoint:
     """Find the checkpoint of a run's folder that its tracker file names, or that a folder is itself.
 
