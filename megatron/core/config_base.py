@@ -210,11 +210,6 @@ def _owner(config_class: type, name: str) -> str:
     raise AssertionError(f"{config_class.__name__} has no field {name}")
 
 
-def fields_with_role(config_class: type, *roles: Role) -> tuple[str, ...]:
-    """Return the names of a configuration class's fields that have one of these roles."""
-    return tuple(spec.name for spec in field_specs(config_class) if spec.options.role in roles)
-
-
 @functools.cache
 def field_docs(config_class: type) -> Mapping[str, str]:
     """Return the string literal that stands under each field, by field name, inherited ones included.
