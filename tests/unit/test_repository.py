@@ -436,6 +436,15 @@ def tracked_files(*patterns: str) -> list[Path]:
     return [REPOSITORY / name for name in listed.stdout.split("\0") if name]
 
 
+def test_the_picture_of_the_architecture_has_every_room() -> None:
+    (picture,) = re.findall(r"```\n(.*?)```", (REPOSITORY / "docs" / "architecture.md").read_text(), flags=re.DOTALL)
+    rooms = {path.stem for folder in (PACKAGE, PACKAGE / "core") for path in folder.iterdir()} - {
+        "__init__",
+        "__pycache__",
+    }
+    assert rooms - set(re.findall(r"\w+", picture)) == set()
+
+
 def test_shell_scripts_parse_and_stop_at_errors() -> None:
     scripts = tracked_files("*.sh", ".ci/run")
     assert scripts
