@@ -3,7 +3,7 @@
 A rank's communications are counted as `process_group.CollectiveCall` counts them: by operation and axes, with the
 bytes of the whole tensor that the operation is about. Names are those of the document: t, c and p are the tensor-,
 context- and pipeline-parallel sizes, d the number of gradient replicas (dp × cp), m the micro-batches of a rank, A the
-bytes of the hidden states of a rank's tokens before sequence parallelism cuts them.
+bytes of the hidden states of a rank's tokens before sequence parallelism shards them.
 """
 
 from __future__ import annotations
