@@ -204,7 +204,7 @@ def _add_exchange(total: _Sum, here: _Rank, number: int, is_recomputed: bool) ->
         total.add("reduce_scatter", CP, 2 * groups * head_bytes * c, backwards)
     else:
         copies = copies_of_key_value_heads(heads, groups, c)
-        assert copies is not None, "a validated configuration shares the heads"
+        assert copies is not None, "a checked configuration shares the heads"
         there = (heads + 2 * copies * groups) * head_bytes
         back = heads * head_bytes
         # A recomputed core alone ends before its output goes back: nothing behind it is needed.

@@ -351,7 +351,7 @@ def test_configuration_is_read_by_attribute() -> None:
     assert found == []
 
 
-def test_configuration_and_validation_import_no_torch() -> None:
+def test_configuration_and_its_checks_import_no_torch() -> None:
     paths = sorted({path for pattern in TORCH_FREE_PATTERNS for path in REPOSITORY.glob(pattern)})
     modules = [module_name(path) for path in paths]
     assert "megatron.core.errors" in modules
