@@ -10,7 +10,8 @@ from megatron.core.collectives import all_gather_objects, broadcast_object, run_
 from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState
-from megatron.training.checkpointing.folder import TRACKER_FILE, candidate_folders, saved_iterations
+from megatron.interop.new_iteration import TRACKER_FILE
+from megatron.training.checkpointing.folder import candidate_folders, saved_iterations
 
 Log = Callable[[str], None]
 """Prints a line, on rank 0 only."""

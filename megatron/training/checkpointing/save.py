@@ -27,8 +27,8 @@ from megatron.core.errors import MegatronError
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.huggingface.model_record import MODEL_RECORD
+from megatron.interop.new_iteration import iteration_folder
 from megatron.training.checkpointing.choice import Log
-from megatron.training.checkpointing.folder import iteration_folder
 from megatron.training.checkpointing.publication import (
     create_saving_folder,
     publish,
