@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare where the model comes from and how it is cut."""
+    """Declare where the model comes from and how it is sharded."""
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument(
         "--load",
@@ -38,7 +38,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--tensor-model-parallel-size",
         type=int,
         metavar="N",
-        help="processes over which each layer is cut (all that the pipeline leaves)",
+        help="processes over which each layer is sharded (all that the pipeline leaves)",
     )
     cut.add_argument(
         "--pipeline-model-parallel-size",

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.errors import CheckpointError
+from megatron.interop.new_iteration import TRACKER_FILE
 from megatron.interop.open_checkpoint import FORMAT_NAMES, CheckpointFormat, detect_format
-from megatron.training.checkpointing.folder import TRACKER_FILE, candidate_folders
+from megatron.training.checkpointing.folder import candidate_folders
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megatron.interop.streamed_logits import sample_tokens, source_config, strea
 
 MOST_NAMED = 8
 LOGITS_TOLERANCE = 1e-5
-_STATE = ("progress", "optimizer", "scheduler")
+STATE = ("progress", "optimizer", "scheduler")
 
 
 class ConversionMismatchError(MegatronError):
@@ -47,7 +47,7 @@ def check_result(
     if keeps_state:
         problems += [
             f"{key}: {expected.common[key]} became {result.common[key]}"
-            for key in _STATE
+            for key in STATE
             if expected.common[key] != result.common[key]
         ]
     if problems:

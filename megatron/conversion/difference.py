@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.conversion.checkpoint_folder import find_checkpoint
+from megatron.conversion.conversion_check import STATE
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.comparison import compare_sources
 from megatron.interop.open_checkpoint import open_checkpoint
 from megatron.interop.source_view import SourceView
 from megatron.training.checkpointing.config_changes import compare_configs
 from megatron.training.config.run_config import RunConfig
-
-_STATE = ("progress", "optimizer", "scheduler")
 
 
 def diff_checkpoints(
@@ -87,7 +86,7 @@ def _tensors(
 def _state(left: Mapping[str, Any], right: Mapping[str, Any], weights_only: bool, log: Callable[[str], None]) -> int:
     problems = 0
     if not weights_only:
-        for line in _different_values({key: left[key] for key in _STATE}, {key: right[key] for key in _STATE}):
+        for line in _different_values({key: left[key] for key in STATE}, {key: right[key] for key in STATE}):
             problems += 1
             log(f"  {line}")
     configs = [RunConfig.from_dict(common["config"]).to_dict() for common in (left, right)]

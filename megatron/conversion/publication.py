@@ -12,7 +12,7 @@ from typing import Literal
 
 from megatron.core.dist_checkpointing.disk import sync_folder
 from megatron.core.errors import CheckpointError
-from megatron.training.checkpointing.folder import TRACKER_FILE, iteration_folder
+from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 
 STAGING_FOLDER = ".converting"
 

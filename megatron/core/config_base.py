@@ -23,7 +23,7 @@ Role = Literal["weights", "shape", "meaning", "recipe", "layout", "run", "output
 """What a field is about; whoever compares, records or restores a configuration asks for it.
 
 ``weights`` decides only which weights there are, ``shape`` also what they mean, ``meaning`` what is computed from the
-same weights. ``recipe`` belongs to how a model is trained and goes with it from run to run. ``layout`` cuts the work
+same weights. ``recipe`` belongs to how a model is trained and goes with it from run to run. ``layout`` divides the work
 over processes. ``run`` is all else that a run does, ``output`` where files go and what is reported.
 """
 IDENTITY: tuple[Role, ...] = ("weights", "shape", "meaning")
@@ -208,11 +208,6 @@ def _owner(config_class: type, name: str) -> str:
         if name in inspect.get_annotations(ancestor):
             return ancestor.__name__
     raise AssertionError(f"{config_class.__name__} has no field {name}")
-
-
-def fields_with_role(config_class: type, *roles: Role) -> tuple[str, ...]:
-    """Return the names of a configuration class's fields that have one of these roles."""
-    return tuple(spec.name for spec in field_specs(config_class) if spec.options.role in roles)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""How a model is cut over processes, and the precision of its parameters."""
+"""How a model is sharded over processes, and the precision of its parameters."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class ModelParallelConfig(Config, in_args=True):
     """
 
     tensor_model_parallel_size: int = flag(1, role="layout", bounds=POSITIVE)
-    """Number of processes over which each layer's matrices are cut."""
+    """Number of processes over which each layer's matrices are sharded."""
     pipeline_model_parallel_size: int = flag(1, role="layout", bounds=POSITIVE)
     """Number of pipeline stages over which the layers are spread."""
     context_parallel_size: int = flag(1, role="layout", bounds=POSITIVE)
-    """Number of processes over which each sequence is cut."""
+    """Number of processes over which each sequence is split."""
     sequence_parallel: bool = flag(False, role="layout")
-    """Cut the activations outside the matrix products along the sequence over the tensor-parallel ranks."""
+    """Shard the activations outside the matrix products along the sequence over the tensor-parallel ranks."""
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, role="layout")
     """Number of layers in one virtual pipeline stage; turns the interleaved schedule on."""
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, role="layout")

@@ -78,7 +78,7 @@ class ParallelSizes:
         return place_of(self.grid, rank)
 
     def in_world(self, world_size: int) -> ParallelSizes:
-        """Return the same cut of the model in a world of that many ranks: ``dp`` is the number of whole copies."""
+        """Return the same layout of the model in a world of that many ranks: ``dp`` is the number of whole copies."""
         copy = dataclasses.replace(self, dp=1)
         return dataclasses.replace(copy, dp=world_size // max(copy.world_size, 1))
 
@@ -94,7 +94,7 @@ class ParallelSizes:
         ]
 
     def model_fields(self) -> dict[str, Any]:
-        """Return the fields of a model's configuration that cut one copy of it."""
+        """Return the fields of a model's configuration that shard one copy of it."""
         return {name: getattr(self, axis) for axis, name in SIZE_NAMES.items() if name in MODEL_SIZE_NAMES}
 
     def record(self) -> dict[str, int]:
@@ -108,7 +108,7 @@ class ParallelSizes:
 
 
 ONE_RANK = ParallelSizes()
-"""The grid of a model that is not cut."""
+"""The grid of a model that is not sharded."""
 
 GRID_AXES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(ParallelSizes))
 """The axes in grid order."""

@@ -108,7 +108,7 @@ def describe_parallel_state(
 ) -> ParallelState:
     """Return the groups of any rank of a world, without processes or communicators.
 
-    ``sizes`` says how one copy of the model is cut; the world holds as many copies as it has room for. ``observer`` is
+    ``sizes`` shard one copy of the model; the world holds as many copies as it has room for. ``observer`` is
     told of every communication over any of the groups.
 
     Raises:
@@ -122,7 +122,7 @@ def create_parallel_state(
 ) -> ParallelState:
     """Create this process's communicators; ``torch.distributed`` must be initialised unless the world is one process.
 
-    ``sizes`` says how one copy of the model is cut; the world holds as many copies as it has room for. One communicator
+    ``sizes`` shard one copy of the model; the world holds as many copies as it has room for. One communicator
     is made for each distinct set of ranks, none for a set of one, and the set of all ranks uses the default group. Only
     the members of a group take part in making it. ``observer`` is told of every communication.
 

@@ -1,4 +1,7 @@
-"""The folder of an iteration that a conversion writes, and the tracker file that names it."""
+"""The folder of an iteration's checkpoint, and the tracker file that names it; how a conversion writes both.
+
+Importing this module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,11 @@ from megatron.core.errors import CheckpointError
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 
 
+def iteration_folder(directory: Path, iteration: int) -> Path:
+    """Return the folder of an iteration's checkpoint."""
+    return directory / f"iter_{iteration:07d}"
+
+
 @contextmanager
 def new_iteration(directory: Path, iteration: int | Literal["release"], needed: str) -> Iterator[Path]:
     """Make the folder of an iteration to write into; the tracker file names it when all of that is on disk.
@@ -23,7 +31,7 @@ def new_iteration(directory: Path, iteration: int | Literal["release"], needed: 
     Raises:
         CheckpointError: the file system refuses, or the folder exists.
     """
-    folder = directory / (iteration if isinstance(iteration, str) else f"iter_{iteration:07d}")
+    folder = directory / iteration if isinstance(iteration, str) else iteration_folder(directory, iteration)
     try:
         folder.mkdir(parents=True)
         yield folder

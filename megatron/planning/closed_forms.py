@@ -3,7 +3,7 @@
 A rank's communications are counted as `process_group.CollectiveCall` counts them: by operation and axes, with the
 bytes of the whole tensor that the operation is about. Names are those of the document: t, c and p are the tensor-,
 context- and pipeline-parallel sizes, d the number of gradient replicas (dp × cp), m the micro-batches of a rank, A the
-bytes of the hidden states of a rank's tokens before sequence parallelism cuts them.
+bytes of the hidden states of a rank's tokens before sequence parallelism shards them.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _add_exchange(total: _Sum, here: _Rank, number: int, is_recomputed: bool) ->
         total.add("reduce_scatter", CP, 2 * groups * head_bytes * c, backwards)
     else:
         copies = copies_of_key_value_heads(heads, groups, c)
-        assert copies is not None, "a validated configuration shares the heads"
+        assert copies is not None, "a checked configuration shares the heads"
         there = (heads + 2 * copies * groups) * head_bytes
         back = heads * head_bytes
         # A recomputed core alone ends before its output goes back: nothing behind it is needed.

@@ -33,8 +33,8 @@ class TrainingParts:
     """Hold what a training step works on.
 
     ``chunks`` are this rank's model chunks in their order along the pipeline, ``ddp_chunks`` the same wrapped,
-    ``connection`` reaches the neighbouring stages (None without a pipeline), and ``weight_grad_queues`` put the chunks'
-    weight gradients off where the schedule splits the backward pass.
+    ``connection`` reaches the neighbouring stages (None without a pipeline), and ``weight_grad_queues`` defer the
+    chunks' weight gradients where the pipeline schedule splits the backward pass.
     """
 
     chunks: tuple[Model, ...]

@@ -70,7 +70,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Hold one way to cut a model over processes."""
+    """Hold one way to shard a model over processes."""
 
     tp: int = 1
     sequence_parallel: bool = False

@@ -21,11 +21,12 @@ from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT, byte_characters
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
-from megatron.training.checkpointing.save import CommonState, save_checkpoint
+from megatron.training.checkpointing.save import CommonState
 from megatron.training.config.arguments import parse_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.train_state import TrainProgress
 from tests.harness.distributed import run_distributed
+from tests.harness.saved_checkpoint import save_checkpoint
 from tests.harness.training_run import CommandResult, launch_prefix, run_command
 from tests.unit.core.inference.small_models import build
 

@@ -25,9 +25,10 @@ from megatron.commands import run_text_generation_server
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
-from megatron.training.checkpointing.save import CommonState, save_checkpoint
+from megatron.training.checkpointing.save import CommonState
 from megatron.training.train_state import TrainProgress
 from tests.e2e.test_text_generation import LLAMA_SHAPE, NULL_TOKENIZER, call_tool, expected_text, run_config
+from tests.harness.saved_checkpoint import save_checkpoint
 from tests.harness.training_run import LAUNCHER_VARIABLES, REPOSITORY
 from tests.unit.core.inference.small_models import build, whole_logits
 

@@ -17,8 +17,63 @@ from tests.unit.training.config.command_lines import MINIMAL
 DOCUMENT = (REPOSITORY / "docs" / "how_to_add.md").read_text(encoding="utf-8")
 PATCHES = Path(__file__).parent
 
-# What is run in the patched copy. ``flags`` is a whole command line, without the flag that the recipe gives a choice.
+# What is run in the patched copy. ``flags`` is a whole command line, without what the recipe adds.
 USES = {
+    "flag": """
+import torch
+from megatron.core.kernels.attention_pattern import CAUSAL
+from megatron.core.process_group import single_rank_group
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.training.checkpointing.config_changes import compare_configs
+plain, halved = (parse_arguments([*flags, "--residual-multiplier", value]) for value in ("1", "0.5"))
+changes = compare_configs(plain.to_dict(), halved.to_dict())
+assert [str(change) for change in changes.other] == ["model.residual_multiplier: 1.0 -> 0.5"]
+torch.manual_seed(3)
+x = torch.randn(5, 1, plain.model.hidden_size)
+added = []
+for config in (plain, halved):
+    layer = TransformerLayer(config.model, 0, single_rank_group(), None, "cpu").eval()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(7))
+    torch.nn.init.zeros_(layer.mlp.linear_fc2.weight)
+    torch.nn.init.zeros_(layer.mlp.linear_fc2.bias)
+    added.append(layer(x, CAUSAL, None).hidden - x)
+torch.testing.assert_close(added[1], added[0] / 2)
+""",
+    "layer_kind": """
+import pretrain_gpt
+from megatron.planning.closed_forms import step_traffic
+from megatron.verification.cells import Layout, make_cell
+from megatron.verification.collective_recorder import record_step
+from megatron.verification.run_cell import resolve_cell
+from megatron.verification.verifier import Verifier
+from megatron.verification.worker_pool import WorkerPool
+parts = (pretrain_gpt.provide_model, pretrain_gpt.forward_step)
+cell = make_cell("gpt2", Layout(tp=2, sequence_parallel=True), extra=["--parametric-relu"], num_layers=1)
+with WorkerPool(2) as pool:
+    report = Verifier(pool, *parts).check(cell)
+assert report.outcome == "passed", report.describe()
+sharded = make_cell("gpt2", Layout(tp=2, dp=2, sharding="optim"), extra=["--parametric-relu"], num_layers=1)
+config = resolve_cell(sharded.flags, 4, "float32")
+assert record_step(config, 0, *parts) == step_traffic(config, 0)
+""",
+    "checkpoint_format": """
+from megatron.commands import convert_checkpoint, diff_checkpoints
+from tests.unit.conversion.small_checkpoint import small_common, write_small
+write_small(pathlib.Path("native"), small_common())
+assert convert_checkpoint.main("--load-dir native --saver raw --save-dir raw".split()) == 0
+assert len(list(pathlib.Path("raw").glob("iter_0000003/*.bin"))) > 100
+assert convert_checkpoint.main("--load-dir raw --loader raw --saver native --save-dir again".split()) == 0
+assert diff_checkpoints.main(["native", "again"]) == 0
+""",
+    "model": """
+import json
+import pretrain_bigram
+assert pretrain_bigram.main([*flags, "--eval-iters", "0", "--metrics-jsonl", "metrics.jsonl"]) == 0
+losses = [json.loads(line)["lm_loss"] for line in open("metrics.jsonl")]
+assert len(losses) == 10
+assert min(losses[5:]) < losses[0]
+""",
     "normalization": """
 import torch
 from megatron.core.process_group import single_rank_group
@@ -61,6 +116,7 @@ assert tokenizer.detokenize([*tokenizer.tokenize("aé"), tokenizer.eod_id]) == "
 PREAMBLE = """
 import pathlib, sys
 import megatron
+sys.path.append(sys.argv.pop(1))
 from megatron.training.config.arguments import parse_arguments
 assert pathlib.Path(megatron.__file__).is_relative_to(pathlib.Path.cwd()), megatron.__file__
 flags = sys.argv[1:]
@@ -70,7 +126,7 @@ flags = sys.argv[1:]
 def files_named(recipe: str) -> set[str]:
     """Return the files that a recipe's section names at the beginning of its steps."""
     (section,) = [part for part in re.split(r"^## ", DOCUMENT, flags=re.MULTILINE) if f"/{recipe}.patch)" in part]
-    return set(re.findall(r"^\d+\. `(megatron/[^`]+)`", section, flags=re.MULTILINE))
+    return set(re.findall(r"^\d+\. `([^`]+)`", section, flags=re.MULTILINE))
 
 
 def test_every_recipe_has_its_patch_and_is_used() -> None:
@@ -85,9 +141,11 @@ def test_a_recipe_touches_the_files_that_it_names_and_works(recipe: str, tmp_pat
     touched = set(re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert touched == files_named(recipe)
     shutil.copytree(REPOSITORY / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pretrain_gpt.py", "pyproject.toml"):
+        shutil.copy(REPOSITORY / name, tmp_path / name)
     # Below a repository, git would leave out every path that is not in it.
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
     command = ["git", "apply", str(patch)]
     applied = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert applied.returncode == 0, f"{applied.stderr}mend the recipe and its patch"
-    run_command([sys.executable, "-B", "-c", PREAMBLE + USES[recipe], *MINIMAL], cwd=tmp_path).check()
+    run_command([sys.executable, "-B", "-c", PREAMBLE + USES[recipe], REPOSITORY, *MINIMAL], cwd=tmp_path).check()

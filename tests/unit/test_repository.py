@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import graphlib
 import importlib.metadata
@@ -81,6 +82,12 @@ TORCH_FREE_PATTERNS = (
 
 BANNED_FILE_NAMES = re.compile(r"(^|_)(utils?|helpers?|managers?|misc|common)\.py$")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
+
+LONGEST_FILE = 400
+LONG_FOR_A_REASON = re.compile(r"(?m)^# Long because: \S.+")
+MOST_FILES = 15
+# Siblings, one for each family of models.
+HEAPS_OF_SIBLINGS = ("megatron/interop/huggingface",)
 
 
 def package_files() -> list[Path]:
@@ -267,6 +274,51 @@ def test_files_are_named_after_what_they_hold() -> None:
     assert [relative(path) for path in package_files() if BANNED_FILE_NAMES.search(path.name)] == []
 
 
+def source_files(root: Path) -> list[Path]:
+    return sorted(path for name in ("megatron", "tools") for path in (root / name).rglob("*") if is_source(path))
+
+
+def is_source(path: Path) -> bool:
+    return path.suffix in (".py", ".cpp") and path.name not in ("__init__.py", "__main__.py")
+
+
+def too_long(paths: Sequence[Path]) -> list[Path]:
+    """Return the files over 400 lines without a line ``# Long because: REASON`` among the first ten."""
+    lines = {path: path.read_text(encoding="utf-8").splitlines() for path in paths}
+    return [
+        path
+        for path in paths
+        if len(lines[path]) > LONGEST_FILE and not LONG_FOR_A_REASON.search("\n".join(lines[path][:10]))
+    ]
+
+
+def too_full(paths: Sequence[Path], root: Path) -> list[str]:
+    """Return the folders with more than 15 of the files; folders of siblings may have any number."""
+    sizes = collections.Counter(path.parent.relative_to(root).as_posix() for path in paths)
+    return [name for name, size in sizes.items() if size > MOST_FILES and name not in HEAPS_OF_SIBLINGS]
+
+
+def test_no_file_is_long_without_a_reason_and_no_folder_is_a_heap() -> None:
+    paths = source_files(REPOSITORY)
+    assert [relative(path) for path in too_long(paths)] == []
+    assert too_full(paths, REPOSITORY) == []
+
+
+def test_long_files_and_full_folders_are_found(tmp_path: Path) -> None:
+    folder, siblings = tmp_path / "tools", tmp_path / HEAPS_OF_SIBLINGS[0]
+    folder.mkdir()
+    siblings.mkdir(parents=True)
+    for number in range(MOST_FILES + 1):
+        (folder / f"{number}.py").write_text("\n" * LONGEST_FILE)
+        (siblings / f"{number}.py").write_text("")
+    (folder / "__init__.py").write_text("")
+    (folder / "0.py").write_text("\n" * (LONGEST_FILE + 1))
+    (folder / "1.py").write_text("# Long because: it is one table.\n" + "\n" * LONGEST_FILE)
+    paths = source_files(tmp_path)
+    assert too_long(paths) == [folder / "0.py"]
+    assert too_full(paths, tmp_path) == ["tools"]
+
+
 def test_nothing_is_left_unfinished() -> None:
     found = [
         f"{relative(path)}:{number}: {line.strip()}"
@@ -301,7 +353,7 @@ def test_configuration_is_read_by_attribute() -> None:
     assert found == []
 
 
-def test_configuration_and_validation_import_no_torch() -> None:
+def test_configuration_and_its_checks_import_no_torch() -> None:
     paths = sorted({path for pattern in TORCH_FREE_PATTERNS for path in REPOSITORY.glob(pattern)})
     modules = [module_name(path) for path in paths]
     assert "megatron.core.errors" in modules
@@ -384,6 +436,15 @@ def tracked_files(*patterns: str) -> list[Path]:
     if listed.returncode != 0:
         pytest.skip("not a git checkout, so which files belong to the project is not known")
     return [REPOSITORY / name for name in listed.stdout.split("\0") if name]
+
+
+def test_the_picture_of_the_architecture_has_every_room() -> None:
+    (picture,) = re.findall(r"```\n(.*?)```", (REPOSITORY / "docs" / "architecture.md").read_text(), flags=re.DOTALL)
+    rooms = {path.stem for folder in (PACKAGE, PACKAGE / "core") for path in folder.iterdir()} - {
+        "__init__",
+        "__pycache__",
+    }
+    assert rooms - set(re.findall(r"\w+", picture)) == set()
 
 
 def test_shell_scripts_parse_and_stop_at_errors() -> None:

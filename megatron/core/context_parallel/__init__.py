@@ -1,1 +1,1 @@
-"""Context parallelism: how a sequence is cut over ranks, and how attention sees all of it."""
+"""Context parallelism: how a sequence is split over ranks, and how attention sees all of it."""

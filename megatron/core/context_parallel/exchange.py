@@ -13,7 +13,7 @@ from megatron.core.process_group import Group
 def with_context_parallel(
     core: AttentionCore, exchange: str, cp: Group, *, plain_blocks: bool = False
 ) -> AttentionCore:
-    """Return ``core`` for sequences that are cut over ``cp``; the core itself where one rank holds them whole.
+    """Return ``core`` for sequences that are split over ``cp``; the core itself where one rank holds them whole.
 
     The result takes a pattern without a mask: that of a whole sequence would be larger than anything else that a rank
     holds. ``plain_blocks`` keeps ring attention from kernels.

@@ -1,6 +1,6 @@
-"""How a sequence is cut over context-parallel ranks so that causal attention gives each of them equal work.
+"""How a sequence is split over context-parallel ranks so that causal attention gives each of them equal work.
 
-The sequence is cut into ``2 · size`` chunks, and rank ``r`` holds chunk ``r`` and chunk ``2 · size − 1 − r``: an early
+The sequence is split into ``2 · size`` chunks. Rank ``r`` holds chunk ``r`` and chunk ``2 · size − 1 − r``: an early
 one, which looks at little, and a late one, which looks at much. "Rank order" below means the parts of rank 0, 1, … put
 together, as a collective leaves them.
 """

@@ -1,6 +1,6 @@
 """Ring attention: keys and values go round the ranks while each of them attends to the block that it holds.
 
-Liu et al. 2023, https://arxiv.org/abs/2310.01889. With the zigzag cut no rank waits for another: after its own block,
+Liu et al. 2023, https://arxiv.org/abs/2310.01889. With the zigzag split no rank waits for another: after its own block,
 every step is half a block of work on every rank, whatever the step.
 """
 
@@ -23,7 +23,7 @@ _SEED_LIMIT = 2**62
 
 @dataclass(frozen=True)
 class RingAttention:
-    """Attend to the whole sequence with queries, keys and values cut by `partition` over the ranks of ``cp``.
+    """Attend to the whole sequence with queries, keys and values split by `partition` over the ranks of ``cp``.
 
     Every rank's keys and values reach every other in ``cp.size − 1`` hops, each under way while the block before it is
     computed; blocks are merged by their log-sum-exp in at least float32. The backward pass sends keys and

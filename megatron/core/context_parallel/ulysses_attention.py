@@ -1,4 +1,4 @@
-"""Attention with heads cut in place of the sequence, by an all-to-all before it and another after it.
+"""Attention with heads sharded in place of the sequence, by an all-to-all before it and another after it.
 
 Jacobs et al. 2023, https://arxiv.org/abs/2309.14509.
 """

@@ -1,4 +1,4 @@
-"""Where each parameter lies in a flat buffer, and how the buffer is cut into buckets and each bucket into shards.
+"""Where each parameter lies in a flat buffer, and how the buffer is split into buckets and each bucket into shards.
 
 Gradients become ready from the last layer to the first, so a buffer filled in that order can be reduced bucket by
 bucket while the backward pass still runs. Li et al. 2020, https://arxiv.org/abs/2006.15704.

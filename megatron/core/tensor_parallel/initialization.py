@@ -42,7 +42,7 @@ def normal_box(seed: int, name: str, global_shape: tuple[int, ...], box: Box) ->
     key = tile_key(seed, name)
     columns = math.prod(global_shape[1:])
     trailing = math.prod(box.shape[1:])
-    assert box.shape[2:] == global_shape[2:], "only the first two dims of a parameter are ever cut"
+    assert box.shape[2:] == global_shape[2:], "only the first two dims of a parameter are ever sharded"
     first_column = (box.offset[1] * math.prod(global_shape[2:])) if len(global_shape) > 1 else 0
     flat = Box((box.offset[0], first_column), (box.shape[0], trailing))
     values = np.empty(flat.shape, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Self-attention with grouped queries, its heads cut over the tensor-parallel group."""
+"""Self-attention with grouped queries, its heads sharded over the tensor-parallel group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused query, key and value projection of grouped-query attention, cut over the tensor-parallel group.
+"""The fused query, key and value projection of grouped-query attention, sharded over the tensor-parallel group.
 
 Its rows are, for every key-value group, ``[q ... q, k, v]``. Ainslie et al. 2023, https://arxiv.org/abs/2305.13245.
 """

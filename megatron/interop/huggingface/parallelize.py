@@ -21,11 +21,11 @@ def parallelize(folder: str | Path, state: ParallelState | None = None, *, param
     """Return a Hugging Face model as ours, tensor-parallel over all processes, ready for inference.
 
     Under torchrun the processes meet first, unless they have met already; without it the model is whole. With ``state``
-    the model is cut as it says. ``model.tp`` is the group that shares the model, its logits are cut over it.
+    the model is sharded as it says. ``model.tp`` is the group that shares the model, its logits are sharded over it.
 
     Raises:
         CheckpointError: the folder is not a model's, or a file is damaged.
-        ConfigurationError: the model is not supported, or cannot be cut over so many processes.
+        ConfigurationError: the model is not supported, or cannot be sharded over so many processes.
     """
     device = _occupy_device()
     if state is None:
@@ -51,7 +51,7 @@ def load_hugging_face_model(
 
     Raises:
         CheckpointError: the folder is not a model's, or a file is damaged.
-        ConfigurationError: the model is not supported, or cannot be cut over so many processes.
+        ConfigurationError: the model is not supported, or cannot be sharded over so many processes.
     """
     source = HuggingFaceSource(folder)
     try:
@@ -62,7 +62,7 @@ def load_hugging_face_model(
 
 
 def check_tensor_parallel_size(config: GPTConfig, size: int) -> None:
-    """Refuse a model whose layers cannot be cut over so many processes.
+    """Refuse a model whose layers cannot be sharded over so many processes.
 
     Raises:
         ConfigurationError: its heads or its feed-forward layer do not divide; every reason.

@@ -11,6 +11,7 @@ from megatron.core.config_base import config_to_dict
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig
+from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.megatron_torch.megatron_arguments import (
     PROGRESS,
     TRAIN_DATA,
@@ -21,7 +22,6 @@ from megatron.interop.megatron_torch.rank_files import RankFile, open_rank_files
 from megatron.interop.megatron_torch.stored_optimizer import OptimizerScalars, optimizer_scalars
 
 GPT2_VOCAB_SIZE = 50257
-TOKENIZER_FOLDER = "tokenizer"
 _HEAD_DIM_OF_OLD = 64
 
 _SCHEDULE_NAMES: Mapping[str, tuple[str, ...]] = {

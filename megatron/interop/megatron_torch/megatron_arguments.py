@@ -9,11 +9,12 @@ was saved.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.core.config_base import FieldSpec, field_specs
+from megatron.core.config_base import IDENTITY, FieldSpec, field_specs
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.interop.megatron_torch.stored_values import Record
@@ -33,6 +34,23 @@ TRUE_VOCAB_SIZE = "true_vocab_size"
 """The rows of the vocabulary that are no padding: a name in ``args`` that Megatron's trainer passes over."""
 
 _ATTENTION_BACKENDS = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}
+
+_NO_FIELD: Mapping[str, tuple[Any, ...]] = {
+    "apply_residual_connection_post_layernorm": (),
+    "multi_latent_attention": (),
+    "num_experts": (),
+    "quick_geglu": (),
+    "glu_linear_offset": (0.0,),
+    "activation_func_clamp_value": (),
+    "qk_l2_norm": (),
+    "softmax_type": ("vanilla",),
+    "window_size": (),
+    "no_rope_freq": (),
+    "attention_output_gate": (),
+    "experimental_attention_variant": (),
+    "use_mup": (),
+}
+"""Arguments without a field that change what a model computes, and their values that leave it as it is here."""
 
 
 def stored_fields() -> Iterator[tuple[str, FieldSpec, tuple[str, ...]]]:
@@ -79,6 +97,25 @@ def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any
     if isinstance(backend, Record) and backend.arguments and backend.arguments[0] in _ATTENTION_BACKENDS:
         model["attention_backend"] = _ATTENTION_BACKENDS[backend.arguments[0]]
     return config
+
+
+def check_arguments(arguments: Mapping[str, Any], path: Path) -> None:
+    """Refuse the ``args`` of a model that cannot be expressed.
+
+    Raises:
+        CheckpointError: so they are; the message names every such argument and its value.
+    """
+    allowed = dict(_NO_FIELD)
+    for section, spec, names in stored_fields():
+        if section == "model" and spec.options.role in IDENTITY and spec.options.choices is not None:
+            allowed |= dict.fromkeys(names, spec.options.choices)
+    wrong = [
+        f"{name} {arguments[name]}"
+        for name, values in allowed.items()
+        if arguments.get(name) not in (None, False, *values)
+    ]
+    if wrong:
+        raise CheckpointError(f"{path}: its args describe a model that is not supported: {', '.join(wrong)}")
 
 
 def arguments_of_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -19,13 +19,12 @@ from megatron.interop.megatron_torch.common_state import (
     model_of_tensors,
     real_vocab_size,
 )
-from megatron.interop.megatron_torch.megatron_arguments import config_of_arguments
+from megatron.interop.megatron_torch.megatron_arguments import check_arguments, config_of_arguments
 from megatron.interop.megatron_torch.rank_files import RankFile, open_rank_files
 from megatron.interop.megatron_torch.stage_parameters import WORD_EMBEDDING, LocalParameter, StageDescriber
 from megatron.interop.megatron_torch.stored_optimizer import has_optimizer, stored_states
 from megatron.interop.megatron_torch.stored_values import LazyTensor, native_row_blocks
 from megatron.interop.megatron_torch.torch_file import TorchFile
-from megatron.interop.megatron_torch.unsupported_arguments import check_arguments
 
 
 @dataclass(frozen=True)

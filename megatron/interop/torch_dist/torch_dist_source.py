@@ -16,10 +16,9 @@ from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.sharding import Box
 from megatron.interop.checkpoint_source import TensorInfo
 from megatron.interop.megatron_torch.common_state import real_vocab_size, shared_state
-from megatron.interop.megatron_torch.megatron_arguments import config_of_arguments
+from megatron.interop.megatron_torch.megatron_arguments import check_arguments, config_of_arguments
 from megatron.interop.megatron_torch.stage_parameters import OUTPUT_LAYER, WORD_EMBEDDING, StageDescriber
 from megatron.interop.megatron_torch.stored_optimizer import scalars_of
-from megatron.interop.megatron_torch.unsupported_arguments import check_arguments
 from megatron.interop.torch_dist.bucket_states import GROUP_PREFIX, BucketStates
 from megatron.interop.torch_dist.folder_files import COMMON_FILE
 from megatron.interop.torch_dist.parameter_keys import ParameterKey, parse_key

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 
 from megatron.core.sharding import split_box
+from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.checkpoint_source import CheckpointSource
-from megatron.interop.megatron_torch.common_state import TOKENIZER_FOLDER
 from megatron.interop.megatron_torch.megatron_arguments import plain_arguments
 from megatron.interop.megatron_torch.rank_planner import carried_from
 from megatron.interop.new_iteration import new_iteration

@@ -9,7 +9,8 @@ from typing import TypeVar
 from megatron.core.collectives import all_gather_objects, broadcast_object, run_on_all_ranks
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import ParallelState
-from megatron.training.checkpointing.folder import TRACKER_FILE, candidate_folders, saved_iterations
+from megatron.interop.new_iteration import TRACKER_FILE
+from megatron.training.checkpointing.folder import candidate_folders, saved_iterations
 
 Log = Callable[[str], None]
 """Prints a line, on rank 0 only."""

@@ -25,9 +25,10 @@ class ConfigChange:
 
 @dataclass(frozen=True)
 class ConfigChanges:
-    """Split the differences into those of the model's shape, which cannot be loaded, and all others.
+    """Split the differences by what a load does with them.
 
-    ``weights`` are differences of shape that a load can allow which allows that weights are missing.
+    It refuses those of ``shape``. It also refuses those of ``weights``, unless weights may be missing. All ``other``
+    differences are logged.
     """
 
     shape: tuple[ConfigChange, ...]

@@ -9,16 +9,11 @@ import re
 from pathlib import Path
 
 from megatron.core.errors import CheckpointError
+from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 
 _ITERATION_FOLDER = re.compile(r"iter_(\d{7,})")
-
-
-def iteration_folder(directory: Path, iteration: int) -> Path:
-    """Return the folder of an iteration's checkpoint."""
-    return directory / f"iter_{iteration:07d}"
 
 
 def iteration_of_folder(folder: Path) -> int | None:

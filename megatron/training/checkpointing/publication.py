@@ -12,8 +12,9 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.disk import sync_folder, write_text
 from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.interop.megatron_torch.rank_files import is_megatron_torch
+from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 from megatron.interop.torch_dist.folder_files import is_torch_dist
-from megatron.training.checkpointing.folder import TRACKER_FILE, iteration_folder, saved_iterations
+from megatron.training.checkpointing.folder import saved_iterations
 
 PENDING_TRACKER = f".{TRACKER_FILE}.pending"
 

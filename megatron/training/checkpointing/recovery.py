@@ -17,8 +17,8 @@ from megatron.core.dist_checkpointing.disk import sync_folder
 from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState
+from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 from megatron.training.checkpointing.choice import Log
-from megatron.training.checkpointing.folder import TRACKER_FILE, iteration_folder
 from megatron.training.checkpointing.publication import PENDING_TRACKER, format_of, publish
 
 _MARK_SUFFIX = ".shared"

@@ -27,15 +27,15 @@ from megatron.core.errors import MegatronError
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.huggingface.model_record import MODEL_RECORD
+from megatron.interop.new_iteration import iteration_folder
 from megatron.training.checkpointing.choice import Log
-from megatron.training.checkpointing.folder import iteration_folder
 from megatron.training.checkpointing.publication import (
     create_saving_folder,
     publish,
     remove_expired,
     saving_folder,
 )
-from megatron.training.checkpointing.recovery import SaveFolders, one_folder
+from megatron.training.checkpointing.recovery import SaveFolders
 from megatron.training.checkpointing.tokenizer import warn_of_missing_tokenizer, write_tokenizer_files
 from megatron.training.checkpointing.torch_dist_format import plan_torch_dist_share
 from megatron.training.checkpointing.torch_format import plan_torch_share
@@ -82,32 +82,6 @@ class SaveTarget:
     def is_leader(self) -> bool:
         """Return whether this rank does what is done once in its folder."""
         return self.folders.is_leader(self.state.rank)
-
-
-def save_checkpoint(
-    directory: str | Path,
-    tensors: RunTensors,
-    common: CommonState,
-    state: ParallelState,
-    options: CheckpointConfig,
-    log: Log,
-    folders: SaveFolders | None = None,
-) -> None:
-    """Save a checkpoint, collectively: it appears under its name only when all of all ranks is on disk.
-
-    Raises:
-        CheckpointWriteError: it could not be written, on every rank alike; what was saved before is still in place.
-    """
-    target = SaveTarget(
-        directory=Path(directory),
-        folders=one_folder(state) if folders is None else folders,
-        state=state,
-        options=options,
-        log=log,
-        planner=SavePlanner(state),
-    )
-    for _ in save_in_steps(tensors, common, target):
-        pass  # each step waits for the task before it
 
 
 def save_in_steps(tensors: RunTensors, common: CommonState, target: SaveTarget) -> Iterator[BackgroundTask[Any]]:

@@ -43,7 +43,7 @@ class ParsedArguments:
 
 
 def parse_arguments(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> RunConfig:
-    """Turn a command line into a resolved and validated configuration.
+    """Turn a command line into a resolved and checked configuration.
 
     Rank 0 prints one line for each flag that has no effect. With ``--print-config`` (and ``--help``) rank 0
     prints what was asked for and the program ends with status 0.

@@ -13,7 +13,8 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.index import read_index_file
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.training.checkpointing.folder import candidate_folders, iteration_folder, saved_iterations
+from megatron.interop.new_iteration import iteration_folder
+from megatron.training.checkpointing.folder import candidate_folders, saved_iterations
 from megatron.training.config.run_config import RunConfig
 from megatron.training.train_state import TrainProgress
 

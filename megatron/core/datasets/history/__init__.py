@@ -1,1 +1,1 @@
-"""What a run has read of its data, and how it goes on from there."""
+"""What a run has read of its data, and how a resumed run reads on."""

@@ -118,7 +118,7 @@ class MicroBatchSampler:
 
 @dataclass(frozen=True)
 class WholeSetSampler:
-    """Yield the first ``num_samples`` samples once, in order, cut over the ranks as `MicroBatchSampler` does.
+    """Yield the first ``num_samples`` samples once, in order, split over the ranks as `MicroBatchSampler` does.
 
     Every rank gets as many micro-batches of full size; what the last ones lack are samples that do not count
     (`PADDING_ID`).

@@ -32,7 +32,7 @@ class GPTModel(Model):
 
     By default the whole model. Parameters carry their sharding; on a real device they are initialised from ``seed``
     (``None`` leaves zeros, for a checkpoint to fill), on ``meta`` they only have shapes. Sequences are whole unless
-    ``cp`` names the ranks over which `context_parallel.partition` has cut them.
+    ``cp`` names the ranks over which `context_parallel.partition` has split them.
     """
 
     config: GPTConfig

@@ -9,9 +9,9 @@ from megatron.training.config.checks import (
     fields,
     files,
     layout,
+    learning_rate,
     model,
     pipeline,
-    schedule,
 )
 from megatron.training.config.run_config import RunConfig
 
@@ -22,7 +22,7 @@ _CHECKS = (
     *model.CHECKS,
     *pipeline.CHECKS,
     *batch.CHECKS,
-    *schedule.CHECKS,
+    *learning_rate.CHECKS,
     *data_files.CHECKS,
     *files.CHECKS,
 )

@@ -17,10 +17,11 @@ from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.training.checkpointing.load import load_checkpoint, load_model_weights, read_common
 from megatron.training.checkpointing.recovery import prepare_save_directory
-from megatron.training.checkpointing.save import CommonState, save_checkpoint
+from megatron.training.checkpointing.save import CommonState
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.train_state import TrainProgress
 from tests.harness.distributed import RankFailure, run_distributed
+from tests.harness.saved_checkpoint import save_checkpoint
 from tests.unit.core.dist_checkpointing.toy import ToyModel, assert_equal_runs, empty_run, filled_run
 
 CONFIG = {"model": {"num_layers": 4}}

@@ -18,10 +18,11 @@ from megatron.training.checkpointing.folder import saved_iterations
 from megatron.training.checkpointing.load import load_checkpoint
 from megatron.training.checkpointing.publication import publish
 from megatron.training.checkpointing.recovery import prepare_save_directory
-from megatron.training.checkpointing.save import CommonState, save_checkpoint
+from megatron.training.checkpointing.save import CommonState
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.train_state import TrainProgress
 from tests.harness.distributed import run_distributed
+from tests.harness.saved_checkpoint import save_checkpoint
 from tests.unit.core.dist_checkpointing.toy import assert_equal_runs, empty_run, filled_run
 
 CONFIG = {"model": {"num_layers": 4}}

@@ -54,6 +54,7 @@ def test_the_number_of_groups_counts_only_with_its_flag(tmp_path: Path) -> None:
     ("name", "value"),
     [
         ("position_embedding_type", "mrope"),
+        ("normalization", "L2Norm"),
         ("apply_residual_connection_post_layernorm", True),
         ("softmax_type", "off-by-one"),
         ("window_size", (128, 0)),

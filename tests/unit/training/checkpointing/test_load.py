@@ -12,9 +12,9 @@ from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
 from megatron.training.checkpointing.load import load_checkpoint, load_model_weights, read_common
-from megatron.training.checkpointing.save import save_checkpoint
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.train_state import TrainProgress
+from tests.harness.saved_checkpoint import save_checkpoint
 from tests.unit.core.dist_checkpointing.toy import (
     ToyModel,
     ToyOptimizer,

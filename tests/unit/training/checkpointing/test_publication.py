@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import CheckpointError
+from megatron.interop.new_iteration import iteration_folder
 from megatron.training.checkpointing import publication
-from megatron.training.checkpointing.folder import candidate_folders, iteration_folder, saved_iterations
+from megatron.training.checkpointing.folder import candidate_folders, saved_iterations
 from megatron.training.checkpointing.publication import (
     create_saving_folder,
     expired_iterations,

@@ -12,8 +12,8 @@ import pytest
 from megatron.core.errors import CheckpointError, TokenizerError
 from megatron.training.checkpointing.load import read_common
 from megatron.training.checkpointing.recovery import prepare_save_directory
-from megatron.training.checkpointing.save import save_checkpoint
 from megatron.training.config.checkpoint_config import CheckpointConfig
+from tests.harness.saved_checkpoint import save_checkpoint
 from tests.unit.core.dist_checkpointing.toy import (
     assert_equal_runs,
     filled_run,

@@ -1,0 +1,39 @@
+"""A checkpoint of a run, saved at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.save_plan import SavePlanner
+from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.parallel_state import ParallelState
+from megatron.training.checkpointing.recovery import SaveFolders, one_folder
+from megatron.training.checkpointing.save import CommonState, SaveTarget, save_in_steps
+from megatron.training.config.checkpoint_config import CheckpointConfig
+
+
+def save_checkpoint(
+    directory: str | Path,
+    tensors: RunTensors,
+    common: CommonState,
+    state: ParallelState,
+    options: CheckpointConfig,
+    log: Callable[[str], None],
+    folders: SaveFolders | None = None,
+) -> None:
+    """Take all steps of a save, each when the task before it is done.
+
+    Raises:
+        CheckpointWriteError: the checkpoint could not be written, on every rank alike.
+    """
+    target = SaveTarget(
+        directory=Path(directory),
+        folders=one_folder(state) if folders is None else folders,
+        state=state,
+        options=options,
+        log=log,
+        planner=SavePlanner(state),
+    )
+    for _ in save_in_steps(tensors, common, target):
+        pass
