@@ -11,12 +11,18 @@ from megatron.core.config_base import config_to_dict
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig
-from megatron.interop.megatron_torch.megatron_arguments import PROGRESS, TRAIN_DATA, config_of_arguments
+from megatron.core.tokenizers.tokenizer_file import read_json_object
+from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER
+from megatron.interop.megatron_torch.megatron_arguments import (
+    PROGRESS,
+    TRAIN_DATA,
+    TRUE_VOCAB_SIZE,
+    config_of_arguments,
+)
 from megatron.interop.megatron_torch.rank_files import RankFile, open_rank_files
 from megatron.interop.megatron_torch.stored_optimizer import optimizer_scalars
 
 GPT2_VOCAB_SIZE = 50257
-TOKENIZER_FOLDER = "tokenizer"
 _HEAD_DIM_OF_OLD = 64
 
 _SCHEDULE_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -61,15 +67,23 @@ def model_of_tensors(ranks: Mapping[tuple[int, int], RankFile], has_arguments: b
     return values
 
 
-def real_vocab_size(arguments: Mapping[str, Any], padded: int) -> int:
-    """Return the number of tokens of the tokenizer that the arguments name; where they do not tell, all rows."""
-    kind, given = arguments.get("tokenizer_type"), arguments.get("vocab_size")
+def real_vocab_size(arguments: Mapping[str, Any], padded: int, folder: Path) -> int:
+    """Return how many rows of the vocabulary are no padding; where nothing tells, all of them.
+
+    The arguments tell it, or name the tokenizer; files of earlier releases have the tokenizer's record beside them.
+    """
+    kind, given, true_size = (arguments.get(name) for name in ("tokenizer_type", "vocab_size", TRUE_VOCAB_SIZE))
+    if isinstance(true_size, int) and 0 < true_size <= padded:
+        return true_size
     if kind == "NullTokenizer" and given is not None:
         return int(given) + 1
     divisor, tp = arguments.get("make_vocab_size_divisible_by", 128), arguments.get("tensor_model_parallel_size", 1)
-    if kind in ("GPT2BPETokenizer", None) and padded_vocab_size(GPT2_VOCAB_SIZE, int(divisor), int(tp)) == padded:
-        return GPT2_VOCAB_SIZE
-    return padded
+    known = [GPT2_VOCAB_SIZE] if kind in ("GPT2BPETokenizer", None) else []
+    record = folder / TOKENIZER_FOLDER / RECORD_FILE
+    recorded = read_json_object(record).get("vocab_size") if record.is_file() else None
+    if isinstance(recorded, int):
+        known.insert(0, recorded)
+    return next((size for size in known if padded_vocab_size(size, int(divisor), int(tp)) == padded), padded)
 
 
 def common_state(

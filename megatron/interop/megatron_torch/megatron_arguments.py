@@ -29,6 +29,9 @@ PROGRESS: Mapping[str, str] = {
 TRAIN_DATA = "train_data"
 """What was read of each data set, as JSON text: a name in ``args`` that Megatron does not know, and passes over."""
 
+TRUE_VOCAB_SIZE = "true_vocab_size"
+"""The rows of the vocabulary that are no padding: a name in ``args`` that Megatron's trainer passes over."""
+
 _ATTENTION_BACKENDS = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}
 
 
@@ -102,6 +105,7 @@ def derived_arguments(
     pp = model.pipeline_model_parallel_size
     return {
         "padded_vocab_size": padded_vocab_size,
+        TRUE_VOCAB_SIZE: model.vocab_size,
         "params_dtype": getattr(torch, model.params_dtype),
         "world_size": data_parallel_size * model.parallel_sizes.world_size,
         "data_parallel_size": data_parallel_size,

@@ -67,7 +67,9 @@ class MegatronTorchSource:
         check_arguments(first.arguments, first.file.path)
         self.config = config_of_arguments(first.arguments)
         self.config["model"] |= model_of_tensors(self.ranks, bool(first.arguments))
-        self.config["model"]["vocab_size"] = vocab_size or real_vocab_size(first.arguments, self.padded_vocab_size)
+        self.config["model"]["vocab_size"] = vocab_size or real_vocab_size(
+            first.arguments, self.padded_vocab_size, self.folder
+        )
         if vocab_size is not None:
             self._check_vocabulary(vocab_size)
         self.model = _build_model_config(self.config["model"], first)

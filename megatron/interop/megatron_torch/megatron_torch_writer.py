@@ -13,8 +13,8 @@ from megatron.core.config_base import config_from_dict
 from megatron.core.dist_checkpointing.disk import sync_folder
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.sharding import Piece, split_box
+from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.checkpoint_source import CheckpointSource
-from megatron.interop.megatron_torch.common_state import TOKENIZER_FOLDER
 from megatron.interop.megatron_torch.rank_planner import (
     CarriedValues,
     PlannedFile,
