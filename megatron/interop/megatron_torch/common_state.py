@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config_base import config_to_dict
+from megatron.core.config_base import IDENTITY, config_to_dict, field_specs
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig
@@ -39,10 +39,13 @@ _SCHEDULE_NAMES: Mapping[str, tuple[str, ...]] = {
 """Fields of `ScheduleConfig` and their names in ``opt_param_scheduler``, the newest first."""
 
 
-def model_of_tensors(ranks: Mapping[tuple[int, int], RankFile], has_arguments: bool) -> dict[str, Any]:
+def model_of_tensors(
+    ranks: Mapping[tuple[int, int], RankFile], has_arguments: bool, wanted: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the fields of the model's configuration that the files themselves show.
 
-    Published files of 2019 have no ``args``: then everything follows from shapes, with heads of 64 channels.
+    Published files of 2019 have no ``args``: then all that shapes show is taken from them, and the rest from
+    ``wanted``, the model that a run is to fill, where its width is that of the files. Else heads have 64 channels.
     """
     first = ranks[0, 0]
     tp, pp = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
@@ -57,9 +60,15 @@ def model_of_tensors(ranks: Mapping[tuple[int, int], RankFile], has_arguments: b
     word = first.chunks[0]["embedding.word_embeddings.weight"]
     positions = first.chunks[0].get("embedding.position_embeddings.weight")
     hidden_size = word.shape[1]
+    values["num_attention_heads"] = hidden_size // _HEAD_DIM_OF_OLD
+    if wanted is not None and wanted.get("hidden_size") == hidden_size:
+        identity = {spec.name for spec in field_specs(GPTConfig) if spec.options.role in IDENTITY}
+        values = {name: wanted[name] for name in identity & wanted.keys()} | {
+            "make_vocab_size_divisible_by": wanted["make_vocab_size_divisible_by"],
+            **{name: value for name, value in values.items() if name != "num_attention_heads"},
+        }
     values |= {
         "hidden_size": hidden_size,
-        "num_attention_heads": hidden_size // _HEAD_DIM_OF_OLD,
         "ffn_hidden_size": first.chunks[0]["decoder.layers.0.mlp.linear_fc1.weight"].shape[0] * tp,
         "max_position_embeddings": 0 if positions is None else positions.shape[0],
         "params_dtype": str(word.dtype).removeprefix("torch."),
