@@ -139,7 +139,7 @@ def _folder_of_other_format(request: ModelRequest) -> Path | None:
         return folder
     candidates = candidate_folders(folder, request.ckpt_step)
     if candidates:
-        return candidates[0] if detect_format(candidates[0]) in ("torch", "torch_dist") else None
+        return candidates[0] if detect_format(candidates[0]) in ("torch", "torch_dist", "hf") else None
     return None if detect_format(folder) is None else folder
 
 

@@ -69,7 +69,7 @@ def load_tensors(
     dtype of the tensors that they fill.
 
     Raises:
-        CheckpointError: names, shapes or dtypes do not fit; all of them are listed. On every rank alike.
+        CheckpointError: names, shapes or dtypes do not fit; the first of each are named. On every rank alike.
         DamagedCheckpointError: a file is missing or changed. On every rank alike.
     """
     descriptions = all_gather_objects([tensor.describe() for tensor in tensors], world)
@@ -77,11 +77,11 @@ def load_tensors(
     if verify and not index.is_intact:
         raise DamagedCheckpointError(
             f"{folder / INDEX_FILE}: does not match its checksum; --no-verify-checkpoint takes it as it is"
-            + "".join(f"\n  {line}" for line in misfits.problems())
+            + "".join(f"; {problem}" for problem in misfits.problems())
         )
     problems = misfits.problems(strictness)
     if problems:
-        raise CheckpointError(f"checkpoint {folder} does not fit this run:" + "".join(f"\n  {p}" for p in problems))
+        raise CheckpointError(f"checkpoint {folder} does not fit this run: {'; '.join(problems)}")
     present = [tensor for tensor in tensors if tensor.name in index.tensors]
     with ShardReader(folder, verify) as reader:
         targets = [tensor.data for tensor in present]

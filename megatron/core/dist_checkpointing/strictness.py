@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import TensorDescription
 
 
+_MOST_NAMED = 4
+
+
 @dataclass(frozen=True)
 class Strictness:
     """Say what tensors that are on one side only mean.
@@ -44,20 +47,27 @@ No random value stays in silence: what was left alone is listed by all that allo
 
 @dataclass(frozen=True)
 class Misfits:
-    """Hold the names of tensors on one side only, and a line for each that has another shape or dtype."""
+    """Hold the names of tensors on one side only, and a few words for each that has another shape or dtype."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     different: tuple[str, ...]
 
     def problems(self, strictness: Strictness = STRICT) -> list[str]:
-        """Return a line for everything that is refused."""
+        """Return a few words for each kind of tensor that is refused; of many, the first are named."""
         problems = []
-        if not strictness.allows_missing:
-            problems += [f"missing in the checkpoint: {name}" for name in self.missing]
-        if not strictness.allows_unexpected:
-            problems += [f"unexpected in the checkpoint: {name}" for name in self.unexpected]
-        return [*problems, *self.different]
+        if self.missing and not strictness.allows_missing:
+            problems.append(f"missing in the checkpoint: {_listed(self.missing)}")
+        if self.unexpected and not strictness.allows_unexpected:
+            problems.append(f"unexpected in the checkpoint: {_listed(self.unexpected)}")
+        if self.different:
+            problems.append(_listed(self.different))
+        return problems
+
+
+def _listed(items: Sequence[str]) -> str:
+    more = f" and {len(items) - _MOST_NAMED} more" if len(items) > _MOST_NAMED else ""
+    return ", ".join(items[:_MOST_NAMED]) + more
 
 
 def find_misfits(

@@ -136,8 +136,11 @@ class OptimizerParamScheduler:
             CheckpointError: the learning-rate schedules differ and no option says which one holds.
         """
         stored = config_from_dict(ScheduleConfig, state["schedule"])
-        self.config, lines = reconcile_schedules(stored, self.config, override=override, use_checkpoint=use_checkpoint)
-        self.num_samples = int(state["num_samples"])
+        num_samples = int(state["num_samples"])
+        self.config, lines = reconcile_schedules(
+            stored, self.config, num_samples, override=override, use_checkpoint=use_checkpoint
+        )
+        self.num_samples = num_samples
         self._apply()
         return lines
 
@@ -146,12 +149,12 @@ class OptimizerParamScheduler:
 
 
 def reconcile_schedules(
-    stored: ScheduleConfig, given: ScheduleConfig, *, override: bool, use_checkpoint: bool
+    stored: ScheduleConfig, given: ScheduleConfig, num_samples: int, *, override: bool, use_checkpoint: bool
 ) -> tuple[ScheduleConfig, tuple[str, ...]]:
-    """Return the learning-rate schedule of a resumed run, and one ``old → new`` line for each value that differs.
+    """Return the learning-rate schedule of a run resumed at ``num_samples``, and one ``old → new`` line a difference.
 
     The decay length of a constant learning rate, and likewise of a constant weight decay, is not compared: it follows
-    from the length of the run, which may grow on resume.
+    from the length of the run, which may grow on resume. What `conflicting_fields` leaves out is taken as given.
 
     ``override`` (``--override-opt-param-scheduler``) takes the given schedule, and its lines go from the stored value
     to the given one; ``use_checkpoint`` (``--use-checkpoint-opt-param-scheduler``) takes the stored one, and its lines
@@ -166,23 +169,47 @@ def reconcile_schedules(
             "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; give one"
         )
     old, new = (given, stored) if use_checkpoint else (stored, given)
-    lines = tuple(
-        f"{field.name}: {getattr(old, field.name)} → {getattr(new, field.name)}"
-        for field in fields(ScheduleConfig)
-        if getattr(old, field.name) != getattr(new, field.name) and _has_effect(field.name, old, new)
-    )
-    if lines and not override and not use_checkpoint:
+    lines = {name: f"{name}: {getattr(old, name)} → {getattr(new, name)}" for name in _differing_fields(stored, given)}
+    conflicts = conflicting_fields(stored, given, num_samples)
+    if conflicts and not override and not use_checkpoint:
         raise CheckpointError(
-            f"the schedule differs from the checkpoint's ({'; '.join(lines)}); give the same values, "
-            "--override-opt-param-scheduler to use the new ones or --use-checkpoint-opt-param-scheduler to keep "
-            "the old ones"
+            f"the schedule differs from the checkpoint's ({'; '.join(lines[name] for name in conflicts)}); give the "
+            "same values, --override-opt-param-scheduler to use the new ones or --use-checkpoint-opt-param-scheduler "
+            "to keep the old ones"
         )
-    return new, lines
+    return new, tuple(lines.values())
 
 
-def _has_effect(name: str, old: ScheduleConfig, new: ScheduleConfig) -> bool:
+def conflicting_fields(stored: ScheduleConfig, given: ScheduleConfig, num_samples: int) -> tuple[str, ...]:
+    """Return the fields that differ so that an option must say which schedule holds after ``num_samples`` samples.
+
+    A learning rate that stands still there, constant or before the decay of WSD, does so by either schedule: the
+    lengths before and behind may differ.
+    """
+    differing = _differing_fields(stored, given)
+    if stored.lr_decay_style == given.lr_decay_style and _stands_still(stored, given, num_samples):
+        return tuple(name for name in differing if name not in ("lr_warmup_steps", "lr_decay_steps"))
+    return differing
+
+
+def _stands_still(stored: ScheduleConfig, given: ScheduleConfig, num_samples: int) -> bool:
+    for config in (stored, given):
+        if num_samples < config.lr_warmup_steps or config.lr_decay_style not in ("constant", "WSD"):
+            return False
+        if config.lr_decay_style == "WSD" and num_samples > config.lr_decay_steps - (config.wsd_decay_steps or 0):
+            return False
+    return True
+
+
+def _differing_fields(stored: ScheduleConfig, given: ScheduleConfig) -> tuple[str, ...]:
+    """Return the fields that differ, but for a length without effect in both."""
     styles = {
-        "wd_incr_steps": (old.wd_incr_style, new.wd_incr_style),
-        "lr_decay_steps": (old.lr_decay_style, new.lr_decay_style),
+        "wd_incr_steps": (stored.wd_incr_style, given.wd_incr_style),
+        "lr_decay_steps": (stored.lr_decay_style, given.lr_decay_style),
     }
-    return styles.get(name) != ("constant", "constant")
+    return tuple(
+        field.name
+        for field in fields(ScheduleConfig)
+        if getattr(stored, field.name) != getattr(given, field.name)
+        and styles.get(field.name) != ("constant", "constant")
+    )

@@ -83,12 +83,31 @@ def rebuild_tokenizer(record: Mapping[str, Any], copies: Path | None = None) -> 
         TokenizerError: the record is damaged, files are missing or are not those recorded, or the tokenizer
             built from them is not the one described.
     """
+    arguments = recorded_arguments(record, copies)
+    try:
+        expected = (record["vocab_size"], record["eod_id"])
+        tokenizer = build_tokenizer(**arguments)
+    except (KeyError, TypeError) as error:
+        raise TokenizerError(f"the tokenizer record is damaged: {error!r}") from error
+    if (tokenizer.vocab_size, tokenizer.eod_id) != expected:
+        raise TokenizerError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, end of document {tokenizer.eod_id}; "
+            f"recorded were {expected[0]} and {expected[1]}"
+        )
+    return tokenizer
+
+
+def recorded_arguments(record: Mapping[str, Any], copies: Path | None = None) -> dict[str, Any]:
+    """Return the keywords of `build_tokenizer` that a description tells of, with the paths of files that are there.
+
+    Raises:
+        TokenizerError: the record is damaged, or files are missing or are not those recorded.
+    """
     try:
         if record["record_version"] != _RECORD_VERSION:
             raise TokenizerError(f"tokenizer record of version {record['record_version']}, expected {_RECORD_VERSION}")
         entries = list(record["files"])
         arguments = dict(record["arguments"])
-        expected = (record["vocab_size"], record["eod_id"])
         found = _find_files(entries, copies)
         recorded = {entry["path"]: path for entry, path in zip(entries, found, strict=True)}
     except (KeyError, TypeError) as error:
@@ -97,17 +116,8 @@ def rebuild_tokenizer(record: Mapping[str, Any], copies: Path | None = None) -> 
         value = arguments.get(name)
         if value is not None:
             # Not the path of a file: the folder that holds them.
-            arguments[name] = recorded[value] if value in recorded else found[0].parent
-    try:
-        tokenizer = build_tokenizer(**arguments)
-    except TypeError as error:
-        raise TokenizerError(f"the tokenizer record is damaged: {error}") from error
-    if (tokenizer.vocab_size, tokenizer.eod_id) != expected:
-        raise TokenizerError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, end of document {tokenizer.eod_id}; "
-            f"recorded were {expected[0]} and {expected[1]}"
-        )
-    return tokenizer
+            arguments[name] = str(recorded[value] if value in recorded else found[0].parent)
+    return arguments
 
 
 def _find_files(entries: Sequence[Mapping[str, Any]], copies: Path | None) -> list[Path]:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config_base import config_to_dict
+from megatron.core.config_base import IDENTITY, config_to_dict, field_specs
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig
-from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
+from megatron.core.tokenizers.tokenizer_file import read_json_object
+from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER
 from megatron.interop.megatron_torch.megatron_arguments import (
     PROGRESS,
     TRAIN_DATA,
@@ -38,10 +39,13 @@ _SCHEDULE_NAMES: Mapping[str, tuple[str, ...]] = {
 """Fields of `ScheduleConfig` and their names in ``opt_param_scheduler``, the newest first."""
 
 
-def model_of_tensors(ranks: Mapping[tuple[int, int], RankFile], has_arguments: bool) -> dict[str, Any]:
+def model_of_tensors(
+    ranks: Mapping[tuple[int, int], RankFile], has_arguments: bool, wanted: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the fields of the model's configuration that the files themselves show.
 
-    Published files of 2019 have no ``args``: then everything follows from shapes, with heads of 64 channels.
+    Published files of 2019 have no ``args``: then all that shapes show is taken from them, and the rest from
+    ``wanted``, the model that a run is to fill, where its width is that of the files. Else heads have 64 channels.
     """
     first = ranks[0, 0]
     tp, pp = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
@@ -56,9 +60,15 @@ def model_of_tensors(ranks: Mapping[tuple[int, int], RankFile], has_arguments: b
     word = first.chunks[0]["embedding.word_embeddings.weight"]
     positions = first.chunks[0].get("embedding.position_embeddings.weight")
     hidden_size = word.shape[1]
+    values["num_attention_heads"] = hidden_size // _HEAD_DIM_OF_OLD
+    if wanted is not None and wanted.get("hidden_size") == hidden_size:
+        identity = {spec.name for spec in field_specs(GPTConfig) if spec.options.role in IDENTITY}
+        values = {name: wanted[name] for name in identity & wanted.keys()} | {
+            "make_vocab_size_divisible_by": wanted["make_vocab_size_divisible_by"],
+            **{name: value for name, value in values.items() if name != "num_attention_heads"},
+        }
     values |= {
         "hidden_size": hidden_size,
-        "num_attention_heads": hidden_size // _HEAD_DIM_OF_OLD,
         "ffn_hidden_size": first.chunks[0]["decoder.layers.0.mlp.linear_fc1.weight"].shape[0] * tp,
         "max_position_embeddings": 0 if positions is None else positions.shape[0],
         "params_dtype": str(word.dtype).removeprefix("torch."),
@@ -66,18 +76,23 @@ def model_of_tensors(ranks: Mapping[tuple[int, int], RankFile], has_arguments: b
     return values
 
 
-def real_vocab_size(arguments: Mapping[str, Any], padded: int) -> int:
-    """Return the number of tokens of the tokenizer that the arguments name; where they do not tell, all rows."""
-    kind, given = arguments.get("tokenizer_type"), arguments.get("vocab_size")
-    true_size = arguments.get(TRUE_VOCAB_SIZE)
+def real_vocab_size(arguments: Mapping[str, Any], padded: int, folder: Path) -> int:
+    """Return how many rows of the vocabulary are no padding; where nothing tells, all of them.
+
+    The arguments tell it, or name the tokenizer; files of earlier releases have the tokenizer's record beside them.
+    """
+    kind, given, true_size = (arguments.get(name) for name in ("tokenizer_type", "vocab_size", TRUE_VOCAB_SIZE))
     if isinstance(true_size, int) and 0 < true_size <= padded:
         return true_size
     if kind == "NullTokenizer" and given is not None:
         return min(int(given) + 1, padded)
     divisor, tp = arguments.get("make_vocab_size_divisible_by", 128), arguments.get("tensor_model_parallel_size", 1)
-    if kind in ("GPT2BPETokenizer", None) and padded_vocab_size(GPT2_VOCAB_SIZE, int(divisor), int(tp)) == padded:
-        return GPT2_VOCAB_SIZE
-    return padded
+    known = [GPT2_VOCAB_SIZE] if kind in ("GPT2BPETokenizer", None) else []
+    record = folder / TOKENIZER_FOLDER / RECORD_FILE
+    recorded = read_json_object(record).get("vocab_size") if record.is_file() else None
+    if isinstance(recorded, int):
+        known.insert(0, recorded)
+    return next((size for size in known if padded_vocab_size(size, int(divisor), int(tp)) == padded), padded)
 
 
 def common_state(

@@ -142,6 +142,7 @@ def derived_arguments(
     pp = model.pipeline_model_parallel_size
     return {
         "padded_vocab_size": padded_vocab_size,
+        TRUE_VOCAB_SIZE: model.vocab_size,
         "params_dtype": getattr(torch, model.params_dtype),
         "world_size": data_parallel_size * model.parallel_sizes.world_size,
         "data_parallel_size": data_parallel_size,

@@ -26,6 +26,8 @@ from megatron.interop.megatron_torch.stored_optimizer import has_optimizer, stor
 from megatron.interop.megatron_torch.stored_values import LazyTensor, native_row_blocks
 from megatron.interop.megatron_torch.torch_file import TorchFile
 
+_MOST_NAMED = 4
+
 
 @dataclass(frozen=True)
 class StoredBox:
@@ -40,23 +42,24 @@ class MegatronTorchSource:
     """Offer the tensors of an iteration's ``mp_rank_XX`` folders; see `CheckpointSource`.
 
     ``vocab_size`` is the tokenizer's real size: rows beyond it are padding. Without it the size is the one that the
-    file's arguments tell (see `real_vocab_size`).
+    file's arguments tell (see `real_vocab_size`). ``wanted`` is the configuration of the model that is to be filled,
+    which says what the oldest files do not (see `model_of_tensors`).
 
     Raises:
         CheckpointError: the files hold something else than a GPT, or do not fit together.
         DamagedCheckpointError: one is missing or damaged.
     """
 
-    def __init__(self, folder: Path, vocab_size: int | None = None) -> None:
+    def __init__(self, folder: Path, vocab_size: int | None = None, wanted: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
         self.ranks = open_rank_files(folder)
         try:
-            self._open(vocab_size)
+            self._open(vocab_size, wanted)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, vocab_size: int | None) -> None:
+    def _open(self, vocab_size: int | None, wanted: Mapping[str, Any] | None) -> None:
         first = self.ranks[0, 0]
         self.tp, self.pp = (1 + max(rank[axis] for rank in self.ranks) for axis in (0, 1))
         self.num_chunks = len(first.chunks)
@@ -64,8 +67,10 @@ class MegatronTorchSource:
         self.padded_vocab_size = first.chunks[0][WORD_EMBEDDING].shape[0] * self.tp
         check_arguments(first.arguments, first.file.path)
         self.config = config_of_arguments(first.arguments)
-        self.config["model"] |= model_of_tensors(self.ranks, bool(first.arguments))
-        self.config["model"]["vocab_size"] = vocab_size or real_vocab_size(first.arguments, self.padded_vocab_size)
+        self.config["model"] |= model_of_tensors(self.ranks, bool(first.arguments), wanted)
+        self.config["model"]["vocab_size"] = vocab_size or real_vocab_size(
+            first.arguments, self.padded_vocab_size, self.folder
+        )
         if vocab_size is not None:
             self._check_vocabulary(vocab_size)
         self.model = _build_model_config(self.config["model"], first)
@@ -169,8 +174,11 @@ class MegatronTorchSource:
             if key in tensors and tensors[key].shape != parameter.local_shape
         ]
         if problems:
-            lines = "".join(f"\n  {problem}" for problem in problems)
-            raise CheckpointError(f"{rank.file.path} is not the model that its arguments describe:{lines}")
+            more = f" and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+            raise CheckpointError(
+                f"{rank.file.path} is not the model that its arguments, or the flags, describe: "
+                f"{'; '.join(problems[:_MOST_NAMED])}{more}"
+            )
         return [by_key[key] for key in tensors]
 
     def _add(self, name: str, parameter: LocalParameter, rank: RankFile, file: TorchFile, tensor: LazyTensor) -> None:

@@ -56,7 +56,9 @@ class TorchDistSource:
             self._add_entry(key, entry)
         self.config = config_of_arguments(self.arguments)
         self.padded_vocab_size = self._shapes.get(f"model.{WORD_EMBEDDING}", (0,))[0]
-        self.config["model"]["vocab_size"] = vocab_size or real_vocab_size(self.arguments, self.padded_vocab_size)
+        self.config["model"]["vocab_size"] = vocab_size or real_vocab_size(
+            self.arguments, self.padded_vocab_size, self.folder
+        )
         tokenizer = self.config["tokenizer"]
         if tokenizer.get("tokenizer_type") == "NullTokenizer" and tokenizer.get("vocab_size") == self.padded_vocab_size:
             # Counted with the end-of-document id, for which there would be no row otherwise.

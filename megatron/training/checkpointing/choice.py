@@ -10,7 +10,13 @@ from megatron.core.collectives import all_gather_objects, broadcast_object, run_
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import ParallelState
 from megatron.interop.new_iteration import TRACKER_FILE
-from megatron.training.checkpointing.folder import candidate_folders, saved_iterations
+from megatron.training.checkpointing.folder import (
+    candidate_folders,
+    holds_tokenizer,
+    saved_iterations,
+    weight_files,
+)
+from megatron.training.config.checkpoint_config import CheckpointConfig
 
 Log = Callable[[str], None]
 """Prints a line, on rank 0 only."""
@@ -18,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def agree_on_candidates(directory: Path, ckpt_step: int | None, state: ParallelState) -> list[Path]:
-    """Return the folders to try, newest first, as rank 0 sees them; none where there is no tracker file.
+    """Return the folders to try, newest first, as rank 0 sees them; none where there is no checkpoint.
 
     Raises:
         CheckpointError: the iteration that is asked for is not there, or the tracker file is of no use.
@@ -53,17 +59,50 @@ def agree_on_required_candidates(directory: Path, ckpt_step: int | None, state: 
     return folders
 
 
-def report_missing(directory: Path, exit_on_missing: bool, log: Log) -> None:
-    """Warn that a run starts from random weights, or with ``exit_on_missing`` refuse to.
+def refuse_random_weights(directory: Path, options: CheckpointConfig, state: ParallelState) -> None:
+    """Refuse to start from random weights where ``--load`` means others, as rank 0 sees the folder.
+
+    Random ones are meant where a run will save to the same folder, or where the folder holds nothing but a tokenizer.
 
     Raises:
-        CheckpointError: the run asked for a checkpoint or none at all.
+        CheckpointError: the run asked for a checkpoint or none at all. On every rank alike.
     """
-    if exit_on_missing:
-        raise CheckpointError(
-            f"{directory} holds no checkpoint (there is no file {TRACKER_FILE} in it) and "
-            "--exit-on-missing-checkpoint is given; change --load"
+    reason = _reason_against_random(directory, options) if state.world.is_first else None
+    reason = broadcast_object(reason, state.world)
+    if reason is not None:
+        raise CheckpointError(f"--load {directory} {reason}")
+
+
+def _reason_against_random(directory: Path, options: CheckpointConfig) -> str | None:
+    exists = directory.exists()
+    found = f"holds no checkpoint (there is no file {TRACKER_FILE} in it)" if exists else "does not exist"
+    iterations = saved_iterations(directory)
+    if iterations:
+        found += f", but the folders of iterations: write {iterations[-1]} to that file to take the newest"
+    given = {
+        "--exit-on-missing-checkpoint": options.exit_on_missing_checkpoint,
+        "--finetune": options.finetune,
+        "--use-checkpoint-args": options.use_checkpoint_args and not exists,
+        "--no-load-optim": options.no_load_optim and not exists,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            return f"{found}, and {name} is given; name the folder that a run saved to, or that holds a model"
+    weights = weight_files(directory)
+    if weights:
+        named = ", ".join(weights[:4]) + (" ..." if len(weights) > 4 else "")
+        return (
+            f"holds weights that cannot be read ({named}): there is no {TRACKER_FILE} of a run and no config.json of a "
+            "Hugging Face model beside them"
         )
+    is_own = options.save is not None and Path(options.save).resolve() == directory.resolve()
+    if is_own or holds_tokenizer(directory):
+        return None
+    return f"{found}; name the folder that a run saved to, or that holds a model, or that of --save to begin a new run"
+
+
+def warn_of_random_weights(directory: Path, log: Log) -> None:
+    """Say that a run starts from random weights."""
     log(f"WARNING: could not find the metadata file {directory / TRACKER_FILE}")
     log("    will not load any checkpoints and will start from random")
     iterations = saved_iterations(directory)

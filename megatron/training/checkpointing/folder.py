@@ -13,6 +13,8 @@ from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 
 RELEASE = "release"
 
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.distcp", "mp_rank_*")
+_TOKENIZERS = ("tokenizer*", "*vocab*", "*.tiktoken", "*.model")
 _ITERATION_FOLDER = re.compile(r"iter_(\d{7,})")
 
 
@@ -33,9 +35,10 @@ def saved_iterations(directory: Path) -> list[int]:
 def candidate_folders(directory: Path, ckpt_step: int | None = None) -> list[Path]:
     """Return the checkpoint that is asked for and then the older ones to fall back to, newest first.
 
-    The tracker file names the newest one; where there is no tracker file, nothing is returned. With ``ckpt_step``
-    that iteration's folder is the only one. A tracker file that holds neither a number nor ``release`` is taken to be
-    damaged, and all folders are candidates.
+    The tracker file names the newest one. Where there is no tracker file, the directory may be a checkpoint itself, a
+    Hugging Face folder with weights among them; else nothing is returned. With ``ckpt_step`` that iteration's folder is
+    the only one. A tracker file that holds neither a number nor ``release`` is taken to be damaged, and all folders are
+    candidates.
     """
     if ckpt_step is not None:
         folder = iteration_folder(directory, ckpt_step)
@@ -46,7 +49,7 @@ def candidate_folders(directory: Path, ckpt_step: int | None = None) -> list[Pat
     try:
         text = (directory / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
-        return []
+        return [directory] if _is_checkpoint(directory) else []
     except OSError as error:
         raise CheckpointError(f"cannot read {directory / TRACKER_FILE}: {error.strerror}") from error
     if text == RELEASE:
@@ -61,3 +64,23 @@ def candidate_folders(directory: Path, ckpt_step: int | None = None) -> list[Pat
             "is no checkpoint beside it"
         )
     return [iteration_folder(directory, iteration) for iteration in reversed(iterations)]
+
+
+def weight_files(directory: Path) -> list[str]:
+    """Return the names of what looks like weights, of whatever format, in a folder."""
+    return sorted(path.name for pattern in _WEIGHTS for path in directory.glob(pattern))
+
+
+def holds_tokenizer(directory: Path) -> bool:
+    """Return whether there are files of a tokenizer in a folder."""
+    return any(next(directory.glob(pattern), None) is not None for pattern in _TOKENIZERS)
+
+
+def _is_checkpoint(directory: Path) -> bool:
+    if not directory.is_dir():
+        return False
+    # What reads the formats needs torch, which a run's folder is told apart without.
+    from megatron.interop.open_checkpoint import detect_format
+
+    found = detect_format(directory)
+    return found is not None and (found != "hf" or bool(weight_files(directory)))

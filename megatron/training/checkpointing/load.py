@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,12 @@ from megatron.training.checkpointing.choice import (
     agree_on_candidates,
     agree_on_required_candidates,
     first_undamaged,
-    report_missing,
+    refuse_random_weights,
+    warn_of_random_weights,
 )
 from megatron.training.checkpointing.config_changes import ConfigChange, compare_configs
-from megatron.training.checkpointing.native import open_stored
+from megatron.training.checkpointing.native import is_release, open_stored
+from megatron.training.checkpointing.precision import MAIN_PREFIX, plan_precision
 from megatron.training.checkpointing.rng import choose_streams
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.train_state import TrainProgress
@@ -42,7 +44,8 @@ from megatron.training.train_state import TrainProgress
 class LoadedCheckpoint:
     """Hold what a load gives beside the tensors that it filled in place.
 
-    ``scheduler`` is None where the optimizer's state was not loaded. ``rng`` holds the random number streams that go
+    ``begins_anew`` says that the weights alone count, of a release or with ``--finetune``. ``scheduler`` is None where
+    the optimizer's state was not loaded. ``rng`` holds the random number streams that go
     on, for `RngStreams.resume`; it is None where all stay as they were seeded. ``config`` is the configuration that
     the checkpoint was saved with, ``model_record`` what it says of the Hugging Face folder that the model came from.
     """
@@ -50,6 +53,7 @@ class LoadedCheckpoint:
     folder: Path
     progress: TrainProgress
     config: Mapping[str, Any]
+    begins_anew: bool
     optimizer_loaded: bool
     scheduler: Mapping[str, Any] | None
     rng: Mapping[str, torch.Tensor] | None
@@ -63,27 +67,30 @@ def load_checkpoint(
     options: CheckpointConfig,
     config: Mapping[str, Any],
     log: Log,
+    check_schedule: Callable[[Mapping[str, Any]], None] = lambda state: None,
 ) -> LoadedCheckpoint | None:
     """Fill a run's tensors in place from the newest complete checkpoint that the tracker file points at.
 
-    A damaged checkpoint is passed over for the next older one, unless ``options.ckpt_step`` names it. Returns None,
-    after a warning, where the directory holds no tracker file. ``config`` is the run's own configuration; differences
-    are logged.
+    The directory may also be a checkpoint itself. A damaged checkpoint is passed over for the next older one, unless
+    ``options.ckpt_step`` names it. Returns None, after a warning, where there is none and the run may start from random
+    weights. ``config`` is the run's own configuration; differences are logged. ``check_schedule`` is called with the
+    scheduler's state before any tensor is read, and may refuse it.
 
     Raises:
-        CheckpointError: there is none and ``options.exit_on_missing_checkpoint``; it is of another model; all are
-            damaged. On every rank alike.
+        CheckpointError: there is none and random weights are not meant; it is of another model; all are damaged. On
+            every rank alike.
     """
     directory = Path(directory)
     folders = agree_on_candidates(directory, options.ckpt_step, state)
     if not folders:
-        report_missing(directory, options.exit_on_missing_checkpoint, log)
+        refuse_random_weights(directory, options, state)
+        warn_of_random_weights(directory, log)
         return None
 
     filled: set[str] = set()
 
     def load(folder: Path) -> LoadedCheckpoint:
-        return _load_folder(folder, tensors, state, options, config, log, filled)
+        return _load_folder(folder, tensors, state, options, config, log, filled, check_schedule)
 
     loaded = first_undamaged(folders, load, log)
     log(f"  successfully loaded checkpoint from {directory} at iteration {loaded.progress.iteration}")
@@ -141,43 +148,56 @@ def _load_folder(
     config: Mapping[str, Any],
     log: Log,
     filled: set[str],
+    check_schedule: Callable[[Mapping[str, Any]], None],
 ) -> LoadedCheckpoint:
     """Load one folder. ``filled`` collects the tensors that a damaged one may have filled before it was given up."""
     verify, strictness = options.verify_checkpoint, STRICTNESS[options.dist_ckpt_strictness]
-    stored = open_stored(folder, state, verify, config.get("model", {}).get("vocab_size"))
+    stored = open_stored(folder, state, verify, config.get("model"))
+    begins_anew = options.finetune or is_release(folder)
     common = stored.index.common
     changes = _compare_configuration(folder, stored.config, config, strictness)
-    optimizer = None if options.finetune or options.no_load_optim else tensors.optimizer
+    optimizer = None if begins_anew or options.no_load_optim else tensors.optimizer
     if optimizer is not None and common["optimizer"] is None:
         raise CheckpointError(
             f"checkpoint {folder} holds no optimizer state; add --no-load-optim to begin with a new one, or --finetune"
         )
-    progress = TrainProgress() if options.finetune else TrainProgress(**common["progress"])
+    if optimizer is not None and common["scheduler"] is not None:
+        check_schedule(common["scheduler"])
+    progress = TrainProgress() if begins_anew else TrainProgress(**common["progress"])
     described, namespaces = model_tensors(tensors.models), [MODEL_PREFIX]
     if optimizer is not None:
         described += optimizer_tensors(optimizer)
         namespaces.append(OPTIMIZER_PREFIX)
-        if strictness.allows_missing:
-            _check_main_params(folder, described, stored.index, state)
+    change = plan_precision(described, namespaces, stored.index, state)
+    described = list(change.tensors)
+    if optimizer is not None and strictness.allows_missing:
+        _check_main_params(folder, described, stored.index, state)
     choice = None
-    if not options.finetune and not options.no_load_rng:
+    if not begins_anew and not options.no_load_rng:
         choice = choose_streams(stored.index, tensors.rng, state, progress.iteration)
         described += choice.tensors
     if strictness.allows_missing:
         _check_untouched(folder, described, stored.index, filled, state)
         filled.update(stored.index.tensors)
-    loaded = stored.load(described, namespaces, strictness)
-    for change in changes:
-        log(f"configuration changed since the checkpoint: {change}")
+    loaded = stored.load(described, change.namespaces, strictness, allow_cast=change.is_needed)
+    for field in changes:
+        log(f"configuration changed since the checkpoint: {field}")
+    if change.line is not None:
+        log(change.line)
     _report_misfits(loaded, strictness, log)
     if choice is not None and choice.line is not None:
         log(choice.line)
     if optimizer is not None:
-        optimizer.load_scalar_state(dict(common["optimizer"]))
+        scalars = dict(common["optimizer"])
+        if change.is_needed:
+            # A loss scale belongs to a precision.
+            scalars["grad_scaler"] = optimizer.scalar_state()["grad_scaler"]
+        optimizer.load_scalar_state(scalars)
     return LoadedCheckpoint(
         folder=folder,
         progress=progress,
         config=stored.config,
+        begins_anew=begins_anew,
         optimizer_loaded=optimizer is not None,
         scheduler=None if optimizer is None else common["scheduler"],
         rng=None if choice is None else choice.streams,
@@ -216,7 +236,7 @@ def _check_main_params(
     Raises:
         CheckpointError: the checkpoint holds weights without their main parameters. On every rank alike.
     """
-    prefix = OPTIMIZER_PREFIX + "main_param."
+    prefix = MAIN_PREFIX
     lost = [
         tensor.name
         for tensor in tensors

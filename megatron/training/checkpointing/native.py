@@ -13,8 +13,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strictness import STRICT, Strictness
 from megatron.core.parallel_state import ParallelState
 from megatron.interop.megatron_torch.rank_files import is_megatron_torch
+from megatron.interop.open_checkpoint import detect_format
 from megatron.interop.torch_dist.folder_files import is_torch_dist
-from megatron.training.checkpointing.torch_format import open_torch_checkpoint
+from megatron.training.checkpointing.folder import RELEASE
+from megatron.training.checkpointing.torch_format import open_hugging_face, open_torch_checkpoint
 
 
 class StoredCheckpoint(Protocol):
@@ -65,16 +67,24 @@ class NativeCheckpoint:
         return load_tensors(self.folder, self.index, tensors, namespaces, world, self.verify, allow_cast, strictness)
 
 
-def open_stored(
-    folder: Path, state: ParallelState, verify: bool = True, vocab_size: int | None = None
-) -> StoredCheckpoint:
-    """Open a folder of the native format or of one of Megatron's own, collectively.
+def is_release(folder: Path) -> bool:
+    """Return whether a folder holds a model and no run that could go on."""
+    return folder.name == RELEASE or detect_format(folder) == "hf"
 
-    ``vocab_size`` is the run's: files of Megatron hold padding beside the vocabulary, and do not say how much.
+
+def open_stored(
+    folder: Path, state: ParallelState, verify: bool = True, model: Mapping[str, Any] | None = None
+) -> StoredCheckpoint:
+    """Open a folder of any format, collectively.
+
+    ``model`` is the run's configuration of it: files of Megatron hold padding beside the vocabulary and do not say how
+    much, and the oldest say nothing but shapes.
 
     Raises:
         CheckpointError: it is damaged, or not a checkpoint that can be loaded. On every rank alike.
     """
     if is_megatron_torch(folder) or is_torch_dist(folder):
-        return open_torch_checkpoint(folder, state, verify, vocab_size)
+        return open_torch_checkpoint(folder, state, verify, model)
+    if detect_format(folder) == "hf":
+        return open_hugging_face(folder, state)
     return NativeCheckpoint(folder, load_index(folder, state.world, verify), state, verify)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron.training.checkpointing.choice import Log
 from megatron.training.checkpointing.load import load_checkpoint
 from megatron.training.checkpointing.recovery import SaveFolders, prepare_save_directory
 from megatron.training.checkpointing.save import CommonState, SaveTarget, save_in_steps
+from megatron.training.checkpointing.schedule_conflict import check_schedule
 from megatron.training.config.checkpoint_config import NATIVE_FORMAT, CheckpointConfig
 from megatron.training.config.run_config import RunConfig
 from megatron.training.model_setup import TrainingParts
@@ -151,13 +153,16 @@ class RunCheckpoints:
             self.config.checkpoint,
             self.config.to_dict(),
             self.log,
+            partial(check_schedule, config=self.config),
         )
         if loaded is None:
             return TrainState()
         self.model_record = loaded.model_record
         if not loaded.optimizer_loaded:
             self.parts.optimizer.reload_main_params()
-            if not self.config.checkpoint.finetune:
+            if loaded.begins_anew and not self.config.checkpoint.finetune:
+                self.log(f"{loaded.folder} holds a model: training begins at iteration 0, with new optimizer state")
+            elif not loaded.begins_anew:
                 self.log(
                     f"--no-load-optim: training goes on at iteration {loaded.progress.iteration}, with new optimizer "
                     "state and the learning-rate schedule from its beginning"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megatron.core.collectives import all_gather_objects, raise_on_all_ranks, run_on_all_ranks
+from megatron.core.config_base import IDENTITY, field_specs
 from megatron.core.dist_checkpointing.background import StagingArea
 from megatron.core.dist_checkpointing.disk import sync_folder, write_error
 from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredTensor
@@ -21,10 +22,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_name
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX, rng_name
 from megatron.core.dist_checkpointing.strictness import STRICT, Strictness, find_misfits
 from megatron.core.errors import CheckpointError
+from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.sharding import Box
 from megatron.core.tensor_parallel.random import DEFAULT, REPLICATED, TENSOR_PARALLEL
+from megatron.interop.checkpoint_source import CheckpointSource
+from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 from megatron.interop.megatron_torch.pickle_writer import given_tensor
 from megatron.interop.megatron_torch.rank_planner import PlannedFile, RankExtras, RankPlanner
@@ -46,18 +50,17 @@ _EXPERT_SEED = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class TorchCheckpoint:
-    """Offer the open files of a checkpoint; each rank reads the boxes that it holds, from any rank's file."""
+class SourceCheckpoint:
+    """Offer the open files of a checkpoint of any other format; each rank reads the boxes that it holds.
 
-    source: MegatronSource
+    ``config`` is what the files record of the configuration.
+    """
+
+    source: CheckpointSource
     index: CheckpointIndex
     streams: Mapping[str, torch.Tensor]
     state: ParallelState
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Return what ``args`` record of the configuration."""
-        return self.source.config
+    config: Mapping[str, Any]
 
     def load(
         self,
@@ -76,9 +79,7 @@ class TorchCheckpoint:
         misfits = find_misfits(descriptions, self.index.tensors, namespaces, allow_cast)
         problems = misfits.problems(strictness)
         if problems:
-            raise CheckpointError(
-                f"checkpoint {self.source.folder} does not fit this run:" + "".join(f"\n  {p}" for p in problems)
-            )
+            raise CheckpointError(f"checkpoint {self.source.folder} does not fit this run: {'; '.join(problems)}")
         present = [tensor for tensor in tensors if tensor.name in self.index.tensors]
         bytes_read = run_on_all_ranks(lambda: sum(self._fill(tensor) for tensor in present), world)
         return LoadedTensors(bytes_read, misfits.missing, misfits.unexpected)
@@ -97,15 +98,24 @@ class TorchCheckpoint:
         return num_bytes
 
 
-def open_torch_checkpoint(folder: Path, state: ParallelState, verify: bool, vocab_size: int | None) -> TorchCheckpoint:
+def open_torch_checkpoint(
+    folder: Path, state: ParallelState, verify: bool, model: Mapping[str, Any] | None
+) -> SourceCheckpoint:
     """Open a folder's files on every rank; with ``verify`` the ranks share out the comparison of checksums.
+
+    ``model`` is the run's configuration of it.
 
     Raises:
         CheckpointError: a file is damaged, asks for what is not data, or is of another model. On every rank alike.
     """
 
     def open_files() -> MegatronSource:
-        source = (TorchDistSource if is_torch_dist(folder) else MegatronTorchSource)(folder, vocab_size)
+        vocab_size = None if model is None else model.get("vocab_size")
+        source: MegatronSource
+        if is_torch_dist(folder):
+            source = TorchDistSource(folder, vocab_size)
+        else:
+            source = MegatronTorchSource(folder, vocab_size, model)
         try:
             if verify:
                 source.check_storages(state.world.rank, state.world.size)
@@ -115,13 +125,31 @@ def open_torch_checkpoint(folder: Path, state: ParallelState, verify: bool, voca
         return source
 
     source = run_on_all_ranks(open_files, state.world)
+    streams = _streams(source)
+    stored = {
+        name: StoredTensor(name, tuple(values.shape), dtype_name(values.dtype), ()) for name, values in streams.items()
+    }
+    return SourceCheckpoint(source, _index_of(source, stored), streams, state, source.config)
+
+
+def open_hugging_face(folder: Path, state: ParallelState) -> SourceCheckpoint:
+    """Open a Hugging Face folder on every rank.
+
+    Raises:
+        InputError: it lacks files, or is of a model that is not supported. On every rank alike.
+    """
+    source = run_on_all_ranks(lambda: HuggingFaceSource(folder), state.world)
+    model = source.common["config"]["model"]
+    fields = (spec.name for spec in field_specs(GPTConfig) if spec.options.role in IDENTITY)
+    config = {"model": {name: model[name] for name in fields}}
+    return SourceCheckpoint(source, _index_of(source, {}), {}, state, config)
+
+
+def _index_of(source: CheckpointSource, streams: Mapping[str, StoredTensor]) -> CheckpointIndex:
     tensors = {
         name: StoredTensor(name, info.global_shape, dtype_name(info.dtype), ()) for name, info in source.tensors.items()
     }
-    streams = _streams(source)
-    for name, values in streams.items():
-        tensors[name] = StoredTensor(name, tuple(values.shape), dtype_name(values.dtype), ())
-    return TorchCheckpoint(source, CheckpointIndex(tensors, {}, source.common), streams, state)
+    return CheckpointIndex({**tensors, **streams}, {}, source.common)
 
 
 def _streams(source: MegatronSource) -> dict[str, torch.Tensor]:

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.core.config_base import FieldSpec, field_docs, field_specs
-from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.training.config.checkpoint_arguments import read_checkpoint_arguments
+from megatron.core.errors import ConfigurationError, InputError
+from megatron.training.config.checkpoint_arguments import PRECISION, TOKENIZER, read_checkpoint_arguments
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.checks.run_checks import find_problems
 from megatron.training.config.flag_notes import (
@@ -213,16 +213,21 @@ def _checkpoint_values(given: Mapping[str, Any], notes: list[str], problems: lis
         return {}
     try:
         stored = read_checkpoint_arguments(checkpoint.load, checkpoint.ckpt_step)
-    except CheckpointError as error:
+    except InputError as error:
         problems.append(str(error))
         return {}
-    taken = {name: value for name, value in stored.values.items() if name not in given}
+    # One flag of a precision, or of a tokenizer, says all of it.
+    closed = {name for group in (PRECISION, TOKENIZER) if not given.keys().isdisjoint(group) for name in group}
+    taken = {name: value for name, value in stored.values.items() if name not in given and name not in closed}
     if stored.folder is None:
         notes.append(f"--use-checkpoint-args: {checkpoint.load} holds no checkpoint; the flags alone shape the model")
     else:
         defaults = {spec.name: spec.default for _, spec in command_line_fields()}
         shape = ", ".join(f"{name} {value}" for name, value in taken.items() if value != defaults[name])
         notes.append(f"--use-checkpoint-args: from {stored.folder}: {shape}")
+        missing = [name for name in stored.missing if name not in given and name not in closed]
+        if missing:
+            notes.append(f"Checkpoint did not provide arguments {', '.join(missing)}")
     return taken
 
 

@@ -1,23 +1,34 @@
-"""The shape of a model as a checkpoint records it, for ``--use-checkpoint-args``; read without torch."""
+"""What a checkpoint records of its run, for ``--use-checkpoint-args``; read without torch, but for other formats."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config_base import IDENTITY, Role
-from megatron.core.dist_checkpointing.index import read_index_file
-from megatron.core.errors import CheckpointError, DamagedCheckpointError
+from megatron.core.config_base import IDENTITY, Role, field_specs
+from megatron.core.dist_checkpointing.index import INDEX_FILE, read_index_file
+from megatron.core.errors import CheckpointError, DamagedCheckpointError, TokenizerError
+from megatron.core.tokenizers.tokenizer_file import read_json_object
+from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER, recorded_arguments
 from megatron.interop.torch_dist.folder_files import is_torch_dist
 from megatron.training.checkpointing.folder import candidate_folders
+from megatron.training.config.data_config import TokenizerConfig
 from megatron.training.config.run_config import command_line_fields
 
+CONFIG_FILE = "config.json"
 MEGATRON_FILES = "mp_rank_*/model_optim_rng.pt"
 """Where the files of Megatron's own format are in a folder."""
 
+PRECISION = ("fp16", "bf16")
+"""Fields of the precision: those of a checkpoint hold where no flag gives one."""
+TOKENIZER = tuple(spec.name for spec in field_specs(TokenizerConfig))
+"""Fields of the tokenizer: likewise."""
+
 _ROLES: tuple[Role, ...] = (*IDENTITY, "recipe")
+_EXPECTED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,18 +38,28 @@ class CheckpointArguments:
     folder: Path | None
     values: Mapping[str, Any]
 
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Return the fields that a checkpoint should give and this one does not."""
+        return tuple(name for name in (*_EXPECTED, "tokenizer_type") if name not in self.values)
+
 
 def read_checkpoint_arguments(directory: str, ckpt_step: int | None) -> CheckpointArguments:
-    """Return the shape of the model in the checkpoint that ``--load`` will take, as its index records it.
+    """Return shape, precision and tokenizer of the model in the checkpoint that ``--load`` will take.
 
     Raises:
-        CheckpointError: there is no readable one where there should be one.
+        CheckpointError: there is no such folder, or no readable checkpoint where there should be one.
     """
+    if not Path(directory).exists():
+        raise CheckpointError(
+            f"--use-checkpoint-args: --load {directory} does not exist; name the folder that a run saved to, or that "
+            "holds a model"
+        )
     first_error: CheckpointError | None = None
     folders = candidate_folders(Path(directory), ckpt_step)
     for folder in folders:
         try:
-            return CheckpointArguments(folder, _shape_of(folder))
+            return CheckpointArguments(folder, _values_of(folder))
         except DamagedCheckpointError as error:
             first_error = first_error or error
     if first_error is not None:
@@ -51,19 +72,38 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
         from megatron.interop.torch_dist.shared_values import recorded_config as recorded_args
 
         return recorded_args(folder)
-    if next(folder.glob(MEGATRON_FILES), None) is None:
+    is_megatron = next(folder.glob(MEGATRON_FILES), None) is not None
+    if not is_megatron and (folder / CONFIG_FILE).exists() and not (folder / INDEX_FILE).exists():
+        from megatron.interop.huggingface.recorded_config import recorded_config as recorded_model
+
+        return recorded_model(folder)
+    if not is_megatron:
         config: Mapping[str, Any] = read_index_file(folder)["common"]["config"]
         return config
-    # Megatron keeps these values beside its tensors: its formats alone cannot be read without torch.
+    # Megatron keeps these values beside its tensors: no format but the native one can be read without torch.
     from megatron.interop.megatron_torch.common_state import recorded_config
 
     return recorded_config(folder)
 
 
-def _shape_of(folder: Path) -> dict[str, Any]:
+def _tokenizer_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags of the checkpoint's own copy of its tokenizer, or those that its run was given."""
+    record = folder / TOKENIZER_FOLDER / RECORD_FILE
+    if record.is_file():
+        with contextlib.suppress(TokenizerError):  # it is in the way of nobody who gives another tokenizer
+            return recorded_arguments(read_json_object(record), record.parent)
+    return dict(config.get("tokenizer", {}))
+
+
+def _values_of(folder: Path) -> dict[str, Any]:
     try:
         config = _config_of(folder)
-        recorded = [(spec, dict(config[part])) for part, spec in command_line_fields() if spec.options.role in _ROLES]
+        sections = {**config, "tokenizer": _tokenizer_of(folder, config)}
+        recorded = [
+            (spec, dict(sections[part]))
+            for part, spec in command_line_fields()
+            if spec.options.role in _ROLES or spec.name in (*PRECISION, *TOKENIZER)
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"{folder}: the index records no configuration ({error!r})") from error
     values: dict[str, Any] = {}
@@ -73,6 +113,9 @@ def _shape_of(folder: Path) -> dict[str, Any]:
         value = section[spec.name]
         if spec.item_type is float and type(value) is int:
             value = float(value)
+        if spec.is_sequence and isinstance(value, (list, tuple)):
+            values[spec.name] = tuple(value)
+            continue
         if type(value) is not spec.item_type and not (value is None and spec.is_optional):
             raise DamagedCheckpointError(f"{folder}: {spec.name} is recorded as {value!r}")
         values[spec.name] = value

@@ -45,7 +45,8 @@ class CheckpointConfig(Config, role="output"):
     keep_every: int | None = flag(None, bounds=POSITIVE, needs="save")
     """Keep each checkpoint whose iteration is a multiple of this number, whatever --keep-last says."""
     use_checkpoint_args: bool = flag(False, needs="load")
-    """Take what shapes the model, and the sequence length, from the checkpoint where no flag gives it."""
+    """Take what shapes the model, the sequence length, the precision and the tokenizer from the checkpoint where no
+    flag gives it."""
     verify_checkpoint: bool = flag(True, negative="--no-verify-checkpoint")
     """Compare checksums while loading. Off: load without comparing checksums."""
     exit_on_missing_checkpoint: bool = flag(False, needs="load")

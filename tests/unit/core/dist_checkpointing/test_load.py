@@ -110,14 +110,24 @@ def test_every_misfit_is_listed_by_name(tmp_path: Path) -> None:
     ]
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path, wanted)
-    assert str(caught.value).splitlines()[1:] == [
-        "  missing in the checkpoint: model.new",
-        "  unexpected in the checkpoint: model.d",
-        "  model.b: shape [4, 3] in the checkpoint, [5, 3] in this run",
-        "  model.c: dtype float32 in the checkpoint, bfloat16 in this run",
+    _, _, problems = str(caught.value).partition(" does not fit this run: ")
+    assert problems.split("; ") == [
+        "missing in the checkpoint: model.new",
+        "unexpected in the checkpoint: model.d",
+        "model.b: shape [4, 3] in the checkpoint, [5, 3] in this run, "
+        "model.c: dtype float32 in the checkpoint, bfloat16 in this run",
     ]
     assert not isinstance(caught.value, DamagedCheckpointError)
     assert not wanted[0].data.any()
+
+
+def test_of_many_misfits_the_first_are_named_in_one_line(tmp_path: Path) -> None:
+    save(tmp_path, [whole_tensor("model.a", torch.ones(4, 3))])
+    wanted = [whole_tensor(f"model.{name}", torch.zeros(2)) for name in "bcdefgh"]
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, wanted)
+    assert "missing in the checkpoint: model.b, model.c, model.d, model.e and 3 more;" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_another_dtype_is_converted_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.optimizer.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     ScheduleConfig,
+    conflicting_fields,
     learning_rate,
     reconcile_schedules,
     weight_decay,
@@ -154,19 +155,37 @@ def test_a_different_schedule_needs_a_choice() -> None:
     stored = ScheduleConfig(max_lr=1.0, lr_decay_steps=80)
     given = replace(stored, max_lr=0.5, lr_decay_style="cosine")
     with pytest.raises(CheckpointError, match=r"max_lr: 1\.0 → 0\.5; lr_decay_style: linear → cosine") as caught:
-        reconcile_schedules(stored, given, override=False, use_checkpoint=False)
+        reconcile_schedules(stored, given, 0, override=False, use_checkpoint=False)
     assert "--override-opt-param-scheduler" in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert reconcile_schedules(stored, given, override=True, use_checkpoint=False) == (
+    assert reconcile_schedules(stored, given, 0, override=True, use_checkpoint=False) == (
         given,
         ("max_lr: 1.0 → 0.5", "lr_decay_style: linear → cosine"),
     )
-    assert reconcile_schedules(stored, given, override=False, use_checkpoint=True) == (
+    assert reconcile_schedules(stored, given, 0, override=False, use_checkpoint=True) == (
         stored,
         ("max_lr: 0.5 → 1.0", "lr_decay_style: cosine → linear"),
     )
     with pytest.raises(ConfigurationError, match="exclude each other"):
-        reconcile_schedules(stored, given, override=True, use_checkpoint=True)
+        reconcile_schedules(stored, given, 0, override=True, use_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("style", "num_samples", "free"),
+    [("constant", 8, True), ("constant", 3, False), ("WSD", 60, True), ("WSD", 61, False), ("cosine", 8, False)],
+)
+def test_a_schedule_that_stands_still_may_grow(style: str, num_samples: int, free: bool) -> None:
+    stored = ScheduleConfig(max_lr=1.0, lr_warmup_steps=4, lr_decay_steps=80, lr_decay_style=style, wsd_decay_steps=20)
+    given = replace(stored, lr_warmup_steps=8, lr_decay_steps=160)
+    if not free:
+        with pytest.raises(CheckpointError, match="lr_warmup_steps: 4 → 8"):
+            reconcile_schedules(stored, given, num_samples, override=False, use_checkpoint=False)
+        return
+    taken, lines = reconcile_schedules(stored, given, num_samples, override=False, use_checkpoint=False)
+    assert taken == given
+    assert "lr_warmup_steps: 4 → 8" in lines
+    other = replace(given, max_lr=0.5)
+    assert conflicting_fields(stored, other, num_samples) == ("max_lr",)
 
 
 def test_loading_applies_the_chosen_schedule() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,30 @@ def test_what_is_written_reads_back(model: str, layout: str, distributed: bool, 
     written.check_storages()
     assert written.model == config
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_bytes() == b"12"
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2"])
+def test_the_vocabulary_keeps_its_size_whatever_the_tokenizer(layout: str, tmp_path: Path) -> None:
+    source = MemorySource(dataclasses.replace(SMALL, **LAYOUTS[layout]))
+    source.common["config"]["tokenizer"] = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "gone"}
+    written = write_and_open(source, tmp_path)
+    assert written.padded_vocab_size == 64
+    same(written, source)
+
+
+def test_files_without_the_size_take_it_from_the_record_beside_them(tmp_path: Path) -> None:
+    source = MemorySource(SMALL)
+    source.common["config"]["tokenizer"] = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "gone"}
+    folder = write_megatron_torch(source, tmp_path, 12)
+    path = folder / "mp_rank_00" / "model_optim_rng.pt"
+    values = torch.load(path, weights_only=False)
+    del values["args"].true_vocab_size
+    torch.save(values, path)
+    assert MegatronTorchSource(folder).model.vocab_size == 64
+    (folder / "tokenizer").mkdir()
+    for recorded, expected in ((61, 61), (50, 64)):
+        (folder / "tokenizer" / "tokenizer_record.json").write_text(json.dumps({"vocab_size": recorded}))
+        assert MegatronTorchSource(folder).model.vocab_size == expected
 
 
 def test_layouts_follow_each_other_without_a_loss(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,21 +61,76 @@ def test_everything_comes_back_bitwise(tmp_path: Path, lines: list[str]) -> None
 
 
 def test_without_a_tracker_file_the_run_starts_from_random(tmp_path: Path, lines: list[str]) -> None:
-    _, loaded = load(tmp_path, lines)
+    own = {"save": str(tmp_path)}
+    _, loaded = load(tmp_path, lines, **own)
     assert loaded is None
     assert lines == [
         f"WARNING: could not find the metadata file {tmp_path / TRACKER}",
         "    will not load any checkpoints and will start from random",
     ]
     with pytest.raises(CheckpointError, match="exit-on-missing-checkpoint"):
-        load(tmp_path, lines, exit_on_missing_checkpoint=True)
+        load(tmp_path, lines, **own, exit_on_missing_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "reason"),
+    [
+        (None, {}, "does not exist; name the folder that a run saved to"),
+        (None, {"save": "{}", "finetune": True}, "does not exist, and --finetune is given"),
+        (None, {"save": "{}", "no_load_optim": True}, "does not exist, and --no-load-optim is given"),
+        (None, {"save": "{}", "use_checkpoint_args": True}, "does not exist, and --use-checkpoint-args is given"),
+        (["notes.txt"], {}, "holds no checkpoint"),
+        (["tokenizer.json"], {"finetune": True}, "holds no checkpoint"),
+        (["tokenizer.model", "consolidated.00.pth"], {}, "holds weights that cannot be read (consolidated.00.pth)"),
+        (["tokenizer.json", "model.safetensors"], {"save": "{}"}, "holds weights that cannot be read"),
+        (["tokenizer.json", "config.json"], {"no_load_optim": True}, None),
+        (None, {"save": "{}"}, None),
+        (["metrics.jsonl"], {"save": "{}", "no_load_optim": True}, None),
+    ],
+)
+def test_random_weights_only_where_they_are_meant(
+    files: list[str] | None, options: dict[str, Any], reason: str | None, tmp_path: Path, lines: list[str]
+) -> None:
+    folder = tmp_path / "folder"
+    if files is not None:
+        folder.mkdir()
+        for name in files:
+            (folder / name).write_text("{}")
+    given = {name: str(folder) if value == "{}" else value for name, value in options.items()}
+    if reason is None:
+        assert load(folder, lines, **given)[1] is None
+        return
+    with pytest.raises(CheckpointError, match=re.escape(f"--load {folder} {reason}")):
+        load(folder, lines, **given)
 
 
 def test_checkpoints_without_a_tracker_file_are_pointed_at(tmp_path: Path, lines: list[str]) -> None:
     save(tmp_path, 50, lines)
     (tmp_path / TRACKER).unlink()
-    assert load(tmp_path, lines)[1] is None
+    assert load(tmp_path, lines, save=str(tmp_path))[1] is None
     assert "write 50 to that file" in lines[-1]
+    with pytest.raises(CheckpointError, match="write 50 to that file"):
+        load(tmp_path, lines)
+
+
+def test_the_folder_of_an_iteration_is_loaded_itself(tmp_path: Path, lines: list[str]) -> None:
+    saved = save(tmp_path, 50, lines)
+    run, loaded = load(tmp_path / "iter_0000050", lines)
+    assert loaded is not None
+    assert loaded.progress.iteration == 50
+    assert_equal_runs(run, saved)
+
+
+def test_a_release_gives_its_weights_and_begins_anew(tmp_path: Path, lines: list[str]) -> None:
+    saved = save(tmp_path, 50, lines)
+    (tmp_path / "iter_0000050").rename(tmp_path / "release")
+    (tmp_path / TRACKER).write_text("release")
+    run, loaded = load(tmp_path, lines)
+    assert loaded is not None
+    assert loaded.begins_anew
+    assert loaded.progress == TrainProgress()
+    assert (loaded.optimizer_loaded, loaded.scheduler, loaded.rng) == (False, None, None)
+    assert torch.equal(run.models[0].p1, saved.models[0].p1)
 
 
 def test_finetune_takes_the_weights_alone(tmp_path: Path, lines: list[str]) -> None:
@@ -220,7 +278,7 @@ def test_strictness(tmp_path: Path, lines: list[str], choice: str, refused: list
     if refused:
         with pytest.raises(CheckpointError) as caught:
             load_checkpoint(tmp_path, run, STATE, options, CONFIG, lines.append)
-        assert [line.strip() for line in str(caught.value).splitlines()[1:]] == refused
+        assert str(caught.value).partition(" does not fit this run: ")[2].split("; ") == refused
         return
     assert load_checkpoint(tmp_path, run, STATE, options, CONFIG, lines.append) is not None
     assert [line.strip() for line in lines if line.startswith("    model.")] == listed
@@ -251,10 +309,34 @@ def test_values_of_a_damaged_checkpoint_do_not_pass_for_initial_ones(tmp_path: P
 
 def test_another_shape_is_refused_however_lenient_the_load(tmp_path: Path, lines: list[str]) -> None:
     save(tmp_path, 10, lines)
-    wide = RunTensors(models=[ToyModel(STATE, torch.float32)])
+    longer = ToyModel(STATE)
+    longer.p1 = torch.nn.Parameter(torch.zeros(9))
+    attach_spec(longer.p1, ParamSpec("norm.weight", (9,), full_pieces((9,))))
     options = CheckpointConfig(dist_ckpt_strictness="ignore_all", no_load_optim=True)
-    with pytest.raises(CheckpointError, match=r"model\.fc1\.weight: dtype bfloat16 in the checkpoint, float32 in"):
-        load_checkpoint(tmp_path, wide, STATE, options, CONFIG, lines.append)
+    with pytest.raises(CheckpointError, match=r"shape \[.*\] in the checkpoint, \[9\] in this run"):
+        load_checkpoint(tmp_path, RunTensors(models=[longer]), STATE, options, CONFIG, lines.append)
+
+
+def test_weights_of_another_precision_are_converted_and_that_is_said(tmp_path: Path, lines: list[str]) -> None:
+    saved = save(tmp_path, 10, lines)
+    wide = RunTensors(models=[ToyModel(STATE, torch.float32)])
+    load_checkpoint(tmp_path, wide, STATE, CheckpointConfig(no_load_optim=True), CONFIG, lines.append)
+    for ours, theirs in zip(wide.models[0].parameters(), saved.models[0].parameters()):
+        assert torch.equal(ours, theirs.float())
+    (line,) = [line for line in lines if line.startswith("precision: ")]
+    assert "weights are bfloat16, this run's float32: converted from its weights" in line
+
+
+def test_a_refused_schedule_is_met_before_anything_is_read(tmp_path: Path, lines: list[str]) -> None:
+    def refuse(state: Mapping[str, Any]) -> None:
+        assert state == SCHEDULER
+        raise CheckpointError("another schedule")
+
+    save(tmp_path, 10, lines)
+    run, untouched = empty_run(STATE), empty_run(STATE)
+    with pytest.raises(CheckpointError, match="another schedule"):
+        load_checkpoint(tmp_path, run, STATE, CheckpointConfig(), CONFIG, lines.append, refuse)
+    assert_equal_runs(run, untouched)
 
 
 def test_more_layers_are_refused_unless_that_is_asked_for(tmp_path: Path, lines: list[str]) -> None:

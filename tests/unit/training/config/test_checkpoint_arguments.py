@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer, byte_characters
+from megatron.core.tokenizers.tokenizer_record import record_tokenizer
 from megatron.training.config.arguments import ParsedArguments, resolve_arguments
 from megatron.training.config.checkpoint_arguments import read_checkpoint_arguments
 
@@ -19,11 +21,11 @@ SHAPED = """
     --group-query-attention --num-query-groups 1 --position-embedding-type rope --disable-bias-linear
     --ffn-hidden-size 56 --rotary-base 5000 --qk-layernorm --untie-embeddings-and-output-weights --norm-epsilon 1e-6
 """
-REST = """
-    --micro-batch-size 2 --train-iters 10 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 50
-"""
+TRAINED = "--micro-batch-size 2 --train-iters 10 --lr 1e-4 --mock-data"
+REST = f"{TRAINED} --tokenizer-type NullTokenizer --vocab-size 50"
 
 TAKEN = """
+    fp16 bf16
     num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention
     num_query_groups attention_head_type normalization norm_epsilon apply_layernorm_1p qk_layernorm swiglu squared_relu
     openai_gelu bias_gelu_fusion add_bias_linear add_qkv_bias hidden_dropout attention_dropout
@@ -31,7 +33,8 @@ TAKEN = """
     rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling
     rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
     rope_scaling_original_max_position_embeddings untie_embeddings_and_output_weights
-    seq_length
+    seq_length tokenizer_type vocab_file merge_file tokenizer_model vocab_size vocab_extra_ids extra_vocab_size
+    tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens
 """
 
 
@@ -48,17 +51,72 @@ def write_checkpoint(directory: Path, iteration: int, config: Any) -> Path:
     return folder
 
 
-def test_the_shape_is_taken_and_everything_else_is_not(tmp_path: Path) -> None:
+def test_shape_precision_and_tokenizer_are_taken_and_nothing_else(tmp_path: Path) -> None:
     written = parse(SHAPED, REST, "--tensor-model-parallel-size 1 --init-method-std 0.5 --bf16").config
     folder = write_checkpoint(tmp_path, 20, written.to_dict())
-    taken = parse(REST, "--use-checkpoint-args --load", tmp_path)
-    expected = parse(SHAPED, REST, "--load", tmp_path).config
+    taken = parse(TRAINED, "--use-checkpoint-args --load", tmp_path)
+    expected = parse(SHAPED, REST, "--bf16 --load", tmp_path).config
+    assert taken.config.tokenizer == expected.tokenizer
     assert taken.config.model == expected.model
     assert taken.config.data == expected.data
     (note,) = [note for note in taken.notes if "--use-checkpoint-args" in note]
     assert note.startswith(f"--use-checkpoint-args: from {folder}: ")
     for part in ("num_layers 6", "hidden_size 40", "normalization RMSNorm", "seq_length 48", "rotary_base 5000"):
         assert part in note
+    for part in ("bf16 True", "tokenizer_type NullTokenizer", "vocab_size 50"):
+        assert part in note
+
+
+def test_one_flag_of_a_precision_or_a_tokenizer_says_all_of_it(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 20, parse(SHAPED, REST, "--bf16").config.to_dict())
+    given = f"--fp16 --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config = parse(TRAINED, given, "--use-checkpoint-args --load", tmp_path).config
+    assert (config.model.fp16, config.model.bf16) == (True, False)
+    assert config.tokenizer == parse(SHAPED, TRAINED, given).config.tokenizer
+
+
+def test_the_copies_of_a_tokenizer_stand_for_its_files(tmp_path: Path) -> None:
+    files = [tmp_path / "vocab.json", tmp_path / "merges.txt"]
+    tokens = [*byte_characters(), "<|endoftext|>"]
+    files[0].write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    files[1].write_text("#version: 0.2\n")
+    written = parse(SHAPED, TRAINED, "--vocab-file", files[0], "--merge-file", files[1]).config
+    folder = write_checkpoint(tmp_path / "run", 20, written.to_dict())
+    record_tokenizer(GPT2BPETokenizer(*files), folder)
+    for file in files:
+        file.unlink()
+    tokenizer = parse(TRAINED, "--use-checkpoint-args --load", tmp_path / "run").config.tokenizer
+    assert tokenizer.tokenizer_type == "GPT2BPETokenizer"
+    assert tokenizer.vocab_file == str(folder / "tokenizer" / "vocab.json")
+    assert tokenizer.merge_file == str(folder / "tokenizer" / "merges.txt")
+
+
+def test_a_hugging_face_folder_gives_what_it_says(tmp_path: Path) -> None:
+    settings = {
+        "model_type": "gpt2", "n_embd": 40, "n_head": 5, "n_layer": 3, "n_positions": 96, "vocab_size": 51,
+        "activation_function": "gelu_new", "dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    parsed = parse(REST, "--use-checkpoint-args --seq-length 48 --load", tmp_path)
+    model = parsed.config.model
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads, model.bf16) == (3, 40, 5, True)
+    assert model.max_position_embeddings == 96
+    assert read_checkpoint_arguments(str(tmp_path), None).missing == ("seq_length", "tokenizer_type")
+
+
+def test_what_a_checkpoint_does_not_provide_is_said(tmp_path: Path) -> None:
+    config = parse(SHAPED, REST).config.to_dict()
+    del config["model"]["max_position_embeddings"], config["data"]["seq_length"]
+    write_checkpoint(tmp_path, 20, config)
+    parsed = parse(TRAINED, "--use-checkpoint-args --seq-length 48 --load", tmp_path)
+    assert "Checkpoint did not provide arguments max_position_embeddings" in parsed.notes
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"--load .*absent does not exist"):
+        parse(SHAPED, REST, "--use-checkpoint-args --load", tmp_path / "absent")
 
 
 def test_the_fields_that_are_taken_are_the_frozen_ones(tmp_path: Path) -> None:
