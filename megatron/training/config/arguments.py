@@ -92,6 +92,8 @@ def resolve_arguments(argv: Sequence[str], world_size: int) -> ParsedArguments:
     values, broken = _field_values(given, stored, problems)
     resolution = resolve(_build_config(values, broken, world_size))
     problems += resolution.problems
+    if "patch_tokenizer_type" in broken:
+        broken |= {"tokenizer_type"}  # no other tokenizer is asked for in its place
     config = choose_tokenizer(resolution.config, "tokenizer_type" in given, notes, problems)
     problems += find_problems(config, broken)
     if problems:
