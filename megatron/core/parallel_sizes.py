@@ -86,11 +86,12 @@ class ParallelSizes:
         """Return what keeps the grid from having exactly ``world_size`` ranks, one line or none."""
         if self.world_size == world_size:
             return []
+        copy = dataclasses.replace(self, dp=1).world_size
         return [
             f"world size {world_size} is not divisible by tensor({self.tp}) x pipeline({self.pp}) x "
-            f"context({self.cp}) = {dataclasses.replace(self, dp=1).world_size}; "
+            f"context({self.cp}) = {copy}; "
             "change --tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size "
-            "or the number of processes"
+            f"or the number of processes (multiples of {copy} work)"
         ]
 
     def model_fields(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ WRONG = [
     ("--lr-warmup-fraction .1 --lr-warmup-iters 2", 1, "exclude each other"),
     ("--lr-decay-style cosin", 1, "possible values are constant, linear, cosine"),
     ("--recompute-granularity full", 1, "needs --recompute-method"),
-    ("--save-interval 5", 1, "without --save DIR"),
+    ("--keep-last 5", 1, "without --save DIR"),
     ("--split 7,x", 1, "--split"),
     ("--tokenizer-type GPT2BPETokenizer --vocab-file absent.json --merge-file absent.txt", 1, "absent.json"),
     ("--tokenizer-type HuggingFaceTokenizer", 1, "--tokenizer-model is missing"),

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -28,9 +29,10 @@ from megatron.training.config.resolution import resolve, resolve_checkpoint
 from megatron.training.config.run_config import RunConfig, command_line_fields, config_parts
 from megatron.training.config.table_flags import TABLE_PREFIX, packing_notes, table_flags
 from megatron.training.config.tokenizer_choice import choose_tokenizer
-from megatron.training.config.unknown_flags import foreign_answer, unknown_flags
+from megatron.training.config.unknown_flags import foreign_answer, switch_with_value, unknown_flags
 from megatron.training.process.refusal import refuse
 
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _TYPE_WORDS = {int: "an integer", float: "a number", bool: "a switch", str: "text"}
 
 
@@ -83,13 +85,15 @@ def resolve_arguments(argv: Sequence[str], world_size: int) -> ParsedArguments:
         ConfigurationError: with every problem of the command line.
     """
     given, extras, problems = _parse_words(argv)
-    problems += unknown_flags(extras, all_flags())
+    problems += unknown_flags(extras, all_flags(), argv)
     notes, refused = table_flags(given)
     problems += refused
     stored = _checkpoint_values(given, notes, problems)
     values, broken = _field_values(given, stored, problems)
     resolution = resolve(_build_config(values, broken, world_size))
     problems += resolution.problems
+    if "patch_tokenizer_type" in broken:
+        broken |= {"tokenizer_type"}  # no other tokenizer is asked for in its place
     config = choose_tokenizer(resolution.config, "tokenizer_type" in given, notes, problems)
     problems += find_problems(config, broken)
     if problems:
@@ -182,13 +186,24 @@ def _parse_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[s
             namespace, extras = parser.parse_known_args(words)
         except argparse.ArgumentError as error:
             names = (error.argument_name or "").split("/")
-            problems.append(f"{names[0]}: {error.message}")
+            problems.append(_malformed(names[0], error.message))
             shorter = list(_without_flag(words, names))
             assert len(shorter) < len(words)
             words = shorter
             malformed |= {spec.name: [] for _, spec in command_line_fields() if names[0] in spec.flags}
         else:
             return malformed | vars(namespace), extras, problems
+
+
+def _malformed(name: str, message: str) -> str:
+    """Say what a flag takes that has no value, or that has one and is a switch."""
+    found = (spec for _, spec in command_line_fields() if name in spec.flags)
+    spec = next(found, None)
+    if spec is None:
+        return f"{name}: {message}"
+    if spec.is_bool:
+        return switch_with_value(name)
+    return f"{name}: a value is missing; give {name} {spec.metavar}"
 
 
 def _without_flag(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
@@ -281,11 +296,28 @@ def _convert(spec: FieldSpec, text: str, problems: list[str]) -> Any:
     try:
         value = spec.item_type(text)
     except ValueError:
-        problems.append(f"{name} {text}: {_TYPE_WORDS[spec.item_type]} is expected")
+        number = _written_out(text)
+        if spec.item_type is float:
+            hint = ", such as 0.0001 or 1e-4" if number is None else f"; write {number}"
+        else:
+            hint = "" if number is None or "." in number else f"; write {number}"
+        problems.append(f"{name} {text}: {_TYPE_WORDS[spec.item_type]} is expected{hint}")
         return None
     if spec.item_type is float and not math.isfinite(value):
         problems.append(f"{name} {text}: a finite number is expected")
     return value
+
+
+def _written_out(text: str) -> str | None:
+    """Return what is meant by a number with a unit or commas, such as 500k, 1e5 and 1,000."""
+    match = re.fullmatch(r"([-+]?[\d.]+(?:e[-+]?\d+)?)([kmbt]?)", text.replace(",", "").lower())
+    try:
+        value = float(match[1]) * _UNITS[match[2]] if match else math.nan
+    except ValueError:
+        return None
+    if not math.isfinite(value):
+        return None
+    return str(int(value)) if value.is_integer() else repr(value)
 
 
 def _build_config(values: Mapping[str, Any], broken: frozenset[str], world_size: int) -> RunConfig:

@@ -157,8 +157,6 @@ NO_EFFECT: dict[str, NoEffect] = {
 
 _SWITCHES = [
     "--use-legacy-models",
-    "--fp8-hybrid",
-    "--fp8-e4m3",
     "--fp8-param-gather",
     "--no-fp8-wgrad",
     "--first-last-layers-bf16",
@@ -227,7 +225,9 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--log-progress": NotSupported(0, instead="use --metrics-jsonl"),
     "--fp16-lm-cross-entropy": NotSupported(0, instead="leave it out: the loss is computed in float32"),
     # fp8 and offloading
-    "--fp8-format": NotSupported(1),
+    "--fp8-format": NotSupported(1, instead="use --bf16"),
+    "--fp8-hybrid": NotSupported(0, instead="use --bf16"),
+    "--fp8-e4m3": NotSupported(0, instead="use --bf16"),
     "--fp8-recipe": NotSupported(1, "delayed"),
     "--fp8-margin": NotSupported(1, "0"),
     "--fp8-interval": NotSupported(1, "1"),
@@ -251,7 +251,7 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--pipeline-model-parallel-split-rank": NotSupported(1),
     "--wgrad-deferral-limit": NotSupported(1, "0"),
     # other models
-    "--num-experts": NotSupported(1),
+    "--num-experts": NotSupported(1, instead="leave it and the --moe flags out: models are dense"),
     "--moe-router-topk": NotSupported(1, "2"),
     "--moe-router-load-balancing-type": NotSupported("+"),
     "--moe-router-dtype": NotSupported(1),

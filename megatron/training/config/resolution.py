@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from megatron.core.batch_size_rampup import read_batch_size_schedule
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.training.checkpointing.folder import candidate_folders
-from megatron.training.config.batch_size_schedule import read_batch_size_schedule
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.data_lists import read_data_list, read_per_split_lists
 from megatron.training.config.run_config import RunConfig

@@ -121,7 +121,7 @@ def test_world_that_does_not_factor_is_refused_with_what_to_change(world_size: i
     assert str(caught.value) == (
         f"world size {world_size} is not divisible by tensor(2) x pipeline(2) x context({cp}) = {model}; change "
         "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size "
-        "or the number of processes"
+        f"or the number of processes (multiples of {model} work)"
     )
     assert "\n" not in str(caught.value)
 

@@ -48,13 +48,19 @@ def _check_rampup(config: RunConfig) -> Iterator[str]:
     elif (batch - start) % increment != 0:
         yield (
             f"{typed}: the way from {start} to --global-batch-size {batch} is {batch - start}, "
-            f"which is not a multiple of the increment {increment}"
+            f"which is not a multiple of the increment {increment}; increments that work: "
+            f"{_increments(batch - start, max(one, 1)) or 'none'}"
         )
     if one and (start % one != 0 or increment % one != 0):
         yield (
             f"{typed}: first size and increment must be multiples of --micro-batch-size "
             f"{config.training.micro_batch_size} x data-parallel size {config.data_parallel_size} = {one}"
         )
+
+
+def _increments(way: int, one: int) -> str:
+    """Return the divisors of the way from the first to the full batch size that are whole slices, as text."""
+    return ", ".join(str(size) for size in range(one, way + 1, one) if way % size == 0)
 
 
 def _check_steps(config: RunConfig) -> Iterator[str]:

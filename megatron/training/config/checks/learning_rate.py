@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.config_base import BELOW_ONE
 from megatron.training.config.checks.check import Check
 from megatron.training.config.run_config import RunConfig
 
@@ -25,7 +26,7 @@ def _check_learning_rate(config: RunConfig) -> Iterator[str]:
     if optimizer.lr == 0 and not config.training.skip_train:
         yield "--lr is missing; give the highest learning rate"
     elif optimizer.min_lr > optimizer.lr and optimizer.lr > 0:
-        yield f"--min-lr {optimizer.min_lr} is greater than --lr {optimizer.lr}; give a smaller one"
+        yield f"--min-lr {optimizer.min_lr} is greater than --lr {optimizer.lr}; give {optimizer.lr} or less"
 
 
 def _check_units(config: RunConfig) -> Iterator[str]:
@@ -55,11 +56,15 @@ def _check_warmup(config: RunConfig) -> Iterator[str]:
             "each other; keep one"
         )
         return
+    if schedule.lr_warmup_fraction is not None and not BELOW_ONE.hold(schedule.lr_warmup_fraction):
+        return  # its bounds are checked
     lengths = config.schedule_lengths
     if lengths.lr_decay_steps and lengths.lr_warmup_steps >= lengths.lr_decay_steps:
+        unit, size = ("samples", 1) if config.training.train_samples else ("iters", config.training.global_batch_size)
         yield (
             f"the warm-up of {lengths.lr_warmup_steps:g} samples is not shorter than the decay of "
-            f"{lengths.lr_decay_steps} samples; lower the warm-up or raise --lr-decay-iters"
+            f"{lengths.lr_decay_steps} samples; give --lr-warmup-{unit} below {lengths.lr_decay_steps // size}, "
+            f"or raise --lr-decay-{unit}"
         )
 
 

@@ -151,11 +151,11 @@ def test_flags_without_their_value_hide_no_other_problem() -> None:
         resolve_arguments([*MINIMAL, *words.split()], 1)
     problems = caught.value.problems
     assert set(problems[:5]) == {
-        "--num-layers: expected one argument",
+        "--num-layers: a value is missing; give --num-layers N",
         "--fp8-format: expected 1 argument",
-        "--bf16: ignored explicit argument 'yes'",
-        "--adam-beta2: expected one argument",
-        "--rampup-batch-size: expected at least one argument",
+        "--bf16 is a switch and takes no value; give --bf16 alone, or leave it out",
+        "--adam-beta2: a value is missing; give --adam-beta2 X",
+        "--rampup-batch-size: a value is missing; give --rampup-batch-size N",
     }
     assert problems[5:] == (
         "unknown flag --hiden-size; did you mean --hidden-size?",
@@ -164,7 +164,10 @@ def test_flags_without_their_value_hide_no_other_problem() -> None:
 
 
 def test_a_stray_value_is_refused() -> None:
-    assert problems_of("--swiglu true") == ("unexpected value 'true'; a value must follow its flag",)
+    assert problems_of("--lr 1 true") == ("unexpected value 'true'; a value must follow its flag",)
+    assert problems_of("--swiglu true") == (
+        "--swiglu is a switch and takes no value; give --swiglu alone, or leave it out",
+    )
 
 
 def test_all_problems_are_reported_together() -> None:

@@ -64,7 +64,7 @@ def test_a_patch_tokenizer_that_is_not_there_is_asked_for_once(tmp_path: Path) -
     )
     (problem,) = problems_of(f"--patch-tokenizer-type Qwen2Tokenizer --load {tmp_path}", UNNAMED)
     assert f"--load {tmp_path} has no tokenizer.json; save the fast tokenizer there" in problem
-    problem = problems_of("--patch-tokenizer-type QwenTokenizer")[0]
+    (problem,) = problems_of("--patch-tokenizer-type QwenTokenizer", UNNAMED)
     assert problem.startswith("--patch-tokenizer-type QwenTokenizer is not supported yet; possible: LLamaTokenizer, ")
 
 

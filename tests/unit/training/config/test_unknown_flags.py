@@ -10,7 +10,7 @@ from megatron.training.config.unknown_flags import unknown_flags
 
 
 def answer(text: str) -> str:
-    (line,) = unknown_flags(text.split(), all_flags())
+    (line,) = unknown_flags(text.split(), all_flags(), text.split())
     return line
 
 
@@ -64,7 +64,8 @@ def test_a_feature_that_is_not_there_is_refused_by_name() -> None:
 
 
 def test_several_words_make_a_line_each() -> None:
-    lines = list(unknown_flags(["stray", "--hiden-size", "3", "--epochs", "2", "--lazy-loader"], all_flags()))
+    words = ["stray", "--hiden-size", "3", "--epochs", "2", "--lazy-loader"]
+    lines = list(unknown_flags(words, all_flags(), words))
     assert [line.split(";")[0].split(" (")[0] for line in lines] == [
         "unexpected value 'stray'",
         "unknown flag --hiden-size",
