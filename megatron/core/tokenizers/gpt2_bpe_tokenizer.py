@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.core.errors import TokenizerError
-from megatron.core.tokenizers.tokenizer_file import read_json_object, read_text, require_file
+from megatron.core.tokenizers.tokenizer_file import read_json_object, read_text, require_file, with_companions
 from megatron.core.tokenizers.tokenizers_engine import EngineTokenizer, TokenizersEngine
 
 END_OF_TEXT = "<|endoftext|>"
@@ -31,7 +31,7 @@ class GPT2BPETokenizer(EngineTokenizer):
         super().__init__(TokenizersEngine.byte_level_bpe(vocabulary, _read_merges(merge_path), self.name))
         self.vocab_size = max(vocabulary.values()) + 1 + extra_vocab_size
         self.eod_id = vocabulary.get(END_OF_TEXT)
-        self.files = (vocab_path, merge_path)
+        self.files = with_companions(vocab_path, merge_path)
         self.arguments: Mapping[str, object] = {
             "tokenizer_type": self.name,
             "vocab_file": str(vocab_path),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import TokenizerError
-from megatron.core.tokenizers.tokenizer_file import read_json_object, require_path
+from megatron.core.tokenizers.tokenizer_file import read_json_object, require_path, with_companions
 from megatron.core.tokenizers.tokenizers_engine import EngineTokenizer, TokenizersEngine
 
 _TOKENIZER_FILE = "tokenizer.json"
@@ -38,10 +38,11 @@ class HuggingFaceTokenizer(EngineTokenizer):
             )
         super().__init__(TokenizersEngine.from_file(tokenizer_path, self.name))
         self.vocab_size = self._engine.vocab_size + extra_vocab_size
-        folder = tokenizer_path.parent
-        beside = [folder / file for file in (*_TOKEN_FILES, _GENERATION_FILE)]
-        self.files = (tokenizer_path, *(file for file in beside if file.is_file()))
-        self.eod_id = _find_end_id(self._engine, self.files[1:])
+        beside = [tokenizer_path.parent / file for file in (*_TOKEN_FILES, _GENERATION_FILE)]
+        found = tuple(file for file in beside if file.is_file())
+        # Those beside a file of another name are only kept if they tell of the end of a document.
+        self.files = (tokenizer_path, *dict.fromkeys([*found, *with_companions(tokenizer_path)[1:]]))
+        self.eod_id = _find_end_id(self._engine, found)
         self.arguments: Mapping[str, object] = {
             "tokenizer_type": self.name,
             "tokenizer_model": str(path),
