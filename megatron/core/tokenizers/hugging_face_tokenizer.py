@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import TokenizerError
+from megatron.core.tokenizers.gpt2_bpe_tokenizer import byte_characters
+from megatron.core.tokenizers.merge_check import check_merges
 from megatron.core.tokenizers.tokenizer_file import read_json_object, require_path, with_companions
 from megatron.core.tokenizers.tokenizers_engine import EngineTokenizer, TokenizersEngine
 
@@ -37,6 +40,7 @@ class HuggingFaceTokenizer(EngineTokenizer):
                 "or save the fast tokenizer there"
             )
         super().__init__(TokenizersEngine.from_file(tokenizer_path, self.name))
+        _check_byte_level(tokenizer_path)
         self.vocab_size = self._engine.vocab_size + extra_vocab_size
         beside = [tokenizer_path.parent / file for file in (*_TOKEN_FILES, _GENERATION_FILE)]
         found = tuple(file for file in beside if file.is_file())
@@ -48,6 +52,18 @@ class HuggingFaceTokenizer(EngineTokenizer):
             "tokenizer_model": str(path),
             "extra_vocab_size": extra_vocab_size,
         }
+
+
+def _check_byte_level(path: Path) -> None:
+    """Check the merges of GPT-2's kind; the other kinds have tokens that no merge makes."""
+    content = read_json_object(path)
+    model = content["model"]
+    is_byte_level = '"ByteLevel"' in json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
+    if model.get("type", "BPE") != "BPE" or not is_byte_level or model.get("ignore_merges"):
+        return
+    merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
+    known = {*byte_characters(), *(token["content"] for token in content.get("added_tokens", ()))}
+    check_merges(model["vocab"], merges, known, (str(path), str(path)), lambda i: f"{path}: merge {i}")
 
 
 def _find_end_id(engine: TokenizersEngine, files: Sequence[Path]) -> int | None:
