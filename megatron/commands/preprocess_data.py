@@ -23,7 +23,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from megatron.commands.command_line import Parser, add_tokenizer_arguments, exit_status_of, tokenizer_of
 from megatron.core.datasets.indexed.indexed_dataset import bin_path, idx_path, optimal_dtype
 from megatron.core.errors import ConfigurationError, DataError, TokenizerError
-from megatron.core.tokenizers.encoder_choice import ENGINES, choose_encoder
+from megatron.core.tokenizers.encoder_choice import ENGINES, choose_encoder, missing_engine
 from megatron.core.tokenizers.text_encoder import ReferenceEncoder
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.corpus.json_lines import find_compiled_reader
@@ -185,7 +185,9 @@ def tokenize(
     if first is not None:
         sample = take_sample(files, recipe.keys, first)
         encoder = choose_encoder(tokenizer, arguments.tokenizer_engine, sample, print)
-        print(f"Encoding with {encoder.name} in {arguments.workers} process(es)", flush=True)
+        missing = missing_engine(tokenizer, encoder) if arguments.tokenizer_engine == "auto" else None
+        faster = "" if missing is None else f"; {missing} is faster and not installed: pip install {missing}"
+        print(f"Encoding with {encoder.name} in {arguments.workers} process(es){faster}", flush=True)
         recipe = replace(recipe, encoder=encoder)
         progress.start()
         slot_bytes = CHUNK_BYTES * recipe.dtype.itemsize  # a byte of text makes one token at most
