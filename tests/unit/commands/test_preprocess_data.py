@@ -245,13 +245,14 @@ def test_merge_of_a_folder(tmp_path: Path) -> None:
     merge_tool = TOOL.with_name("merge_datasets.py")
     # The output may lie in the folder; a second run does not merge it into itself.
     for _ in range(2):
-        done = run(merge_tool, "--input", parts, "--output-prefix", parts / "all")
+        done = run(merge_tool, "--input", parts, "--output-prefix", parts / "all", "--overwrite")
         assert (done.returncode, done.stderr) == (0, "")
         for suffix in (".bin", ".idx"):
             merged = (parts / f"all{suffix}").read_bytes()
             assert merged == (tmp_path / f"whole_text_document{suffix}").read_bytes()
     (parts / "a_text_document.idx").unlink()
-    assert_refused(run(merge_tool, "--input", parts, "--output-prefix", parts / "all"), "has only .bin")
+    assert_refused(run(merge_tool, "--input", parts, "--output-prefix", parts / "all"), "all.bin exists already")
+    assert_refused(run(merge_tool, "--input", parts, "--output-prefix", parts / "new"), "has only .bin")
     assert_refused(run(merge_tool, "--input", tmp_path / "none", "--output-prefix", "x"), "is not a folder")
     assert_refused(run(merge_tool), "the following arguments are required")
 
