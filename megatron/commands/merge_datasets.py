@@ -1,8 +1,14 @@
-"""Merge all data sets (.bin/.idx pairs) of a folder into one, in the order of their names, streaming."""
+"""Merge all data sets (.bin/.idx pairs) of a folder into one, in the order of their names, streaming.
+
+With --eod-id, make a data set of the token files of nanoGPT or llm.c (.bin), OLMo (.npy) or litdata: their tokens are
+one stream, and a document ends behind each token of that id.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +26,7 @@ from megatron.core.datasets.indexed.dataset_checksums import (
 from megatron.core.datasets.indexed.index_writer import PIECE_LENGTH, cut, replace_tokens, write_index
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megatron.core.errors import DataError
+from megatron.corpus.token_shards import TokenShard, find_token_shards
 
 
 def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:
@@ -36,7 +43,10 @@ def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:
             found.setdefault(path.stem, set()).add(path.suffix)
     for stem, suffixes in sorted(found.items()):
         if len(suffixes) == 1:
-            raise DataError(f"{folder / stem} has only {suffixes.pop()}; complete the pair or remove it from --input")
+            raise DataError(
+                f"{folder / stem} has only {suffixes.pop()}; complete the pair or remove it from --input; token files "
+                "of nanoGPT and llm.c have no .idx and are read with --eod-id"
+            )
     prefixes = [folder / stem for stem in sorted(found) if (folder / stem).absolute() != output_prefix.absolute()]
     if not prefixes:
         raise DataError(f"{folder} holds no .bin/.idx pair; change --input")
@@ -132,14 +142,93 @@ def merge(folder: Path, output_prefix: Path, multimodal: bool = False, with_chec
     print(f"Wrote {output_prefix}.bin and .idx")
 
 
+def cut_documents(shards: Sequence[TokenShard], output_prefix: Path, eod_id: int, with_checksums: bool = True) -> None:
+    """Write the tokens of all shards as one data set, cut behind each end of a document.
+
+    Raises:
+        InputError: they cannot be read or do not fit together; nothing is left behind.
+    """
+    first = shards[0]
+    for shard in shards:
+        if shard.dtype != first.dtype:
+            raise DataError(f"{shard.path} holds {shard.dtype.name} tokens and {first.path} {first.dtype.name}")
+    dtype = np.dtype("<u2") if first.dtype == np.dtype("<u2") else np.dtype("<i4")
+    lengths = array("i")
+    num_tokens = begun = 0
+    tokens, index = (Path(f"{output_prefix}.{suffix}.tmp-{os.getpid()}") for suffix in ("bin", "idx"))
+    try:
+        with open(tokens, "wb") as output:
+            for shard in shards:
+                for piece in shard.pieces():
+                    if dtype.kind == "i" and (int(piece.max()) >= 1 << 31 or int(piece.min()) < 0):
+                        raise DataError(f"{shard.path} holds ids that are none; change --token-dtype")
+                    output.write(piece.astype(dtype).tobytes())
+                    ends = np.flatnonzero(piece == eod_id) + num_tokens + 1
+                    lengths.extend(np.diff(ends, prepend=begun).tolist())
+                    begun = int(ends[-1]) if len(ends) else begun
+                    num_tokens += len(piece)
+            if not len(lengths):
+                raise DataError(
+                    f"none of the {num_tokens} tokens of {first.path.parent} is {eod_id}; change --eod-id or "
+                    "--token-dtype"
+                )
+            if num_tokens > begun:
+                lengths.append(num_tokens - begun)
+            output.flush()
+            os.fsync(output.fileno())
+        sizes = np.frombuffer(lengths, np.int32)
+        write_index(index, dtype, lambda: cut(sizes), lambda: cut(np.ones(len(sizes), np.int64)))
+        replace_tokens(output_prefix, tokens)
+        os.replace(index, idx_path(output_prefix))
+        if with_checksums:
+            write_checksums(output_prefix)
+    except OSError as error:
+        raise DataError(f"data set {output_prefix} cannot be written: {error}") from error
+    finally:
+        tokens.unlink(missing_ok=True)
+        index.unlink(missing_ok=True)
+    print(f"Wrote {output_prefix}.bin and .idx: {len(lengths)} documents, {num_tokens} tokens")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Merge data sets, or token files where there are any.
+
+    Raises:
+        InputError: they cannot be read, or the output exists.
+    """
+    prefix: Path = arguments.output_prefix
+    existing = [path for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
+    if existing and not arguments.overwrite:
+        raise DataError(f"{existing[0]} exists already; replace it with --overwrite, or change --output-prefix")
+    if not arguments.input.exists():
+        raise DataError(f"{arguments.input} is not a folder; change --input")
+    if arguments.eod_id is None and not (arguments.input / "index.json").exists() and arguments.input.is_dir():
+        merge(arguments.input, prefix, arguments.multimodal, not arguments.no_checksums)
+        return
+    shards = find_token_shards(arguments.input, arguments.token_dtype)
+    if not shards:
+        raise DataError(f"{arguments.input} holds no token files beside .bin/.idx pairs; leave --eod-id out")
+    if arguments.eod_id is None:
+        raise DataError(
+            f"{arguments.input} does not say where documents end; name the id with --eod-id (GPT-2's is 50256)"
+        )
+    cut_documents(shards, prefix, arguments.eod_id, not arguments.no_checksums)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command, by default on the words of the command line, and return its exit status."""
     parser = Parser(prog="merge_datasets.py", description=__doc__)
-    parser.add_argument("--input", required=True, type=Path, metavar="DIR", help="folder of .bin/.idx pairs")
+    parser.add_argument("--input", required=True, type=Path, metavar="DIR", help="folder of .bin/.idx pairs, or shards")
+    parser.add_argument("--eod-id", type=int, metavar="ID", help="the token that ends documents in other token files")
+    parser.add_argument(
+        "--token-dtype",
+        default="uint16",
+        choices=["uint16", "uint32", "int32", "int64"],
+        help="type of the tokens in files that do not say it (uint16)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a data set that exists under the prefix")
     parser.add_argument("--output-prefix", required=True, type=Path, metavar="PREFIX", help="path without suffix")
     parser.add_argument("--multimodal", action="store_true", help="refuse data sets without sequence modes")
     parser.add_argument("--no-checksums", action="store_true", help="write no PREFIX.checksums.json")
     arguments = parser.parse_args(argv)
-    return exit_status_of(
-        lambda: merge(arguments.input, arguments.output_prefix, arguments.multimodal, not arguments.no_checksums)
-    )
+    return exit_status_of(lambda: run(arguments))

@@ -1,4 +1,4 @@
-"""Tokenize jsonl into the data sets that training reads: PREFIX_KEY_document.bin and .idx for each key.
+"""Tokenize text into the data sets that training reads: PREFIX_KEY_document.bin and .idx for each key.
 
 The output depends on the input, the tokenizer and the flags that say what a document is: it is the same bytes whatever
 the number of workers, in the order of the input. A document without tokens has no sequence (and gets no end-of-document
@@ -21,19 +21,20 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from megatron.commands.command_line import Parser, add_tokenizer_arguments, exit_status_of, tokenizer_of
-from megatron.core.datasets.indexed.indexed_dataset import optimal_dtype
+from megatron.core.datasets.indexed.indexed_dataset import bin_path, idx_path, optimal_dtype
 from megatron.core.errors import ConfigurationError, DataError, TokenizerError
-from megatron.core.tokenizers.encoder_choice import ENGINES, choose_encoder
+from megatron.core.tokenizers.encoder_choice import ENGINES, choose_encoder, missing_engine
 from megatron.core.tokenizers.text_encoder import ReferenceEncoder
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.corpus.json_lines import find_compiled_reader
 from megatron.corpus.preprocessing.chunks import CHUNK_BYTES, cut_input
+from megatron.corpus.preprocessing.file_format import KINDS
 from megatron.corpus.preprocessing.input_files import STDIN, InputFile, find_input
 from megatron.corpus.preprocessing.leader import Leader
 from megatron.corpus.preprocessing.progress import Progress
-from megatron.corpus.preprocessing.sample import take_sample
+from megatron.corpus.preprocessing.sample import first_keys, take_sample
 from megatron.corpus.preprocessing.tokenized_chunk import Recipe, load_splitter
-from megatron.corpus.preprocessing.work_folder import WorkFolder
+from megatron.corpus.preprocessing.work_folder import WorkFolder, unfinished_path
 from megatron.corpus.preprocessing.worker import work
 from megatron.corpus.preprocessing.worker_pool import WorkerPool, num_slots
 
@@ -55,10 +56,23 @@ def build_parser() -> Parser:
         required=True,
         nargs="+",
         metavar="PATH",
-        help="jsonl files (also .gz and .zst), patterns such as 'data/*.jsonl', or - for standard input",
+        help="files (.gz .zst .xz .bz2, too), folders, patterns such as 'data/*.jsonl', - for jsonl that is piped in",
+    )
+    data.add_argument(
+        "--input-format",
+        choices=KINDS,
+        help="what the files hold; text is one document a file, tar a WebDataset (what each says itself)",
     )
     data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
-    data.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to tokenize (text)")
+    data.add_argument("--overwrite", action="store_true", help="replace data sets that exist under the prefix")
+    data.add_argument(
+        "--json-keys",
+        "--text-key",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys, columns or tar members to tokenize (text)",
+    )
     data.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     data.add_argument("--split-sentences", action="store_true", help="make each sentence a sequence (needs nltk)")
     data.add_argument("--keep-newlines", action="store_true", help="keep white space between sentences with the first")
@@ -126,7 +140,7 @@ def load_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
 def describe_work(arguments: argparse.Namespace, files: list[InputFile], tokenizer: Tokenizer) -> dict[str, Any]:
     """List all that the output depends on: only the same command may resume unfinished work."""
     return {
-        "input": [[file.path, file.num_bytes, file.modified_ns] for file in files],
+        "input": [file.identity() for file in files],
         "json_keys": list(arguments.json_keys),
         "tokenizer": {
             **tokenizer.arguments,
@@ -138,6 +152,19 @@ def describe_work(arguments: argparse.Namespace, files: list[InputFile], tokeniz
         "partitions": 1 if arguments.keep_sequential_samples else arguments.partitions,
         "chunk_bytes": CHUNK_BYTES,
     }
+
+
+def refuse_existing(output_prefix: str, prefixes: list[str]) -> None:
+    """Refuse to replace data sets, except where unfinished work is there: what it replaces was settled at its start.
+
+    Raises:
+        DataError: one exists.
+    """
+    if unfinished_path(output_prefix).exists():
+        return
+    for path in (make(prefix) for prefix in prefixes for make in (bin_path, idx_path)):
+        if path.exists():
+            raise DataError(f"{path} exists already; replace it with --overwrite, or change --output-prefix")
 
 
 def tokenize(
@@ -158,7 +185,9 @@ def tokenize(
     if first is not None:
         sample = take_sample(files, recipe.keys, first)
         encoder = choose_encoder(tokenizer, arguments.tokenizer_engine, sample, print)
-        print(f"Encoding with {encoder.name} in {arguments.workers} process(es)", flush=True)
+        missing = missing_engine(tokenizer, encoder) if arguments.tokenizer_engine == "auto" else None
+        faster = "" if missing is None else f"; {missing} is faster and not installed: pip install {missing}"
+        print(f"Encoding with {encoder.name} in {arguments.workers} process(es){faster}", flush=True)
         recipe = replace(recipe, encoder=encoder)
         progress.start()
         slot_bytes = CHUNK_BYTES * recipe.dtype.itemsize  # a byte of text makes one token at most
@@ -171,7 +200,12 @@ def tokenize(
     if folder.token_bytes == 0:
         folder.forget()
         names = ", ".join(file.name for file in files)
-        raise DataError(f"{names}: holds no text: {folder.num_documents} documents without a token")
+        found = first_keys(files)
+        skipped = f" and {folder.num_skipped} lines skipped" if folder.num_skipped else ""
+        raise DataError(
+            f"{names}: holds no text: {folder.num_documents} documents without a token{skipped}; looked for under "
+            f"{', '.join(recipe.keys)}, the keys there are {', '.join(found) or 'none'}: change --json-keys"
+        )
     return progress, recipe
 
 
@@ -183,7 +217,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
         WorkerError: a worker died; what was done is kept.
     """
     check_arguments(arguments)
-    files = find_input(arguments.input)
+    files = find_input(arguments.input, arguments.json_keys, arguments.input_format)
     tokenizer = load_tokenizer(arguments)
     splitter = load_splitter(arguments.lang, arguments.keep_newlines) if arguments.split_sentences else None
     keys = tuple(arguments.json_keys)
@@ -200,6 +234,8 @@ def preprocess(arguments: argparse.Namespace) -> None:
     )
     level = "sentence" if arguments.split_sentences else "document"
     prefixes = [f"{arguments.output_prefix}_{key}_{level}" for key in keys]
+    if not arguments.overwrite:
+        refuse_existing(arguments.output_prefix, prefixes)
     groups = [range(i * num_partitions, (i + 1) * num_partitions) for i in range(len(keys))]
     print(
         f"Tokenizing {len(files)} file(s) with {tokenizer.name} ({tokenizer.vocab_size} ids) into {dtype.name}",

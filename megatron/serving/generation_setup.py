@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
+from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.core.tokenizers.tokenizer_record import load_recorded_tokenizer
+from megatron.core.tokenizers.tokenizer_file import read_json_object
+from megatron.core.tokenizers.tokenizer_record import (
+    PATH_ARGUMENTS,
+    RECORD_FILE,
+    describe_tokenizer,
+    load_recorded_tokenizer,
+)
 from megatron.training.config.checks import layout
 from megatron.training.config.data_config import TokenizerConfig
 from megatron.training.config.run_config import RunConfig
@@ -29,6 +36,7 @@ if TYPE_CHECKING:
     from megatron.interop.checkpoint_source import CheckpointSource
 
 TIMEOUT_MINUTES = 10
+_MOST_PADDING = 1024  # Phi-2 has 905 ids more than its tokenizer, others have fewer
 
 Log = Callable[[str], None]
 
@@ -149,7 +157,8 @@ def _open_native(request: ModelRequest, sizes: tuple[int, int], log: Log) -> Che
     common = read_common(request.folder, request.ckpt_step, log)
     config = check_layout(RunConfig.from_dict(common["config"]), *sizes)
     tokenizer = load_tokenizer(request, config.tokenizer, common["tokenizer"])
-    check_tokenizer(tokenizer, config.model.vocab_size)
+    is_own = not request.tokenizer and common["tokenizer"] is not None
+    check_tokenizer(tokenizer, config.model.vocab_size, pads_any=is_own)
 
     def load_model(state: ParallelState, device: Device) -> GPTModel:
         from megatron.interop.inference_model import build_inference_model
@@ -172,8 +181,9 @@ def _open_source(request: ModelRequest, folder: Path, sizes: tuple[int, int]) ->
     config = RunConfig.from_dict(source.common["config"])
     copies = source.common["tokenizer"]
     tokenizer = load_tokenizer(request, config.tokenizer, None if copies is None else folder / copies)
-    check_tokenizer(tokenizer, config.model.vocab_size)
-    if isinstance(source, (MegatronTorchSource, TorchDistSource)) and tokenizer.vocab_size < config.model.vocab_size:
+    megatron = (MegatronTorchSource, TorchDistSource)
+    check_tokenizer(tokenizer, config.model.vocab_size, pads_any=isinstance(source, megatron))
+    if isinstance(source, megatron) and tokenizer.vocab_size < config.model.vocab_size:
         # Rows that pad the vocabulary must not be chosen; such files need not tell how many they are.
         source.close()
         source = type(source)(folder, tokenizer.vocab_size)
@@ -233,23 +243,57 @@ def load_tokenizer(request: ModelRequest, recorded: TokenizerConfig, folder: Pat
     Raises:
         TokenizerError: it cannot be built.
     """
-    given = request.tokenizer
+    given, own = request.tokenizer, recorded
     if not given and folder is not None:
         return load_recorded_tokenizer(folder.parent)
     if given.get("tokenizer_type", recorded.tokenizer_type) != recorded.tokenizer_type:
         recorded = TokenizerConfig()
     elif {"vocab_file", "merge_file", "tokenizer_model"} & given.keys() and "vocab_size" not in given:
         recorded = dataclasses.replace(recorded, vocab_size=None)
-    return build_tokenizer(**dataclasses.asdict(dataclasses.replace(recorded, **given)))
+    tokenizer = build_tokenizer(**dataclasses.asdict(dataclasses.replace(recorded, **given)))
+    if given and not isinstance(tokenizer, NullTokenizer):
+        if folder is not None and (folder / RECORD_FILE).is_file():
+            refuse_another(tokenizer, read_json_object(folder / RECORD_FILE))
+        elif request.is_hugging_face and own.tokenizer_type != NullTokenizer.name:
+            refuse_another(tokenizer, describe_tokenizer(build_tokenizer(**dataclasses.asdict(own))))
+    return tokenizer
 
 
-def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer whose ids the model does not know.
+def refuse_another(tokenizer: Tokenizer, record: Mapping[str, Any]) -> None:
+    """Refuse a tokenizer with more or fewer ids than the recorded one, or of its kind but built from other files.
 
     Raises:
-        InputError: the tokenizer has more ids than the model.
+        InputError: the sizes or the files differ.
     """
-    if tokenizer.vocab_size > vocab_size:
+    recorded_size = record.get("vocab_size")
+    if tokenizer.vocab_size != recorded_size:
+        raise InputError(
+            f"{tokenizer.name} has {tokenizer.vocab_size} ids, the model was trained with {recorded_size} of "
+            f"{record.get('tokenizer_type')}; give the tokenizer of its training, or leave the tokenizer's flags out"
+        )
+    if tokenizer.name != record.get("tokenizer_type"):
+        return
+    given = describe_tokenizer(tokenizer)["files"]
+    # Those that say what ids mean; the others of a model folder may have been edited.
+    count = len([name for name in PATH_ARGUMENTS if tokenizer.arguments.get(name) is not None])
+    for ours, theirs in list(zip(given, record["files"]))[:count]:
+        if ours["sha256"] != theirs["sha256"]:
+            raise InputError(
+                f"{ours['path']} is not the {theirs['name']} that the model was trained with: its SHA-256 is "
+                f"{ours['sha256'][:12]}…, recorded is {theirs['sha256'][:12]}…; leave the tokenizer's flags out"
+            )
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, pads_any: bool) -> None:
+    """Refuse a tokenizer whose ids are not the model's; bare ids may be fewer.
+
+    A model's vocabulary may be padded: by any number of ids with ``pads_any``, else as published models are.
+
+    Raises:
+        InputError: the tokenizer has more ids than the model, or too few.
+    """
+    is_free = pads_any or isinstance(tokenizer, NullTokenizer)
+    if tokenizer.vocab_size > vocab_size or (tokenizer.vocab_size < vocab_size - _MOST_PADDING and not is_free):
         raise InputError(
             f"{tokenizer.name} has {tokenizer.vocab_size} ids, the model was trained with {vocab_size}; give the "
             "tokenizer of its training, or leave the tokenizer's flags out"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from megatron.conversion import conversion
 from megatron.conversion.conversion_check import ConversionMismatchError
@@ -37,6 +38,21 @@ def test_there_and_back_is_byte_equal_with_logits_checked(kind: str, tmp_path: P
     to_hf = run_converter(tmp_path / "native", tmp_path / "back", "--loader megatron --saver hf --test-logits")
     assert sum("logits of 24 tokens" in line for line in to_hf) == 2
     assert folder_bytes(tmp_path / "back") == folder_bytes(tmp_path / "hf")
+
+
+def test_tokenizer_and_generation_settings_cross_megatrons_format(tmp_path: Path) -> None:
+    save_model("llama31", tmp_path / "hf")
+    engine = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    engine.save(str(tmp_path / "hf" / "tokenizer.json"))
+    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"tokenizer_class":  "PreTrainedTokenizerFast"}')
+    run_converter(tmp_path / "hf", tmp_path / "mcore", "--loader hf --saver torch --no-verify")
+    run_converter(tmp_path / "mcore", tmp_path / "back", "--loader torch --saver hf --no-verify")
+    before, after = (folder_bytes(tmp_path / name) for name in ("hf", "back"))
+    assert {name for name in after if before.get(name) != after[name]} == {"config.json", "model.safetensors"}
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert after[name] == before[name]
+    ends = [json.loads(folder["config.json"])["eos_token_id"] for folder in (before, after)]
+    assert ends[0] == ends[1]
 
 
 def test_weights_become_another_type(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -113,9 +114,8 @@ def gpt2(tmp_path_factory) -> Path:
     return folder / "checkpoints"
 
 
-def byte_level_flags(folder: Path) -> str:
-    """Write a vocabulary of bytes, four merges and the end of the text where there is none; return its flags."""
-    merges = ["h e", "l l", "he ll", "hell o"]
+def byte_level_flags(folder: Path, merges: Sequence[str] = ("h e", "l l", "he ll", "hell o")) -> str:
+    """Write a vocabulary of bytes, merges and the end of the text where there is none; return its flags."""
     tokens = [*byte_characters(), *(merge.replace(" ", "") for merge in merges), END_OF_TEXT]
     (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
@@ -260,6 +260,14 @@ def test_half_precision_checkpoints_generate(tmp_path: Path, flag: str, monkeypa
         ("--load {llama} --prompt 5 --tokenizer-type GPT2BPETokenizer", "--vocab-file"),
         ("--load {llama} --prompt 5 --tokenizer-type None", "--tokenizer-type None is not supported"),
         ("--load {gpt2} --prompt hello --tokens-to-generate 40", "the model has 40 learned positions"),
+        (
+            "--load {gpt2} --prompt hello --vocab-file {fewer}/vocab.json --merge-file {fewer}/merges.txt",
+            "GPT2BPETokenizer has 260 ids, the model was trained with 261",
+        ),
+        (
+            "--load {gpt2} --prompt hello --vocab-file {other}/vocab.json --merge-file {other}/merges.txt",
+            "{other}/vocab.json is not the vocab.json that the model was trained with: its SHA-256",
+        ),
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(
@@ -267,7 +275,11 @@ def test_wrong_input_is_one_line_and_status_2(
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank").write_text("\n \n")
-    places = {"llama": llama, "gpt2": gpt2, **{name: tmp_path / name for name in ("empty", "blank", "nowhere")}}
+    for name, merges in (("fewer", ["h e", "l l", "he ll"]), ("other", ["h e", "l l", "he ll", "hell a"])):
+        (tmp_path / name).mkdir()
+        byte_level_flags(tmp_path / name, merges)
+    places = {"fewer": tmp_path / "fewer", "other": tmp_path / "other"}
+    places |= {"llama": llama, "gpt2": gpt2, **{name: tmp_path / name for name in ("empty", "blank", "nowhere")}}
     status, out, err = call_tool(monkeypatch, capsys, *(word.format(**places) for word in words.split()))
     assert (status, out) == (2, "")
     assert err.startswith("error: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -72,6 +73,17 @@ def choose_encoder(
         if not is_missing:
             report(f"the engine {name} is not used with {tokenizer.name}: {reason}")
     return reference
+
+
+def missing_engine(tokenizer: Tokenizer, encoder: TextEncoder) -> str | None:
+    """Return the name of a faster engine than the one chosen that is not installed, or None."""
+    if isinstance(tokenizer, GPT2BPETokenizer | HuggingFaceTokenizer):
+        for name, _ in _candidates(tokenizer):
+            if name == encoder.name:
+                return None
+            if importlib.util.find_spec(name) is None:
+                return name
+    return None
 
 
 def _candidates(

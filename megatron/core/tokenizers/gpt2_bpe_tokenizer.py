@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.core.errors import TokenizerError
-from megatron.core.tokenizers.tokenizer_file import read_json_object, read_text, require_file
+from megatron.core.tokenizers.merge_check import check_merges
+from megatron.core.tokenizers.tokenizer_file import read_json_object, read_text, require_file, with_companions
 from megatron.core.tokenizers.tokenizers_engine import EngineTokenizer, TokenizersEngine
 
 END_OF_TEXT = "<|endoftext|>"
@@ -28,10 +29,14 @@ class GPT2BPETokenizer(EngineTokenizer):
         vocab_path = require_file(vocab_file, "--vocab-file", self.name)
         merge_path = require_file(merge_file, "--merge-file", self.name)
         vocabulary = _read_vocabulary(vocab_path)
-        super().__init__(TokenizersEngine.byte_level_bpe(vocabulary, _read_merges(merge_path), self.name))
+        numbered = _read_merges(merge_path)
+        merges = [merge for _, merge in numbered]
+        names = (str(vocab_path), str(merge_path))
+        check_merges(vocabulary, merges, byte_characters(), names, lambda i: f"{merge_path}:{numbered[i][0]}")
+        super().__init__(TokenizersEngine.byte_level_bpe(vocabulary, merges, self.name))
         self.vocab_size = max(vocabulary.values()) + 1 + extra_vocab_size
         self.eod_id = vocabulary.get(END_OF_TEXT)
-        self.files = (vocab_path, merge_path)
+        self.files = with_companions(vocab_path, merge_path)
         self.arguments: Mapping[str, object] = {
             "tokenizer_type": self.name,
             "vocab_file": str(vocab_path),
@@ -62,6 +67,8 @@ def byte_characters() -> list[str]:
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
+    if read_text(path).startswith("#version"):
+        raise TokenizerError(f"{path} holds merges, not a vocabulary; exchange --vocab-file and --merge-file")
     vocabulary = read_json_object(path)
     for token, token_id in vocabulary.items():
         if type(token_id) is not int or token_id < 0:
@@ -76,15 +83,19 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
     return vocabulary
 
 
-def _read_merges(path: Path) -> list[tuple[str, str]]:
+def _read_merges(path: Path) -> list[tuple[int, tuple[str, str]]]:
+    """Return the number of its line with each merge."""
     merges = []
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    content = read_text(path)
+    if content.startswith("{"):
+        raise TokenizerError(f"{path} holds JSON, not merges; give the vocabulary to --vocab-file, merges.txt here")
+    for number, line in enumerate(content.split("\n"), start=1):
         line = line.removesuffix("\r")
         # Only the first line can be the header: a merge may begin with "#" itself.
         if not line or (number == 1 and line.startswith("#version")):
             continue
         left, separator, right = line.partition(" ")
         if not (left and separator and right) or " " in right:
-            raise TokenizerError(f"{path}:{number}: expected two tokens, found {line!r}; change --merge-file")
-        merges.append((left, right))
+            raise TokenizerError(f"{path}:{number}: expected two tokens, found {line[:80]!r}; change --merge-file")
+        merges.append((number, (left, right)))
     return merges

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import TokenizerError
+from megatron.core.tokenizers.gpt2_bpe_tokenizer import byte_characters
+from megatron.core.tokenizers.merge_check import check_merges
 from megatron.core.tokenizers.patch_tokenizer import patched_vocab_size
-from megatron.core.tokenizers.tokenizer_file import read_json_object, require_path
+from megatron.core.tokenizers.tokenizer_file import read_json_object, require_path, with_companions
 from megatron.core.tokenizers.tokenizers_engine import EngineTokenizer, TokenizersEngine
 
 _TOKENIZER_FILE = "tokenizer.json"
@@ -42,15 +45,17 @@ class HuggingFaceTokenizer(EngineTokenizer):
         if not tokenizer_path.is_file():
             raise TokenizerError(f"{self.name}: {path} has no {_TOKENIZER_FILE}; {_way_on(path)}")
         super().__init__(TokenizersEngine.from_file(tokenizer_path, self.name))
+        _check_byte_level(tokenizer_path)
         own_size = self._engine.vocab_size
         if patch_tokenizer_type is not None:
             size = patched_vocab_size(patch_tokenizer_type, self._engine.base_vocab_size, own_size, extra_vocab_size)
             extra_vocab_size = size - own_size
         self.vocab_size = own_size + extra_vocab_size
-        folder = tokenizer_path.parent
-        beside = [folder / file for file in (*_TOKEN_FILES, _GENERATION_FILE)]
-        self.files = (tokenizer_path, *(file for file in beside if file.is_file()))
-        self.eod_id = _find_end_id(self._engine, self.files[1:])
+        beside = [tokenizer_path.parent / file for file in (*_TOKEN_FILES, _GENERATION_FILE)]
+        found = tuple(file for file in beside if file.is_file())
+        # Those beside a file of another name are only kept if they tell of the end of a document.
+        self.files = (tokenizer_path, *dict.fromkeys([*found, *with_companions(tokenizer_path)[1:]]))
+        self.eod_id = _find_end_id(self._engine, found)
         self.arguments: Mapping[str, object] = {
             "tokenizer_type": self.name,
             "tokenizer_model": str(path),
@@ -64,6 +69,18 @@ def _way_on(folder: Path) -> str:
     if settings.is_file() and "AutoTokenizer" in (read_json_object(settings).get("auto_map") or {}):
         return "its tokenizer is Python code of the model's author, which is never run; save a fast tokenizer there"
     return "change --tokenizer-model, or save the fast tokenizer there"
+
+
+def _check_byte_level(path: Path) -> None:
+    """Check the merges of GPT-2's kind; the other kinds have tokens that no merge makes."""
+    content = read_json_object(path)
+    model = content["model"]
+    is_byte_level = '"ByteLevel"' in json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
+    if model.get("type", "BPE") != "BPE" or not is_byte_level or model.get("ignore_merges"):
+        return
+    merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
+    known = {*byte_characters(), *(token["content"] for token in content.get("added_tokens", ()))}
+    check_merges(model["vocab"], merges, known, (str(path), str(path)), lambda i: f"{path}: merge {i}")
 
 
 def _find_end_id(engine: TokenizersEngine, files: Sequence[Path]) -> int | None:

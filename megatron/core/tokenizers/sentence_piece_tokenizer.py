@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.optional_package import load_package
 from megatron.core.tokenizers.tokenizer import require_unicode
-from megatron.core.tokenizers.tokenizer_file import require_file
+from megatron.core.tokenizers.tokenizer_file import require_file, with_companions
 
 SENTENCE_PIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 END_OF_DOCUMENT = "<EOD>"
@@ -61,7 +61,7 @@ class SentencePieceTokenizer:
         if self.name == "Llama2Tokenizer" and begin_id < 0:
             raise TokenizerError(f"{self.name}: {path} has no begin-of-sentence id; use GPTSentencePieceTokenizer")
         self._prefix = [begin_id] if self.name == "Llama2Tokenizer" else []
-        self.files = (path,)
+        self.files = with_companions(path)
         self.arguments: Mapping[str, object] = {
             "tokenizer_type": self.name,
             "tokenizer_model": str(path),

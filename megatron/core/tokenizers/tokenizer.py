@@ -30,7 +30,10 @@ class Tokenizer(Protocol):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """List the files that the tokenizer was read from: all that it takes to build it again."""
+        """List the files that the tokenizer was read from, and those of its model folder that travel with them.
+
+        The first ones are all that it takes to build it again.
+        """
 
     @property
     def arguments(self) -> Mapping[str, object]:

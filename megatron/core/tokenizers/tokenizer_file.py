@@ -8,6 +8,20 @@ from typing import Any
 
 from megatron.core.errors import TokenizerError
 
+MODEL_FOLDER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What a Hugging Face model folder says of its tokenizer and of generation, by name."""
+
 
 def require_path(value: str | Path | None, flag: str, tokenizer_type: str) -> Path:
     """Return the absolute path of what the user named, a file or a folder that exists.
@@ -23,6 +37,15 @@ def require_path(value: str | Path | None, flag: str, tokenizer_type: str) -> Pa
             f"{tokenizer_type}: {path} does not exist; change {flag} (names on a hub are not downloaded)"
         )
     return path.absolute()
+
+
+def with_companions(*paths: Path) -> tuple[Path, ...]:
+    """Return a tokenizer's files and, where they bear the names of a model folder, those that lie beside them."""
+    names = [path.name for path in paths]
+    if len({path.parent for path in paths}) > 1 or not set(names) <= set(MODEL_FOLDER_FILES):
+        return paths
+    beside = [paths[0].parent / name for name in MODEL_FOLDER_FILES if name not in names]
+    return (*paths, *(path for path in beside if path.is_file()))
 
 
 def require_file(value: str | Path | None, flag: str, tokenizer_type: str) -> Path:

@@ -17,7 +17,8 @@ from megatron.core.tokenizers.tokenizer_file import read_json_object
 TOKENIZER_FOLDER = "tokenizer"
 RECORD_FILE = "tokenizer_record.json"
 _RECORD_VERSION = 1
-_PATH_ARGUMENTS = ("vocab_file", "merge_file", "tokenizer_model")
+PATH_ARGUMENTS = ("vocab_file", "merge_file", "tokenizer_model")
+"""Keywords of `build_tokenizer` that name files, in the order of a tokenizer's files."""
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def recorded_arguments(record: Mapping[str, Any], copies: Path | None = None) ->
         recorded = {entry["path"]: path for entry, path in zip(entries, found, strict=True)}
     except (KeyError, TypeError) as error:
         raise TokenizerError(f"the tokenizer record is damaged: {error!r}") from error
-    for name in _PATH_ARGUMENTS:
+    for name in PATH_ARGUMENTS:
         value = arguments.get(name)
         if value is not None:
             # Not the path of a file: the folder that holds them.

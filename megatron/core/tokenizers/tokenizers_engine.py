@@ -54,8 +54,12 @@ class TokenizersEngine:
     @property
     def vocab_size(self) -> int:
         """Give the highest id plus one, so that a vocabulary with holes fits its embedding."""
+        return max(self.vocabulary().values(), default=-1) + 1
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return the id of each entry, those added to the model's among them."""
         vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
-        return max(vocabulary.values(), default=-1) + 1
+        return vocabulary
 
     @property
     def base_vocab_size(self) -> int:
@@ -120,6 +124,10 @@ class EngineTokenizer:
     def detokenize(self, ids: Sequence[int]) -> str:
         """Decode ids, special tokens spelt out; bytes that are not UTF-8 become U+FFFD."""
         return self._engine.decode(ids)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return the id of each token by its spelling in the vocabulary."""
+        return self._engine.vocabulary()
 
     def tokenizer_json(self) -> str:
         """Describe the tokenizer in the format of a tokenizer.json, for other engines."""

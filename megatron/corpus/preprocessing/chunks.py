@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import IO, Final
 
 from megatron.core.errors import DataError
-from megatron.corpus.preprocessing.input_files import STDIN, InputFile, decompression_errors, open_stream
+from megatron.corpus.preprocessing.input_files import STDIN, InputFile, open_stream, reading_errors
 
 CHUNK_BYTES: Final = 2 << 20
 _SEARCH_BYTES: Final = 64 << 10
@@ -23,7 +24,7 @@ class Chunk:
         file: which of the inputs.
         begin: where the text starts in it, decompressed.
         num_bytes: how long the text is.
-        data: the text itself where only one process can read it: of compressed files and standard input.
+        data: the text itself where only one process can read it: of standard input and of all files but plain jsonl.
         crc32: of all text of the input up to the chunk's end, where only one process can read it, so that a pipe that
             is read again is known to give the same.
         source_bytes: how much of the input on disk that is.
@@ -46,7 +47,7 @@ class Chunk:
 def cut_input(files: Sequence[InputFile], first: int = 0, done: Chunk | None = None) -> Iterator[Chunk]:
     """Yield the chunks from number ``first`` on, which follows ``done``.
 
-    Of compressed files and pipes, what was done is read again, but is not yielded.
+    Of pipes and of all files but plain jsonl, what was done is read again, but is not yielded.
 
     Raises:
         DataError: a file cannot be read, or what is read again is not what was done.
@@ -56,7 +57,7 @@ def cut_input(files: Sequence[InputFile], first: int = 0, done: Chunk | None = N
         if done is not None and index < done.file and file.path != STDIN:
             continue
         if file.is_plain:
-            chunks = _cut_plain(file, done.end if done is not None and done.file == index else 0)
+            chunks = _cut_plain(file, done.end if done is not None and done.file == index else file.begin)
         else:
             chunks = _cut_stream(file)
         is_same = file.is_plain or done is None or done.file != index
@@ -126,17 +127,15 @@ def _next_line(source: IO[bytes], position: int, num_bytes: int) -> int:
 
 def _cut_stream(file: InputFile) -> Iterator[Chunk]:
     begin = position = crc32 = 0
-    errors = decompression_errors()
-    stream = open_stream(file)
+    errors = reading_errors()
     try:
-        while data := stream.text.read(CHUNK_BYTES):
-            if not data.endswith(b"\n"):
-                data += stream.text.readline()
-            before, position = position, stream.source_position(begin + len(data))
-            crc32 = zlib.crc32(data, crc32)
-            yield Chunk(0, 0, begin, len(data), data, crc32, position - before)
-            begin += len(data)
+        with contextlib.closing(open_stream(file)) as stream:
+            while data := stream.text.read(CHUNK_BYTES):
+                if not data.endswith(b"\n"):
+                    data += stream.text.readline()
+                before, position = position, stream.source_position(begin + len(data))
+                crc32 = zlib.crc32(data, crc32)
+                yield Chunk(0, 0, begin, len(data), data, crc32, position - before)
+                begin += len(data)
     except errors as error:
         raise DataError(f"{file.name} cannot be read after {begin} bytes of text: {error}") from error
-    finally:
-        stream.close()

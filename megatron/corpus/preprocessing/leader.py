@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from megatron.core.errors import DataError
-from megatron.corpus.preprocessing.chunks import Chunk
+from megatron.corpus.preprocessing.chunks import Chunk, read_chunk
+from megatron.corpus.preprocessing.file_format import advice
 from megatron.corpus.preprocessing.input_files import InputFile
 from megatron.corpus.preprocessing.manifest import Entry, StreamTally
 from megatron.corpus.preprocessing.progress import Progress
@@ -87,9 +88,11 @@ class Leader:
         """Name a line of the next chunk to be recorded."""
         last = self._folder.last
         before = self._folder.num_lines_before if last is not None and last.file == chunk.file else 0
-        return f"{self._files[chunk.file].name}:{before + line + 1}"
+        return self._files[chunk.file].line_name(before + line)
 
     def _refuse(self, tally: Tally) -> None:
         problem = tally.problems[0]
-        message = f"{self._line_name(self._chunks[tally.chunk], problem.line)}: {problem.message}"
-        raise DataError(f"{message}; correct the line, or leave such lines out with --on-error skip")
+        chunk = self._chunks[tally.chunk]
+        line = read_chunk(chunk, self._files[chunk.file]).split(b"\n")[problem.line]
+        way_on = advice(line) or "correct the line, or leave such lines out with --on-error skip"
+        raise DataError(f"{self._line_name(chunk, problem.line)}: {problem.message}; {way_on}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Sequence
 from typing import Final
 
 from megatron.corpus.json_lines import read_json_lines
 from megatron.corpus.preprocessing.chunks import Chunk
-from megatron.corpus.preprocessing.input_files import STDIN, InputFile, decompression_errors, open_stream
+from megatron.corpus.preprocessing.input_files import STDIN, InputFile, open_stream, reading_errors
 
 _PLACES: Final = 16
 _PART_BYTES: Final = 64 << 10
@@ -39,6 +41,20 @@ def take_sample(files: Sequence[InputFile], keys: Sequence[str], first: Chunk | 
     return sample
 
 
+def first_keys(files: Sequence[InputFile]) -> list[str]:
+    """Return the keys of the first line that has any, as far as the beginning of each file goes."""
+    for file in files:
+        blocks = [_lines_at(file, file.begin)] if file.is_plain else _beginning(file) if file.path != STDIN else []
+        for line in b"".join(blocks).splitlines():
+            try:
+                content = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(content, dict) and content:
+                return list(content)
+    return []
+
+
 def _spread(files: Sequence[InputFile]) -> list[bytes]:
     """Read some whole lines at evenly spread places of files laid behind each other."""
     step = max(sum(file.num_bytes for file in files) // _PLACES, 1)
@@ -62,14 +78,12 @@ def _lines_at(file: InputFile, place: int) -> bytes:
 
 
 def _beginning(file: InputFile) -> list[bytes]:
-    errors = decompression_errors()
-    stream = open_stream(file)
+    errors = reading_errors()
     try:
-        return [stream.text.read(_PART_BYTES) + stream.text.readline(_MAX_BYTES)]
+        with contextlib.closing(open_stream(file)) as stream:
+            return [stream.text.read(_PART_BYTES) + stream.text.readline(_MAX_BYTES)]
     except errors:
         return []  # reading the whole file will say what is wrong with it, and where
-    finally:
-        stream.close()
 
 
 def _beginning_of_text(text: bytes) -> bytes:

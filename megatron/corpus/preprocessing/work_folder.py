@@ -50,6 +50,11 @@ def stream_paths(folder: Path, stream: int) -> tuple[Path, Path, Path]:
     return tokens, lengths, counts
 
 
+def unfinished_path(prefix: str) -> Path:
+    """Return the folder of unfinished work of an output prefix."""
+    return Path(f"{prefix}.preprocessing")
+
+
 class WorkFolder:
     """Hold the folder open, locked, and positioned behind the last chunk that is done.
 
@@ -64,7 +69,7 @@ class WorkFolder:
     """
 
     def __init__(self, prefix: str, description: dict[str, Any], num_streams: int, restart: bool = False) -> None:
-        self.path = Path(f"{prefix}.preprocessing")
+        self.path = unfinished_path(prefix)
         self.offsets = [[0] * len(PARTS) for _ in range(num_streams)]
         self.num_chunks = self.num_lines = self.num_documents = self.num_skipped = 0
         self.num_lines_before = self.source_bytes = self.text_bytes = 0
@@ -88,6 +93,9 @@ class WorkFolder:
 
     def _lock(self) -> None:
         """Wait a little: workers of a run that was killed may need a moment to notice."""
+        parent = self.path.parent
+        if not parent.is_dir():
+            raise DataError(f"{self.path} cannot be written: there is no folder {parent}; make it: mkdir -p {parent}")
         self.path.mkdir(exist_ok=True)
         self._manifest = os.open(self._manifest_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         deadline = time.monotonic() + _LOCK_WAIT_S

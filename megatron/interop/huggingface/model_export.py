@@ -30,7 +30,11 @@ from megatron.interop.huggingface.settings import (
     replace_dtype,
 )
 from megatron.interop.huggingface.tensor_link import TensorLink, shapes_of
-from megatron.interop.huggingface.tokenizer_files import copy_into_model_folder, end_of_text
+from megatron.interop.huggingface.tokenizer_files import (
+    complete_model_folder,
+    copy_into_model_folder,
+    end_of_text,
+)
 from megatron.interop.huggingface.weight_files import INDEX_FILE, OUTPUT_LAYER
 from megatron.interop.huggingface.weight_writer import WeightInfo, plan_files, write_weights
 
@@ -84,6 +88,8 @@ class ModelExport:
         tokenizer = self._tokenizer_folder()
         if tokenizer is not None:
             copy_into_model_folder(tokenizer, folder)
+            if self._record is None and self._family.model_type != "gpt2":
+                complete_model_folder(tokenizer, folder)
 
     def _values(self, stored: str) -> torch.Tensor:
         weight = self._weights[stored]

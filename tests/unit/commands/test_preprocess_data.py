@@ -160,7 +160,7 @@ def test_earlier_output_survives_a_failure(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "ids.jsonl", {"text": "1"})
     assert preprocess(source, tmp_path / "out", *NULL).returncode == 0
     write_lines(source, {"text": "2"}, {"texts": "3"})
-    assert preprocess(source, tmp_path / "out", *NULL).returncode == 2
+    assert preprocess(source, tmp_path / "out", *NULL, "--overwrite").returncode == 2
     assert sequences(tmp_path / "out_text_document") == [[1]]
 
 
@@ -177,9 +177,12 @@ def test_earlier_output_survives_a_failure(tmp_path: Path) -> None:
             "with NullTokenizer",
         ),
         (["--input", "absent*.jsonl", "--output-prefix", "y", *NULL], "no file matches absent*.jsonl"),
-        (["--input", str(TOOL.parent), "--output-prefix", "y", *NULL], "is not a file; change --input"),
+        (["--input", str(TOOL.parent), "--output-prefix", "y", *NULL], "is not a file and holds none of a known kind"),
         (["--input", str(TOOL), "--output-prefix", "y"], "GPT2BPETokenizer needs --vocab-file"),
-        (["--input", str(TOOL), "--output-prefix", "/absent/folder/y", *NULL], "cannot be written"),
+        (
+            ["--input", str(TOOL), "--output-prefix", "/absent/folder/y", *NULL],
+            "y.preprocessing cannot be written: there is no folder /absent/folder; make it: mkdir -p /absent/folder",
+        ),
     ],
 )
 def test_wrong_usage(arguments: list[str], message: str) -> None:
@@ -201,10 +204,22 @@ def test_append_eod_without_such_a_token_is_refused_before_reading(
 
 
 def test_input_without_text_is_refused(tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "ids.jsonl", {"text": ""}, {"text": " "})
+    source = write_lines(tmp_path / "ids.jsonl", {"text": "", "id": 3}, {"text": " "})
     done = preprocess(source, tmp_path / "out", *NULL, "--append-eod")
-    assert_refused(done, "holds no text: 2 documents without a token")
+    message = "holds no text: 2 documents without a token; looked for under text, the keys there are text, id"
+    assert_refused(done, message)
     assert list(tmp_path.glob("out*")) == []
+
+
+def test_existing_output_is_replaced_where_that_is_asked_for(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "ids.jsonl", {"text": "1"})
+    assert preprocess(source, tmp_path / "out", *NULL).returncode == 0
+    write_lines(source, {"text": "2"})
+    refused = preprocess(source, tmp_path / "out", *NULL)
+    assert_refused(refused, f"{tmp_path}/out_text_document.bin exists already; replace it with --overwrite")
+    assert sequences(tmp_path / "out_text_document") == [[1]]
+    assert preprocess(source, tmp_path / "out", *NULL, "--overwrite").returncode == 0
+    assert sequences(tmp_path / "out_text_document") == [[2]]
 
 
 def test_torch_is_not_imported(tmp_path: Path) -> None:
@@ -230,13 +245,14 @@ def test_merge_of_a_folder(tmp_path: Path) -> None:
     merge_tool = TOOL.with_name("merge_datasets.py")
     # The output may lie in the folder; a second run does not merge it into itself.
     for _ in range(2):
-        done = run(merge_tool, "--input", parts, "--output-prefix", parts / "all")
+        done = run(merge_tool, "--input", parts, "--output-prefix", parts / "all", "--overwrite")
         assert (done.returncode, done.stderr) == (0, "")
         for suffix in (".bin", ".idx"):
             merged = (parts / f"all{suffix}").read_bytes()
             assert merged == (tmp_path / f"whole_text_document{suffix}").read_bytes()
     (parts / "a_text_document.idx").unlink()
-    assert_refused(run(merge_tool, "--input", parts, "--output-prefix", parts / "all"), "has only .bin")
+    assert_refused(run(merge_tool, "--input", parts, "--output-prefix", parts / "all"), "all.bin exists already")
+    assert_refused(run(merge_tool, "--input", parts, "--output-prefix", parts / "new"), "has only .bin")
     assert_refused(run(merge_tool, "--input", tmp_path / "none", "--output-prefix", "x"), "is not a folder")
     assert_refused(run(merge_tool), "the following arguments are required")
 

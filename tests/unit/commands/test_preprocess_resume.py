@@ -125,7 +125,7 @@ def test_compressed_input_and_pipes_are_gone_on_with(tmp_path: Path) -> None:
         # A line of the second half stops the first run, and the second one, which goes on from what was done.
         stdin = bad if name == "-" else None
         for _ in range(2):
-            stopped = run(command(5000, name, tmp_path / "kept" / "x"), stdin)
+            stopped = run(command(5000, name, tmp_path / "kept" / "x", "--overwrite"), stdin)
             assert stopped.returncode == 2
             assert b":301: no key 'text'" in stopped.stderr
         assert b"Going on in" in stopped.stdout
@@ -133,7 +133,7 @@ def test_compressed_input_and_pipes_are_gone_on_with(tmp_path: Path) -> None:
             command(5000, name, tmp_path / "kept" / "x", "--workers", 2, "--restart", "--on-error", "skip"), stdin
         )
         assert skipped.returncode == 0
-        assert run(command(5000, source, tmp_path / "whole" / "x")).returncode == 0
+        assert run(command(5000, source, tmp_path / "whole" / "x", "--overwrite")).returncode == 0
         for suffix in (".bin", ".idx"):
             whole, kept = (tmp_path / folder / f"x_text_document{suffix}" for folder in ("whole", "kept"))
             assert kept.read_bytes() == whole.read_bytes()

@@ -35,6 +35,7 @@ DTYPE_CODES: Final[Mapping[int, np.dtype[Any]]] = {
 
 
 _SETTLED_AFTER_NS: Final = 2_000_000_000
+_RAW_SUFFIXES: Final = (".jsonl", ".json", ".txt", ".parquet")
 
 
 def optimal_dtype(vocab_size: int | None) -> np.dtype[Any]:
@@ -78,6 +79,13 @@ class IndexedDataset:
         index_file, tokens_file = idx_path(self.prefix), bin_path(self.prefix)
         for path in (index_file, tokens_file):
             if not path.is_file():
+                raw = self._find_raw_text()
+                if raw is not None:
+                    raise DataError(
+                        f"{raw} is raw text, not a tokenized data set; tokenize it first: python "
+                        f"tools/preprocess_data.py --input {raw} --output-prefix {raw.stem} --append-eod with the "
+                        f"tokenizer's flags, then give {raw.stem}_text_document"
+                    )
                 raise DataError(
                     f"data file {path} does not exist; a data path is given without .bin or .idx, "
                     "as in my-corpus_text_document"
@@ -92,6 +100,12 @@ class IndexedDataset:
             self._file = None if self.mmap_bin_files else open(tokens_file, "rb", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise DataError(f"data set {self.prefix} cannot be read: {error}") from error
+
+    def _find_raw_text(self) -> Path | None:
+        """Return what was given instead of a data set, itself or without its suffix."""
+        given = Path(self.prefix)
+        named = [given, *(Path(f"{given}{suffix}") for suffix in _RAW_SUFFIXES)]
+        return next((path for path in named if path.is_file() and path.suffix not in (".bin", ".idx")), None)
 
     def _read_index(self, path: Path) -> None:
         with open(path, "rb") as file:

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers import encoder_choice
-from megatron.core.tokenizers.encoder_choice import HARD_TEXTS, choose_encoder
+from megatron.core.tokenizers.encoder_choice import HARD_TEXTS, choose_encoder, missing_engine
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer
 from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
-from megatron.core.tokenizers.text_encoder import GigatokenEncoder
+from megatron.core.tokenizers.text_encoder import GigatokenEncoder, ReferenceEncoder
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from tests.unit.core.tokenizers.gpt2_oracle import GPT2Oracle
 
@@ -88,6 +88,25 @@ def test_without_engines_the_tokenizer_encodes(
         choose_encoder(gpt2, "gigatoken", [], no_report)
     with pytest.raises(TokenizerError, match="cannot be used with NullTokenizer"):
         choose_encoder(tokenizers[2], "tiktoken", [], no_report)
+
+
+def test_the_faster_engine_that_is_missing_is_named(gpt2: GPT2BPETokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: set[str] = set()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    reference = ReferenceEncoder(gpt2)
+    assert missing_engine(gpt2, reference) == "gigatoken"
+    installed.add("gigatoken")  # and not used, for a reason that is reported
+    assert missing_engine(gpt2, reference) == "tiktoken"
+    installed.add("tiktoken")
+    assert missing_engine(gpt2, reference) is None
+    assert missing_engine(NullTokenizer(9), reference) is None
+
+
+def test_the_runtime_set_brings_the_fast_engine() -> None:
+    lines = (Path(__file__).parents[4] / "requirements" / "runtime.txt").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("gigatoken==")]
+    for machine in ("x86_64", "aarch64", "arm64"):
+        assert f'platform_machine == "{machine}"' in line
 
 
 class WrongEncoder:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 import unicodedata
 from pathlib import Path
@@ -171,3 +172,33 @@ def test_damaged_merges(gpt2_files: tuple[Path, Path]) -> None:
     merge_file.write_text("#version: 0.2\nq zz\n", encoding="utf-8")
     with pytest.raises(TokenizerError, match="do not fit"):
         GPT2BPETokenizer(vocab_file, merge_file)
+
+
+def test_merges_that_are_cut_short_are_named(gpt2_files: tuple[Path, Path]) -> None:
+    """One line is missing at the end: nothing else in either file is wrong."""
+    vocab_file, merge_file = gpt2_files
+    lines = merge_file.read_text(encoding="utf-8").splitlines(keepends=True)
+    last = "".join(lines[-1].split())
+    merge_file.write_text("".join(lines[:-1]), encoding="utf-8")
+    needed = f"merges.txt has 442 merges, but the 700 tokens of .*vocab.json need 443: none makes '{re.escape(last)}'"
+    with pytest.raises(TokenizerError, match=needed):
+        GPT2BPETokenizer(vocab_file, merge_file)
+
+
+def test_vocabulary_that_is_of_another_model_is_named(gpt2_files: tuple[Path, Path]) -> None:
+    vocab_file, merge_file = gpt2_files
+    vocabulary = json.loads(vocab_file.read_text(encoding="utf-8"))
+    first = "".join(merge_file.read_text(encoding="utf-8").splitlines()[1].split())
+    del vocabulary[first]
+    vocab_file.write_text(json.dumps(vocabulary), encoding="utf-8")
+    message = rf"merges.txt:2: .* needs the token '{re.escape(first)}', which .*vocab.json lacks"
+    with pytest.raises(TokenizerError, match=message):
+        GPT2BPETokenizer(vocab_file, merge_file)
+
+
+def test_exchanged_files_are_named(gpt2_files: tuple[Path, Path]) -> None:
+    vocab_file, merge_file = gpt2_files
+    with pytest.raises(TokenizerError, match=r"merges.txt holds merges, not a vocabulary; exchange"):
+        GPT2BPETokenizer(merge_file, vocab_file)
+    with pytest.raises(TokenizerError, match=r"vocab.json holds JSON, not merges"):
+        GPT2BPETokenizer(vocab_file, vocab_file)

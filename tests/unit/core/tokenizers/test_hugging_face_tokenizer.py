@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,16 @@ def test_what_is_missing_or_damaged(hugging_face_folder: Path, tmp_path: Path) -
     (hugging_face_folder / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(TokenizerError, match="cannot read"):
         HuggingFaceTokenizer(hugging_face_folder)
+
+
+def test_merges_that_are_cut_short_are_named(hugging_face_folder: Path) -> None:
+    path = hugging_face_folder / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    last = "".join(content["model"]["merges"].pop())
+    path.write_text(json.dumps(content), encoding="utf-8")
+    message = rf"tokenizer.json has 442 merges, but the 699 tokens of .* need 443: none makes '{re.escape(last)}'"
+    with pytest.raises(TokenizerError, match=message):
+        HuggingFaceTokenizer(hugging_face_folder)
+    content["model"]["ignore_merges"] = True  # such a model finds whole words in its vocabulary
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert HuggingFaceTokenizer(hugging_face_folder).vocab_size == 702

@@ -184,3 +184,15 @@ def test_header_has_the_documented_layout(tmp_path: Path) -> None:
     assert struct.unpack_from("<QBQQ", content, 9) == (1, 8, 5, 5)
     assert len(content) == 34 + 5 * 4 + 5 * 8 + 5 * 8
     assert os.path.getsize(tmp_path / "data.bin") == 16
+
+
+@pytest.mark.parametrize("given", ["corpus.jsonl", "corpus"])
+def test_raw_text_is_named_with_the_command_that_tokenizes_it(given: str, tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"text": "a"}\n')
+    command = (
+        "python tools/preprocess_data.py --input .*/corpus.jsonl --output-prefix corpus .* give corpus_text_document"
+    )
+    with pytest.raises(
+        DataError, match=f"corpus.jsonl is raw text, not a tokenized data set; tokenize it first: {command}"
+    ):
+        IndexedDataset(tmp_path / given)

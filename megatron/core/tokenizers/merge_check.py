@@ -1,0 +1,52 @@
+"""Hold the merges of a byte-level BPE against its vocabulary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
+
+from megatron.core.errors import TokenizerError
+
+_SPECIAL: Final = re.compile(r"[<\[({|].*[>\])}|]", re.DOTALL)
+
+
+def check_merges(
+    vocabulary: Collection[str],
+    merges: Sequence[tuple[str, str]],
+    bytes_and_added: Collection[str],
+    names: tuple[str, str],
+    place: Callable[[int], str],
+) -> None:
+    """Refuse merges that are cut short, or of another vocabulary.
+
+    Each merge joins two tokens into a third. Each token is a byte, comes from a merge, or was added: one of
+    ``bytes_and_added``, spelt in brackets as ``<|endoftext|>`` is, or with characters that stand for no byte. So
+    GPT-2's 50257 tokens are 256 bytes, 50000 merges and one token that was added.
+
+    Args:
+        names: what to call the vocabulary and the merges.
+        place: names the merge of a number, counted from 0.
+
+    Raises:
+        TokenizerError: they do not fit together.
+    """
+    vocabulary_name, merges_name = names
+    known = set(vocabulary)
+    for number, (left, right) in enumerate(merges):
+        for token in (left, right, left + right):
+            if token not in known:
+                raise TokenizerError(
+                    f"{place(number)}: vocabulary and merges do not fit together: the merge {left!r} {right!r} needs "
+                    f"the token {token!r}, which {vocabulary_name} lacks; one is cut short, or they are of different "
+                    "models: copy both again"
+                )
+    made = {left + right for left, right in merges}
+    others = [token for token in vocabulary if token not in made and token not in bytes_and_added]
+    unmade = [token for token in others if not _SPECIAL.fullmatch(token) and set(token) <= set(bytes_and_added)]
+    if unmade:
+        raise TokenizerError(
+            f"{merges_name} has {len(merges)} merges, but the {len(known)} tokens of {vocabulary_name} need "
+            f"{len(made) + len(unmade)}: none makes {unmade[0]!r}; it is cut short, or of another model: copy both "
+            "again"
+        )

@@ -1,0 +1,103 @@
+"""Token files of other programs become data sets, cut where the user says that documents end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megatron.commands.merge_datasets import main
+from megatron.core.datasets.indexed.dataset_checksums import verify_checksums
+from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
+from megatron.corpus import token_shards
+
+END = 50256
+# The third shard begins within a document.
+SHARDS = [np.array([5, 6, END, 7]), np.array([8, END]), np.array([9, 10, END, END, 11])]
+DOCUMENTS = [[5, 6, END], [7, 8, END], [9, 10, END], [END], [11]]
+
+
+def write_nanogpt(path: Path, tokens: NDArray[np.int64]) -> None:
+    path.with_suffix(".bin").write_bytes(tokens.astype("<u2").tobytes())
+
+
+def write_llm_c(path: Path, tokens: NDArray[np.int64]) -> None:
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(tokens)
+    path.with_suffix(".bin").write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+
+
+def write_olmo(path: Path, tokens: NDArray[np.int64]) -> None:
+    """OLMo's files have the name of NumPy's, and no header."""
+    path.with_suffix(".npy").write_bytes(tokens.astype("<u2").tobytes())
+
+
+def write_numpy(path: Path, tokens: NDArray[np.int64]) -> None:
+    np.save(path.with_suffix(".npy"), tokens.astype("<u4"))
+
+
+def write_litdata(path: Path, tokens: NDArray[np.int64]) -> None:
+    """Two items a shard, as optimize() writes them; the index lists the shards so far."""
+    items = [part.astype("<i4").tobytes() for part in (tokens[:1], tokens[1:])]
+    offsets = np.cumsum([16, *map(len, items)]).astype("<u4")
+    file = path.with_suffix(".bin")
+    file.write_bytes(np.array([2], "<u4").tobytes() + offsets.tobytes() + b"".join(items))
+    index = path.parent / "index.json"
+    content = json.loads(index.read_text()) if index.exists() else {"chunks": []}
+    content["chunks"].append({"filename": file.name, "chunk_size": 2})
+    content["config"] = {"compression": None, "data_format": ["no_header_tensor:16"]}
+    index.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("write", [write_nanogpt, write_llm_c, write_olmo, write_numpy, write_litdata])
+@pytest.mark.parametrize("piece_tokens", [2, 1 << 20])
+def test_documents_are_cut_behind_their_ends_across_shards(
+    write: Callable[[Path, NDArray[np.int64]], None],
+    piece_tokens: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_shards, "_PIECE_TOKENS", piece_tokens)
+    (tmp_path / "shards").mkdir()
+    for number, tokens in enumerate(SHARDS):
+        write(tmp_path / "shards" / f"part{number}", tokens)
+    words = ["--input", str(tmp_path / "shards"), "--output-prefix", str(tmp_path / "out"), "--eod-id", str(END)]
+    assert main(words) == 0
+    dataset = IndexedDataset(tmp_path / "out")
+    assert [dataset[i].tolist() for i in range(len(dataset))] == DOCUMENTS
+    assert dataset.document_indices.tolist() == list(range(6))
+    assert dataset.dtype == np.dtype("<i4" if write in (write_numpy, write_litdata) else "<u2")
+    assert list(verify_checksums(tmp_path / "out")) == []
+
+
+@pytest.mark.parametrize(
+    ("write", "flags", "message"),
+    [
+        (write_nanogpt, [], "have no .idx and are read with --eod-id"),
+        (write_litdata, [], "does not say where documents end; name the id with --eod-id"),
+        (write_nanogpt, ["--eod-id", "3"], "is 3; change --eod-id or --token-dtype"),
+        (write_nanogpt, ["--eod-id", "3", "--token-dtype", "int64"], "part0.bin has 10 bytes, which are no int64"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    write: Callable[[Path, NDArray[np.int64]], None], flags: list[str], message: str, tmp_path: Path, capsys
+) -> None:
+    (tmp_path / "shards").mkdir()
+    write(tmp_path / "shards" / "part0", np.arange(5, 10))
+    assert main(["--input", str(tmp_path / "shards"), "--output-prefix", str(tmp_path / "out"), *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["shards"]
+
+
+def test_a_shard_that_is_cut_short_is_named(tmp_path: Path, capsys) -> None:
+    write_llm_c(tmp_path / "x", SHARDS[0])
+    file = tmp_path / "x.bin"
+    file.write_bytes(file.read_bytes()[:-2])
+    assert main(["--input", str(file), "--output-prefix", str(tmp_path / "out"), "--eod-id", str(END)]) == 2
+    assert f"{file} holds 6 bytes of 8 that its header says; copy it again" in capsys.readouterr().err

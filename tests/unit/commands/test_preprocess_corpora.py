@@ -1,0 +1,178 @@
+"""Corpora as people have them: the same tokens from every kind of file, and a way on from what cannot be read."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import itertools
+import json
+import lzma
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from megatron.commands import preprocess_data
+from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
+from megatron.core.errors import DataError
+from megatron.corpus.preprocessing.input_files import find_input
+from tests.unit.commands.test_preprocess_input import NULL, documents, preprocess
+
+TEXTS = [f"{n} {n + 1}\n{n % 7}" if n % 5 else "" for n in range(40)]
+EXPECTED = [[list(map(int, text.split()))] if text else [] for text in TEXTS]
+
+
+def write_jsonl(path: Path, key: str = "body") -> Path:
+    path.write_bytes(b"".join(json.dumps({"id": i, key: text}).encode() + b"\n" for i, text in enumerate(TEXTS)))
+    return path
+
+
+def write_compressed(folder: Path) -> list[Path]:
+    data = write_jsonl(folder / "x").read_bytes()
+    paths = []
+    for suffix, compress in ((".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress)):
+        paths.append(folder / f"part.jsonl{suffix}")
+        paths[-1].write_bytes(compress(data))
+    return paths
+
+
+def write_parquet(folder: Path) -> list[Path]:
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: requirements/dev.txt has it")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"id": list(range(len(TEXTS))), "body": [text or None for text in TEXTS]})
+    parquet.write_table(table, folder / "part.parquet", row_group_size=7)
+    return [folder / "part.parquet"]
+
+
+def write_arrow(folder: Path) -> list[Path]:
+    """Write the folder that Hugging Face's datasets saves, its parts not in the order of their names."""
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: requirements/dev.txt has it")
+    half = len(TEXTS) // 2
+    for name, texts in (("b.arrow", TEXTS[:half]), ("a.arrow", TEXTS[half:])):
+        batch = arrow.record_batch({"body": texts})
+        make = arrow.ipc.new_stream if name == "b.arrow" else arrow.ipc.new_file
+        with arrow.OSFile(str(folder / name), "wb") as sink, make(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "b.arrow"}, {"filename": "a.arrow"}]}))
+    (folder / "README.md").write_text("no ids")
+    return [folder]
+
+
+def write_texts(folder: Path) -> list[Path]:
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number:03}.{'md' if number % 2 else 'txt'}").write_text(text)
+    return [folder]
+
+
+def write_tar(folder: Path) -> list[Path]:
+    with tarfile.open(folder / "part-000.tar", "w") as archive:
+        for number, text in enumerate(TEXTS):
+            as_json = json.dumps({"body": text}).encode()
+            for suffix, content in (("cls", b"3"), ("body", text.encode())) if number % 2 else (("json", as_json),):
+                member = tarfile.TarInfo(f"train/{number:04}.{suffix}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return [folder / "part-000.tar"]
+
+
+@pytest.mark.parametrize("write", [write_compressed, write_parquet, write_arrow, write_texts, write_tar])
+def test_every_kind_of_file_gives_the_same_tokens_whatever_the_workers(write, tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    inputs = write(tmp_path / "corpus")
+    outputs = []
+    for workers in (1, 3):
+        prefix = tmp_path / f"out{workers}"
+        done = preprocess(prefix, *NULL, "--text-key", "body", "--workers", workers, "--input", *inputs)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert documents(Path(f"{prefix}_body_document")) == EXPECTED * (
+            len(inputs) if write is write_compressed else 1
+        )
+        outputs.append([Path(f"{prefix}_body_document{suffix}").read_bytes() for suffix in (".bin", ".idx")])
+    assert outputs[0] == outputs[1]
+
+
+def test_rows_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that holds no ids stops the first run; the second one goes on behind what was done, and says the same."""
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: requirements/dev.txt has it")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"text": [*TEXTS, "no id", *TEXTS]}), tmp_path / "x.parquet")
+    flags = [*NULL, "--input", tmp_path / "x.parquet"]
+    for _ in range(2):
+        stopped = preprocess(tmp_path / "out", *flags)
+        assert stopped.returncode == 2
+        assert f"{tmp_path}/x.parquet:41: NullTokenizer reads ids".encode() in stopped.stderr
+    assert b"Going on in" in stopped.stdout
+    assert preprocess(tmp_path / "out", *flags, "--restart", "--on-error", "skip").returncode == 0
+    assert documents(tmp_path / "out_text_document") == EXPECTED * 2
+
+
+def test_a_byte_order_mark_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "1"}\n{"text": "2"}\n')
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + b'{"text": "3"}\n'))
+    (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbf4")
+    inputs = [tmp_path / name for name in ("a.jsonl", "b.jsonl.gz", "c.txt")]
+    assert preprocess(tmp_path / "out", *NULL, "--input", *inputs).returncode == 0
+    assert list(itertools.chain(*documents(tmp_path / "out_text_document"))) == [[1], [2], [3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "1"}\n'.encode("utf-16"), "x.jsonl is encoded in UTF-16, UTF-8 is expected; convert it: iconv -f"),
+        ('{"text": "1"}\n'.encode("utf-16-le"), "x.jsonl is encoded in UTF-16LE"),
+        (b'{"text": "caf\xe9"}\n', "iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"),
+        (
+            b"Once upon a time\n",
+            "x.jsonl:1: not a JSON line: Expecting value: line 1 column 1 (char 0); is it plain text?",
+        ),
+        (b'[\n{"text": "1"}]', "one JSON array becomes lines with: jq -c '.[]'"),
+        (b"PAR1 and no more", "x.jsonl cannot be read as parquet"),
+    ],
+)
+def test_what_is_no_jsonl_is_named_with_the_way_on(content: bytes, message: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "x.jsonl").write_bytes(content)
+    flags = ["--input", str(tmp_path / "x.jsonl"), "--output-prefix", str(tmp_path / "out"), *NULL, "--workers", "1"]
+    assert preprocess_data.main(flags) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_the_member_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"1")
+    (tmp_path / "b.txt").write_bytes(b"2 \xe9")
+    done = preprocess(tmp_path / "out", *NULL, "--input", tmp_path / "*.txt")
+    assert done.returncode == 2
+    assert f"error: {tmp_path}/b.txt: not a JSON line".encode() in done.stderr
+    assert b"iconv -f WINDOWS-1252" in done.stderr
+
+
+def test_folders_that_cannot_be_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    with pytest.raises(DataError, match=r"holds the splits train; name one: --input .*/train"):
+        find_input([str(tmp_path)])
+    with pytest.raises(DataError, match="holds none of a known kind"):
+        find_input([str(tmp_path / "train")])
+    (tmp_path / "train" / "x.txt").write_text("1")
+    with pytest.raises(DataError, match=r"x.txt is one text, and --json-keys names 2 keys"):
+        find_input([str(tmp_path / "train")], ["a", "b"])
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match="pip install pyarrow"):
+        find_input([str(tmp_path / "x.parquet")])
+
+
+def test_a_column_that_is_not_there_is_named(tmp_path: Path, capsys) -> None:
+    (path,) = write_parquet(tmp_path)
+    assert preprocess_data.main(["--input", str(path), "--output-prefix", str(tmp_path / "out"), *NULL]) == 2
+    assert f"{path}: no column 'text' (found: id, body); change --json-keys" in capsys.readouterr().err
+
+
+def test_the_data_set_of_a_folder_of_texts_has_a_document_a_file(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    write_texts(tmp_path / "texts")
+    assert preprocess(tmp_path / "out", *NULL, "--input", tmp_path / "texts").returncode == 0
+    assert IndexedDataset(tmp_path / "out_text_document").num_documents == len(TEXTS)
