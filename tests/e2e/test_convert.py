@@ -42,7 +42,7 @@ def run_converter(load: Path, save: Path, *more: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("origin", ["native", "torch"])
+@pytest.mark.parametrize("origin", ["native", pytest.param("torch", marks=pytest.mark.long)])
 def test_there_and_back_by_torch_dist(origin: str, trained: Path, tmp_path: Path) -> None:
     start = trained
     if origin == "torch":
