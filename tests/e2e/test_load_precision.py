@@ -9,7 +9,7 @@ import torch
 
 from megatron.interop.native.native_source import NativeSource
 from tests.e2e.toy_run import newest, toy_args
-from tests.harness.forked_training import ForkedRun, fork_training
+from tests.harness.forked_training import fork_training
 
 FLAGS = "--lr-decay-iters 40 --train-iters 6 --eval-interval 1000"
 PRECISIONS = {"float32": "", "bfloat16": "--bf16", "float16": "--fp16 --initial-loss-scale 1024"}
@@ -24,11 +24,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folders[name] = tmp_path_factory.mktemp(name)
         fork_training(toy_args(folders[name], FLAGS, flags, "--exit-interval 4")).check()
     return folders
-
-
-def go_on(load: Path, folder: Path, flags: str, *more: str, nproc: int = 1) -> ForkedRun:
-    words = toy_args(folder, FLAGS, flags, *more, "--skip-train --no-save-rng", "--load", load)
-    return fork_training(words, nproc)
 
 
 def main_params(source: NativeSource) -> dict[str, torch.Tensor]:
@@ -76,5 +71,6 @@ def test_an_optimizer_that_cannot_fit_is_one_line(saved: dict[str, Path], tmp_pa
     run = fork_training(words)
     assert run.statuses == (2,)
     (line,) = run.errors[0].splitlines()
+    assert "does not fit this run: " in line
     assert "unexpected in the checkpoint: optimizer.exp_avg." in line
-    assert "and 48 more" in line or " more" in line
+    assert line.endswith(" more")

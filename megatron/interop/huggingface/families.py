@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from megatron.core.config_base import config_to_dict
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.interop.huggingface.family import Family, model_features
@@ -11,6 +13,7 @@ from megatron.interop.huggingface.gpt2 import GPT2Family
 from megatron.interop.huggingface.llama import LlamaFamily
 from megatron.interop.huggingface.qwen2 import Qwen2Family
 from megatron.interop.huggingface.settings import Settings, read_settings
+from megatron.interop.huggingface.tokenizer_files import tokenizer_settings
 
 FAMILIES: tuple[Family, ...] = (GPT2Family(), LlamaFamily(), Qwen2Family())
 
@@ -72,3 +75,16 @@ def _family_of(settings: Settings) -> Family:
     if not found:
         raise CheckpointError(f"{settings.place}: {names} is not supported; supported are {supported}")
     return found[0]
+
+
+def recorded_config(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what a folder says of a run's configuration: the model, and the tokenizer where it has one.
+
+    Raises:
+        CheckpointError: config.json cannot be read.
+        ConfigurationError: it describes a model that is not supported.
+    """
+    config = hugging_face_config(folder)
+    tokenizer = tokenizer_settings(folder, config.vocab_size)
+    has_tokenizer = tokenizer["tokenizer_type"] != "NullTokenizer"
+    return {"model": config_to_dict(config), "data": {}, "tokenizer": tokenizer if has_tokenizer else {}}

@@ -74,7 +74,7 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
         return recorded_args(folder)
     is_megatron = next(folder.glob(MEGATRON_FILES), None) is not None
     if not is_megatron and (folder / CONFIG_FILE).exists() and not (folder / INDEX_FILE).exists():
-        from megatron.interop.huggingface.recorded_config import recorded_config as recorded_model
+        from megatron.interop.huggingface.families import recorded_config as recorded_model
 
         return recorded_model(folder)
     if not is_megatron:
