@@ -8,6 +8,7 @@ import sys
 from megatron.training.process.process_exit import run_program
 
 COMMANDS = (
+    "adopt",
     "clean_dataset",
     "convert_checkpoint",
     "diff_checkpoints",

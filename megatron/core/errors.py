@@ -36,5 +36,9 @@ class CheckpointError(InputError):
     """Report a checkpoint that is missing, damaged or of another model."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """Report a checkpoint whose files are missing, cut short or changed: an older one may still be whole."""
+
+
 class TrainingError(MegatronError):
     """Report a run that cannot go on (a non-finite loss, a lost rank); entry scripts exit with status 1."""

@@ -10,11 +10,13 @@ import pytest
 
 import pretrain_gpt
 from megatron.commands.diff_checkpoints import main as diff
+from megatron.core.device import Device
 from megatron.core.dist_checkpointing.index import read_index
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
 from megatron.training.model_setup import build_training_parts
-from megatron.verification.run_cell import make_runtime, resolve_cell
+from megatron.training.process.initialize import make_runtime
+from megatron.verification.run_cell import resolve_cell
 from tests.harness.distributed import run_distributed
 from tests.harness.forked_training import fork_training
 
@@ -47,7 +49,7 @@ def test_training_goes_on_as_the_older_version_did(name: str, tmp_path: Path) ->
 def load_and_save(flags: list[str], world_size: int) -> None:
     """Save a run again as soon as it is loaded."""
     config = resolve_cell(flags, world_size, "float32")
-    runtime = make_runtime(config)
+    runtime = make_runtime(config, Device("cpu"))
     parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, log=print)
     tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
     saver = open_saver(config.checkpoint, runtime, print)

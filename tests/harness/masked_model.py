@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import pretrain_gpt
-from megatron.core.datasets.samples.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.samples.gpt_dataset import GPTSample, SampleDataset
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput

@@ -14,8 +14,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.checksum import checksum
 from megatron.core.dist_checkpointing.disk import write_text
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.sharding import Box
 
 INDEX_FILE = "index.json"

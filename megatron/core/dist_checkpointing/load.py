@@ -15,8 +15,8 @@ from megatron.core.dist_checkpointing.load_plan import PieceRead, plan_reads
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.shard_file import check_file
 from megatron.core.dist_checkpointing.shard_reader import ShardReader, check_pieces, read_remote_pieces
-from megatron.core.dist_checkpointing.validation import STRICT, DamagedCheckpointError, Strictness, find_misfits
-from megatron.core.errors import CheckpointError
+from megatron.core.dist_checkpointing.strictness import STRICT, Strictness, find_misfits
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.process_group import Group
 
 

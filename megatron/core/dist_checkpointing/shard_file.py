@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.disk import SequentialFile, write_error
 from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredFile, StoredPiece, StoredTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, TensorDescription, dtype_of, piece_key
 from megatron.core.dist_checkpointing.save_plan import SavePlan
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
+from megatron.core.errors import DamagedCheckpointError
 
 _SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",

@@ -18,8 +18,7 @@ from megatron.core.dist_checkpointing.checksum import join_checksums, partial_ch
 from megatron.core.dist_checkpointing.index import StoredPiece, StoredTensor
 from megatron.core.dist_checkpointing.load_plan import Cell, PieceRead
 from megatron.core.dist_checkpointing.mapping import dtype_of
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.process_group import Group
 from megatron.core.sharding import Box
 

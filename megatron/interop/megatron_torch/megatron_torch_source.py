@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from megatron.core.config_base import config_from_dict
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 from megatron.core.sharding import Box
 from megatron.interop.checkpoint_source import TensorInfo

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.interop.megatron_torch.key_names import named_tensors
 from megatron.interop.megatron_torch.pickle_reader import NAMESPACE
 from megatron.interop.megatron_torch.stored_values import LazyTensor, Record

@@ -13,8 +13,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.interop.megatron_torch.pickle_reader import read_pickle, storage_dtype
 from megatron.interop.megatron_torch.stored_values import LazyTensor, StorageKey
 

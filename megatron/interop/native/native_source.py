@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.index import INDEX_FILE, StoredPiece, Stor
 from megatron.core.dist_checkpointing.mapping import dtype_of
 from megatron.core.dist_checkpointing.shard_file import check_file
 from megatron.core.dist_checkpointing.state_dict import RNG_PREFIX
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
+from megatron.core.errors import DamagedCheckpointError
 from megatron.core.sharding import Box, describe_box, uncovered
 from megatron.interop.checkpoint_source import TensorInfo
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron.core.collectives import all_gather_objects, broadcast_object, run_on_all_ranks
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import ParallelState
 from megatron.interop.new_iteration import TRACKER_FILE
 from megatron.training.checkpointing.folder import candidate_folders, saved_iterations

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.state_dict import (
     model_tensors,
     optimizer_tensors,
 )
-from megatron.core.dist_checkpointing.validation import STRICT, STRICTNESS, Strictness
+from megatron.core.dist_checkpointing.strictness import STRICT, STRICTNESS, Strictness
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
 from megatron.interop.huggingface.model_record import MODEL_RECORD

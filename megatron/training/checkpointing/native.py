@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from megatron.core.dist_checkpointing.index import CheckpointIndex
 from megatron.core.dist_checkpointing.load import LoadedTensors, load_index, load_tensors
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.validation import STRICT, Strictness
+from megatron.core.dist_checkpointing.strictness import STRICT, Strictness
 from megatron.core.parallel_state import ParallelState
 from megatron.interop.megatron_torch.rank_files import is_megatron_torch
 from megatron.training.checkpointing.torch_format import open_torch_checkpoint

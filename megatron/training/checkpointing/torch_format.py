@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredTensor
 from megatron.core.dist_checkpointing.load import LoadedTensors
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_name
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX, rng_name
-from megatron.core.dist_checkpointing.validation import STRICT, Strictness, find_misfits
+from megatron.core.dist_checkpointing.strictness import STRICT, Strictness, find_misfits
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import arithmetic_dtype, dtype_from_name

@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron.core.config_base import IDENTITY, Role
 from megatron.core.dist_checkpointing.index import read_index_file
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.training.checkpointing.folder import candidate_folders
 from megatron.training.config.run_config import command_line_fields
 

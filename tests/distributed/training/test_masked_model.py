@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.device import Device
+from megatron.training.process.initialize import make_runtime
 from megatron.verification.cells import BASE_FLAGS
-from megatron.verification.run_cell import make_runtime, resolve_cell
+from megatron.verification.run_cell import resolve_cell
 from tests.harness.forked_training import ForkedRun, fork_training
 from tests.harness.masked_model import provide_model, run
 
@@ -44,7 +46,7 @@ def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
 
 def test_an_early_position_sees_a_late_one() -> None:
     config = resolve_cell(BASE_FLAGS, 1, "float64")
-    runtime = make_runtime(config)
+    runtime = make_runtime(config, Device("cpu"))
     model = provide_model(config, runtime, config.stage_layout.contents(0)).eval()
     tokens = torch.arange(16)[None]
     changed = tokens.clone()

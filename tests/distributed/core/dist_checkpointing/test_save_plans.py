@@ -11,27 +11,27 @@ from megatron.core.dist_checkpointing import save_plan
 from megatron.core.dist_checkpointing.mapping import whole_tensor
 from megatron.core.dist_checkpointing.save_plan import SavePlanner, gather_from_world
 from megatron.core.errors import CheckpointError
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from tests.harness.distributed import run_distributed
 from tests.unit.core.dist_checkpointing.toy import toy_tensors
 
 
-def gather(axes: dict[str, int]) -> list[Any]:
-    state = create_parallel_state(**axes)
+def gather(sizes: ParallelSizes) -> list[Any]:
+    state = create_parallel_state(sizes)
     return gather_from_world(state.rank * 11, state)
 
 
 @pytest.mark.parametrize(("tp", "pp", "cp"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (1, 4, 2)])
 def test_the_first_rank_gathers_in_the_order_of_the_ranks(tp: int, pp: int, cp: int) -> None:
-    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "context_parallel_size": cp}
-    first, *others = run_distributed(8, gather, sizes)
+    first, *others = run_distributed(8, gather, ParallelSizes(tp=tp, pp=pp, cp=cp))
     assert first == [rank * 11 for rank in range(8)]
     assert others == [[]] * 7
 
 
 def plan_three_times() -> list[tuple[int, list[int], int]]:
     """Plan at TP 2 and DP 2: twice the same, then with one more tensor on the first two ranks."""
-    state = create_parallel_state(tensor_model_parallel_size=2)
+    state = create_parallel_state(ParallelSizes(tp=2))
     groups: list[int] = []
     real = save_plan.all_gather_objects
 
@@ -64,7 +64,7 @@ def test_a_plan_is_made_among_replicas_and_kept_while_nothing_changes() -> None:
 
 
 def plan_with_a_gap() -> str:
-    state = create_parallel_state(tensor_model_parallel_size=2)
+    state = create_parallel_state(ParallelSizes(tp=2))
     tensors = toy_tensors(state.tp.rank, 2)
     with pytest.raises(CheckpointError) as caught:
         SavePlanner(state).plan(tensors if state.tp.is_first else tensors[1:])

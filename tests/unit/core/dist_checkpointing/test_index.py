@@ -15,8 +15,7 @@ from megatron.core.dist_checkpointing.index import (
     read_index,
     write_index,
 )
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.sharding import Box
 
 

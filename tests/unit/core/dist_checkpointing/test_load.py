@@ -12,8 +12,7 @@ import torch
 from megatron.core.dist_checkpointing.index import read_index, write_index
 from megatron.core.dist_checkpointing.load import load_index, load_tensors
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec, whole_tensor
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.sharding import Box, ParamSpec, Piece
 from tests.unit.core.dist_checkpointing.toy import (

@@ -17,8 +17,7 @@ from megatron.core.dist_checkpointing.load_plan import PieceRead, plan_reads, re
 from megatron.core.dist_checkpointing.mapping import TensorDescription, piece_key
 from megatron.core.dist_checkpointing.shard_file import ShardEntry, write_shard
 from megatron.core.dist_checkpointing.shard_reader import ShardReader, check_pieces, contiguous_runs
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.sharding import Box, Piece, full_pieces
 
 

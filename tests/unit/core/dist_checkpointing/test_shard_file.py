@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.load_plan import plan_reads
 from megatron.core.dist_checkpointing.mapping import dtype_name
 from megatron.core.dist_checkpointing.shard_file import ShardEntry, check_file, shard_bytes, write_shard
 from megatron.core.dist_checkpointing.shard_reader import ShardReader
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
+from megatron.core.errors import DamagedCheckpointError
 from megatron.core.sharding import Box, Piece, full_pieces
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.interop.megatron_torch.torch_file import TorchFile
 
 VALUES = {

@@ -10,8 +10,7 @@ import torch
 
 from megatron.core.dist_checkpointing.index import read_index
 from megatron.core.dist_checkpointing.mapping import whole_tensor
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.sharding import Box
 from megatron.interop.checkpoint_source import TensorInfo

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.state_dict import RunTensors
-from megatron.core.dist_checkpointing.validation import DamagedCheckpointError
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
 from megatron.training.checkpointing.load import load_checkpoint, load_model_weights, read_common

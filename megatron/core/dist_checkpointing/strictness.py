@@ -6,15 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.core.errors import CheckpointError
-
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.index import StoredTensor
     from megatron.core.dist_checkpointing.mapping import TensorDescription
-
-
-class DamagedCheckpointError(CheckpointError):
-    """Report a checkpoint whose files are missing, cut short or changed: an older one may still be whole."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,273 @@
+"""Launch scripts become this project's command, and every flag of theirs is accounted for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tree_sitter_bash", reason="tree-sitter-bash is not installed")
+
+from megatron.adoption.adopted_command import AdoptedCommand
+from megatron.adoption.adoption import adopt_file
+from megatron.adoption.foreign_flags import foreign_flags
+from megatron.adoption.launch import launch_of
+from megatron.adoption.report import report_data
+from megatron.adoption.translation import flag_groups, translate
+from megatron.commands.adopt import CHECKS, main
+from megatron.training.config.arguments import all_flags
+from tests.unit.adoption.example_scripts import DEEPSPEED, MEGATRON, PAI, TWO_STEPS
+from tests.unit.adoption.shell.bash_oracle import started_by_bash, started_by_reading
+
+USER_SCRIPTS = Path(__file__).parents[3].parent / "shared" / "user_scripts"
+
+
+def adopted(folder: Path, text: str, *parameters: str, **variables: str) -> tuple[AdoptedCommand, ...]:
+    path = folder / "run.sh"
+    path.write_text(text)
+    return adopt_file(path, parameters, variables, CHECKS).commands
+
+
+def values_of(command: AdoptedCommand) -> dict[str, tuple[str, ...]]:
+    return {group.name: group.values for group in command.groups}
+
+
+def kinds_of(command: AdoptedCommand) -> dict[str, str]:
+    return {finding.flag.split()[0]: finding.kind for finding in command.findings}
+
+
+def test_a_patch_script_with_its_parameters(tmp_path: Path) -> None:
+    (command,) = adopted(tmp_path, PAI, "dsw", "0.5B", "1", "8", "2", "true", "full", "/qwen", "1000000", "/out")
+    values = values_of(command)
+    assert command.head[:3] == ("torchrun", "--nproc_per_node", "8")
+    assert command.head[-1] == "pretrain_gpt.py"
+    assert values["--num-layers"] == ("24",)
+    assert values["--train-iters"] == ("30",)
+    assert values["--tensor-model-parallel-size"] == ("2",)
+    assert values["--num-query-groups"] == ("2",)
+    assert "--sequence-parallel" in values
+    assert "--untie-embeddings-and-output-weights" not in values
+    # A tokenizer that the patch takes from the folder of the weights.
+    assert values["--tokenizer-model"] == values["--load"] == ("/qwen",)
+    assert set(command.placeholders) == {"MASTER_PORT", "current_time"}
+    assert command.refused == ()
+    assert kinds_of(command)["--dataset"] == "no effect"
+
+
+def test_a_patch_script_without_its_parameters_names_them(tmp_path: Path) -> None:
+    (command,) = adopted(tmp_path, PAI)
+    assert {"ARG2", "ARG5", "NUM_LAYERS", "TRAIN_ITERS", "GPUS", "TOKENIZER_FOLDER"} <= set(command.placeholders)
+    assert "'<NUM_LAYERS>'" in command.text
+    assert not command.is_world_size_known
+    assert not command.would_run
+
+
+def test_a_megatron_script(tmp_path: Path) -> None:
+    (command,) = adopted(tmp_path, MEGATRON, "ck", "logs")
+    values = values_of(command)
+    assert command.world_size == 16
+    assert values["--global-batch-size"] == ("32",)
+    assert values["--split"] == ("99,1,0",)
+    assert values["--save"] == ("ck",)
+    assert values["--tensorboard-dir"] == ("logs/tensorboard",)
+    assert "--mock-data" not in values
+    assert command.would_run
+    # Files are looked for on this machine, which need not be the one of the run.
+    assert [line.split()[0] for line in command.absent] == ["--data-path", "--vocab-file", "--merge-file"]
+
+
+def test_a_deepspeed_script(tmp_path: Path) -> None:
+    (command,) = adopted(tmp_path, DEEPSPEED)
+    values = values_of(command)
+    assert command.head == ("torchrun", "--nproc_per_node", "4", "--master_port", "29500", "pretrain_gpt.py")
+    assert values["--tensor-model-parallel-size"] == ("2",)
+    assert values["--micro-batch-size"] == ("4",)
+    assert values["--lr-warmup-fraction"] == (".01",)
+    assert values["--normalization"] == ("RMSNorm",)
+    assert values["--recompute-num-layers"] == ("1",)
+    assert {"--use-distributed-optimizer", "--group-query-attention"} <= set(values)
+    kinds = kinds_of(command)
+    assert kinds["--model-parallel-size"] == "renamed"
+    assert kinds["--deepspeed"] == "no effect"
+    assert kinds["--deepspeed_config"] == "no counterpart"
+    assert command.refused == ()
+    assert not command.would_run
+
+
+def test_every_command_of_a_script_is_adopted(tmp_path: Path) -> None:
+    commands = adopted(tmp_path, TWO_STEPS)
+    assert [command.head[-1] for command in commands] == ["tools/preprocess_data.py"] * 2 + ["pretrain_gpt.py"]
+    assert commands[2].head == ("torchrun", "--nproc_per_node", "2", "pretrain_gpt.py")
+    assert [command.would_run for command in commands] == [True] * 3
+
+
+def test_what_is_not_pretraining_is_to_be_decided(tmp_path: Path) -> None:
+    (command,) = adopted(tmp_path, TWO_STEPS.partition("done")[2].replace("pretrain_gpt.py", "finetune_gpt.py"))
+    assert command.head[-1] == "pretrain_gpt.py"
+    assert [finding.flag for finding in command.findings if finding.needs_decision] == ["finetune_gpt.py"]
+
+
+def test_a_shell_that_srun_starts_is_looked_into(tmp_path: Path) -> None:
+    text = (
+        'CMD="torchrun --nproc_per_node 2 pretrain_gpt.py --mock-data"\nsrun -l --mpi pmix bash -c "${CMD}" &\nwait\n'
+    )
+    (command,) = adopted(tmp_path, text)
+    assert " ".join(command.head) == "srun -l --mpi pmix torchrun --nproc_per_node 2 pretrain_gpt.py"
+    assert any("--num-layers is missing" in line for line in command.refused)
+    (command,) = adopted(tmp_path, "srun -n 8 python pretrain_gpt.py --mock-data\n")
+    assert [finding.flag for finding in command.findings] == ["srun python"]
+
+
+def test_line_ends_of_other_systems_do_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_bytes(MEGATRON.replace("\n", "\r\n").encode())
+    (command,) = adopt_file(tmp_path / "run.sh", ["ck", "logs"], {}, CHECKS).commands
+    assert command.would_run
+
+
+def test_the_tool_as_users_call_it(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(TWO_STEPS)
+    tool = Path(__file__).parents[3] / "tools" / "adopt.py"
+    result = subprocess.run([sys.executable, tool, "run.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("# run.sh, line 4\npython tools/preprocess_data.py \\\n    --input a.jsonl \\\n")
+
+
+@pytest.mark.parametrize("text", [MEGATRON, DEEPSPEED, TWO_STEPS], ids=["Megatron-LM", "DeepSpeed", "two steps"])
+def test_example_scripts_are_read_as_bash_reads_them(text: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    read = started_by_reading(script, ["ck", "logs"], {})
+    assert read == started_by_bash(script, ["ck", "logs"], {}, tmp_path)
+    assert read
+
+
+def test_what_the_parsers_refuse_is_listed(tmp_path: Path) -> None:
+    text = TWO_STEPS.replace("--num-attention-heads 2", "--num-attention-heads 3").replace("--append-eod", "--colour")
+    commands = adopted(tmp_path, text)
+    assert "--colour" in commands[0].refused[0]
+    assert any("3" in line for line in commands[2].refused)
+
+
+def test_flags_are_renamed_left_out_or_listed() -> None:
+    words = "--zero-stage 3 --fp8-hybrid --checkpoint-activations --recompute-num-layers 4 --invented 1 2 --keep-last"
+    translation = translate(words.split())
+    groups = {group.name: group.values for group in translation.groups}
+    # What the command has itself goes before what a renamed flag brings along.
+    assert groups["--recompute-num-layers"] == ("4",)
+    assert groups["--data-parallel-sharding-strategy"] == ("optim_grads",)
+    found = {finding.flag: finding for finding in translation.findings}
+    assert found["--zero-stage 3"].needs_decision
+    assert found["--invented 1 2"].kind == "no counterpart"
+    assert found["--keep-last"].kind == "no effect"
+    assert "--keep-last" not in groups
+
+
+def test_values_stay_with_their_flags() -> None:
+    words = "--a=1 loose --data-path 0.5 x -1 y --bf16 loose --num-layers 2 loose"
+    groups = list(flag_groups(words.split()))
+    assert [group.words for group in groups][1:] == [
+        ("--data-path", "0.5", "x", "-1", "y"),
+        ("--bf16",),
+        ("loose",),
+        ("--num-layers", "2"),
+        ("loose",),
+    ]
+    assert groups[0].words == ("--a", "1", "loose")
+
+
+@pytest.mark.parametrize(
+    ("words", "script", "world_size", "wrapper"),
+    [
+        ("torchrun --nproc_per_node=2 --nnodes 3 x/pretrain_gpt.py --a", "x/pretrain_gpt.py", 6, ()),
+        ("torchrun pretrain_gpt.py", "pretrain_gpt.py", 1, ()),
+        ("torchrun --standalone --nproc-per-node gpu pretrain_gpt.py", "pretrain_gpt.py", None, ()),
+        ("python3 -u pretrain_gpt.py", "pretrain_gpt.py", 1, ()),
+        ("python -m torch.distributed.run --nproc_per_node 2 pretrain_gpt.py", "pretrain_gpt.py", 2, ()),
+        ("srun -N 2 torchrun --nproc_per_node 4 --nnodes 2 pretrain_gpt.py", "pretrain_gpt.py", 8, ("srun", "-N", "2")),
+        ("deepspeed --num_nodes 2 --num_gpus 2 pretrain_gpt.py", "pretrain_gpt.py", 4, ()),
+        ("deepspeed pretrain_gpt.py", "pretrain_gpt.py", None, ()),
+    ],
+)
+def test_launchers_are_taken_apart(words: str, script: str, world_size: int | None, wrapper: tuple[str, ...]) -> None:
+    launch = launch_of(words.split())
+    assert launch is not None
+    assert (launch.script, launch.world_size, launch.wrapper) == (script, world_size, wrapper)
+
+
+@pytest.mark.parametrize("words", ["ls -l", "python -c print()", "torchrun --nproc_per_node 2", "python"])
+def test_what_is_no_launch_is_none(words: str) -> None:
+    assert launch_of(words.split()) is None
+
+
+def test_the_table_names_flags_that_exist() -> None:
+    known = set(all_flags())
+    named = {word for row in foreign_flags().values() for word in row.becomes.split() if word.startswith("--")}
+    assert named <= known
+    for row in foreign_flags().values():
+        assert row.change
+        assert row.trainer
+        assert row.arity in (0, 1, "+")
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "message"),
+    [
+        (None, [], "No such file"),
+        (b"\x7fELF\x00\xff\xfe", [], "is not text"),
+        (b"echo hello\nls -l\n", [], "launches no script that is known"),
+        (b"torchrun pretrain_bert.py --a\n", [], "it starts pretrain_bert.py"),
+        (b"", [], "it starts nothing"),
+        (b"torchrun pretrain_gpt.py", ["--set", "X"], "--set X is not NAME=VALUE"),
+    ],
+)
+def test_bad_input_gets_one_line(tmp_path: Path, capsys, content: bytes | None, words: list[str], message: str) -> None:
+    path = tmp_path / "run.sh"
+    if content is not None:
+        path.write_bytes(content)
+    assert main([str(path), *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
+    assert message in said.err
+
+
+def test_the_command_line(tmp_path: Path, capsys) -> None:
+    path, data = tmp_path / "run.sh", tmp_path / "adopted.json"
+    path.write_text(MEGATRON)
+    assert main([str(path), "--json", str(data), "--set", "NUM_NODES=1", "--", "ck", "logs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "torchrun --nproc_per_node 8 --nnodes 1 --master_addr localhost pretrain_gpt.py \\"
+    assert "    --num-layers 4 \\" in lines
+    assert "  --profile-step-start 4  no profile is written; the numbers are the same (Megatron-LM)" in lines
+    assert "pretrain_gpt.py takes this command (8 ranks)." in lines
+    written = json.loads(data.read_text())
+    assert written["would_run"] is True
+    assert written["commands"][0]["world_size"] == 8
+    assert written["commands"][0]["words"][:3] == ["torchrun", "--nproc_per_node", "8"]
+    assert main([str(path)]) == 1
+
+
+SOURCED = ("common_gpt2", "common_choices")
+
+
+@pytest.mark.skipif(not USER_SCRIPTS.is_dir(), reason=f"{USER_SCRIPTS} is not on this machine")
+@pytest.mark.parametrize("name", sorted({path.stem for path in USER_SCRIPTS.glob("*.sh")} - set(SOURCED)) or ["none"])
+@pytest.mark.parametrize("extra", [{}, {"PR": "bf16", "TP": "2", "AC": "sel"}], ids=["plain", "set"])
+def test_scripts_of_users_are_read_as_bash_reads_them(
+    name: str, extra: dict[str, str], tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = USER_SCRIPTS / f"{name}.sh"
+    parameters = ["--workers", "3"] if name == "preprocess" else ["--seed", "7"]
+    (expected,) = started_by_bash(script, parameters, extra, tmp_path)
+    assert started_by_reading(script, parameters, extra) == [expected]
+    (command,) = adopt_file(script, parameters, extra, CHECKS).commands
+    assert command.refused == ()
+    assert command.is_world_size_known
+    # Each word of the script is in the command or in a finding.
+    (data,) = report_data([command], [])["commands"]
+    accounted = {*data["words"], *(word for flag in data["flags"] for word in flag["flag"].split())}
+    assert set(expected) - accounted == set()

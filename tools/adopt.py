@@ -1,0 +1,13 @@
+"""Print this project's command for another trainer's launch script or settings file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.commands.adopt import main
+
+if __name__ == "__main__":
+    sys.exit(main())
