@@ -440,10 +440,8 @@ def tracked_files(*patterns: str) -> list[Path]:
 
 def test_the_picture_of_the_architecture_has_every_room() -> None:
     (picture,) = re.findall(r"```\n(.*?)```", (REPOSITORY / "docs" / "architecture.md").read_text(), flags=re.DOTALL)
-    rooms = {path.stem for folder in (PACKAGE, PACKAGE / "core") for path in folder.iterdir()} - {
-        "__init__",
-        "__pycache__",
-    }
+    files = [path.relative_to(folder) for folder in (PACKAGE, PACKAGE / "core") for path in folder.rglob("*.py")]
+    rooms = {path.parts[0].removesuffix(".py") for path in files} - {"__init__"}
     assert rooms - set(re.findall(r"\w+", picture)) == set()
 
 
