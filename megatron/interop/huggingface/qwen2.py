@@ -12,17 +12,20 @@ from megatron.interop.huggingface.settings import Settings
 class Qwen2Family(RotaryDecoderFamily):
     """Translate Qwen2 (``Qwen2ForCausalLM``)."""
 
-    def __init__(self) -> None:
-        super().__init__("qwen2", "Qwen2ForCausalLM", has_qkv_bias=True, default_positions=32768, default_groups=32)
+    model_type = "qwen2"
+    architecture = "Qwen2ForCausalLM"
+    has_qkv_bias = True
+    default_positions = 32768
+    default_groups = 32
 
-    def check_settings(self, settings: Settings) -> None:
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Note a sliding window that a layer would use."""
         types = settings.values.get("layer_types")
         if types is not None:
             if any(kind != "full_attention" for kind in types):
                 kinds = sorted({str(kind) for kind in types})
                 settings.refuse(f"layer_types has {', '.join(kinds)}; every layer must have full_attention")
-            return
+            return {}
         window = settings.values.get("sliding_window", 4096)
         layers, full_layers = settings.integer("num_hidden_layers"), settings.values.get("max_window_layers", 28)
         if settings.switch("use_sliding_window", False) and window is not None and layers > full_layers:
@@ -30,6 +33,7 @@ class Qwen2Family(RotaryDecoderFamily):
                 f"use_sliding_window is true: layers {full_layers} to {layers - 1} would attend to {window} tokens "
                 "only; every layer must have full attention"
             )
+        return {}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""

@@ -18,36 +18,27 @@ class RotaryDecoderFamily:
     """Translate what the families have in common; each says itself what else its settings may hold.
 
     ``has_qkv_bias`` tells whether the projections to queries, keys and values have biases. The defaults are those of
-    the family's configuration class, which its files may leave out.
+    the family's configuration class, which its files may leave out; without a default for the groups there is one for
+    each head, and without one for a head's width the heads share the model's.
     """
 
+    model_type: str
+    architecture: str
     base_prefix = "model."
-
-    def __init__(
-        self,
-        model_type: str,
-        architecture: str,
-        *,
-        has_qkv_bias: bool,
-        default_positions: int,
-        default_groups: int | None,
-    ) -> None:
-        self.model_type = model_type
-        self.architecture = architecture
-        self.has_qkv_bias = has_qkv_bias
-        self.default_positions = default_positions
-        self.default_groups = default_groups
+    has_qkv_bias = False
+    default_positions: int
+    default_groups: int | None = None
+    default_head_dim: int | None = None
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model that the settings describe."""
         width = settings.integer("hidden_size")
         heads = settings.integer("num_attention_heads")
         groups = settings.integer("num_key_value_heads", self.default_groups or heads)
-        head_dim = settings.integer("head_dim", max(width // heads, 1))
+        head_dim = settings.integer("head_dim", self.default_head_dim or max(width // heads, 1))
         if not settings.problems:
-            _check_heads(settings, width, heads, groups, head_dim)
+            self._check_heads(settings, width, heads, groups, head_dim)
         settings.require("hidden_act", "silu", "silu", "the feed-forward layer is gated by SiLU")
-        self.check_settings(settings)
         positions = settings.integer("max_position_embeddings", self.default_positions)
         return GPTConfig(
             num_layers=settings.integer("num_hidden_layers"),
@@ -71,10 +62,12 @@ class RotaryDecoderFamily:
             untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", False),
             **read_rope(settings, positions),
             **dtype_fields(settings),
+            **self.own_fields(settings),
         )
 
-    def check_settings(self, settings: Settings) -> None:
-        """Note what only this family's settings may hold and what is not supported of it."""
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return what only this family's settings decide of a model, and note what is not supported of it."""
+        return {}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
@@ -94,7 +87,7 @@ class RotaryDecoderFamily:
             "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
             "vocab_size": config.vocab_size,
         }
-        if config.kv_channels * config.num_attention_heads != config.hidden_size:
+        if self.default_head_dim or config.kv_channels * config.num_attention_heads != config.hidden_size:
             settings["head_dim"] = config.kv_channels
         return settings | write_rope(config)
 
@@ -126,6 +119,13 @@ class RotaryDecoderFamily:
                         yield rows(native, native_start, foreign, foreign_start, count, trailing)
         projection = (width, config.query_projection_size)
         yield whole(f"{ours}self_attention.linear_proj.weight", f"{theirs}self_attn.o_proj.weight", projection)
+        if config.qk_layernorm:
+            for name in ("q", "k"):
+                native, foreign = (
+                    f"{ours}self_attention.{name}_layernorm.weight",
+                    f"{theirs}self_attn.{name}_norm.weight",
+                )
+                yield whole(native, foreign, (config.kv_channels,))
         gated = f"{ours}mlp.linear_fc1.weight"
         yield rows(gated, 0, f"{theirs}mlp.gate_proj.weight", 0, ffn, (width,))
         yield rows(gated, ffn, f"{theirs}mlp.up_proj.weight", 0, ffn, (width,))
@@ -133,11 +133,10 @@ class RotaryDecoderFamily:
         yield whole(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", (width,))
         yield whole(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (width,))
 
-
-def _check_heads(settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:
-    if heads % groups:
-        settings.refuse(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
-    if settings.values.get("head_dim") is None and width % heads:
-        settings.refuse(f"hidden_size {width} is not divisible by num_attention_heads {heads}; give head_dim")
-    elif head_dim % 2:
-        settings.refuse(f"heads are {head_dim} channels wide; rotary positions need an even number")
+    def _check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:
+        if heads % groups:
+            settings.refuse(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
+        if settings.values.get("head_dim", self.default_head_dim) is None and width % heads:
+            settings.refuse(f"hidden_size {width} is not divisible by num_attention_heads {heads}; give head_dim")
+        elif head_dim % 2:
+            settings.refuse(f"heads are {head_dim} channels wide; rotary positions need an even number")

@@ -39,6 +39,7 @@ LLAMA31_SCALING = {
     "rope_type": "llama3",
 }
 QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
 def config_of(folder: Path, values: dict[str, Any]) -> GPTConfig:
@@ -77,6 +78,12 @@ def test_qwen_has_biases_on_queries_keys_and_values_only(tmp_path: Path) -> None
     assert (config.rotary_base, config.untie_embeddings_and_output_weights) == (1000000, False)
 
 
+def test_qwen3_normalizes_queries_and_keys_and_its_heads_have_a_width_of_their_own(tmp_path: Path) -> None:
+    config = config_of(tmp_path, QWEN3)
+    assert (config.qk_layernorm, config.has_qkv_bias, config.kv_channels) == (True, False, 128)
+    assert config_of(tmp_path, QWEN3 | {"head_dim": 16}).kv_channels == 16
+
+
 def test_a_sliding_window_that_no_layer_uses_is_taken(tmp_path: Path) -> None:
     unused = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 2}
     late = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 3}
@@ -102,6 +109,7 @@ REFUSED = [
     (LLAMA, {"auto_map": {"AutoModel": "x.py"}}, "auto_map is set"),
     (QWEN, {"use_sliding_window": True, "max_window_layers": 2}, "use_sliding_window is true: layers 2 to 2"),
     (QWEN, {"layer_types": ["full_attention", "sliding_attention", "x"]}, "layer_types has full_attention, sliding"),
+    (QWEN3, {"attention_bias": True}, "attention_bias is true"),
     (GPT2, {"activation_function": "tanh"}, "activation_function 'tanh'"),
     (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
     (GPT2, {"add_cross_attention": True}, "add_cross_attention is true"),
@@ -148,10 +156,11 @@ MODELS = [
     LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA31_SCALING, "head_dim": 16},
     LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}, "tie_word_embeddings": True},
     QWEN,
+    QWEN3,
 ]
 
 
-@pytest.mark.parametrize("values", MODELS, ids=["gpt2", "llama31", "llama_linear", "qwen"])
+@pytest.mark.parametrize("values", MODELS, ids=lambda values: values["model_type"])
 def test_a_model_finds_its_family_and_settings_again(tmp_path: Path, values: dict[str, Any]) -> None:
     config = config_of(tmp_path, values)
     family = family_for(config)
@@ -165,7 +174,7 @@ def test_a_model_finds_its_family_and_settings_again(tmp_path: Path, values: dic
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"qk_layernorm": True}, "qk_layernorm True"),
+        ({"qk_layernorm": True, "add_qkv_bias": True}, "qk_layernorm True"),
         ({"apply_layernorm_1p": True}, "apply_layernorm_1p True"),
         ({"rotary_percent": 0.5}, "rotary_dim 4"),
         ({"rotary_interleaved": True}, "rotary_interleaved True"),
@@ -179,7 +188,10 @@ def test_a_model_of_no_family_is_refused_with_the_reason(tmp_path: Path, changes
     assert named in str(caught.value)
 
 
-@pytest.mark.parametrize("values", [GPT2, LLAMA, QWEN], ids=["gpt2", "llama", "qwen"])
+FAMILY_SETTINGS = [GPT2, LLAMA, QWEN, QWEN3]
+
+
+@pytest.mark.parametrize("values", FAMILY_SETTINGS, ids=lambda values: values["model_type"])
 def test_links_cover_every_element_of_both_sides_once(tmp_path: Path, values: dict[str, Any]) -> None:
     config = config_of(tmp_path, values)
     (family,) = (family for family in FAMILIES if family.model_type == values["model_type"])
