@@ -45,6 +45,7 @@ class SelfAttention(nn.Module):
         self.head_dim = config.kv_channels
         self.num_heads = config.num_attention_heads // tp.size
         self.num_groups = key_value_heads_of_rank(config.num_query_groups, tp.size)
+        self.window = config.layer_windows[layer_number]
         self.dropout = config.attention_dropout
         self.recompute_core = config.recompute_granularity == "selective"
         self.cp = single_rank_group(("cp",)) if cp is None else cp
@@ -96,6 +97,8 @@ class SelfAttention(nn.Module):
             query, key = apply_rotary(query, angles), apply_rotary(key, angles)
         if cache is not None:
             key, value = cache.update(self.layer_number, key, value)
+        if self.window is not None and self.window < key.shape[0] * self.cp.size:
+            pattern = pattern.within(self.window)
         if self.recompute_core and self.training:
             context = recompute(self._attend, self.rng, query, key, value, pattern)
         else:

@@ -6,6 +6,7 @@ import dataclasses
 
 from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, flag
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.transformer.layer_pattern import parse_layer_pattern
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,14 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     """Store the normalization's weight as its difference from one."""
     qk_layernorm: bool = flag(False, role="weights")
     """Normalize queries and keys, each head on its own."""
+
+    window_size: str | None = flag(None, metavar="N,0", role="meaning", seen_as="layer_windows", in_args=False)
+    """Let a query attend to its own position and the N before it, and to no others."""
+    window_attn_skip_freq: str | None = flag(
+        None, role="meaning", needs="window_size", seen_as="layer_windows", in_args=False
+    )
+    """Which layers have the window: N leaves out every Nth one, a list has a 1 or 0 for each: ([1]*5+[0])*4; by
+    default all have it."""
 
     swiglu: bool = flag(False, role="shape", excludes=("squared_relu", "openai_gelu"), seen_as="activation")
     """Use the SwiGLU feed-forward layer."""
@@ -119,6 +128,21 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
         return self.add_bias_linear or self.add_qkv_bias
 
     @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Return for each layer how many keys a query attends to, its own among them; None is all before it.
+
+        Raises:
+            ValueError: --window-size or --window-attn-skip-freq is none; the message says why.
+        """
+        if self.window_size is None:
+            return (None,) * self.num_layers
+        window = _window(self.window_size)
+        if self.window_attn_skip_freq is None:
+            return (window,) * self.num_layers
+        has_window = parse_layer_pattern(self.window_attn_skip_freq, self.num_layers)
+        return tuple(window if has else None for has in has_window)
+
+    @property
     def query_projection_size(self) -> int:
         """Return the width of all query heads together."""
         return self.kv_channels * self.num_attention_heads
@@ -142,14 +166,22 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
         """Return the operations of one forward pass over one sequence; a multiply-add counts as two.
 
         Matrix products alone are counted: norms, activations and embedding lookups are together far below one per cent.
-        Causal attention counts the half of the score matrix that is used.
+        Causal attention counts the half of the score matrix that is used, or what a window leaves of it.
         Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
         """
         hidden, queries, keys = self.hidden_size, self.query_projection_size, self.kv_projection_size
         projections = hidden * (queries + 2 * keys) + queries * hidden
-        core = 2 * queries * seq_length / 2
+        windows = [min(window or seq_length, seq_length) for window in self.layer_windows]
+        cores = sum(2 * queries * window * (1 - window / seq_length / 2) for window in windows)
         mlp = hidden * self.ffn_hidden_size * (3 if self.swiglu else 2)
-        return 2.0 * seq_length * self.num_layers * (projections + core + mlp)
+        return 2.0 * seq_length * (self.num_layers * (projections + mlp) + cores)
+
+
+def _window(text: str) -> int:
+    before, comma, after = text.strip("() ").partition(",")
+    if not (before.strip().isdecimal() and comma and after.strip() == "0"):
+        raise ValueError("N,0 is expected, with N the number of positions before its own that a query attends to")
+    return int(before) + 1
 
 
 def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:

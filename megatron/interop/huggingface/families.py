@@ -9,11 +9,18 @@ from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.interop.huggingface.family import Family, model_features
 from megatron.interop.huggingface.gpt2 import GPT2Family
 from megatron.interop.huggingface.llama import LlamaFamily
+from megatron.interop.huggingface.mistral import MistralFamily
 from megatron.interop.huggingface.qwen2 import Qwen2Family
 from megatron.interop.huggingface.qwen3 import Qwen3Family
 from megatron.interop.huggingface.settings import Settings, read_settings
 
-FAMILIES: tuple[Family, ...] = (GPT2Family(), LlamaFamily(), Qwen2Family(), Qwen3Family())
+FAMILIES: tuple[Family, ...] = (
+    GPT2Family(),
+    LlamaFamily(),
+    Qwen2Family(),
+    Qwen3Family(),
+    MistralFamily(),
+)
 
 
 def hugging_face_config(folder: str | Path) -> GPTConfig:

@@ -18,7 +18,7 @@ class Qwen3Family(Qwen2Family):
     default_head_dim = 128
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the norms of queries and keys; note biases and a sliding window that a layer would use."""
+        """Return the norms of queries and keys and the windows; note biases."""
         settings.require("attention_bias", False, False, "attention has no biases")
         return super().own_fields(settings) | {"qk_layernorm": True}
 

@@ -18,7 +18,6 @@ SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (),
     "qk_l2_norm": (),
     "softmax_type": ("vanilla",),
-    "window_size": (),
     "no_rope_freq": (),
     "attention_output_gate": (),
     "experimental_attention_variant": (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from megatron.training.config.checks.check import Check, divisors
@@ -76,6 +77,19 @@ def _check_rotary(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_windows(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    try:
+        _ = dataclasses.replace(model, window_attn_skip_freq=None).layer_windows
+    except ValueError as error:
+        yield f"--window-size {model.window_size}: {error}"
+        return
+    try:
+        _ = model.layer_windows
+    except ValueError as error:
+        yield f"--window-attn-skip-freq {model.window_attn_skip_freq}: {error}"
+
+
 def _check_recompute(config: RunConfig) -> Iterator[str]:
     model = config.model
     granularity, method = model.recompute_granularity, model.recompute_method
@@ -108,5 +122,6 @@ CHECKS = (
         ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
         _check_rotary,
     ),
+    Check(("num_layers", "window_size", "window_attn_skip_freq"), _check_windows),
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),
 )

@@ -39,6 +39,7 @@ LLAMA31_SCALING = {
     "rope_type": "llama3",
 }
 QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
@@ -91,6 +92,17 @@ def test_a_sliding_window_that_no_layer_uses_is_taken(tmp_path: Path) -> None:
     assert config_of(tmp_path, QWEN | unused) == config_of(tmp_path, QWEN | late) == config_of(tmp_path, QWEN | full)
 
 
+def test_windows_of_all_layers_and_of_the_later_ones(tmp_path: Path) -> None:
+    assert config_of(tmp_path, MISTRAL).layer_windows == (4096,) * 3
+    assert config_of(tmp_path, MISTRAL | {"sliding_window": None}).layer_windows == (None,) * 3
+    used = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+    config = config_of(tmp_path, QWEN | used)
+    assert config.layer_windows == (None, 64, 64)
+    assert (config.window_size, config.window_attn_skip_freq) == ("63,0", "[0, 1, 1]")
+    alternating = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    assert config_of(tmp_path, QWEN | used | alternating).window_attn_skip_freq == "2"
+
+
 REFUSED = [
     (LLAMA, {"attention_bias": True}, "attention_bias is true"),
     (LLAMA, {"mlp_bias": True}, "mlp_bias is true"),
@@ -107,14 +119,17 @@ REFUSED = [
     (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'"),
     (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config is set"),
     (LLAMA, {"auto_map": {"AutoModel": "x.py"}}, "auto_map is set"),
-    (QWEN, {"use_sliding_window": True, "max_window_layers": 2}, "use_sliding_window is true: layers 2 to 2"),
-    (QWEN, {"layer_types": ["full_attention", "sliding_attention", "x"]}, "layer_types has full_attention, sliding"),
+    (QWEN, {"layer_types": ["full_attention", "sliding_attention", "x"]}, "layer_types has x; supported are full_"),
+    (QWEN, {"layer_types": ["full_attention"] * 2}, "layer_types has 2 layers, but there are 3"),
+    (QWEN, {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is false"),
+    (MISTRAL, {"sliding_window": 0}, "sliding_window is 0"),
+    (MISTRAL, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
     (QWEN3, {"attention_bias": True}, "attention_bias is true"),
     (GPT2, {"activation_function": "tanh"}, "activation_function 'tanh'"),
     (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
     (GPT2, {"add_cross_attention": True}, "add_cross_attention is true"),
     (GPT2, {"n_head": 7}, "n_embd 48 is not divisible by n_head 7"),
-    (LLAMA, {"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM is not supported"),
+    (LLAMA, {"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported"),
     (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
     (LLAMA, {"architectures": None, "model_type": "mamba"}, "model_type 'mamba' is not supported"),
 ]
@@ -157,6 +172,8 @@ MODELS = [
     LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}, "tie_word_embeddings": True},
     QWEN,
     QWEN3,
+    QWEN3 | {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    MISTRAL,
 ]
 
 
@@ -188,7 +205,7 @@ def test_a_model_of_no_family_is_refused_with_the_reason(tmp_path: Path, changes
     assert named in str(caught.value)
 
 
-FAMILY_SETTINGS = [GPT2, LLAMA, QWEN, QWEN3]
+FAMILY_SETTINGS = [GPT2, LLAMA, QWEN, QWEN3, MISTRAL]
 
 
 @pytest.mark.parametrize("values", FAMILY_SETTINGS, ids=lambda values: values["model_type"])

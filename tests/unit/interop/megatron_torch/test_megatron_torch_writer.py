@@ -32,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "untied-rms": {"untie_embeddings_and_output_weights": True, "normalization": "RMSNorm"},
     "qwen-bf16": {"add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True, "bf16": True},
     "rope-fp16": {"swiglu": False, "position_embedding_type": "rope", "fp16": True},
+    "windows": {"window_size": "7,0", "window_attn_skip_freq": "2"},
     "scaled-rope": {
         "position_embedding_type": "rope",
         "use_rope_scaling": True,
@@ -50,6 +51,7 @@ CASES = [
     ("rope-fp16", "tp2", False),
     ("rope-fp16", "pp2", True),
     ("scaled-rope", "tp2", False),
+    ("windows", "tp2", False),
 ]
 
 
