@@ -28,9 +28,13 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0"),
         *("--window-attn-skip-freq", "2"),
     ),
+    "neox": (
+        *("--position-embedding-type", "rope", "--rotary-percent", "0.34", "--use-parallel-residual"),
+        "--untie-embeddings-and-output-weights",
+    ),
 }
 """Model shapes by name: what each adds to the base command line."""
-FAMILY_SHAPES = ("mistral",)
+FAMILY_SHAPES = ("mistral", "neox")
 """Shapes of further families, each with the features that make it one."""
 
 DATA: dict[str, tuple[str, ...]] = {

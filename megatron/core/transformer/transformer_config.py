@@ -51,6 +51,8 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     qk_layernorm: bool = flag(False, role="weights")
     """Normalize queries and keys, each head on its own."""
 
+    use_parallel_residual: bool = flag(False, role="meaning", in_args=False)
+    """Add attention and feed-forward to the same hidden states, in place of one after the other."""
     window_size: str | None = flag(None, metavar="N,0", role="meaning", seen_as="layer_windows", in_args=False)
     """Let a query attend to its own position and the N before it, and to no others."""
     window_attn_skip_freq: str | None = flag(

@@ -68,7 +68,7 @@ def make_feed_forward(config: TransformerConfig, layer_number: int, tp: Group, d
 
 
 class TransformerLayer(nn.Module):
-    """Apply ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+    """Apply ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; with parallel residuals both to the same ``x``.
 
     ``layer_number`` counts from 0 over the whole model, whatever stage the layer is on.
 
@@ -89,6 +89,7 @@ class TransformerLayer(nn.Module):
         self.self_attention = make_attention(config, layer_number, tp, rng, device, cp)
         self.pre_mlp_layernorm = make_norm(config, tp, device)
         self.mlp = make_feed_forward(config, layer_number, tp, device)
+        self.is_parallel = config.use_parallel_residual
         self.hidden_dropout = HiddenDropout(config.hidden_dropout, config.sequence_parallel, rng)
 
     def forward(
@@ -100,6 +101,6 @@ class TransformerLayer(nn.Module):
     ) -> LayerOutput:
         """Return the layer's output."""
         attended, losses = self.self_attention(self.input_layernorm(x), pattern, angles, cache)
-        x = x + self.hidden_dropout(attended)
-        fed, more_losses = self.mlp(self.pre_mlp_layernorm(x))
-        return LayerOutput(x + self.hidden_dropout(fed), losses + more_losses)
+        after = x + self.hidden_dropout(attended)
+        fed, more_losses = self.mlp(self.pre_mlp_layernorm(x if self.is_parallel else after))
+        return LayerOutput(after + self.hidden_dropout(fed), losses + more_losses)

@@ -8,6 +8,7 @@ from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.interop.huggingface.family import Family, model_features
 from megatron.interop.huggingface.gpt2 import GPT2Family
+from megatron.interop.huggingface.gpt_neox import GPTNeoXFamily
 from megatron.interop.huggingface.llama import LlamaFamily
 from megatron.interop.huggingface.mistral import MistralFamily
 from megatron.interop.huggingface.qwen2 import Qwen2Family
@@ -20,6 +21,7 @@ FAMILIES: tuple[Family, ...] = (
     Qwen2Family(),
     Qwen3Family(),
     MistralFamily(),
+    GPTNeoXFamily(),
 )
 
 

@@ -170,18 +170,46 @@ _DEFAULT_BASE = 10000.0
 _TYPES = ("default", "linear", "llama3")
 
 
-def read_rope(settings: Settings, max_position_embeddings: int) -> dict[str, Any]:
-    """Return the fields of a GPTConfig that describe the rotary positions.
+def read_rope(settings: Settings, max_position_embeddings: int, base_name: str = "rope_theta") -> dict[str, Any]:
+    """Return the fields of a GPTConfig that describe the rotary positions, of which every channel is rotated.
 
-    The newer form is one object, ``rope_parameters``; the older one has ``rope_theta`` apart and puts what scales the
-    frequencies into ``rope_scaling``.
+    The newer form is one object, ``rope_parameters``; the older one has ``rope_theta`` (or ``base_name``) apart and
+    puts what scales the frequencies into ``rope_scaling``.
     """
-    settings.require("partial_rotary_factor", 1.0, 1.0, "every channel of a head is rotated")
-    scaling = settings.inner("rope_parameters") or settings.inner("rope_scaling")
-    base = settings.number("rope_theta", _DEFAULT_BASE)
+    for place in (settings, rope_object(settings)):
+        if place is not None:
+            place.require("partial_rotary_factor", 1.0, 1.0, "every channel of a head is rotated")
+    return read_frequencies(settings, max_position_embeddings, base_name)
+
+
+def read_partial_rope(
+    settings: Settings, max_position_embeddings: int, base_name: str, share_name: str, default_share: float
+) -> dict[str, Any]:
+    """Return the fields as `read_rope` does, with the share of a head's channels that is rotated.
+
+    The older form has that share under ``share_name``.
+    """
+    share = settings.number(share_name, default_share)
+    newer = rope_object(settings)
+    if newer is not None:
+        share = newer.number("partial_rotary_factor", share)
+    if not 0 < share <= 1:
+        settings.refuse(f"{share_name} is {share}; a number above 0 and up to 1 is expected")
+        share = 1.0
+    return read_frequencies(settings, max_position_embeddings, base_name) | {"rotary_percent": share}
+
+
+def rope_object(settings: Settings) -> Settings | None:
+    """Return the object that describes the rotary positions, of the newer form or of the older, if there is one."""
+    return settings.inner("rope_parameters") or settings.inner("rope_scaling")
+
+
+def read_frequencies(settings: Settings, max_position_embeddings: int, base_name: str) -> dict[str, Any]:
+    """Return the base of the frequencies and what scales them."""
+    scaling = rope_object(settings)
+    base = settings.number(base_name, _DEFAULT_BASE)
     if scaling is None:
         return _base(settings, base)
-    scaling.require("partial_rotary_factor", 1.0, 1.0, "every channel of a head is rotated")
     fields = _base(settings, scaling.number("rope_theta", base))
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind == "linear":

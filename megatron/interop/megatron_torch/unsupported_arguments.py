@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config_base import IDENTITY, field_specs
 from megatron.core.errors import CheckpointError
+from megatron.core.models.gpt.gpt_config import GPTConfig
 
 SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute", "rope", "none"),
@@ -24,6 +26,22 @@ SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "use_mup": (),
 }
 """Arguments and their values that a model here can have; absent, None and False always are."""
+
+
+_SPELLED_OTHERWISE = ("window_size", "window_attn_skip_freq")
+
+
+def flags_without_argument(model: GPTConfig) -> list[str]:
+    """Return, as they are typed, the flags that make a model which ``args`` cannot describe."""
+    config_class: type = type(model)
+    specs = (spec for spec in field_specs(config_class) if spec.options.role in IDENTITY and spec.options.cli)
+    return [
+        spec.typed(getattr(model, spec.name))
+        for spec in specs
+        if not spec.options.in_args
+        and spec.name not in _SPELLED_OTHERWISE
+        and getattr(model, spec.name) != spec.default
+    ]
 
 
 def check_arguments(arguments: Mapping[str, Any], path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from megatron.interop.megatron_torch.unsupported_arguments import flags_without_argument
 from megatron.training.config.checks.check import Check, divisors
 from megatron.training.config.run_config import RunConfig
 
@@ -90,6 +91,15 @@ def _check_windows(config: RunConfig) -> Iterator[str]:
         yield f"--window-attn-skip-freq {model.window_attn_skip_freq}: {error}"
 
 
+def _check_format(config: RunConfig) -> Iterator[str]:
+    flags = flags_without_argument(config.model)
+    if config.checkpoint.ckpt_format == "torch" and flags:
+        yield (
+            f"--ckpt-format torch cannot hold a model with {', '.join(flags)}, which Megatron's arguments do not know; "
+            "use --ckpt-format native"
+        )
+
+
 def _check_recompute(config: RunConfig) -> Iterator[str]:
     model = config.model
     granularity, method = model.recompute_granularity, model.recompute_method
@@ -122,6 +132,7 @@ CHECKS = (
         ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
         _check_rotary,
     ),
+    Check(("ckpt_format",), _check_format),
     Check(("num_layers", "window_size", "window_attn_skip_freq"), _check_windows),
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),
 )

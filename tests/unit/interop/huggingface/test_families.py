@@ -40,6 +40,7 @@ LLAMA31_SCALING = {
 }
 QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+NEOX = LLAMA | {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "hidden_act": "gelu"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
@@ -92,6 +93,14 @@ def test_a_sliding_window_that_no_layer_uses_is_taken(tmp_path: Path) -> None:
     assert config_of(tmp_path, QWEN | unused) == config_of(tmp_path, QWEN | late) == config_of(tmp_path, QWEN | full)
 
 
+def test_neox_rotates_a_quarter_of_a_head_beside_parallel_residuals(tmp_path: Path) -> None:
+    config = config_of(tmp_path, NEOX)
+    assert (config.rotary_dim, config.use_parallel_residual, config.activation) == (2, True, "gelu")
+    newer = {"rope_parameters": {"rope_theta": 5000, "partial_rotary_factor": 0.5, "rope_type": "default"}}
+    older = {"rotary_emb_base": 5000, "rotary_pct": 0.5}
+    assert config_of(tmp_path, NEOX | newer) == config_of(tmp_path, NEOX | older)
+
+
 def test_windows_of_all_layers_and_of_the_later_ones(tmp_path: Path) -> None:
     assert config_of(tmp_path, MISTRAL).layer_windows == (4096,) * 3
     assert config_of(tmp_path, MISTRAL | {"sliding_window": None}).layer_windows == (None,) * 3
@@ -122,6 +131,10 @@ REFUSED = [
     (QWEN, {"layer_types": ["full_attention", "sliding_attention", "x"]}, "layer_types has x; supported are full_"),
     (QWEN, {"layer_types": ["full_attention"] * 2}, "layer_types has 2 layers, but there are 3"),
     (QWEN, {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is false"),
+    (NEOX, {"attention_bias": False}, "attention_bias is false"),
+    (NEOX, {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
+    (NEOX, {"rotary_pct": 1.5}, "rotary_pct is 1.5"),
+    (NEOX, {"num_attention_heads": 7}, "hidden_size 48 is not divisible by num_attention_heads 7"),
     (MISTRAL, {"sliding_window": 0}, "sliding_window is 0"),
     (MISTRAL, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
     (QWEN3, {"attention_bias": True}, "attention_bias is true"),
@@ -174,6 +187,7 @@ MODELS = [
     QWEN3,
     QWEN3 | {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     MISTRAL,
+    NEOX | {"rotary_pct": 0.5, "use_parallel_residual": False},
 ]
 
 
@@ -205,7 +219,7 @@ def test_a_model_of_no_family_is_refused_with_the_reason(tmp_path: Path, changes
     assert named in str(caught.value)
 
 
-FAMILY_SETTINGS = [GPT2, LLAMA, QWEN, QWEN3, MISTRAL]
+FAMILY_SETTINGS = [GPT2, LLAMA, QWEN, QWEN3, MISTRAL, NEOX]
 
 
 @pytest.mark.parametrize("values", FAMILY_SETTINGS, ids=lambda values: values["model_type"])

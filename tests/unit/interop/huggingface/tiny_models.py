@@ -107,6 +107,23 @@ KINDS: dict[str, dict[str, Any]] = {
         "sliding_window": 20,
         "tie_word_embeddings": False,
     },
+    "neox": {
+        "class": "GPTNeoX",
+        **_DECODER,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.34},
+        "use_parallel_residual": True,
+    },
+    "neox_in_sequence": {
+        "class": "GPTNeoX",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "max_position_embeddings": 512,
+        "hidden_act": "gelu_new",
+        "use_parallel_residual": False,
+        "tie_word_embeddings": True,
+    },
     "mistral_without_window": {
         "class": "Mistral",
         **_DECODER,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
@@ -77,6 +78,15 @@ def test_what_is_written_reads_back(model: str, layout: str, distributed: bool, 
     written.check_storages()
     assert written.model == config
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_bytes() == b"12"
+
+
+def test_a_model_that_arguments_cannot_describe_is_refused(tmp_path: Path) -> None:
+    source = MemorySource(dataclasses.replace(SMALL, use_parallel_residual=True), has_optimizer=False)
+    with pytest.raises(
+        ConfigurationError, match="arguments do not know --use-parallel-residual; use the native format"
+    ):
+        write_megatron_torch(source, tmp_path, 12)
+    assert not list(tmp_path.glob("*/*/*.pt"))
 
 
 def test_layouts_follow_each_other_without_a_loss(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ WRONG = [
     ("--num-query-groups 2", 1, "has no effect without --group-query-attention"),
     ("--max-position-embeddings 32", 1, "--seq-length 40 is greater than --max-position-embeddings 32"),
     ("--seq-length 0", 1, "--seq-length is missing"),
+    ("--ckpt-format torch --use-parallel-residual", 1, "--ckpt-format torch cannot hold a model with --use-parallel"),
     ("--window-size 128", 1, "--window-size 128: N,0 is expected"),
     ("--window-size 128,3", 1, "--window-size 128,3: N,0 is expected"),
     ("--window-attn-skip-freq 2", 1, "--window-attn-skip-freq 2 has no effect without --window-size N,0; add it"),
