@@ -28,13 +28,18 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0"),
         *("--window-attn-skip-freq", "2"),
     ),
+    "olmo2": (
+        *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+        *("--norm-placement", "after", "--qk-layernorm", "--qk-layernorm-across-heads"),
+        *("--group-query-attention", "--num-query-groups", "2", "--untie-embeddings-and-output-weights"),
+    ),
     "neox": (
         *("--position-embedding-type", "rope", "--rotary-percent", "0.34", "--use-parallel-residual"),
         "--untie-embeddings-and-output-weights",
     ),
 }
 """Model shapes by name: what each adds to the base command line."""
-FAMILY_SHAPES = ("mistral", "neox")
+FAMILY_SHAPES = ("mistral", "neox", "olmo2")
 """Shapes of further families, each with the features that make it one."""
 
 DATA: dict[str, tuple[str, ...]] = {

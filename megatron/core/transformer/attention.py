@@ -15,6 +15,7 @@ from megatron.core.process_group import Group, single_rank_group
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.random import TENSOR_PARALLEL, RngStreams
 from megatron.core.tensor_parallel.recompute import recompute
+from megatron.core.transformer.across_heads_norm import AcrossHeadsNorm
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.query_key_value import make_query_key_value
@@ -67,11 +68,13 @@ class SelfAttention(nn.Module):
             device=device,
         )
         self.linear_qkv = make_query_key_value(config, tp, device)
-        self.q_layernorm = self._head_norm(config, tp, device) if config.qk_layernorm else None
-        self.k_layernorm = self._head_norm(config, tp, device) if config.qk_layernorm else None
+        self.q_layernorm = self._norm(config, config.num_attention_heads, tp, device) if config.qk_layernorm else None
+        self.k_layernorm = self._norm(config, config.num_query_groups, tp, device) if config.qk_layernorm else None
 
     @staticmethod
-    def _head_norm(config: TransformerConfig, tp: Group, device: torch.device | str) -> Norm:
+    def _norm(config: TransformerConfig, num_heads: int, tp: Group, device: torch.device | str) -> nn.Module:
+        if config.qk_layernorm_across_heads:
+            return AcrossHeadsNorm(config, num_heads, tp, device)
         return Norm(
             config.normalization,
             config.kv_channels,

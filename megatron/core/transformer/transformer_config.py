@@ -50,6 +50,10 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     """Store the normalization's weight as its difference from one."""
     qk_layernorm: bool = flag(False, role="weights")
     """Normalize queries and keys, each head on its own."""
+    qk_layernorm_across_heads: bool = flag(False, role="shape", needs="qk_layernorm", in_args=False)
+    """Normalize all query heads of a token together, and all key heads."""
+    norm_placement: str = flag("before", choices=("before", "after", "both"), role="shape", in_args=False)
+    """Where a layer normalizes: before attention and feed-forward, after them (before the residual sum), or both."""
 
     use_parallel_residual: bool = flag(False, role="meaning", in_args=False)
     """Add attention and feed-forward to the same hidden states, in place of one after the other."""

@@ -11,6 +11,7 @@ from megatron.interop.huggingface.gpt2 import GPT2Family
 from megatron.interop.huggingface.gpt_neox import GPTNeoXFamily
 from megatron.interop.huggingface.llama import LlamaFamily
 from megatron.interop.huggingface.mistral import MistralFamily
+from megatron.interop.huggingface.olmo2 import Olmo2Family
 from megatron.interop.huggingface.qwen2 import Qwen2Family
 from megatron.interop.huggingface.qwen3 import Qwen3Family
 from megatron.interop.huggingface.settings import Settings, read_settings
@@ -22,6 +23,7 @@ FAMILIES: tuple[Family, ...] = (
     Qwen3Family(),
     MistralFamily(),
     GPTNeoXFamily(),
+    Olmo2Family(),
 )
 
 

@@ -19,7 +19,8 @@ class RotaryDecoderFamily:
 
     ``has_qkv_bias`` tells whether the projections to queries, keys and values have biases. The defaults are those of
     the family's configuration class, which its files may leave out; without a default for the groups there is one for
-    each head, and without one for a head's width the heads share the model's.
+    each head, and without one for a head's width the heads share the model's. ``norm_names`` are our norms of a layer
+    and theirs.
     """
 
     model_type: str
@@ -29,6 +30,11 @@ class RotaryDecoderFamily:
     default_positions: int
     default_groups: int | None = None
     default_head_dim: int | None = None
+    default_epsilon = 1e-6
+    norm_names: tuple[tuple[str, str], ...] = (
+        ("input_layernorm", "input_layernorm"),
+        ("pre_mlp_layernorm", "post_attention_layernorm"),
+    )
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model that the settings describe."""
@@ -49,7 +55,7 @@ class RotaryDecoderFamily:
             ffn_hidden_size=settings.integer("intermediate_size"),
             kv_channels=head_dim,
             normalization="RMSNorm",
-            norm_epsilon=settings.number("rms_norm_eps", 1e-6),
+            norm_epsilon=settings.number("rms_norm_eps", self.default_epsilon),
             swiglu=True,
             add_bias_linear=False,
             add_qkv_bias=self.has_qkv_bias,
@@ -125,13 +131,14 @@ class RotaryDecoderFamily:
                     f"{ours}self_attention.{name}_layernorm.weight",
                     f"{theirs}self_attn.{name}_norm.weight",
                 )
-                yield whole(native, foreign, (config.kv_channels,))
+                across = {"q": config.query_projection_size, "k": config.kv_projection_size}[name]
+                yield whole(native, foreign, (across if config.qk_layernorm_across_heads else config.kv_channels,))
         gated = f"{ours}mlp.linear_fc1.weight"
         yield rows(gated, 0, f"{theirs}mlp.gate_proj.weight", 0, ffn, (width,))
         yield rows(gated, ffn, f"{theirs}mlp.up_proj.weight", 0, ffn, (width,))
         yield whole(f"{ours}mlp.linear_fc2.weight", f"{theirs}mlp.down_proj.weight", (width, ffn))
-        yield whole(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", (width,))
-        yield whole(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (width,))
+        for name, their_name in self.norm_names:
+            yield whole(f"{ours}{name}.weight", f"{theirs}{their_name}.weight", (width,))
 
     def _check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:
         if heads % groups:

@@ -91,6 +91,15 @@ def _check_windows(config: RunConfig) -> Iterator[str]:
         yield f"--window-attn-skip-freq {model.window_attn_skip_freq}: {error}"
 
 
+def _check_norms(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.qk_layernorm_across_heads and model.normalization != "RMSNorm":
+        yield (
+            f"--qk-layernorm-across-heads is not built for --normalization {model.normalization}; "
+            "use --normalization RMSNorm"
+        )
+
+
 def _check_format(config: RunConfig) -> Iterator[str]:
     flags = flags_without_argument(config.model)
     if config.checkpoint.ckpt_format == "torch" and flags:
@@ -132,6 +141,7 @@ CHECKS = (
         ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
         _check_rotary,
     ),
+    Check(("normalization",), _check_norms),
     Check(("ckpt_format",), _check_format),
     Check(("num_layers", "window_size", "window_attn_skip_freq"), _check_windows),
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),

@@ -41,6 +41,7 @@ LLAMA31_SCALING = {
 QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 NEOX = LLAMA | {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "hidden_act": "gelu"}
+OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
@@ -135,6 +136,7 @@ REFUSED = [
     (NEOX, {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
     (NEOX, {"rotary_pct": 1.5}, "rotary_pct is 1.5"),
     (NEOX, {"num_attention_heads": 7}, "hidden_size 48 is not divisible by num_attention_heads 7"),
+    (OLMO2, {"attention_bias": True}, "attention_bias is true"),
     (MISTRAL, {"sliding_window": 0}, "sliding_window is 0"),
     (MISTRAL, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
     (QWEN3, {"attention_bias": True}, "attention_bias is true"),
@@ -187,6 +189,7 @@ MODELS = [
     QWEN3,
     QWEN3 | {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     MISTRAL,
+    OLMO2,
     NEOX | {"rotary_pct": 0.5, "use_parallel_residual": False},
 ]
 
@@ -219,7 +222,7 @@ def test_a_model_of_no_family_is_refused_with_the_reason(tmp_path: Path, changes
     assert named in str(caught.value)
 
 
-FAMILY_SETTINGS = [GPT2, LLAMA, QWEN, QWEN3, MISTRAL, NEOX]
+FAMILY_SETTINGS = [GPT2, LLAMA, QWEN, QWEN3, MISTRAL, NEOX, OLMO2]
 
 
 @pytest.mark.parametrize("values", FAMILY_SETTINGS, ids=lambda values: values["model_type"])

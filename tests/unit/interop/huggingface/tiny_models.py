@@ -124,6 +124,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "use_parallel_residual": False,
         "tie_word_embeddings": True,
     },
+    "olmo2": {
+        "class": "Olmo2",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    },
     "mistral_without_window": {
         "class": "Mistral",
         **_DECODER,

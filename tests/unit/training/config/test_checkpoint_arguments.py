@@ -25,7 +25,8 @@ REST = """
 
 TAKEN = """
     num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention
-    num_query_groups normalization norm_epsilon apply_layernorm_1p qk_layernorm use_parallel_residual
+    num_query_groups normalization norm_epsilon apply_layernorm_1p qk_layernorm
+    qk_layernorm_across_heads norm_placement use_parallel_residual
     window_size window_attn_skip_freq
     swiglu squared_relu
     openai_gelu bias_gelu_fusion add_bias_linear add_qkv_bias hidden_dropout attention_dropout

@@ -74,6 +74,7 @@ WRONG = [
     ("--max-position-embeddings 32", 1, "--seq-length 40 is greater than --max-position-embeddings 32"),
     ("--seq-length 0", 1, "--seq-length is missing"),
     ("--ckpt-format torch --use-parallel-residual", 1, "--ckpt-format torch cannot hold a model with --use-parallel"),
+    ("--qk-layernorm --qk-layernorm-across-heads", 1, "--qk-layernorm-across-heads is not built for --normalization"),
     ("--window-size 128", 1, "--window-size 128: N,0 is expected"),
     ("--window-size 128,3", 1, "--window-size 128,3: N,0 is expected"),
     ("--window-attn-skip-freq 2", 1, "--window-attn-skip-freq 2 has no effect without --window-size N,0; add it"),
