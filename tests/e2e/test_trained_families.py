@@ -17,7 +17,7 @@ FLAGS = """
     --lr-warmup-iters 0 --mock-data --eval-iters 0 --distributed-backend gloo
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 """
-TRAINED = ("qwen3", "mistral", "neox", "olmo2")
+TRAINED = ("qwen3", "mistral", "neox", "olmo2", "phi3")
 
 
 @pytest.mark.parametrize("kind", TRAINED)

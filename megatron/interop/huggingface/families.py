@@ -12,6 +12,7 @@ from megatron.interop.huggingface.gpt_neox import GPTNeoXFamily
 from megatron.interop.huggingface.llama import LlamaFamily
 from megatron.interop.huggingface.mistral import MistralFamily
 from megatron.interop.huggingface.olmo2 import Olmo2Family
+from megatron.interop.huggingface.phi3 import Phi3Family
 from megatron.interop.huggingface.qwen2 import Qwen2Family
 from megatron.interop.huggingface.qwen3 import Qwen3Family
 from megatron.interop.huggingface.settings import Settings, read_settings
@@ -24,6 +25,7 @@ FAMILIES: tuple[Family, ...] = (
     MistralFamily(),
     GPTNeoXFamily(),
     Olmo2Family(),
+    Phi3Family(),
 )
 
 

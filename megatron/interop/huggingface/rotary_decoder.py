@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -46,7 +47,7 @@ class RotaryDecoderFamily:
             self._check_heads(settings, width, heads, groups, head_dim)
         settings.require("hidden_act", "silu", "silu", "the feed-forward layer is gated by SiLU")
         positions = settings.integer("max_position_embeddings", self.default_positions)
-        return GPTConfig(
+        config = GPTConfig(
             num_layers=settings.integer("num_hidden_layers"),
             hidden_size=width,
             num_attention_heads=heads,
@@ -66,10 +67,14 @@ class RotaryDecoderFamily:
             max_position_embeddings=positions,
             position_embedding_type="rope",
             untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", False),
-            **read_rope(settings, positions),
+            **self.read_rope(settings, positions),
             **dtype_fields(settings),
-            **self.own_fields(settings),
         )
+        return dataclasses.replace(config, **self.own_fields(settings))
+
+    def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
+        """Return the fields of the rotary positions."""
+        return read_rope(settings, positions)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return what only this family's settings decide of a model, and note what is not supported of it."""
@@ -113,7 +118,8 @@ class RotaryDecoderFamily:
         """Return whether these are rotary frequencies, which older files hold."""
         return _BUFFER.fullmatch(name) is not None
 
-    def _layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+    def projection_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Return the links of a layer's projections to queries, keys and values, and to gate and up."""
         width, ffn = config.hidden_size, config.ffn_hidden_size
         fused = list(query_key_value_rows(config.num_attention_heads, config.num_query_groups, config.kv_channels))
         for name in ("q", "k", "v"):
@@ -123,19 +129,23 @@ class RotaryDecoderFamily:
                         native = f"{ours}self_attention.linear_qkv.{kind}"
                         foreign = f"{theirs}self_attn.{name}_proj.{kind}"
                         yield rows(native, native_start, foreign, foreign_start, count, trailing)
+        gated = f"{ours}mlp.linear_fc1.weight"
+        yield rows(gated, 0, f"{theirs}mlp.gate_proj.weight", 0, ffn, (width,))
+        yield rows(gated, ffn, f"{theirs}mlp.up_proj.weight", 0, ffn, (width,))
+
+    def _layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        width, ffn = config.hidden_size, config.ffn_hidden_size
+        yield from self.projection_links(config, ours, theirs)
         projection = (width, config.query_projection_size)
         yield whole(f"{ours}self_attention.linear_proj.weight", f"{theirs}self_attn.o_proj.weight", projection)
         if config.qk_layernorm:
-            for name in ("q", "k"):
+            across = config.qk_layernorm_across_heads
+            for name, rows_of_all in (("q", config.query_projection_size), ("k", config.kv_projection_size)):
                 native, foreign = (
                     f"{ours}self_attention.{name}_layernorm.weight",
                     f"{theirs}self_attn.{name}_norm.weight",
                 )
-                across = {"q": config.query_projection_size, "k": config.kv_projection_size}[name]
-                yield whole(native, foreign, (across if config.qk_layernorm_across_heads else config.kv_channels,))
-        gated = f"{ours}mlp.linear_fc1.weight"
-        yield rows(gated, 0, f"{theirs}mlp.gate_proj.weight", 0, ffn, (width,))
-        yield rows(gated, ffn, f"{theirs}mlp.up_proj.weight", 0, ffn, (width,))
+                yield whole(native, foreign, (rows_of_all if across else config.kv_channels,))
         yield whole(f"{ours}mlp.linear_fc2.weight", f"{theirs}mlp.down_proj.weight", (width, ffn))
         for name, their_name in self.norm_names:
             yield whole(f"{ours}{name}.weight", f"{theirs}{their_name}.weight", (width,))

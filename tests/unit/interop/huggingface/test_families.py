@@ -42,6 +42,7 @@ QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 NEOX = LLAMA | {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "hidden_act": "gelu"}
 OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
@@ -137,6 +138,12 @@ REFUSED = [
     (NEOX, {"rotary_pct": 1.5}, "rotary_pct is 1.5"),
     (NEOX, {"num_attention_heads": 7}, "hidden_size 48 is not divisible by num_attention_heads 7"),
     (OLMO2, {"attention_bias": True}, "attention_bias is true"),
+    (
+        PHI3,
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+        "rope_type 'longrope' is not supported in phi3",
+    ),
+    (PHI3, {"embd_pdrop": 0.1}, "embd_pdrop is 0.1, supported is 0.0"),
     (MISTRAL, {"sliding_window": 0}, "sliding_window is 0"),
     (MISTRAL, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
     (QWEN3, {"attention_bias": True}, "attention_bias is true"),
@@ -190,6 +197,7 @@ MODELS = [
     QWEN3 | {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     MISTRAL,
     OLMO2,
+    PHI3 | {"partial_rotary_factor": 0.5, "sliding_window": 100, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
     NEOX | {"rotary_pct": 0.5, "use_parallel_residual": False},
 ]
 
@@ -210,7 +218,7 @@ def test_a_model_finds_its_family_and_settings_again(tmp_path: Path, values: dic
     [
         ({"qk_layernorm": True, "add_qkv_bias": True}, "qk_layernorm True"),
         ({"apply_layernorm_1p": True}, "apply_layernorm_1p True"),
-        ({"rotary_percent": 0.5}, "rotary_dim 4"),
+        ({"rotary_percent": 0.5, "add_qkv_bias": True}, "rotary_dim 4"),
         ({"rotary_interleaved": True}, "rotary_interleaved True"),
         ({"swiglu": False}, "activation 'gelu_tanh'"),
     ],
@@ -222,7 +230,7 @@ def test_a_model_of_no_family_is_refused_with_the_reason(tmp_path: Path, changes
     assert named in str(caught.value)
 
 
-FAMILY_SETTINGS = [GPT2, LLAMA, QWEN, QWEN3, MISTRAL, NEOX, OLMO2]
+FAMILY_SETTINGS = [GPT2, LLAMA, QWEN, QWEN3, MISTRAL, NEOX, OLMO2, PHI3]
 
 
 @pytest.mark.parametrize("values", FAMILY_SETTINGS, ids=lambda values: values["model_type"])

@@ -134,6 +134,17 @@ KINDS: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
         "tie_word_embeddings": False,
     },
+    "phi3": {
+        "class": "Phi3",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        "sliding_window": 50,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    },
     "mistral_without_window": {
         "class": "Mistral",
         **_DECODER,
