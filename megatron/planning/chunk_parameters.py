@@ -58,7 +58,7 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
         *queries_and_keys,
         *after,
         *before,
-        *linear(f * (2 if model.swiglu else 1) // t, h, 0, model.add_bias_linear),
+        *linear(f * (2 if model.is_gated else 1) // t, h, 0, model.add_bias_linear),
         *linear(h, f // t, of_cut_tokens, model.add_bias_linear),
         *after,
     ]

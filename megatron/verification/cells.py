@@ -33,13 +33,25 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("--norm-placement", "after", "--qk-layernorm", "--qk-layernorm-across-heads"),
         *("--group-query-attention", "--num-query-groups", "2", "--untie-embeddings-and-output-weights"),
     ),
+    "gemma2": (
+        *("--geglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+        *("--norm-placement", "both", "--apply-layernorm-1p", "--scale-embeddings", "--query-pre-attn-scalar", "9"),
+        *("--attn-logit-softcapping", "2", "--final-logit-softcapping", "3"),
+        *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0", "--window-attn-skip-freq", "2"),
+    ),
+    "gemma3": (
+        *("--geglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+        *("--norm-placement", "both", "--apply-layernorm-1p", "--scale-embeddings", "--qk-layernorm"),
+        *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0"),
+        *("--window-attn-skip-freq", "[1]*3+[0]", "--rotary-base-local", "500"),
+    ),
     "neox": (
         *("--position-embedding-type", "rope", "--rotary-percent", "0.34", "--use-parallel-residual"),
         "--untie-embeddings-and-output-weights",
     ),
 }
 """Model shapes by name: what each adds to the base command line."""
-FAMILY_SHAPES = ("mistral", "neox", "olmo2")
+FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3")
 """Shapes of further families, each with the features that make it one."""
 
 DATA: dict[str, tuple[str, ...]] = {

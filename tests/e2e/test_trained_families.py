@@ -17,12 +17,13 @@ FLAGS = """
     --lr-warmup-iters 0 --mock-data --eval-iters 0 --distributed-backend gloo
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 """
-TRAINED = ("qwen3", "mistral", "neox", "olmo2", "phi3")
+TRAINED = ("qwen3", "mistral", "neox", "olmo2", "phi3", "gemma2", "gemma3")
 
 
 @pytest.mark.parametrize("kind", TRAINED)
 def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind: str, tmp_path: Path) -> None:
-    save_model(kind, tmp_path / "hf", num_hidden_layers=4)
+    layers = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]} if kind == "gemma3" else {}
+    save_model(kind, tmp_path / "hf", num_hidden_layers=4, **layers)
     run_converter(tmp_path / "hf", tmp_path / "native", "--loader hf --saver megatron")
     folders = f"--load {tmp_path / 'native'} --save {tmp_path / 'run'} --vocab-size {KINDS[kind]['vocab_size'] - 1}"
     fork_training([*TRAINING.split(), *FLAGS.split(), *folders.split()], 4).check()

@@ -47,14 +47,19 @@ class SelfAttention(nn.Module):
         self.num_heads = config.num_attention_heads // tp.size
         self.num_groups = key_value_heads_of_rank(config.num_query_groups, tp.size)
         self.window = config.layer_windows[layer_number]
+        # The cores divide scores by the root of the head's width.
+        self.score_factor: float | None = None
+        if config.score_scalar != config.kv_channels:
+            self.score_factor = (config.kv_channels / config.score_scalar) ** 0.5
         self.dropout = config.attention_dropout
         self.recompute_core = config.recompute_granularity == "selective"
         self.cp = single_rank_group(("cp",)) if cp is None else cp
         self.core = with_context_parallel(
-            select_attention_core(config.attention_backend, torch.device(device).type),
+            select_attention_core(config.attention_backend, torch.device(device).type, config.attn_logit_softcapping),
             config.cp_exchange(layer_number),
             self.cp,
             plain_blocks=config.attention_backend in PLAIN_BACKENDS,
+            softcap=config.attn_logit_softcapping,
         )
         # In the order in which Megatron's optimizer files list them: linear_proj before linear_qkv.
         self.linear_proj = RowParallelLinear(
@@ -97,7 +102,11 @@ class SelfAttention(nn.Module):
         assert self.cp.size == 1 or (cache is None and pattern.mask is None), "a cache or a mask is of whole sequences"
         query, key, value = self._query_key_value(x)
         if angles is not None:
+            if self.window is not None and angles.local is not None:
+                angles = angles.local
             query, key = apply_rotary(query, angles), apply_rotary(key, angles)
+        if self.score_factor is not None:
+            query = query * self.score_factor
         if cache is not None:
             key, value = cache.update(self.layer_number, key, value)
         if self.window is not None and self.window < key.shape[0] * self.cp.size:

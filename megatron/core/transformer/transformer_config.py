@@ -57,6 +57,12 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
 
     use_parallel_residual: bool = flag(False, role="meaning", in_args=False)
     """Add attention and feed-forward to the same hidden states, in place of one after the other."""
+    attn_logit_softcapping: float | None = flag(None, role="meaning", bounds=POSITIVE, in_args=False)
+    """Keep attention scores within this number of 0, by a tanh; no fused kernel does it."""
+    query_pre_attn_scalar: int | None = flag(
+        None, role="meaning", bounds=POSITIVE, seen_as="score_scalar", in_args=False
+    )
+    """Divide attention scores by the root of this number; by default by that of the head's width."""
     window_size: str | None = flag(None, metavar="N,0", role="meaning", seen_as="layer_windows", in_args=False)
     """Let a query attend to its own position and the N before it, and to no others."""
     window_attn_skip_freq: str | None = flag(
@@ -67,6 +73,8 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
 
     swiglu: bool = flag(False, role="shape", excludes=("squared_relu", "openai_gelu"), seen_as="activation")
     """Use the SwiGLU feed-forward layer."""
+    geglu: bool = flag(False, role="shape", excludes=("swiglu", "squared_relu"), seen_as="activation", in_args=False)
+    """Use a feed-forward layer gated by the tanh form of GELU."""
     squared_relu: bool = flag(False, role="meaning", excludes=("openai_gelu",), seen_as="activation")
     """Use the squared ReLU as activation."""
     openai_gelu: bool = flag(False, role="meaning", seen_as="activation")
@@ -108,7 +116,7 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
         """Fill in the values that follow from others."""
         super().__post_init__()
         if self.ffn_hidden_size == 0:
-            object.__setattr__(self, "ffn_hidden_size", default_ffn_hidden_size(self.hidden_size, self.swiglu))
+            object.__setattr__(self, "ffn_hidden_size", default_ffn_hidden_size(self.hidden_size, self.is_gated))
         if self.kv_channels == 0:
             object.__setattr__(self, "kv_channels", self.hidden_size // max(self.num_attention_heads, 1))
         if self.num_query_groups == 0:
@@ -121,12 +129,24 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
 
     @property
     def activation(self) -> str:
-        """Return the feed-forward activation: swiglu, squared_relu, gelu_tanh or gelu (the exact form)."""
+        """Return the feed-forward activation: swiglu, geglu, squared_relu, gelu_tanh or gelu (the exact form)."""
         if self.swiglu:
             return "swiglu"
+        if self.geglu:
+            return "geglu"
         if self.squared_relu:
             return "squared_relu"
         return "gelu_tanh" if self.bias_gelu_fusion or self.openai_gelu else "gelu"
+
+    @property
+    def is_gated(self) -> bool:
+        """Tell whether the feed-forward layer has a gate beside what it lets through."""
+        return self.swiglu or self.geglu
+
+    @property
+    def score_scalar(self) -> int:
+        """Return the number by whose root attention scores are divided."""
+        return self.kv_channels if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -179,7 +199,7 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
         projections = hidden * (queries + 2 * keys) + queries * hidden
         windows = [min(window or seq_length, seq_length) for window in self.layer_windows]
         cores = sum(2 * queries * window * (1 - window / seq_length / 2) for window in windows)
-        mlp = hidden * self.ffn_hidden_size * (3 if self.swiglu else 2)
+        mlp = hidden * self.ffn_hidden_size * (3 if self.is_gated else 2)
         return 2.0 * seq_length * (self.num_layers * (projections + mlp) + cores)
 
 
@@ -190,8 +210,8 @@ def _window(text: str) -> int:
     return int(before) + 1
 
 
-def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
+def default_ffn_hidden_size(hidden_size: int, is_gated: bool) -> int:
     """Return Megatron's width of the feed-forward layer where none is given."""
-    if swiglu:
+    if is_gated:
         return int((4 * hidden_size * 2 / 3) / 64) * 64
     return 4 * hidden_size

@@ -7,6 +7,8 @@ from pathlib import Path
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.interop.huggingface.family import Family, model_features
+from megatron.interop.huggingface.gemma2 import Gemma2Family
+from megatron.interop.huggingface.gemma3 import Gemma3Family
 from megatron.interop.huggingface.gpt2 import GPT2Family
 from megatron.interop.huggingface.gpt_neox import GPTNeoXFamily
 from megatron.interop.huggingface.llama import LlamaFamily
@@ -26,6 +28,8 @@ FAMILIES: tuple[Family, ...] = (
     GPTNeoXFamily(),
     Olmo2Family(),
     Phi3Family(),
+    Gemma2Family(),
+    Gemma3Family(),
 )
 
 

@@ -25,6 +25,7 @@ WRITTEN_ACTIVATIONS = {
     "gelu": "gelu",
     "squared_relu": "relu2",
     "swiglu": "gelu_new",
+    "geglu": "gelu_new",
 }
 """The name that is written for each of ours; a gated one has none, and what is read back is another model."""
 

@@ -32,6 +32,9 @@ class RotaryDecoderFamily:
     default_groups: int | None = None
     default_head_dim: int | None = None
     default_epsilon = 1e-6
+    is_tied_by_default = False
+    activation = ("hidden_act", "silu", "swiglu")
+    """The setting of the gate's activation, its only value, and the switch that this is here."""
     norm_names: tuple[tuple[str, str], ...] = (
         ("input_layernorm", "input_layernorm"),
         ("pre_mlp_layernorm", "post_attention_layernorm"),
@@ -45,7 +48,8 @@ class RotaryDecoderFamily:
         head_dim = settings.integer("head_dim", self.default_head_dim or max(width // heads, 1))
         if not settings.problems:
             self._check_heads(settings, width, heads, groups, head_dim)
-        settings.require("hidden_act", "silu", "silu", "the feed-forward layer is gated by SiLU")
+        setting, activation, switch = self.activation
+        settings.require(setting, activation, activation, "the feed-forward layer is gated by it")
         positions = settings.integer("max_position_embeddings", self.default_positions)
         config = GPTConfig(
             num_layers=settings.integer("num_hidden_layers"),
@@ -57,7 +61,8 @@ class RotaryDecoderFamily:
             kv_channels=head_dim,
             normalization="RMSNorm",
             norm_epsilon=settings.number("rms_norm_eps", self.default_epsilon),
-            swiglu=True,
+            swiglu=switch == "swiglu",
+            geglu=switch == "geglu",
             add_bias_linear=False,
             add_qkv_bias=self.has_qkv_bias,
             hidden_dropout=0.0,
@@ -66,7 +71,7 @@ class RotaryDecoderFamily:
             vocab_size=settings.integer("vocab_size"),
             max_position_embeddings=positions,
             position_embedding_type="rope",
-            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", False),
+            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", self.is_tied_by_default),
             **self.read_rope(settings, positions),
             **dtype_fields(settings),
         )
@@ -86,7 +91,7 @@ class RotaryDecoderFamily:
             "model_type": self.model_type,
             "architectures": [self.architecture],
             "attention_dropout": config.attention_dropout,
-            "hidden_act": "silu",
+            self.activation[0]: self.activation[1],
             "hidden_size": config.hidden_size,
             "initializer_range": config.init_method_std,
             "intermediate_size": config.ffn_hidden_size,

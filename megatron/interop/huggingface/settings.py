@@ -64,6 +64,14 @@ class Settings:
             return 1.0
         return float(value)
 
+    def positive_or_none(self, name: str, default: float | None) -> float | None:
+        """Return a number greater than 0; null, unlike absence, stands for none."""
+        value = self.values.get(name, default)
+        if value is not None and (type(value) not in (int, float) or not 0 < value < float("inf")):
+            self.refuse(f"{name} is {value!r}; a number greater than 0 or null is expected")
+            return default
+        return None if value is None else float(value)
+
     def switch(self, name: str, default: bool) -> bool:
         """Return true or false; null counts as absent."""
         value = self.values.get(name)
@@ -170,16 +178,17 @@ _DEFAULT_BASE = 10000.0
 _TYPES = ("default", "linear", "llama3")
 
 
-def read_rope(settings: Settings, max_position_embeddings: int, base_name: str = "rope_theta") -> dict[str, Any]:
+def read_rope(settings: Settings, max_position_embeddings: int) -> dict[str, Any]:
     """Return the fields of a GPTConfig that describe the rotary positions, of which every channel is rotated.
 
-    The newer form is one object, ``rope_parameters``; the older one has ``rope_theta`` (or ``base_name``) apart and
-    puts what scales the frequencies into ``rope_scaling``.
+    The newer form is one object, ``rope_parameters``; the older one has ``rope_theta`` apart and puts what scales the
+    frequencies into ``rope_scaling``.
     """
-    for place in (settings, rope_object(settings)):
+    scaling = rope_object(settings)
+    for place in (settings, scaling):
         if place is not None:
             place.require("partial_rotary_factor", 1.0, 1.0, "every channel of a head is rotated")
-    return read_frequencies(settings, max_position_embeddings, base_name)
+    return read_frequencies(settings, scaling, max_position_embeddings, settings.number("rope_theta", _DEFAULT_BASE))
 
 
 def read_partial_rope(
@@ -187,7 +196,7 @@ def read_partial_rope(
 ) -> dict[str, Any]:
     """Return the fields as `read_rope` does, with the share of a head's channels that is rotated.
 
-    The older form has that share under ``share_name``.
+    The older form has the base under ``base_name`` and that share under ``share_name``.
     """
     share = settings.number(share_name, default_share)
     newer = rope_object(settings)
@@ -196,7 +205,8 @@ def read_partial_rope(
     if not 0 < share <= 1:
         settings.refuse(f"{share_name} is {share}; a number above 0 and up to 1 is expected")
         share = 1.0
-    return read_frequencies(settings, max_position_embeddings, base_name) | {"rotary_percent": share}
+    base = settings.number(base_name, _DEFAULT_BASE)
+    return read_frequencies(settings, newer, max_position_embeddings, base) | {"rotary_percent": share}
 
 
 def rope_object(settings: Settings) -> Settings | None:
@@ -204,10 +214,10 @@ def rope_object(settings: Settings) -> Settings | None:
     return settings.inner("rope_parameters") or settings.inner("rope_scaling")
 
 
-def read_frequencies(settings: Settings, max_position_embeddings: int, base_name: str) -> dict[str, Any]:
-    """Return the base of the frequencies and what scales them."""
-    scaling = rope_object(settings)
-    base = settings.number(base_name, _DEFAULT_BASE)
+def read_frequencies(
+    settings: Settings, scaling: Settings | None, max_position_embeddings: int, base: float
+) -> dict[str, Any]:
+    """Return the base of the frequencies, which may be in ``scaling`` too, and what scales them."""
     if scaling is None:
         return _base(settings, base)
     fields = _base(settings, scaling.number("rope_theta", base))
@@ -238,10 +248,15 @@ def write_rope(config: GPTConfig) -> dict[str, Any]:
 
 
 def _base(settings: Settings, base: float) -> dict[str, Any]:
+    return {"rotary_base": whole_base(settings, base, "rope_theta")}
+
+
+def whole_base(settings: Settings, base: float, name: str) -> int:
+    """Return a base of rotary frequencies as a whole number; ``name`` is what it is called where it is none."""
     if base < 1 or base != int(base):
-        settings.refuse(f"rope_theta is {base}; a whole number is expected")
+        settings.refuse(f"{name} is {base}; a whole number is expected")
         base = _DEFAULT_BASE
-    return {"rotary_base": int(base)}
+    return int(base)
 
 
 def _read_llama3(scaling: Settings, max_position_embeddings: int) -> dict[str, Any]:

@@ -59,6 +59,19 @@ class GPTConfig(TransformerConfig, in_args=True):
         8192, role="meaning", bounds=POSITIVE, where=("use_rope_scaling", True)
     )
     """Llama 3.1 scaling: number of positions that the model was first trained with."""
+    rotary_base_local: int | None = flag(
+        None,
+        role="meaning",
+        bounds=POSITIVE,
+        where=("position_embedding_type", "rope"),
+        needs="window_size",
+        in_args=False,
+    )
+    """Base of the rotary frequencies in layers with a window, which are not scaled then; by default that of all."""
+    scale_embeddings: bool = flag(False, role="meaning", in_args=False)
+    """Multiply word embeddings by the root of the hidden size."""
+    final_logit_softcapping: float | None = flag(None, role="meaning", bounds=POSITIVE, in_args=False)
+    """Keep logits within this number of 0, by a tanh."""
     untie_embeddings_and_output_weights: bool = flag(False, role="weights")
     """Give the output layer a weight of its own."""
 

@@ -43,6 +43,8 @@ MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistr
 NEOX = LLAMA | {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "hidden_act": "gelu"}
 OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
@@ -144,6 +146,12 @@ REFUSED = [
         "rope_type 'longrope' is not supported in phi3",
     ),
     (PHI3, {"embd_pdrop": 0.1}, "embd_pdrop is 0.1, supported is 0.0"),
+    (GEMMA2, {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0"),
+    (GEMMA2, {"hidden_activation": "gelu"}, 'hidden_activation is "gelu"'),
+    (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+    (GEMMA3, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0"),
+    (GEMMA3, {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, 'rope_type is "linear"'),
+    (GEMMA3, {"rope_local_base_freq": 10.5}, "the rope_theta of layers with a window is 10.5"),
     (MISTRAL, {"sliding_window": 0}, "sliding_window is 0"),
     (MISTRAL, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
     (QWEN3, {"attention_bias": True}, "attention_bias is true"),
@@ -197,6 +205,8 @@ MODELS = [
     QWEN3 | {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     MISTRAL,
     OLMO2,
+    GEMMA2 | {"attn_logit_softcapping": None},
+    GEMMA3 | {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     PHI3 | {"partial_rotary_factor": 0.5, "sliding_window": 100, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
     NEOX | {"rotary_pct": 0.5, "use_parallel_residual": False},
 ]
@@ -230,7 +240,7 @@ def test_a_model_of_no_family_is_refused_with_the_reason(tmp_path: Path, changes
     assert named in str(caught.value)
 
 
-FAMILY_SETTINGS = [GPT2, LLAMA, QWEN, QWEN3, MISTRAL, NEOX, OLMO2, PHI3]
+FAMILY_SETTINGS = [GPT2, LLAMA, QWEN, QWEN3, MISTRAL, NEOX, OLMO2, PHI3, GEMMA2, GEMMA3]
 
 
 @pytest.mark.parametrize("values", FAMILY_SETTINGS, ids=lambda values: values["model_type"])
