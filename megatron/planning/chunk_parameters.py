@@ -42,14 +42,25 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
             for width in ((h, 1) if model.has_qkv_bias else (h,))
             for parameter in (ChunkParameter(queries * width), ChunkParameter(2 * d * width, t // groups))
         ]
+    queries_and_keys: list[ChunkParameter] = []
+    if model.qk_layernorm_across_heads:
+        key_copies = max(t // groups, 1)
+        keys = ChunkParameter(model.kv_projection_size * key_copies // t, key_copies if key_copies > 1 else 0)
+        queries_and_keys = [ChunkParameter(queries), keys]
+    elif model.qk_layernorm:
+        queries_and_keys = norm(d, of_all_ranks) * 2
+    before = norm(h) if model.norm_placement != "after" else []
+    after = norm(h) if model.norm_placement != "before" else []
     layer = [
-        *norm(h),
+        *before,
         *linear(h, queries, of_cut_tokens, model.add_bias_linear),
         *query_key_value,
-        *(norm(d, of_all_ranks) * 2 if model.qk_layernorm else ()),
-        *norm(h),
-        *linear(f * (2 if model.swiglu else 1) // t, h, 0, model.add_bias_linear),
+        *queries_and_keys,
+        *after,
+        *before,
+        *linear(f * (2 if model.is_gated else 1) // t, h, 0, model.add_bias_linear),
         *linear(h, f // t, of_cut_tokens, model.add_bias_linear),
+        *after,
     ]
     is_untied, is_learned = (
         model.untie_embeddings_and_output_weights,

@@ -135,6 +135,9 @@ def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
     _add_layer_ends(total, here, m * layers, m * layers, m * layers)
     # What is recomputed runs forward again, up to the last thing that the backward pass needs.
     _add_layer_ends(total, here, m * full, m * (full - early), 0)
+    if here.config.model.qk_layernorm_across_heads:
+        # A number a token for all queries, one for all keys, and their gradients.
+        total.add("all_reduce", TP, here.tokens * max(here.element, 4), 2 * m * (2 * layers + full))
     is_selective = here.config.model.recompute_granularity == "selective"
     for position, number in enumerate(chunk.layer_numbers):
         _add_exchange(total, here, number, is_recomputed=is_selective or position < full)
@@ -157,7 +160,7 @@ def _recomputed(here: _Rank, layers: int) -> tuple[int, int]:
     """Return how many layers, the first ones, run forward again, and how many stop before their last communication.
 
     A recomputed group of layers ends where the backward pass has all that it saved. Without dropout nothing is saved
-    behind the last layer's fc2, whose sum over the tensor ranks is then left out.
+    behind the last layer's fc2, whose sum over the tensor ranks is then left out, unless a norm comes after it.
     """
     model = here.config.model
     if model.recompute_granularity != "full":
@@ -167,7 +170,7 @@ def _recomputed(here: _Rank, layers: int) -> tuple[int, int]:
         recomputed = groups = min(length, layers)
     else:
         recomputed, groups = layers, math.ceil(layers / length)
-    return recomputed, groups if model.hidden_dropout == 0.0 else 0
+    return recomputed, groups if model.hidden_dropout == 0.0 and model.norm_placement == "before" else 0
 
 
 def _add_layer_ends(total: _Sum, here: _Rank, entered: int, left: int, backward: int) -> None:

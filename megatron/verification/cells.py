@@ -23,8 +23,36 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
         *("--untie-embeddings-and-output-weights", "--group-query-attention", "--num-query-groups", "1"),
     ),
+    "mistral": (
+        *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+        *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0"),
+        *("--window-attn-skip-freq", "2"),
+    ),
+    "olmo2": (
+        *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+        *("--norm-placement", "after", "--qk-layernorm", "--qk-layernorm-across-heads"),
+        *("--group-query-attention", "--num-query-groups", "2", "--untie-embeddings-and-output-weights"),
+    ),
+    "gemma2": (
+        *("--geglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+        *("--norm-placement", "both", "--apply-layernorm-1p", "--scale-embeddings", "--query-pre-attn-scalar", "9"),
+        *("--attn-logit-softcapping", "2", "--final-logit-softcapping", "3"),
+        *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0", "--window-attn-skip-freq", "2"),
+    ),
+    "gemma3": (
+        *("--geglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+        *("--norm-placement", "both", "--apply-layernorm-1p", "--scale-embeddings", "--qk-layernorm"),
+        *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0"),
+        *("--window-attn-skip-freq", "[1]*3+[0]", "--rotary-base-local", "500"),
+    ),
+    "neox": (
+        *("--position-embedding-type", "rope", "--rotary-percent", "0.34", "--use-parallel-residual"),
+        "--untie-embeddings-and-output-weights",
+    ),
 }
 """Model shapes by name: what each adds to the base command line."""
+FAMILY_SHAPES = ("mistral", "neox", "olmo2", "gemma2", "gemma3")
+"""Shapes of further families, each with the features that make it one."""
 
 DATA: dict[str, tuple[str, ...]] = {
     "plain": (),
@@ -148,7 +176,7 @@ def make_cell(shape: str, layout: Layout, data: str = "plain", extra: Sequence[s
 
 def matrix() -> list[Cell]:
     """Return the layouts that every release must pass, each once."""
-    cells = [cell for family in (_tensor, _pipeline, _context, _data, _mixed) for cell in family()]
+    cells = [cell for family in (_tensor, _pipeline, _context, _data, _mixed, _families) for cell in family()]
     return list({cell.name: cell for cell in cells}.values())
 
 
@@ -206,6 +234,15 @@ def _mixed() -> Iterator[Cell]:
         yield make_cell("gpt2", Layout(pp=2, schedule="zero-bubble", dp=2, sharding=sharding, overlap=overlap))
     yield make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True, pp=2))
     yield make_cell("gpt2", Layout(tp=8), extra=("--num-attention-heads", "8"))
+
+
+def _families() -> Iterator[Cell]:
+    for shape in FAMILY_SHAPES:
+        for sequence_parallel, recompute in ((False, RECOMPUTE[2]), (True, RECOMPUTE[1]), (True, RECOMPUTE[3])):
+            yield make_cell(shape, Layout(tp=2, sequence_parallel=sequence_parallel, pp=2, recompute=recompute))
+        for exchange in EXCHANGES:
+            yield make_cell(shape, Layout(cp=2, cp_comm_type=exchange), "packed")
+            yield make_cell(shape, Layout(tp=2, sequence_parallel=True, pp=2, cp=2, cp_comm_type=exchange))
 
 
 def fuzz(seed: int, count: int) -> list[Cell]:

@@ -11,17 +11,17 @@ from megatron.core.process_group import Group
 
 
 def with_context_parallel(
-    core: AttentionCore, exchange: str, cp: Group, *, plain_blocks: bool = False
+    core: AttentionCore, exchange: str, cp: Group, *, plain_blocks: bool = False, softcap: float | None = None
 ) -> AttentionCore:
     """Return ``core`` for sequences that are split over ``cp``; the core itself where one rank holds them whole.
 
     The result takes a pattern without a mask: that of a whole sequence would be larger than anything else that a rank
-    holds. ``plain_blocks`` keeps ring attention from kernels.
+    holds. ``plain_blocks`` keeps ring attention from kernels; ``softcap`` must be the core's.
     """
     if cp.size == 1:
         return core
     if exchange == "p2p":
-        return RingAttention(cp, AttentionBlocks(plain=plain_blocks))
+        return RingAttention(cp, AttentionBlocks(plain_blocks, softcap))
     if exchange == "all_gather":
         return AllGatherAttention(cp, core)
     assert exchange == "a2a", exchange

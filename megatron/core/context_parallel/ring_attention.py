@@ -71,22 +71,22 @@ class _Ring:
     dropout: float
     seed: int
 
-    def step(self, number: int, local_length: int) -> _Step:
-        """Return the work of a step; keys and values are then those of rank ``cp.rank − number``.
+    def step(self, number: int, query: torch.Tensor) -> _Step:
+        """Return the work of a step for ``query: [s/cp, …]``; keys and values are those of rank ``cp.rank − number``.
 
         Where attention is causal, both of this rank's chunks see an earlier rank's first chunk whole and its second not
         at all. Of a later rank's, this rank's first chunk sees nothing and the second sees both whole.
         """
-        rank, size, pattern = self.cp.rank, self.cp.size, self.pattern
+        rank, size, pattern, local_length = self.cp.rank, self.cp.size, self.pattern, query.shape[0]
         source = (rank - number) % size
         first_query, end_key = 0, local_length
         if pattern.is_causal:
             first_query = local_length // 2 if source > rank else 0
             end_key = local_length // 2 if source < rank else local_length
         visible = None
-        if pattern.document_ids is not None:
-            device = pattern.document_ids.device
-            queries, keys = (positions_of(holder, size, size * local_length, device) for holder in (rank, source))
+        if not pattern.is_plain:
+            length = size * local_length
+            queries, keys = (positions_of(holder, size, length, query.device) for holder in (rank, source))
             visible = pattern.visible(queries[first_query:], keys[:end_key])
         is_causal = pattern.is_plain_causal and number == 0
         return _Step(first_query, end_key, BlockMask(visible, is_causal, self.dropout, self.seed + number))
@@ -99,7 +99,7 @@ class _RingFunction(torch.autograd.Function):
         travelling = torch.stack((key, value))
         for number in range(ring.cp.size):
             following = start_ring_exchange(travelling, ring.cp) if number < ring.cp.size - 1 else None
-            step = ring.step(number, query.shape[0])
+            step = ring.step(number, query)
             keys, values = travelling[:, : step.end_key].permute(0, 2, 3, 1, 4)
             block = ring.blocks.forward(heads_first[:, :, step.first_query :], keys, values, step.mask)
             if number == 0:
@@ -126,7 +126,7 @@ class _RingFunction(torch.autograd.Function):
         grads_under_way = None
         for number in range(ring.cp.size):
             following = start_ring_exchange(travelling, ring.cp) if number < ring.cp.size - 1 else None
-            step = ring.step(number, query.shape[0])
+            step = ring.step(number, query)
             keys, values = travelling[:, : step.end_key].permute(0, 2, 3, 1, 4)
             rows = slice(step.first_query, None)
             block_grads = ring.blocks.backward(

@@ -33,9 +33,13 @@ class BlockMask:
 
 @dataclass(frozen=True)
 class AttentionBlocks:
-    """Compute blocks: by torch's flash kernels where they can, unless ``plain`` asks for every step written out."""
+    """Compute blocks: by torch's flash kernels where they can, unless ``plain`` asks for every step written out.
+
+    With ``softcap`` every step is, and scores are kept within that number of 0, by a tanh.
+    """
 
     plain: bool = False
+    softcap: float | None = None
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask
@@ -45,8 +49,8 @@ class AttentionBlocks:
         Shapes: ``query: [b, n, sq, d]``, ``key, value: [b, g, sk, d]`` ``-> [b, n, sq, d]``, ``[b, n, sq]`` in at
         least float32.
         """
-        if self.plain or not _has_flash_kernel(query, mask):
-            return plain_block(query, key, value, mask)
+        if self.plain or self.softcap is not None or not _has_flash_kernel(query, mask):
+            return plain_block(query, key, value, mask, self.softcap)
         if query.device.type == "cuda":
             output, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
                 query, key, value, 0.0, mask.is_causal
@@ -76,8 +80,8 @@ class AttentionBlocks:
 
         ``output`` and ``logsumexp`` are those of the queries' attention to all blocks together.
         """
-        if self.plain or not _has_flash_kernel(query, mask):
-            return plain_block_backward(grad, query, key, value, output, logsumexp, mask)
+        if self.plain or self.softcap is not None or not _has_flash_kernel(query, mask):
+            return plain_block_backward(grad, query, key, value, output, logsumexp, mask, self.softcap)
         if query.device.type == "cuda":
             unused = torch.empty((), dtype=torch.uint64, device=query.device)
             grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -110,12 +114,12 @@ def merge_block(
 
 
 def plain_block(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute a block step by step: the oracle of the kernels, and what is left where none of them can."""
     heads_per_group = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(heads_per_group, dim=1) for tensor in (key, value))
-    scores = _scores(query, key, mask)
+    scores = _masked(_scores(query, key, softcap), mask)
     logsumexp = scores.logsumexp(dim=-1)
     weights = (scores - _finite(logsumexp)[..., None]).exp()
     if mask.dropout:
@@ -131,11 +135,13 @@ def plain_block_backward(
     output: torch.Tensor,
     logsumexp: torch.Tensor,
     mask: BlockMask,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute a block's gradients step by step."""
     groups, heads_per_group = key.shape[1], query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(heads_per_group, dim=1) for tensor in (key, value))
-    weights = (_scores(query, key, mask) - _finite(logsumexp)[..., None]).exp()
+    scores = _scores(query, key, softcap)
+    weights = (_masked(scores, mask) - _finite(logsumexp)[..., None]).exp()
     wide = weights.dtype
     grad_weights = (grad @ value.mT).to(wide)
     kept = weights
@@ -143,20 +149,27 @@ def plain_block_backward(
         factor = _kept(weights, mask)
         kept, grad_weights = weights * factor, grad_weights * factor
     row_sums = (grad.to(wide) * output.to(wide)).sum(dim=-1, keepdim=True)
-    grad_scores = (weights * (grad_weights - row_sums) * query.shape[-1] ** -0.5).to(query.dtype)
+    grad_scores = weights * (grad_weights - row_sums) * query.shape[-1] ** -0.5
+    if softcap is not None:
+        grad_scores = grad_scores * (1 - (scores / softcap).square())
+    grad_scores = grad_scores.to(query.dtype)
     grad_key, grad_value = grad_scores.mT @ query, kept.to(query.dtype).mT @ grad
     return grad_scores @ key, *(
         tensor.unflatten(1, (groups, heads_per_group)).sum(dim=2) for tensor in (grad_key, grad_value)
     )
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, mask: BlockMask) -> torch.Tensor:
+def _scores(query: torch.Tensor, key: torch.Tensor, softcap: float | None) -> torch.Tensor:
     # A product of float16 heads can pass its largest number before it is scaled.
     wide = arithmetic_dtype(query.dtype)
     scores: torch.Tensor = (query.to(wide) @ key.to(wide).mT) * query.shape[-1] ** -0.5
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def _masked(scores: torch.Tensor, mask: BlockMask) -> torch.Tensor:
     visible = mask.visible
     if visible is None and mask.is_causal:
-        visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
 
 

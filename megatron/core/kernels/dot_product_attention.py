@@ -6,6 +6,7 @@ Vaswani et al. 2017, https://arxiv.org/abs/1706.03762; Dao et al. 2022, https://
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +26,17 @@ Shapes: ``query: [sq, b, n, d]``, ``key, value: [sk, b, g, d]`` ``-> [sq, b, n, 
 
 
 def plain_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: AttentionPattern, dropout: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pattern: AttentionPattern,
+    dropout: float,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """Compute attention step by step with the softmax in at least float32: the oracle of the fused kernels."""
+    """Compute attention step by step with the softmax in at least float32: the oracle of the fused kernels.
+
+    With ``softcap`` the scores are kept within that number of 0, by a tanh.
+    """
     groups = key.shape[2]
     heads_per_group = query.shape[2] // groups
     key = key.repeat_interleave(heads_per_group, dim=2)
@@ -36,6 +45,8 @@ def plain_attention(
     # A product of float16 heads can pass its largest number, 65,504, before it is scaled.
     wide = arithmetic_dtype(query.dtype)
     scores = torch.einsum("qbnd,kbnd->bnqk", query.to(wide), key.to(wide)) * query.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
     weights = torch.softmax(scores, dim=-1).to(query.dtype)
@@ -63,8 +74,13 @@ def fused_attention(
     return context.permute(2, 0, 1, 3)
 
 
-def select_attention_core(backend: str, device_type: str) -> AttentionCore:
-    """Return the attention core that ``--attention-backend`` names on this kind of device."""
+def select_attention_core(backend: str, device_type: str, softcap: float | None = None) -> AttentionCore:
+    """Return the attention core that ``--attention-backend`` names on this kind of device.
+
+    Capped scores are computed plainly: torch's fused kernels have no place for it.
+    """
+    if softcap is not None:
+        return partial(plain_attention, softcap=softcap)
     if backend in PLAIN_BACKENDS:
         return plain_attention
     if device_type == "cuda" and backend in ("auto", "flash"):

@@ -27,6 +27,21 @@ class _ReduceFromRegion(torch.autograd.Function):
         return grad, None
 
 
+class _SumOverRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
+        ctx.tp = tp
+        result = tensor.detach().clone()
+        all_reduce(result, tp)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        result = grad.clone(memory_format=torch.contiguous_format)
+        all_reduce(result, ctx.tp)
+        return result, None
+
+
 class _GatherFromSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
@@ -62,6 +77,14 @@ def reduce_from_tensor_parallel_region(tensor: torch.Tensor, tp: Group) -> torch
     The sum is written into ``tensor``, which must be contiguous and which nothing else may read.
     """
     return _apply(_ReduceFromRegion, tensor, tp)
+
+
+def sum_over_tensor_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
+    """Sum what every rank computes further with, each its own part. Forward and backward: all-reduce.
+
+    Shapes: ``[...] -> [...]``.
+    """
+    return _apply(_SumOverRegion, tensor, tp)
 
 
 def gather_from_sequence_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:

@@ -15,6 +15,7 @@ from megatron.core.process_group import Group, single_rank_group
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.random import TENSOR_PARALLEL, RngStreams
 from megatron.core.tensor_parallel.recompute import recompute
+from megatron.core.transformer.across_heads_norm import AcrossHeadsNorm
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.query_key_value import make_query_key_value
@@ -45,14 +46,20 @@ class SelfAttention(nn.Module):
         self.head_dim = config.kv_channels
         self.num_heads = config.num_attention_heads // tp.size
         self.num_groups = key_value_heads_of_rank(config.num_query_groups, tp.size)
+        self.window = config.layer_windows[layer_number]
+        # The cores divide scores by the root of the head's width.
+        self.score_factor: float | None = None
+        if config.score_scalar != config.kv_channels:
+            self.score_factor = (config.kv_channels / config.score_scalar) ** 0.5
         self.dropout = config.attention_dropout
         self.recompute_core = config.recompute_granularity == "selective"
         self.cp = single_rank_group(("cp",)) if cp is None else cp
         self.core = with_context_parallel(
-            select_attention_core(config.attention_backend, torch.device(device).type),
+            select_attention_core(config.attention_backend, torch.device(device).type, config.attn_logit_softcapping),
             config.cp_exchange(layer_number),
             self.cp,
             plain_blocks=config.attention_backend in PLAIN_BACKENDS,
+            softcap=config.attn_logit_softcapping,
         )
         # In the order in which Megatron's optimizer files list them: linear_proj before linear_qkv.
         self.linear_proj = RowParallelLinear(
@@ -66,11 +73,13 @@ class SelfAttention(nn.Module):
             device=device,
         )
         self.linear_qkv = make_query_key_value(config, tp, device)
-        self.q_layernorm = self._head_norm(config, tp, device) if config.qk_layernorm else None
-        self.k_layernorm = self._head_norm(config, tp, device) if config.qk_layernorm else None
+        self.q_layernorm = self._norm(config, config.num_attention_heads, tp, device) if config.qk_layernorm else None
+        self.k_layernorm = self._norm(config, config.num_query_groups, tp, device) if config.qk_layernorm else None
 
     @staticmethod
-    def _head_norm(config: TransformerConfig, tp: Group, device: torch.device | str) -> Norm:
+    def _norm(config: TransformerConfig, num_heads: int, tp: Group, device: torch.device | str) -> nn.Module:
+        if config.qk_layernorm_across_heads:
+            return AcrossHeadsNorm(config, num_heads, tp, device)
         return Norm(
             config.normalization,
             config.kv_channels,
@@ -93,9 +102,15 @@ class SelfAttention(nn.Module):
         assert self.cp.size == 1 or (cache is None and pattern.mask is None), "a cache or a mask is of whole sequences"
         query, key, value = self._query_key_value(x)
         if angles is not None:
+            if self.window is not None and angles.local is not None:
+                angles = angles.local
             query, key = apply_rotary(query, angles), apply_rotary(key, angles)
+        if self.score_factor is not None:
+            query = query * self.score_factor
         if cache is not None:
             key, value = cache.update(self.layer_number, key, value)
+        if self.window is not None and self.window < key.shape[0] * self.cp.size:
+            pattern = pattern.within(self.window)
         if self.recompute_core and self.training:
             context = recompute(self._attend, self.rng, query, key, value, pattern)
         else:

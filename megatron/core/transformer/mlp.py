@@ -21,11 +21,17 @@ def _swiglu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def _geglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "squared_relu": lambda x: F.relu(x).square(),
     "swiglu": _swiglu,
+    "geglu": _geglu,
 }
 
 
@@ -38,7 +44,7 @@ class MLP(nn.Module):
     def __init__(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
         super().__init__()
         dtype = dtype_from_name(config.params_dtype)
-        num_stacked = 2 if config.swiglu else 1
+        num_stacked = 2 if config.is_gated else 1
         self.activation = _ACTIVATIONS[config.activation]
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,

@@ -15,7 +15,7 @@ from megatron.core.precision import arithmetic_dtype
 
 @dataclass(frozen=True)
 class RotaryAngles:
-    """Hold cosine and sine for every position of a batch.
+    """Hold cosine and sine for every position of a batch; ``local`` are those of layers with a window, if others.
 
     Shapes: ``cos, sin: [s, b or 1, 1, rotary_dim]``.
     """
@@ -23,6 +23,7 @@ class RotaryAngles:
     cos: torch.Tensor
     sin: torch.Tensor
     interleaved: bool
+    local: RotaryAngles | None = None
 
 
 class RotaryEmbedding:

@@ -6,6 +6,7 @@ import dataclasses
 
 from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, flag
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.transformer.layer_pattern import parse_layer_pattern
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,9 +54,31 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     """Store the normalization's weight as its difference from one."""
     qk_layernorm: bool = flag(False, role="weights")
     """Normalize queries and keys, each head on its own."""
+    qk_layernorm_across_heads: bool = flag(False, role="shape", needs="qk_layernorm", in_args=False)
+    """Normalize all query heads of a token together, and all key heads."""
+    norm_placement: str = flag("before", choices=("before", "after", "both"), role="shape", in_args=False)
+    """Where a layer normalizes: before attention and feed-forward, after them (before the residual sum), or both."""
+
+    use_parallel_residual: bool = flag(False, role="meaning", in_args=False)
+    """Add attention and feed-forward to the same hidden states, in place of one after the other."""
+    attn_logit_softcapping: float | None = flag(None, role="meaning", bounds=POSITIVE, in_args=False)
+    """Keep attention scores within this number of 0, by a tanh; no fused kernel does it."""
+    query_pre_attn_scalar: int | None = flag(
+        None, role="meaning", bounds=POSITIVE, seen_as="score_scalar", in_args=False
+    )
+    """Divide attention scores by the root of this number; by default by that of the head's width."""
+    window_size: str | None = flag(None, metavar="N,0", role="meaning", seen_as="layer_windows", in_args=False)
+    """Let a query attend to its own position and the N before it, and to no others."""
+    window_attn_skip_freq: str | None = flag(
+        None, role="meaning", needs="window_size", seen_as="layer_windows", in_args=False
+    )
+    """Which layers have the window: N leaves out every Nth one, a list has a 1 or 0 for each: ([1]*5+[0])*4; by
+    default all have it."""
 
     swiglu: bool = flag(False, role="shape", excludes=("squared_relu", "openai_gelu"), seen_as="activation")
     """Use the SwiGLU feed-forward layer."""
+    geglu: bool = flag(False, role="shape", excludes=("swiglu", "squared_relu"), seen_as="activation", in_args=False)
+    """Use a feed-forward layer gated by the tanh form of GELU."""
     squared_relu: bool = flag(False, role="meaning", excludes=("openai_gelu",), seen_as="activation")
     """Use the squared ReLU as activation."""
     openai_gelu: bool = flag(False, role="meaning", seen_as="activation")
@@ -97,7 +120,7 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
         """Fill in the values that follow from others."""
         super().__post_init__()
         if self.ffn_hidden_size == 0:
-            object.__setattr__(self, "ffn_hidden_size", default_ffn_hidden_size(self.hidden_size, self.swiglu))
+            object.__setattr__(self, "ffn_hidden_size", default_ffn_hidden_size(self.hidden_size, self.is_gated))
         if self.kv_channels == 0:
             object.__setattr__(self, "kv_channels", self.hidden_size // max(self.num_attention_heads, 1))
         if self.attention_head_type == "multiquery":
@@ -112,17 +135,44 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
 
     @property
     def activation(self) -> str:
-        """Return the feed-forward activation: swiglu, squared_relu, gelu_tanh or gelu (the exact form)."""
+        """Return the feed-forward activation: swiglu, geglu, squared_relu, gelu_tanh or gelu (the exact form)."""
         if self.swiglu:
             return "swiglu"
+        if self.geglu:
+            return "geglu"
         if self.squared_relu:
             return "squared_relu"
         return "gelu_tanh" if self.bias_gelu_fusion or self.openai_gelu else "gelu"
 
     @property
+    def is_gated(self) -> bool:
+        """Tell whether the feed-forward layer has a gate beside what it lets through."""
+        return self.swiglu or self.geglu
+
+    @property
+    def score_scalar(self) -> int:
+        """Return the number by whose root attention scores are divided."""
+        return self.kv_channels if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar
+
+    @property
     def has_qkv_bias(self) -> bool:
         """Tell whether the query/key/value projection has a bias."""
         return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Return for each layer how many keys a query attends to, its own among them; None is all before it.
+
+        Raises:
+            ValueError: --window-size or --window-attn-skip-freq is none; the message says why.
+        """
+        if self.window_size is None:
+            return (None,) * self.num_layers
+        window = _window(self.window_size)
+        if self.window_attn_skip_freq is None:
+            return (window,) * self.num_layers
+        has_window = parse_layer_pattern(self.window_attn_skip_freq, self.num_layers)
+        return tuple(window if has else None for has in has_window)
 
     @property
     def query_projection_size(self) -> int:
@@ -148,18 +198,26 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
         """Return the operations of one forward pass over one sequence; a multiply-add counts as two.
 
         Matrix products alone are counted: norms, activations and embedding lookups are together far below one per cent.
-        Causal attention counts the half of the score matrix that is used.
+        Causal attention counts the half of the score matrix that is used, or what a window leaves of it.
         Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
         """
         hidden, queries, keys = self.hidden_size, self.query_projection_size, self.kv_projection_size
         projections = hidden * (queries + 2 * keys) + queries * hidden
-        core = 2 * queries * seq_length / 2
-        mlp = hidden * self.ffn_hidden_size * (3 if self.swiglu else 2)
-        return 2.0 * seq_length * self.num_layers * (projections + core + mlp)
+        windows = [min(window or seq_length, seq_length) for window in self.layer_windows]
+        cores = sum(2 * queries * window * (1 - window / seq_length / 2) for window in windows)
+        mlp = hidden * self.ffn_hidden_size * (3 if self.is_gated else 2)
+        return 2.0 * seq_length * (self.num_layers * (projections + mlp) + cores)
 
 
-def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
+def _window(text: str) -> int:
+    before, comma, after = text.strip("() ").partition(",")
+    if not (before.strip().isdecimal() and comma and after.strip() == "0"):
+        raise ValueError("N,0 is expected, with N the number of positions before its own that a query attends to")
+    return int(before) + 1
+
+
+def default_ffn_hidden_size(hidden_size: int, is_gated: bool) -> int:
     """Return Megatron's width of the feed-forward layer where none is given."""
-    if swiglu:
+    if is_gated:
         return int((4 * hidden_size * 2 / 3) / 64) * 64
     return 4 * hidden_size

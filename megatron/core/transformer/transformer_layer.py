@@ -1,4 +1,4 @@
-"""One pre-norm transformer layer: attention and feed-forward, each on a residual branch."""
+"""One transformer layer: attention and feed-forward, each on a residual branch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def make_feed_forward(config: TransformerConfig, layer_number: int, tp: Group, d
 
 
 class TransformerLayer(nn.Module):
-    """Apply ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+    """Apply ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; with parallel residuals both to the same ``x``.
+
+    Norms may also stand behind attention and feed-forward, or there alone.
 
     ``layer_number`` counts from 0 over the whole model, whatever stage the layer is on.
 
@@ -85,10 +87,14 @@ class TransformerLayer(nn.Module):
         cp: Group | None = None,
     ) -> None:
         super().__init__()
-        self.input_layernorm = make_norm(config, tp, device)
+        has_before, has_after = config.norm_placement != "after", config.norm_placement != "before"
+        self.input_layernorm = make_norm(config, tp, device) if has_before else nn.Identity()
         self.self_attention = make_attention(config, layer_number, tp, rng, device, cp)
-        self.pre_mlp_layernorm = make_norm(config, tp, device)
+        self.post_self_attn_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
+        self.pre_mlp_layernorm = make_norm(config, tp, device) if has_before else nn.Identity()
         self.mlp = make_feed_forward(config, layer_number, tp, device)
+        self.post_mlp_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
+        self.is_parallel = config.use_parallel_residual
         self.hidden_dropout = HiddenDropout(config.hidden_dropout, config.sequence_parallel, rng)
 
     def forward(
@@ -100,6 +106,6 @@ class TransformerLayer(nn.Module):
     ) -> LayerOutput:
         """Return the layer's output."""
         attended, losses = self.self_attention(self.input_layernorm(x), pattern, angles, cache)
-        x = x + self.hidden_dropout(attended)
-        fed, more_losses = self.mlp(self.pre_mlp_layernorm(x))
-        return LayerOutput(x + self.hidden_dropout(fed), losses + more_losses)
+        after = x + self.hidden_dropout(self.post_self_attn_layernorm(attended))
+        fed, more_losses = self.mlp(self.pre_mlp_layernorm(x if self.is_parallel else after))
+        return LayerOutput(after + self.hidden_dropout(self.post_mlp_layernorm(fed)), losses + more_losses)

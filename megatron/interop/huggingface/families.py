@@ -9,13 +9,31 @@ from megatron.core.config_base import config_to_dict
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.interop.huggingface.family import Family, model_features
+from megatron.interop.huggingface.gemma2 import Gemma2Family
+from megatron.interop.huggingface.gemma3 import Gemma3Family
 from megatron.interop.huggingface.gpt2 import GPT2Family
+from megatron.interop.huggingface.gpt_neox import GPTNeoXFamily
 from megatron.interop.huggingface.llama import LlamaFamily
+from megatron.interop.huggingface.mistral import MistralFamily
+from megatron.interop.huggingface.olmo2 import Olmo2Family
+from megatron.interop.huggingface.phi3 import Phi3Family
 from megatron.interop.huggingface.qwen2 import Qwen2Family
+from megatron.interop.huggingface.qwen3 import Qwen3Family
 from megatron.interop.huggingface.settings import Settings, read_settings
 from megatron.interop.huggingface.tokenizer_files import tokenizer_settings
 
-FAMILIES: tuple[Family, ...] = (GPT2Family(), LlamaFamily(), Qwen2Family())
+FAMILIES: tuple[Family, ...] = (
+    GPT2Family(),
+    LlamaFamily(),
+    Qwen2Family(),
+    Qwen3Family(),
+    MistralFamily(),
+    GPTNeoXFamily(),
+    Olmo2Family(),
+    Phi3Family(),
+    Gemma2Family(),
+    Gemma3Family(),
+)
 
 
 def hugging_face_config(folder: str | Path) -> GPTConfig:

@@ -13,19 +13,29 @@ from megatron.interop.huggingface.tensor_link import TensorLink, query_key_value
 
 _BUFFER = re.compile(r"(?:transformer\.)?h\.\d+\.attn\.(?:bias|masked_bias)")
 
-# Their names of the activations; the first of each kind is the one that is written.
-_ACTIVATIONS: dict[str, dict[str, Any]] = {
+ACTIVATIONS: dict[str, dict[str, Any]] = {
     "gelu_new": {"bias_gelu_fusion": True},
     "gelu_pytorch_tanh": {"bias_gelu_fusion": True},
     "gelu": {"bias_gelu_fusion": False},
     "relu2": {"squared_relu": True},
 }
-_WRITTEN_ACTIVATIONS = {
+"""Their names of the activations of a feed-forward layer that is not gated."""
+WRITTEN_ACTIVATIONS = {
     "gelu_tanh": "gelu_new",
     "gelu": "gelu",
     "squared_relu": "relu2",
     "swiglu": "gelu_new",
+    "geglu": "gelu_new",
 }
+"""The name that is written for each of ours; a gated one has none, and what is read back is another model."""
+
+
+def read_activation(settings: Settings, name: str, default: str) -> dict[str, Any]:
+    """Return the fields of a GPTConfig that stand for the activation in the setting ``name``."""
+    activation = settings.text(name, default)
+    if activation not in ACTIVATIONS:
+        settings.refuse(f"{name} {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS.get(activation, {})
 
 
 class GPT2Family:
@@ -44,11 +54,6 @@ class GPT2Family:
         settings.require("scale_attn_weights", True, True, "attention is scaled by the root of the head's width")
         settings.require("scale_attn_by_inverse_layer_idx", False, False, "attention is scaled alike in every layer")
         settings.require("add_cross_attention", False, False, "there is no encoder to attend to")
-        activation = settings.text("activation_function", "gelu_new")
-        if activation not in _ACTIVATIONS:
-            settings.refuse(
-                f"activation_function {activation!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
-            )
         return GPTConfig(
             num_layers=settings.integer("n_layer", 12),
             hidden_size=width,
@@ -61,7 +66,7 @@ class GPT2Family:
             vocab_size=settings.integer("vocab_size", 50257),
             max_position_embeddings=settings.integer("n_positions", 1024),
             untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", True),
-            **_ACTIVATIONS.get(activation, {}),
+            **read_activation(settings, "activation_function", "gelu_new"),
             **dtype_fields(settings),
         )
 
@@ -70,7 +75,7 @@ class GPT2Family:
         return {
             "model_type": self.model_type,
             "architectures": [self.architecture],
-            "activation_function": _WRITTEN_ACTIVATIONS[config.activation],
+            "activation_function": WRITTEN_ACTIVATIONS[config.activation],
             "attn_pdrop": config.attention_dropout,
             "embd_pdrop": config.hidden_dropout,
             "initializer_range": config.init_method_std,

@@ -12,13 +12,15 @@ from megatron.interop.huggingface.settings import Settings
 class LlamaFamily(RotaryDecoderFamily):
     """Translate Llama (``LlamaForCausalLM``): no biases."""
 
-    def __init__(self) -> None:
-        super().__init__("llama", "LlamaForCausalLM", has_qkv_bias=False, default_positions=2048, default_groups=None)
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
+    default_positions = 2048
 
-    def check_settings(self, settings: Settings) -> None:
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Note biases."""
         settings.require("attention_bias", False, False, "attention has no biases")
         settings.require("mlp_bias", False, False, "the feed-forward layer has no biases")
+        return {}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""

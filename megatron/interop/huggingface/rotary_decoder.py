@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,38 +19,39 @@ class RotaryDecoderFamily:
     """Translate what the families have in common; each says itself what else its settings may hold.
 
     ``has_qkv_bias`` tells whether the projections to queries, keys and values have biases. The defaults are those of
-    the family's configuration class, which its files may leave out.
+    the family's configuration class, which its files may leave out; without a default for the groups there is one for
+    each head, and without one for a head's width the heads share the model's. ``norm_names`` are our norms of a layer
+    and theirs.
     """
 
+    model_type: str
+    architecture: str
     base_prefix = "model."
-
-    def __init__(
-        self,
-        model_type: str,
-        architecture: str,
-        *,
-        has_qkv_bias: bool,
-        default_positions: int,
-        default_groups: int | None,
-    ) -> None:
-        self.model_type = model_type
-        self.architecture = architecture
-        self.has_qkv_bias = has_qkv_bias
-        self.default_positions = default_positions
-        self.default_groups = default_groups
+    has_qkv_bias = False
+    default_positions: int
+    default_groups: int | None = None
+    default_head_dim: int | None = None
+    default_epsilon = 1e-6
+    is_tied_by_default = False
+    activation = ("hidden_act", "silu", "swiglu")
+    """The setting of the gate's activation, its only value, and the switch that this is here."""
+    norm_names: tuple[tuple[str, str], ...] = (
+        ("input_layernorm", "input_layernorm"),
+        ("pre_mlp_layernorm", "post_attention_layernorm"),
+    )
 
     def read_config(self, settings: Settings) -> GPTConfig:
         """Return the model that the settings describe."""
         width = settings.integer("hidden_size")
         heads = settings.integer("num_attention_heads")
         groups = settings.integer("num_key_value_heads", self.default_groups or heads)
-        head_dim = settings.integer("head_dim", max(width // heads, 1))
+        head_dim = settings.integer("head_dim", self.default_head_dim or max(width // heads, 1))
         if not settings.problems:
-            _check_heads(settings, width, heads, groups, head_dim)
-        settings.require("hidden_act", "silu", "silu", "the feed-forward layer is gated by SiLU")
-        self.check_settings(settings)
+            self._check_heads(settings, width, heads, groups, head_dim)
+        setting, activation, switch = self.activation
+        settings.require(setting, activation, activation, "the feed-forward layer is gated by it")
         positions = settings.integer("max_position_embeddings", self.default_positions)
-        return GPTConfig(
+        config = GPTConfig(
             num_layers=settings.integer("num_hidden_layers"),
             hidden_size=width,
             num_attention_heads=heads,
@@ -58,8 +60,9 @@ class RotaryDecoderFamily:
             ffn_hidden_size=settings.integer("intermediate_size"),
             kv_channels=head_dim,
             normalization="RMSNorm",
-            norm_epsilon=settings.number("rms_norm_eps", 1e-6),
-            swiglu=True,
+            norm_epsilon=settings.number("rms_norm_eps", self.default_epsilon),
+            swiglu=switch == "swiglu",
+            geglu=switch == "geglu",
             add_bias_linear=False,
             add_qkv_bias=self.has_qkv_bias,
             hidden_dropout=0.0,
@@ -68,13 +71,19 @@ class RotaryDecoderFamily:
             vocab_size=settings.integer("vocab_size"),
             max_position_embeddings=positions,
             position_embedding_type="rope",
-            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", False),
-            **read_rope(settings, positions),
+            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", self.is_tied_by_default),
+            **self.read_rope(settings, positions),
             **dtype_fields(settings),
         )
+        return dataclasses.replace(config, **self.own_fields(settings))
 
-    def check_settings(self, settings: Settings) -> None:
-        """Note what only this family's settings may hold and what is not supported of it."""
+    def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
+        """Return the fields of the rotary positions."""
+        return read_rope(settings, positions)
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return what only this family's settings decide of a model, and note what is not supported of it."""
+        return {}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
@@ -82,7 +91,7 @@ class RotaryDecoderFamily:
             "model_type": self.model_type,
             "architectures": [self.architecture],
             "attention_dropout": config.attention_dropout,
-            "hidden_act": "silu",
+            self.activation[0]: self.activation[1],
             "hidden_size": config.hidden_size,
             "initializer_range": config.init_method_std,
             "intermediate_size": config.ffn_hidden_size,
@@ -94,7 +103,7 @@ class RotaryDecoderFamily:
             "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
             "vocab_size": config.vocab_size,
         }
-        if config.kv_channels * config.num_attention_heads != config.hidden_size:
+        if self.default_head_dim or config.kv_channels * config.num_attention_heads != config.hidden_size:
             settings["head_dim"] = config.kv_channels
         return settings | write_rope(config)
 
@@ -114,7 +123,8 @@ class RotaryDecoderFamily:
         """Return whether these are rotary frequencies, which older files hold."""
         return _BUFFER.fullmatch(name) is not None
 
-    def _layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+    def projection_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Return the links of a layer's projections to queries, keys and values, and to gate and up."""
         width, ffn = config.hidden_size, config.ffn_hidden_size
         fused = list(query_key_value_rows(config.num_attention_heads, config.num_query_groups, config.kv_channels))
         for name in ("q", "k", "v"):
@@ -124,20 +134,31 @@ class RotaryDecoderFamily:
                         native = f"{ours}self_attention.linear_qkv.{kind}"
                         foreign = f"{theirs}self_attn.{name}_proj.{kind}"
                         yield rows(native, native_start, foreign, foreign_start, count, trailing)
-        projection = (width, config.query_projection_size)
-        yield whole(f"{ours}self_attention.linear_proj.weight", f"{theirs}self_attn.o_proj.weight", projection)
         gated = f"{ours}mlp.linear_fc1.weight"
         yield rows(gated, 0, f"{theirs}mlp.gate_proj.weight", 0, ffn, (width,))
         yield rows(gated, ffn, f"{theirs}mlp.up_proj.weight", 0, ffn, (width,))
+
+    def _layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        width, ffn = config.hidden_size, config.ffn_hidden_size
+        yield from self.projection_links(config, ours, theirs)
+        projection = (width, config.query_projection_size)
+        yield whole(f"{ours}self_attention.linear_proj.weight", f"{theirs}self_attn.o_proj.weight", projection)
+        if config.qk_layernorm:
+            across = config.qk_layernorm_across_heads
+            for name, rows_of_all in (("q", config.query_projection_size), ("k", config.kv_projection_size)):
+                native, foreign = (
+                    f"{ours}self_attention.{name}_layernorm.weight",
+                    f"{theirs}self_attn.{name}_norm.weight",
+                )
+                yield whole(native, foreign, (rows_of_all if across else config.kv_channels,))
         yield whole(f"{ours}mlp.linear_fc2.weight", f"{theirs}mlp.down_proj.weight", (width, ffn))
-        yield whole(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", (width,))
-        yield whole(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (width,))
+        for name, their_name in self.norm_names:
+            yield whole(f"{ours}{name}.weight", f"{theirs}{their_name}.weight", (width,))
 
-
-def _check_heads(settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:
-    if heads % groups:
-        settings.refuse(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
-    if settings.values.get("head_dim") is None and width % heads:
-        settings.refuse(f"hidden_size {width} is not divisible by num_attention_heads {heads}; give head_dim")
-    elif head_dim % 2:
-        settings.refuse(f"heads are {head_dim} channels wide; rotary positions need an even number")
+    def _check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:
+        if heads % groups:
+            settings.refuse(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
+        if settings.values.get("head_dim", self.default_head_dim) is None and width % heads:
+            settings.refuse(f"hidden_size {width} is not divisible by num_attention_heads {heads}; give head_dim")
+        elif head_dim % 2:
+            settings.refuse(f"heads are {head_dim} channels wide; rotary positions need an even number")

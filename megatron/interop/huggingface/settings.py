@@ -64,6 +64,14 @@ class Settings:
             return 1.0
         return float(value)
 
+    def positive_or_none(self, name: str, default: float | None) -> float | None:
+        """Return a number greater than 0; null, unlike absence, stands for none."""
+        value = self.values.get(name, default)
+        if value is not None and (type(value) not in (int, float) or not 0 < value < float("inf")):
+            self.refuse(f"{name} is {value!r}; a number greater than 0 or null is expected")
+            return default
+        return None if value is None else float(value)
+
     def switch(self, name: str, default: bool) -> bool:
         """Return true or false; null counts as absent."""
         value = self.values.get(name)
@@ -171,17 +179,47 @@ _TYPES = ("default", "linear", "llama3")
 
 
 def read_rope(settings: Settings, max_position_embeddings: int) -> dict[str, Any]:
-    """Return the fields of a GPTConfig that describe the rotary positions.
+    """Return the fields of a GPTConfig that describe the rotary positions, of which every channel is rotated.
 
     The newer form is one object, ``rope_parameters``; the older one has ``rope_theta`` apart and puts what scales the
     frequencies into ``rope_scaling``.
     """
-    settings.require("partial_rotary_factor", 1.0, 1.0, "every channel of a head is rotated")
-    scaling = settings.inner("rope_parameters") or settings.inner("rope_scaling")
-    base = settings.number("rope_theta", _DEFAULT_BASE)
+    scaling = rope_object(settings)
+    for place in (settings, scaling):
+        if place is not None:
+            place.require("partial_rotary_factor", 1.0, 1.0, "every channel of a head is rotated")
+    return read_frequencies(settings, scaling, max_position_embeddings, settings.number("rope_theta", _DEFAULT_BASE))
+
+
+def read_partial_rope(
+    settings: Settings, max_position_embeddings: int, base_name: str, share_name: str, default_share: float
+) -> dict[str, Any]:
+    """Return the fields as `read_rope` does, with the share of a head's channels that is rotated.
+
+    The older form has the base under ``base_name`` and that share under ``share_name``.
+    """
+    share = settings.number(share_name, default_share)
+    newer = rope_object(settings)
+    if newer is not None:
+        share = newer.number("partial_rotary_factor", share)
+    if not 0 < share <= 1:
+        settings.refuse(f"{share_name} is {share}; a number above 0 and up to 1 is expected")
+        share = 1.0
+    base = settings.number(base_name, _DEFAULT_BASE)
+    return read_frequencies(settings, newer, max_position_embeddings, base) | {"rotary_percent": share}
+
+
+def rope_object(settings: Settings) -> Settings | None:
+    """Return the object that describes the rotary positions, of the newer form or of the older, if there is one."""
+    return settings.inner("rope_parameters") or settings.inner("rope_scaling")
+
+
+def read_frequencies(
+    settings: Settings, scaling: Settings | None, max_position_embeddings: int, base: float
+) -> dict[str, Any]:
+    """Return the base of the frequencies, which may be in ``scaling`` too, and what scales them."""
     if scaling is None:
         return _base(settings, base)
-    scaling.require("partial_rotary_factor", 1.0, 1.0, "every channel of a head is rotated")
     fields = _base(settings, scaling.number("rope_theta", base))
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind == "linear":
@@ -210,10 +248,15 @@ def write_rope(config: GPTConfig) -> dict[str, Any]:
 
 
 def _base(settings: Settings, base: float) -> dict[str, Any]:
+    return {"rotary_base": whole_base(settings, base, "rope_theta")}
+
+
+def whole_base(settings: Settings, base: float, name: str) -> int:
+    """Return a base of rotary frequencies as a whole number; ``name`` is what it is called where it is none."""
     if base < 1 or base != int(base):
-        settings.refuse(f"rope_theta is {base}; a whole number is expected")
+        settings.refuse(f"{name} is {base}; a whole number is expected")
         base = _DEFAULT_BASE
-    return {"rotary_base": int(base)}
+    return int(base)
 
 
 def _read_llama3(scaling: Settings, max_position_embeddings: int) -> dict[str, Any]:

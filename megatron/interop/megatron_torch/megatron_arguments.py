@@ -8,6 +8,7 @@ was saved.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from megatron.core.config_base import IDENTITY, FieldSpec, field_specs
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.interop.megatron_torch.stored_values import Record
 from megatron.training.config.run_config import config_parts
 
@@ -44,7 +46,6 @@ _NO_FIELD: Mapping[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (),
     "qk_l2_norm": (),
     "softmax_type": ("vanilla",),
-    "window_size": (),
     "no_rope_freq": (),
     "attention_output_gate": (),
     "experimental_attention_variant": (),
@@ -82,6 +83,7 @@ def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any
                 expected = spec.item_type.__name__
                 raise CheckpointError(f"args.{name} is {arguments[name]!r}; a value of type {expected} is expected")
     model = config["model"]
+    model |= _window_fields(arguments)
     # There the flag also says that all linear layers have biases.
     if "add_qkv_bias" in model:
         model["add_qkv_bias"] = model["add_qkv_bias"] and not model.get("add_bias_linear", True)
@@ -127,12 +129,37 @@ def arguments_of_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, An
             value = values[spec.name]
             arguments |= dict.fromkeys(names, list(value) or None if spec.is_sequence else value)
     model = config["model"]
+    size, pattern = model.get("window_size"), model.get("window_attn_skip_freq")
+    arguments["window_size"] = None if size is None else ast.literal_eval(size)
+    if pattern is not None:
+        kinds = parse_layer_pattern(pattern, model["num_layers"])
+        pattern = int(pattern) if pattern.isdecimal() else list(map(int, kinds))
+    arguments["window_attn_skip_freq"] = pattern
     arguments["add_qkv_bias"] = bool(model.get("add_qkv_bias") or model.get("add_bias_linear", True))
     for name, total in (("lr_decay_iters", "train_iters"), ("lr_decay_samples", "train_samples")):
         # Written out where they follow from the length of the run; there None, not 0, means no length.
         arguments[total] = arguments.get(total) or None
         arguments[name] = arguments.get(name) or arguments[total]
     return arguments
+
+
+def _window_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of attention windows: there a pair of numbers, and a number or a list of layers.
+
+    Raises:
+        CheckpointError: a window is not one of causal attention.
+    """
+    size, pattern = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
+    if size is None:
+        return {}
+    if not isinstance(size, (list, tuple)) or len(size) != 2 or type(size[0]) is not int or size[0] < 0 or size[1] != 0:
+        raise CheckpointError(f"args.window_size is {size!r}; (N, 0) is expected, a window of causal attention")
+    if pattern is not None:
+        try:
+            parse_layer_pattern(str(pattern), arguments["num_layers"])
+        except ValueError as error:
+            raise CheckpointError(f"args.window_attn_skip_freq is {pattern!r}: {error}") from error
+    return {"window_size": f"{size[0]},0", "window_attn_skip_freq": None if pattern is None else str(pattern)}
 
 
 def derived_arguments(

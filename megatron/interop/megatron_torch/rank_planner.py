@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from megatron.core.config_base import config_from_dict
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.errors import ConfigurationError
+from megatron.core.models.gpt.gpt_config import GPTConfig, flags_without_argument
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, learning_rate, weight_decay
 from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout
@@ -24,6 +25,7 @@ from megatron.interop.megatron_torch.megatron_arguments import (
     TRAIN_DATA,
     arguments_of_config,
     derived_arguments,
+    flags_without_argument,
     plain_arguments,
 )
 from megatron.interop.megatron_torch.pickle_writer import given_tensor, namespace
@@ -80,6 +82,9 @@ class RankPlanner:
 
     ``dtype_of`` gives the dtype of a tensor by native name. ``padded_vocab_size`` and ``fused_norms``
     (transformer-engine's names of norms) follow the files that a checkpoint came from, where it came from such.
+
+    Raises:
+        ConfigurationError: Megatron's arguments cannot describe the model.
     """
 
     def __init__(
@@ -92,6 +97,8 @@ class RankPlanner:
     ) -> None:
         self.common = common
         self.model = config_from_dict(GPTConfig, common["config"]["model"])
+        if flags := flags_without_argument(self.model):
+            raise ConfigurationError(f"Megatron's arguments do not know {', '.join(flags)}; use the native format")
         self.tp, self.pp = self.model.tensor_model_parallel_size, self.model.pipeline_model_parallel_size
         self.stages = plan_stage_layout(self.model, self.model.num_layers, self.model.pipeline_model_parallel_layout)
         self.padded_vocab_size = padded_vocab_size or self.model.padded_vocab_size

@@ -264,7 +264,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--moe-expert-capacity-factor": NotSupported(1),
     "--moe-token-drop-policy": NotSupported(1),
     "--mtp-num-layers": NotSupported(1),
-    "--window-size": NotSupported(1),
     "--embedding-init-method-std": NotSupported(1),
     "--glu-linear-offset": NotSupported(1, "0.0"),
     "--activation-func-clamp-value": NotSupported(1),

@@ -7,7 +7,7 @@ import pytest
 import pretrain_gpt
 from megatron.planning.closed_forms import Traffic, Volume, step_traffic
 from megatron.training.config.run_config import RunConfig
-from megatron.verification.cells import Cell, Layout, make_cell, matrix
+from megatron.verification.cells import FAMILY_SHAPES, Cell, Layout, make_cell, matrix
 from megatron.verification.collective_recorder import record_step
 from megatron.verification.run_cell import resolve_cell
 
@@ -59,6 +59,8 @@ CELLS = [
     ("bfloat16", make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2, dp=2, sharding="optim_grads"))),
     ("float32", make_cell("qwen", Layout(tp=4, pp=2, dp=1), "packed")),
     ("bfloat16", make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=FULL), "packed")),
+    *(("float32", make_cell(shape, Layout(tp=4, recompute=FULL))) for shape in FAMILY_SHAPES),
+    *(("bfloat16", make_cell(shape, Layout(tp=2, sequence_parallel=True, dp=2))) for shape in FAMILY_SHAPES),
 ]
 
 

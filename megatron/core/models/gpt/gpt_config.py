@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, flag
+from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, field_specs, flag
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -64,6 +64,19 @@ class GPTConfig(TransformerConfig, in_args=True):
         8192, role="meaning", bounds=POSITIVE, where=("use_rope_scaling", True)
     )
     """Llama 3.1 scaling: number of positions that the model was first trained with."""
+    rotary_base_local: int | None = flag(
+        None,
+        role="meaning",
+        bounds=POSITIVE,
+        where=("position_embedding_type", "rope"),
+        needs="window_size",
+        in_args=False,
+    )
+    """Base of the rotary frequencies in layers with a window, which are not scaled then; by default that of all."""
+    scale_embeddings: bool = flag(False, role="meaning", in_args=False)
+    """Multiply word embeddings by the root of the hidden size."""
+    final_logit_softcapping: float | None = flag(None, role="meaning", bounds=POSITIVE, in_args=False)
+    """Keep logits within this number of 0, by a tanh."""
     untie_embeddings_and_output_weights: bool = flag(False, role="weights")
     """Give the output layer a weight of its own."""
 
@@ -95,3 +108,19 @@ def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor
     """Return the next multiple of ``make_vocab_size_divisible_by`` x tensor-parallel size."""
     multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
     return (vocab_size + multiple - 1) // multiple * multiple
+
+
+_SPELLED_OTHERWISE = ("window_size", "window_attn_skip_freq")
+"""Fields that Megatron's ``args`` hold in another form."""
+
+
+def flags_without_argument(model: GPTConfig) -> list[str]:
+    """Return, as they are typed, the flags that make a model which the ``args`` of Megatron's files cannot describe."""
+    specs = (spec for spec in field_specs(GPTConfig) if spec.options.role in IDENTITY and spec.options.cli)
+    return [
+        spec.typed(getattr(model, spec.name))
+        for spec in specs
+        if not spec.options.in_args
+        and spec.name not in _SPELLED_OTHERWISE
+        and getattr(model, spec.name) != spec.default
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -75,7 +76,7 @@ class GPTModel(Model):
             )
         elif post_process and self.embedding is not None:
             set_gradient_uses(self.embedding.word_embeddings.weight, 2)
-        self.rotary = _make_rotary(config)
+        self.rotary, self.local_rotary = _make_rotary(config), _make_local_rotary(config)
         self.name_parameters()
         if is_tied and pre_process != post_process:
             # Both ends of the pipeline hold a copy of one parameter, the word embedding.
@@ -137,9 +138,17 @@ class GPTModel(Model):
         if self.rotary is None:
             return None
         assert position_ids is not None, "rotary positions are needed on every stage"
-        return self.rotary.angles(position_ids, dtype)
+        angles = self.rotary.angles(position_ids, dtype)
+        if self.local_rotary is None:
+            return angles
+        return replace(angles, local=self.local_rotary.angles(position_ids, dtype))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._raw_logits(hidden)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.output_layer is not None:
             # Called as a module: its parameters may still be on their way from other ranks.
             logits: torch.Tensor = self.output_layer(hidden)
@@ -161,3 +170,9 @@ def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
         high_frequency_factor=config.rope_scaling_high_freq_factor,
         original_length=config.rope_scaling_original_max_position_embeddings,
     )
+
+
+def _make_local_rotary(config: GPTConfig) -> RotaryEmbedding | None:
+    if config.position_embedding_type != "rope" or config.rotary_base_local is None:
+        return None
+    return RotaryEmbedding(config.rotary_dim, config.rotary_base_local, interleaved=config.rotary_interleaved)

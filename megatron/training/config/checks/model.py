@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
+from megatron.core.models.gpt.gpt_config import flags_without_argument
 from megatron.training.config.checks.check import Check, divisors
 from megatron.training.config.run_config import RunConfig
 
@@ -74,6 +76,37 @@ def _check_rotary(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_windows(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    try:
+        _ = dataclasses.replace(model, window_attn_skip_freq=None).layer_windows
+    except ValueError as error:
+        yield f"--window-size {model.window_size}: {error}"
+        return
+    try:
+        _ = model.layer_windows
+    except ValueError as error:
+        yield f"--window-attn-skip-freq {model.window_attn_skip_freq}: {error}"
+
+
+def _check_norms(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.qk_layernorm_across_heads and model.normalization != "RMSNorm":
+        yield (
+            f"--qk-layernorm-across-heads is not built for --normalization {model.normalization}; "
+            "use --normalization RMSNorm"
+        )
+
+
+def _check_format(config: RunConfig) -> Iterator[str]:
+    flags = flags_without_argument(config.model)
+    if config.checkpoint.ckpt_format == "torch" and flags:
+        yield (
+            f"--ckpt-format torch cannot hold a model with {', '.join(flags)}, which Megatron's arguments do not know; "
+            "use --ckpt-format native"
+        )
+
+
 def _check_recompute(config: RunConfig) -> Iterator[str]:
     model = config.model
     granularity, method = model.recompute_granularity, model.recompute_method
@@ -105,5 +138,8 @@ CHECKS = (
         ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
         _check_rotary,
     ),
+    Check(("normalization",), _check_norms),
+    Check(("ckpt_format",), _check_format),
+    Check(("num_layers", "window_size", "window_attn_skip_freq"), _check_windows),
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),
 )

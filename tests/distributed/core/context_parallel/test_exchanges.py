@@ -31,6 +31,7 @@ class Case:
     groups: int
     documents: tuple[tuple[int, ...], ...] | None = None
     is_causal: bool = True
+    window: int | None = None
 
 
 PACKED = ((1, 7), (3, 6, 12, 23), ())
@@ -42,6 +43,8 @@ CASES = {
     "packed-grouped": Case(8, 2, PACKED),
     # A document for every token: beyond its own, every block is invisible.
     "one-token-documents": Case(4, 1, (tuple(range(1, LENGTH)), tuple(range(1, LENGTH)), (12,))),
+    "window": Case(4, 2, window=5),
+    "window-packed": Case(4, 4, PACKED, window=3),
     "both-directions": Case(8, 2, is_causal=False),
     "both-directions-packed": Case(4, 4, PACKED, is_causal=False),
 }
@@ -50,12 +53,12 @@ EXCHANGES = ("p2p", "p2p-plain", "all_gather", "a2a")
 
 def pattern_of(case: Case) -> AttentionPattern:
     if case.documents is None:
-        return AttentionPattern(case.is_causal)
+        return AttentionPattern(case.is_causal, window=case.window)
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     for row, starts in zip(ids, case.documents, strict=True):
         for start in starts:
             row[start:] += 1
-    return AttentionPattern(case.is_causal, ids)
+    return AttentionPattern(case.is_causal, ids, window=case.window)
 
 
 def inputs(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -31,6 +31,23 @@ def test_matrices() -> None:
     assert AttentionPattern(mask=given).matrix(2, 4, CPU) is given
 
 
+def test_a_window_narrows_every_rule() -> None:
+    window = CAUSAL.within(2)
+    matrix = window.matrix(2, 4, CPU)
+    assert matrix is not None
+    assert matrix[0, 0].tolist() == [[False, True, True, False], [False, False, True, True]]
+    assert not window.is_plain_causal
+    given = torch.tensor([[True, False, True, False], [True, True, True, True]])[None, None]
+    masked = AttentionPattern(mask=given).within(2).matrix(2, 4, CPU)
+    assert masked is not None
+    assert masked[0, 0].tolist() == [[False, False, True, False], [False, False, True, True]]
+    documents = AttentionPattern(document_ids=torch.tensor([[0, 0, 1, 1]]))
+    assert documents.within(2) is documents.within(2)
+    within = documents.within(2).matrix(4, 4, CPU)
+    assert within is not None
+    assert within[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+
+
 def test_layers_share_the_matrix_of_packed_documents() -> None:
     pattern = AttentionPattern(document_ids=torch.tensor([[0, 0, 1]]))
     matrix = pattern.matrix(3, 3, CPU)

@@ -39,6 +39,13 @@ LLAMA31_SCALING = {
     "rope_type": "llama3",
 }
 QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+NEOX = LLAMA | {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "hidden_act": "gelu"}
+OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
 def config_of(folder: Path, values: dict[str, Any]) -> GPTConfig:
@@ -77,11 +84,36 @@ def test_qwen_has_biases_on_queries_keys_and_values_only(tmp_path: Path) -> None
     assert (config.rotary_base, config.untie_embeddings_and_output_weights) == (1000000, False)
 
 
+def test_qwen3_normalizes_queries_and_keys_and_its_heads_have_a_width_of_their_own(tmp_path: Path) -> None:
+    config = config_of(tmp_path, QWEN3)
+    assert (config.qk_layernorm, config.has_qkv_bias, config.kv_channels) == (True, False, 128)
+    assert config_of(tmp_path, QWEN3 | {"head_dim": 16}).kv_channels == 16
+
+
 def test_a_sliding_window_that_no_layer_uses_is_taken(tmp_path: Path) -> None:
     unused = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 2}
     late = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 3}
     full = {"layer_types": ["full_attention"] * 3}
     assert config_of(tmp_path, QWEN | unused) == config_of(tmp_path, QWEN | late) == config_of(tmp_path, QWEN | full)
+
+
+def test_neox_rotates_a_quarter_of_a_head_beside_parallel_residuals(tmp_path: Path) -> None:
+    config = config_of(tmp_path, NEOX)
+    assert (config.rotary_dim, config.use_parallel_residual, config.activation) == (2, True, "gelu")
+    newer = {"rope_parameters": {"rope_theta": 5000, "partial_rotary_factor": 0.5, "rope_type": "default"}}
+    older = {"rotary_emb_base": 5000, "rotary_pct": 0.5}
+    assert config_of(tmp_path, NEOX | newer) == config_of(tmp_path, NEOX | older)
+
+
+def test_windows_of_all_layers_and_of_the_later_ones(tmp_path: Path) -> None:
+    assert config_of(tmp_path, MISTRAL).layer_windows == (4096,) * 3
+    assert config_of(tmp_path, MISTRAL | {"sliding_window": None}).layer_windows == (None,) * 3
+    used = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+    config = config_of(tmp_path, QWEN | used)
+    assert config.layer_windows == (None, 64, 64)
+    assert (config.window_size, config.window_attn_skip_freq) == ("63,0", "[0, 1, 1]")
+    alternating = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    assert config_of(tmp_path, QWEN | used | alternating).window_attn_skip_freq == "2"
 
 
 REFUSED = [
@@ -100,13 +132,34 @@ REFUSED = [
     (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'"),
     (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config is set"),
     (LLAMA, {"auto_map": {"AutoModel": "x.py"}}, "auto_map is set"),
-    (QWEN, {"use_sliding_window": True, "max_window_layers": 2}, "use_sliding_window is true: layers 2 to 2"),
-    (QWEN, {"layer_types": ["full_attention", "sliding_attention", "x"]}, "layer_types has full_attention, sliding"),
+    (QWEN, {"layer_types": ["full_attention", "sliding_attention", "x"]}, "layer_types has x; supported are full_"),
+    (QWEN, {"layer_types": ["full_attention"] * 2}, "layer_types has 2 layers, but there are 3"),
+    (QWEN, {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is false"),
+    (NEOX, {"attention_bias": False}, "attention_bias is false"),
+    (NEOX, {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
+    (NEOX, {"rotary_pct": 1.5}, "rotary_pct is 1.5"),
+    (NEOX, {"num_attention_heads": 7}, "hidden_size 48 is not divisible by num_attention_heads 7"),
+    (OLMO2, {"attention_bias": True}, "attention_bias is true"),
+    (
+        PHI3,
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+        "rope_type 'longrope' is not supported in phi3",
+    ),
+    (PHI3, {"embd_pdrop": 0.1}, "embd_pdrop is 0.1, supported is 0.0"),
+    (GEMMA2, {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0"),
+    (GEMMA2, {"hidden_activation": "gelu"}, 'hidden_activation is "gelu"'),
+    (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+    (GEMMA3, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0"),
+    (GEMMA3, {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, 'rope_type is "linear"'),
+    (GEMMA3, {"rope_local_base_freq": 10.5}, "the rope_theta of layers with a window is 10.5"),
+    (MISTRAL, {"sliding_window": 0}, "sliding_window is 0"),
+    (MISTRAL, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
+    (QWEN3, {"attention_bias": True}, "attention_bias is true"),
     (GPT2, {"activation_function": "tanh"}, "activation_function 'tanh'"),
     (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
     (GPT2, {"add_cross_attention": True}, "add_cross_attention is true"),
     (GPT2, {"n_head": 7}, "n_embd 48 is not divisible by n_head 7"),
-    (LLAMA, {"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM is not supported"),
+    (LLAMA, {"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported"),
     (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
     (LLAMA, {"architectures": None, "model_type": "mamba"}, "model_type 'mamba' is not supported"),
 ]
@@ -148,10 +201,18 @@ MODELS = [
     LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA31_SCALING, "head_dim": 16},
     LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}, "tie_word_embeddings": True},
     QWEN,
+    QWEN3,
+    QWEN3 | {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    MISTRAL,
+    OLMO2,
+    GEMMA2 | {"attn_logit_softcapping": None},
+    GEMMA3 | {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    PHI3 | {"partial_rotary_factor": 0.5, "sliding_window": 100, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+    NEOX | {"rotary_pct": 0.5, "use_parallel_residual": False},
 ]
 
 
-@pytest.mark.parametrize("values", MODELS, ids=["gpt2", "llama31", "llama_linear", "qwen"])
+@pytest.mark.parametrize("values", MODELS, ids=lambda values: values["model_type"])
 def test_a_model_finds_its_family_and_settings_again(tmp_path: Path, values: dict[str, Any]) -> None:
     config = config_of(tmp_path, values)
     family = family_for(config)
@@ -165,9 +226,9 @@ def test_a_model_finds_its_family_and_settings_again(tmp_path: Path, values: dic
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"qk_layernorm": True}, "qk_layernorm True"),
+        ({"qk_layernorm": True, "add_qkv_bias": True}, "qk_layernorm True"),
         ({"apply_layernorm_1p": True}, "apply_layernorm_1p True"),
-        ({"rotary_percent": 0.5}, "rotary_dim 4"),
+        ({"rotary_percent": 0.5, "add_qkv_bias": True}, "rotary_dim 4"),
         ({"rotary_interleaved": True}, "rotary_interleaved True"),
         ({"swiglu": False}, "activation 'gelu_tanh'"),
     ],
@@ -179,7 +240,10 @@ def test_a_model_of_no_family_is_refused_with_the_reason(tmp_path: Path, changes
     assert named in str(caught.value)
 
 
-@pytest.mark.parametrize("values", [GPT2, LLAMA, QWEN], ids=["gpt2", "llama", "qwen"])
+FAMILY_SETTINGS = [GPT2, LLAMA, QWEN, QWEN3, MISTRAL, NEOX, OLMO2, PHI3, GEMMA2, GEMMA3]
+
+
+@pytest.mark.parametrize("values", FAMILY_SETTINGS, ids=lambda values: values["model_type"])
 def test_links_cover_every_element_of_both_sides_once(tmp_path: Path, values: dict[str, Any]) -> None:
     config = config_of(tmp_path, values)
     (family,) = (family for family in FAMILIES if family.model_type == values["model_type"])

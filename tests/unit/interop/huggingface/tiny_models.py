@@ -74,6 +74,119 @@ KINDS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "tie_word_embeddings": True,
     },
+    "qwen3": {
+        "class": "Qwen3",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": True,
+    },
+    "qwen3_windows": {
+        "class": "Qwen3",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "use_sliding_window": True,
+        "sliding_window": 30,
+        "max_window_layers": 2,
+    },
+    "mistral": {
+        "class": "Mistral",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+        "sliding_window": 20,
+        "tie_word_embeddings": False,
+    },
+    "neox": {
+        "class": "GPTNeoX",
+        **_DECODER,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.34},
+        "use_parallel_residual": True,
+    },
+    "neox_in_sequence": {
+        "class": "GPTNeoX",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "max_position_embeddings": 512,
+        "hidden_act": "gelu_new",
+        "use_parallel_residual": False,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {
+        "class": "Olmo2",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    },
+    "phi3": {
+        "class": "Phi3",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        "sliding_window": 50,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    },
+    "gemma2": {
+        "class": "Gemma2",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "max_position_embeddings": 512,
+        "query_pre_attn_scalar": 10,
+        "pad_token_id": None,
+        "tie_word_embeddings": True,
+        "sliding_window": 30,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 4.0,
+    },
+    "gemma3": {
+        "class": "Gemma3",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "max_position_embeddings": 512,
+        "query_pre_attn_scalar": 10,
+        "pad_token_id": None,
+        "tie_word_embeddings": True,
+        "sliding_window": 30,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        },
+    },
+    "mistral_without_window": {
+        "class": "Mistral",
+        **_DECODER,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -89,7 +202,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     )
     settings = KINDS[kind] | changes
     family = settings["class"]
-    config_class = getattr(transformers, f"{family}Config")
+    config_class = getattr(transformers, {"Gemma3": "Gemma3TextConfig"}.get(family, f"{family}Config"))
     model_class = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM"))
     config = config_class(**{name: value for name, value in settings.items() if name != "class"})
     model = model_class(config).to(dtype).eval()
@@ -98,7 +211,9 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.dim() == 1 and name.endswith("weight")
-            parameter.copy_(1 + 0.2 * noise if is_norm else 0.25 * noise)
+            # Gemma stores the weights of norms as their difference from one.
+            mean = 0.0 if family.startswith("Gemma") else 1.0
+            parameter.copy_(mean + 0.2 * noise if is_norm else 0.25 * noise)
     return model
 
 

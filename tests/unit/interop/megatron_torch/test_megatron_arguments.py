@@ -57,7 +57,6 @@ def test_the_number_of_groups_counts_only_with_its_flag(tmp_path: Path) -> None:
         ("normalization", "L2Norm"),
         ("apply_residual_connection_post_layernorm", True),
         ("softmax_type", "off-by-one"),
-        ("window_size", (128, 0)),
         ("glu_linear_offset", 1.0),
         ("use_mup", True),
     ],
@@ -67,6 +66,18 @@ def test_a_model_of_another_kind_is_refused_by_name(name: str, value: Any, tmp_p
     with pytest.raises(CheckpointError, match=rf"model that is not supported: {name} ") as caught:
         MegatronTorchSource(folder)
     assert str(folder) in str(caught.value)
+
+
+def test_a_window_is_one_of_causal_attention(tmp_path: Path) -> None:
+    folder = write_changed(tmp_path / "causal", SMALL, window_size=(128, 0), window_attn_skip_freq=[1, 0, 1, 1])
+    source = MegatronTorchSource(folder)
+    assert source.model == dataclasses.replace(SMALL, window_size="128,0", window_attn_skip_freq="[1, 0, 1, 1]")
+    source.close()
+    with pytest.raises(CheckpointError, match=r"args\.window_size is \(128, 4\); \(N, 0\) is expected"):
+        MegatronTorchSource(write_changed(tmp_path / "other", SMALL, window_size=(128, 4)))
+    changes: dict[str, Any] = {"window_size": (128, 0), "window_attn_skip_freq": [1, 0]}
+    with pytest.raises(CheckpointError, match=r"args\.window_attn_skip_freq is \[1, 0\]: the list is of 2 layers"):
+        MegatronTorchSource(write_changed(tmp_path / "short", SMALL, **changes))
 
 
 def test_values_that_mean_nothing_special_are_taken(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
@@ -33,6 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "untied-rms": {"untie_embeddings_and_output_weights": True, "normalization": "RMSNorm"},
     "qwen-bf16": {"add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True, "bf16": True},
     "rope-fp16": {"swiglu": False, "position_embedding_type": "rope", "fp16": True},
+    "windows": {"window_size": "7,0", "window_attn_skip_freq": "2"},
     "scaled-rope": {
         "position_embedding_type": "rope",
         "use_rope_scaling": True,
@@ -51,6 +53,7 @@ CASES = [
     ("rope-fp16", "tp2", False),
     ("rope-fp16", "pp2", True),
     ("scaled-rope", "tp2", False),
+    ("windows", "tp2", False),
 ]
 
 
@@ -100,6 +103,15 @@ def test_files_without_the_size_take_it_from_the_record_beside_them(tmp_path: Pa
     for recorded, expected in ((61, 61), (50, 64)):
         (folder / "tokenizer" / "tokenizer_record.json").write_text(json.dumps({"vocab_size": recorded}))
         assert MegatronTorchSource(folder).model.vocab_size == expected
+
+
+def test_a_model_that_arguments_cannot_describe_is_refused(tmp_path: Path) -> None:
+    source = MemorySource(dataclasses.replace(SMALL, use_parallel_residual=True), has_optimizer=False)
+    with pytest.raises(
+        ConfigurationError, match="arguments do not know --use-parallel-residual; use the native format"
+    ):
+        write_megatron_torch(source, tmp_path, 12)
+    assert not list(tmp_path.glob("*/*/*.pt"))
 
 
 def test_layouts_follow_each_other_without_a_loss(tmp_path: Path) -> None:

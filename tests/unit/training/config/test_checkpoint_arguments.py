@@ -27,12 +27,17 @@ REST = f"{TRAINED} --tokenizer-type NullTokenizer --vocab-size 50"
 TAKEN = """
     fp16 bf16
     num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention
-    num_query_groups attention_head_type normalization norm_epsilon apply_layernorm_1p qk_layernorm swiglu squared_relu
+    num_query_groups attention_head_type normalization norm_epsilon apply_layernorm_1p qk_layernorm
+    qk_layernorm_across_heads norm_placement use_parallel_residual
+    attn_logit_softcapping query_pre_attn_scalar
+    window_size window_attn_skip_freq
+    swiglu geglu squared_relu
     openai_gelu bias_gelu_fusion add_bias_linear add_qkv_bias hidden_dropout attention_dropout
     max_position_embeddings position_embedding_type use_rotary_position_embeddings add_position_embedding
     rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling
     rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
-    rope_scaling_original_max_position_embeddings untie_embeddings_and_output_weights
+    rope_scaling_original_max_position_embeddings
+    rotary_base_local scale_embeddings final_logit_softcapping untie_embeddings_and_output_weights
     seq_length tokenizer_type vocab_file merge_file tokenizer_model vocab_size vocab_extra_ids extra_vocab_size
     tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens
 """

@@ -31,6 +31,15 @@ def test_flops_are_those_of_the_weights_and_of_half_the_scores(settings: dict[st
     assert model.config.forward_flops_per_sequence(length) == 2 * length * weights + scores
 
 
+def test_flops_of_a_window_are_those_of_a_band() -> None:
+    full, windowed = (
+        make_model(single_rank_group(), device="meta", num_layers=3, **settings).config.forward_flops_per_sequence(12)
+        for settings in ({}, {"window_size": "3,0", "window_attn_skip_freq": "3"})
+    )
+    # Two layers look at 4 of 12 keys: of half a square of 12 remains what a half square of 8 leaves.
+    assert full - windowed == 2 * 2 * 2 * (4 * 10) * 8 * 8 / 2
+
+
 def test_shape_of_what_stages_hand_on() -> None:
     sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 3}
     config = GPTConfig(num_layers=2, hidden_size=28, num_attention_heads=4, **sizes)

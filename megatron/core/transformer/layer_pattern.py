@@ -1,0 +1,65 @@
+"""Which layers of a model are of one kind, in Megatron's notation: all but every Nth, or a 1 or 0 for each."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+
+def parse_layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it is of the kind.
+
+    ``N`` leaves out every Nth layer; a list has a 1 or 0 for each layer, and may be put together: ``([1]*5+[0])*4``.
+
+    Raises:
+        ValueError: it is neither; the message says why.
+    """
+    try:
+        found = _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, RecursionError) as error:
+        raise ValueError("a number or a list such as ([1]*5+[0])*4 is expected") from error
+    if isinstance(found, int):
+        if found < 1:
+            raise ValueError("a number greater than 0 is expected")
+        return tuple((layer + 1) % found != 0 for layer in range(num_layers))
+    if len(found) != num_layers:
+        raise ValueError(f"the list is of {len(found)} layers, but there are {num_layers}")
+    if not set(found) <= {0, 1}:
+        raise ValueError("a list of 1 and 0 is expected")
+    return tuple(map(bool, found))
+
+
+def format_layer_pattern(kinds: Sequence[bool]) -> str:
+    """Return the shortest text that `parse_layer_pattern` reads as these layers."""
+    for number in range(1, len(kinds) + 1):
+        if list(kinds) == [(layer + 1) % number != 0 for layer in range(len(kinds))]:
+            return str(number)
+    return str([int(kind) for kind in kinds])
+
+
+def _value(node: ast.expr) -> int | list[int]:
+    """Return the number or the list of numbers that an expression stands for.
+
+    Raises:
+        TypeError: it holds something else.
+    """
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.List(elts=items):
+            return [item for part in items if isinstance(item := _value(part), int)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _list(left) + _list(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(count))) if count <= _MOST_LAYERS:
+            return _list(left) * count
+    raise TypeError(ast.dump(node))
+
+
+_MOST_LAYERS = 100_000
+
+
+def _list(node: ast.expr) -> list[int]:
+    value = _value(node)
+    if isinstance(value, int):
+        raise TypeError(value)
+    return value

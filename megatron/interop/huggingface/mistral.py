@@ -1,0 +1,28 @@
+"""Mistral: Llama's layers, all of them with a sliding window or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.interop.huggingface.layer_types import window_fields, window_of_all_layers
+from megatron.interop.huggingface.rotary_decoder import RotaryDecoderFamily
+from megatron.interop.huggingface.settings import Settings
+
+
+class MistralFamily(RotaryDecoderFamily):
+    """Translate Mistral (``MistralForCausalLM``)."""
+
+    model_type = "mistral"
+    architecture = "MistralForCausalLM"
+    default_positions = 131072
+    default_groups = 8
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the window."""
+        has_window = settings.values.get("sliding_window", 4096) is not None
+        return window_fields(settings, [has_window] * settings.integer("num_hidden_layers"), 4096)
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        return super().write_settings(config) | {"sliding_window": window_of_all_layers(config)}

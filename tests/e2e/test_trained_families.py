@@ -1,0 +1,36 @@
+"""A model of every Hugging Face family that was trained at TP 2 and PP 2 is the same model to transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.interop.huggingface.source import HuggingFaceSource
+from tests.e2e.test_convert import run_converter
+from tests.e2e.toy_run import TRAINING
+from tests.harness.forked_training import fork_training
+from tests.unit.interop.huggingface.tiny_models import KINDS, folder_bytes, save_model
+
+FLAGS = """
+    --use-checkpoint-args --finetune --tokenizer-type NullTokenizer --seq-length 24 --train-iters 5
+    --lr-warmup-iters 0 --mock-data --eval-iters 0 --distributed-backend gloo
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+"""
+TRAINED = ("qwen3", "mistral", "neox", "olmo2", "phi3", "gemma2", "gemma3")
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind: str, tmp_path: Path) -> None:
+    layers = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]} if kind == "gemma3" else {}
+    save_model(kind, tmp_path / "hf", num_hidden_layers=4, **layers)
+    run_converter(tmp_path / "hf", tmp_path / "native", "--loader hf --saver megatron")
+    folders = f"--load {tmp_path / 'native'} --save {tmp_path / 'run'} --vocab-size {KINDS[kind]['vocab_size'] - 1}"
+    fork_training([*TRAINING.split(), *FLAGS.split(), *folders.split()], 4).check()
+    # Bits are compared, and logits with those of AutoModelForCausalLM: within 1e-5.
+    lines = run_converter(tmp_path / "run", tmp_path / "back", "--saver hf --test-logits")
+    assert any("transformers package" in line for line in lines)
+    before, after = folder_bytes(tmp_path / "hf"), folder_bytes(tmp_path / "back")
+    assert {name for name in before | after if before.get(name) != after.get(name)} == {"model.safetensors"}
+    old, new = HuggingFaceSource(tmp_path / "hf"), HuggingFaceSource(tmp_path / "back")
+    assert [name for name in old.tensors if old.read(name).equal(new.read(name))] == []
