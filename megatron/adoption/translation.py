@@ -7,11 +7,11 @@ import difflib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron.adoption.foreign_flags import ForeignFlag, foreign_flag
 from megatron.adoption.shell.state import readable, unknown_mark
 from megatron.core.config_base import FieldSpec
 from megatron.training.config.arguments import all_flags
 from megatron.training.config.flag_notes import NO_EFFECT, NOT_SUPPORTED
+from megatron.training.config.foreign_flags import ForeignFlag, foreign_flag
 from megatron.training.config.run_config import command_line_fields
 
 TOKENIZER_FOLDER = "TOKENIZER_FOLDER"
@@ -170,15 +170,13 @@ def _plain_values(group: FlagGroup) -> FlagGroup:
 
 
 def _add_tokenizer(groups: list[FlagGroup], findings: list[Finding]) -> dict[str, str]:
-    """Name the tokenizer of a Pai-Megatron-Patch command, which takes it from the folder of ``--load``."""
-    dropped = [finding.flag for finding in findings if finding.flag.startswith("--patch-tokenizer-type")]
-    if not dropped or any(group.name == "--tokenizer-type" for group in groups):
+    """Ask for the tokenizer of a Pai-Megatron-Patch command that has no ``--load`` folder to take it from."""
+    names = {group.name for group in groups}
+    if "--patch-tokenizer-type" not in names or names & {"--tokenizer-type", "--load"}:
         return {}
-    load = next((group.values[0] for group in groups if group.name == "--load" and group.values), None)
-    folder = load or unknown_mark(TOKENIZER_FOLDER)
+    folder = unknown_mark(TOKENIZER_FOLDER)
     groups.append(FlagGroup("--tokenizer-type", ("HuggingFaceTokenizer",)))
     groups.append(FlagGroup("--tokenizer-model", (folder,)))
     text = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {readable(folder)}; changes: nothing where that "
-    findings[:] = [finding for finding in findings if finding.flag not in dropped]
-    findings.append(Finding(dropped[0], "renamed", f"{text}folder has tokenizer.json (Pai-Megatron-Patch)"))
-    return {} if load else {TOKENIZER_FOLDER: "a folder with the model's tokenizer.json: the script names none"}
+    findings.append(Finding("--patch-tokenizer-type", "renamed", f"{text}folder has tokenizer.json"))
+    return {TOKENIZER_FOLDER: "a folder with the model's tokenizer.json: the script names none"}

@@ -25,7 +25,6 @@ from megatron.interop.megatron_torch.megatron_arguments import (
     TRAIN_DATA,
     arguments_of_config,
     derived_arguments,
-    flags_without_argument,
     plain_arguments,
 )
 from megatron.interop.megatron_torch.pickle_writer import given_tensor, namespace

@@ -13,12 +13,12 @@ pytest.importorskip("tree_sitter_bash", reason="tree-sitter-bash is not installe
 
 from megatron.adoption.adopted_command import AdoptedCommand
 from megatron.adoption.adoption import adopt_file
-from megatron.adoption.foreign_flags import foreign_flags
 from megatron.adoption.launch import launch_of
 from megatron.adoption.report import report_data
 from megatron.adoption.translation import flag_groups, translate
 from megatron.commands.adopt import CHECKS, main
 from megatron.training.config.arguments import all_flags
+from megatron.training.config.foreign_flags import foreign_flags
 from tests.unit.adoption.example_scripts import DEEPSPEED, MEGATRON, PAI, TWO_STEPS
 from tests.unit.adoption.shell.bash_oracle import started_by_bash, started_by_reading
 
@@ -50,8 +50,10 @@ def test_a_patch_script_with_its_parameters(tmp_path: Path) -> None:
     assert values["--num-query-groups"] == ("2",)
     assert "--sequence-parallel" in values
     assert "--untie-embeddings-and-output-weights" not in values
-    # A tokenizer that the patch takes from the folder of the weights.
-    assert values["--tokenizer-model"] == values["--load"] == ("/qwen",)
+    # The tokenizer is taken from the folder of the weights, here as there.
+    assert values["--load"] == ("/qwen",)
+    assert "--patch-tokenizer-type" in values
+    assert "--tokenizer-model" not in values
     assert set(command.placeholders) == {"MASTER_PORT", "current_time"}
     assert command.refused == ()
     assert kinds_of(command)["--dataset"] == "no effect"

@@ -38,8 +38,8 @@ TAKEN = """
     rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
     rope_scaling_original_max_position_embeddings
     rotary_base_local scale_embeddings final_logit_softcapping untie_embeddings_and_output_weights
-    seq_length tokenizer_type vocab_file merge_file tokenizer_model vocab_size vocab_extra_ids extra_vocab_size
-    tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens
+    seq_length tokenizer_type vocab_file merge_file patch_tokenizer_type tokenizer_model vocab_size vocab_extra_ids
+    extra_vocab_size padded_vocab_size tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens
 """
 
 
