@@ -78,6 +78,15 @@ def family_for(config: GPTConfig) -> Family:
     raise ConfigurationError(f"no supported Hugging Face architecture can express this model: {'; '.join(problems)}")
 
 
+def describe_missing_family(config: GPTConfig) -> str | None:
+    """Return one line that says why a model cannot become a Hugging Face folder, or None where it can."""
+    try:
+        family_for(config)
+    except ConfigurationError as error:
+        return f"checkpoints of this run cannot become Hugging Face models: {error}"
+    return None
+
+
 def _family_of(settings: Settings) -> Family:
     architectures = settings.values.get("architectures")
     supported = ", ".join(family.architecture for family in FAMILIES)
