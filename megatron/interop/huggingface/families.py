@@ -6,17 +6,17 @@ from pathlib import Path
 
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.interop.huggingface.architectures.gemma2 import Gemma2Family
+from megatron.interop.huggingface.architectures.gemma3 import Gemma3Family
+from megatron.interop.huggingface.architectures.gpt2 import GPT2Family
+from megatron.interop.huggingface.architectures.gpt_neox import GPTNeoXFamily
+from megatron.interop.huggingface.architectures.llama import LlamaFamily
+from megatron.interop.huggingface.architectures.mistral import MistralFamily
+from megatron.interop.huggingface.architectures.olmo2 import Olmo2Family
+from megatron.interop.huggingface.architectures.phi3 import Phi3Family
+from megatron.interop.huggingface.architectures.qwen2 import Qwen2Family
+from megatron.interop.huggingface.architectures.qwen3 import Qwen3Family
 from megatron.interop.huggingface.family import Family, model_features
-from megatron.interop.huggingface.gemma2 import Gemma2Family
-from megatron.interop.huggingface.gemma3 import Gemma3Family
-from megatron.interop.huggingface.gpt2 import GPT2Family
-from megatron.interop.huggingface.gpt_neox import GPTNeoXFamily
-from megatron.interop.huggingface.llama import LlamaFamily
-from megatron.interop.huggingface.mistral import MistralFamily
-from megatron.interop.huggingface.olmo2 import Olmo2Family
-from megatron.interop.huggingface.phi3 import Phi3Family
-from megatron.interop.huggingface.qwen2 import Qwen2Family
-from megatron.interop.huggingface.qwen3 import Qwen3Family
 from megatron.interop.huggingface.settings import Settings, read_settings
 
 FAMILIES: tuple[Family, ...] = (
