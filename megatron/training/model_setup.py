@@ -11,6 +11,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.kernels.apex import load_fused_adam
 from megatron.core.kernels.dot_product_attention import describe_missing_flash
 from megatron.core.main_grad import WeightGradQueue
+from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.model import Model
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -21,6 +22,7 @@ from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_li
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
 from megatron.core.precision import dtype_from_name
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.interop.huggingface.families import describe_missing_family
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.initialize import Runtime
 
@@ -59,6 +61,10 @@ def build_training_parts(
     )
     if without_flash is not None and not config.data.reset_attention_mask:
         log(without_flash)
+    model = chunks[0].config
+    without_family = describe_missing_family(model) if config.checkpoint.save and isinstance(model, GPTConfig) else None
+    if without_family is not None:
+        log(without_family)
     per_token = config.training.calculate_per_token_loss
     ddp_chunks = tuple(
         DistributedDataParallel(chunk, config.ddp, runtime.state, calculate_per_token_loss=per_token)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.interop.huggingface.source import HuggingFaceSource
 from tests.e2e.test_convert import run_converter
-from tests.e2e.toy_run import TRAINING
+from tests.e2e.toy_run import TRAINING, toy_args
 from tests.harness.forked_training import fork_training
 from tests.unit.interop.huggingface.tiny_models import KINDS, folder_bytes, save_model
 
@@ -18,6 +18,17 @@ FLAGS = """
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 """
 TRAINED = ("qwen3", "mistral", "neox", "olmo2", "phi3", "gemma2", "gemma3")
+
+
+def test_what_cannot_be_exported_is_said_when_training_begins(tmp_path: Path) -> None:
+    words = "--mock-data --train-iters 1 --lr-warmup-iters 0 --eval-iters 0 --qk-layernorm"
+    run = fork_training(toy_args(tmp_path, words, data=False)).check()
+    first, _, rest = run.stdout.partition("checkpoints of this run cannot become Hugging Face models: ")
+    assert "iteration" not in first
+    assert "llama has no " in rest.splitlines()[0]
+    assert "qk_layernorm True" in rest.splitlines()[0]
+    run = fork_training(toy_args(tmp_path, words.replace("--qk-layernorm", ""), save=False, data=False)).check()
+    assert "Hugging Face" not in run.stdout
 
 
 @pytest.mark.parametrize("kind", TRAINED)

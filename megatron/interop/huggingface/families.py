@@ -8,17 +8,17 @@ from typing import Any
 from megatron.core.config_base import config_to_dict
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.interop.huggingface.architectures.gemma2 import Gemma2Family
+from megatron.interop.huggingface.architectures.gemma3 import Gemma3Family
+from megatron.interop.huggingface.architectures.gpt2 import GPT2Family
+from megatron.interop.huggingface.architectures.gpt_neox import GPTNeoXFamily
+from megatron.interop.huggingface.architectures.llama import LlamaFamily
+from megatron.interop.huggingface.architectures.mistral import MistralFamily
+from megatron.interop.huggingface.architectures.olmo2 import Olmo2Family
+from megatron.interop.huggingface.architectures.phi3 import Phi3Family
+from megatron.interop.huggingface.architectures.qwen2 import Qwen2Family
+from megatron.interop.huggingface.architectures.qwen3 import Qwen3Family
 from megatron.interop.huggingface.family import Family, model_features
-from megatron.interop.huggingface.gemma2 import Gemma2Family
-from megatron.interop.huggingface.gemma3 import Gemma3Family
-from megatron.interop.huggingface.gpt2 import GPT2Family
-from megatron.interop.huggingface.gpt_neox import GPTNeoXFamily
-from megatron.interop.huggingface.llama import LlamaFamily
-from megatron.interop.huggingface.mistral import MistralFamily
-from megatron.interop.huggingface.olmo2 import Olmo2Family
-from megatron.interop.huggingface.phi3 import Phi3Family
-from megatron.interop.huggingface.qwen2 import Qwen2Family
-from megatron.interop.huggingface.qwen3 import Qwen3Family
 from megatron.interop.huggingface.settings import Settings, read_settings
 from megatron.interop.huggingface.tokenizer_files import tokenizer_settings
 
@@ -79,6 +79,15 @@ def family_for(config: GPTConfig) -> Family:
             return family
         problems.append(f"{family.model_type} has no {', '.join(changed)}")
     raise ConfigurationError(f"no supported Hugging Face architecture can express this model: {'; '.join(problems)}")
+
+
+def describe_missing_family(config: GPTConfig) -> str | None:
+    """Return one line that says why a model cannot become a Hugging Face folder, or None where it can."""
+    try:
+        family_for(config)
+    except ConfigurationError as error:
+        return f"checkpoints of this run cannot become Hugging Face models: {error}"
+    return None
 
 
 def _family_of(settings: Settings) -> Family:

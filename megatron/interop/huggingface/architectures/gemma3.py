@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.interop.huggingface.gemma2 import Gemma2Family
-from megatron.interop.huggingface.layer_types import FULL, SLIDING
+from megatron.interop.huggingface.architectures.gemma2 import Gemma2Family
+from megatron.interop.huggingface.architectures.layer_types import FULL, SLIDING
 from megatron.interop.huggingface.settings import Settings, read_frequencies, whole_base
 
 

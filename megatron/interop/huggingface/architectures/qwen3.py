@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.interop.huggingface.qwen2 import Qwen2Family
+from megatron.interop.huggingface.architectures.qwen2 import Qwen2Family
 from megatron.interop.huggingface.settings import Settings
 
 

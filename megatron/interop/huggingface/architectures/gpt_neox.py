@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.interop.huggingface.architectures.gpt2 import WRITTEN_ACTIVATIONS, read_activation
 from megatron.interop.huggingface.family import dtype_fields
-from megatron.interop.huggingface.gpt2 import WRITTEN_ACTIVATIONS, read_activation
 from megatron.interop.huggingface.settings import Settings, read_partial_rope, write_rope
 from megatron.interop.huggingface.tensor_link import TensorLink, whole
 
