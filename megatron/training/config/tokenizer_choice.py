@@ -39,7 +39,7 @@ def choose_tokenizer(config: RunConfig, is_type_given: bool, notes: list[str], p
         problems.append(f"--patch-tokenizer-type {patch} takes the tokenizer from --load DIR; add --load DIR")
     elif not Path(folder).exists():
         problems.append(
-            f"--patch-tokenizer-type {patch}: {source} {folder} does not exist; name the tokenizer's folder"
+            f"--patch-tokenizer-type {patch}: {source} {folder} does not exist; name its folder"
         )
     else:
         problems.append(
