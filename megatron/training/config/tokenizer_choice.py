@@ -38,9 +38,7 @@ def choose_tokenizer(config: RunConfig, is_type_given: bool, notes: list[str], p
     if folder is None:
         problems.append(f"--patch-tokenizer-type {patch} takes the tokenizer from --load DIR; add --load DIR")
     elif not Path(folder).exists():
-        problems.append(
-            f"--patch-tokenizer-type {patch}: {source} {folder} does not exist; name its folder"
-        )
+        problems.append(f"--patch-tokenizer-type {patch}: {source} {folder} does not exist; name its folder")
     else:
         problems.append(
             f"--patch-tokenizer-type {patch}: {source} {folder} has no {_HUGGING_FACE}; save the fast tokenizer there, "
