@@ -67,7 +67,8 @@ def _check_rotary(config: RunConfig) -> Iterator[str]:
     elif model.rotary_dim % 2 != 0 or model.rotary_dim == 0:
         yield (
             f"rotary positions turn {model.rotary_dim} of {model.kv_channels} channels of a head, but need "
-            "an even number; change --rotary-percent, --kv-channels or --num-attention-heads"
+            "an even number; change --kv-channels or --num-attention-heads, or use --rotary-percent "
+            f"{1.0 if model.kv_channels % 2 == 0 else 2 / model.kv_channels}"
         )
     if model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
         yield (
