@@ -43,10 +43,10 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("--geglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
         *("--norm-placement", "both", "--apply-layernorm-1p", "--scale-embeddings", "--qk-layernorm"),
         *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0"),
-        *("--window-attn-skip-freq", "[1]*3+[0]", "--rotary-base-local", "500"),
+        *("--window-attn-skip-freq", "3", "--rotary-base-local", "500"),
     ),
     "neox": (
-        *("--position-embedding-type", "rope", "--rotary-percent", "0.34", "--use-parallel-residual"),
+        *("--position-embedding-type", "rope", "--rotary-percent", "0.67", "--use-parallel-residual"),
         "--untie-embeddings-and-output-weights",
     ),
 }

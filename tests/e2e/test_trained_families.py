@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,8 +34,10 @@ def test_what_cannot_be_exported_is_said_when_training_begins(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", TRAINED)
 def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind: str, tmp_path: Path) -> None:
-    layers = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]} if kind == "gemma3" else {}
-    save_model(kind, tmp_path / "hf", num_hidden_layers=4, **layers)
+    changes: dict[str, Any] = {"num_hidden_layers": 4}
+    if kind.startswith("gemma"):
+        changes |= {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "tie_word_embeddings": True}
+    save_model(kind, tmp_path / "hf", **changes)
     run_converter(tmp_path / "hf", tmp_path / "native", "--loader hf --saver megatron")
     folders = f"--load {tmp_path / 'native'} --save {tmp_path / 'run'} --vocab-size {KINDS[kind]['vocab_size'] - 1}"
     fork_training([*TRAINING.split(), *FLAGS.split(), *folders.split()], 4).check()

@@ -115,14 +115,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.34},
         "use_parallel_residual": True,
     },
-    "neox_in_sequence": {
+    "neox_serial": {
         "class": "GPTNeoX",
         **_DECODER,
         "num_attention_heads": 6,
         "max_position_embeddings": 512,
         "hidden_act": "gelu_new",
         "use_parallel_residual": False,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
     },
     "olmo2": {
         "class": "Olmo2",
@@ -154,7 +154,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 512,
         "query_pre_attn_scalar": 10,
         "pad_token_id": None,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "sliding_window": 30,
         "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 4.0,
@@ -168,7 +168,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 512,
         "query_pre_attn_scalar": 10,
         "pad_token_id": None,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "sliding_window": 30,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "rope_parameters": {
