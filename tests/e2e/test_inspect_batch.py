@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,8 @@ def test_made_up_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_command(tmp_path: Path) -> None:
     tool = Path(__file__).parents[2] / "tools" / "inspect_batch.py"
-    done = subprocess.run(["python", str(tool), "--load", str(tmp_path), "--step", "1"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(tool), "--load", str(tmp_path), "--step", "1"], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: {tmp_path} holds no checkpoint\n"
