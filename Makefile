@@ -18,7 +18,7 @@ check: setup  ## lint, format, types and import contracts
 	$(PYTHON) -m mypy
 	for folder in $(SCRIPT_FOLDERS); do MYPYPATH=$$folder:benchmarks/step $(PYTHON) -m mypy $$folder/*.py || exit 1; done
 	$(VENV)/bin/lint-imports --no-cache --no-logo
-	$(PYTHON) -m pytest -q --durations=0 tests/unit/test_repository.py
+	$(PYTHON) -m pytest -q --durations=0 tests/unit/repository
 
 format: setup  ## rewrite the code in the project's style
 	$(PYTHON) -m ruff check --fix .

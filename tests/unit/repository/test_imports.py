@@ -1,0 +1,171 @@
+"""Who may import what: owners of third-party modules, no cycles, no torch before the command line is checked."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.unit.repository.source_tree import REPOSITORY, module_name, package_files, relative, syntax_tree, used_names
+
+# Which files may touch what. A module covers everything below it; imports for type checkers only are free.
+OWNERS: dict[str, tuple[str, ...]] = {
+    "argparse": (
+        "megatron/training/config/arguments.py",
+        "megatron/commands/",
+        "megatron/interop/megatron_torch/pickle_writer.py",
+    ),
+    "os.environ": (
+        "megatron/commands/preprocess_data.py",
+        "megatron/commands/verify_parallelism.py",
+        "megatron/training/process/initialize.py",
+        "megatron/core/device.py",
+        "megatron/interop/huggingface/parallelize.py",
+    ),
+    "os.getenv": ("megatron/training/process/initialize.py", "megatron/core/device.py"),
+    "torch.cuda": ("megatron/core/device.py", "megatron/core/timers.py"),
+    "torch.distributed": (
+        "megatron/core/collectives.py",
+        "megatron/core/distributed/param_and_grad_buffer.py",
+        "megatron/core/parallel_state.py",
+        "megatron/core/pipeline_parallel/p2p_communication.py",
+        "megatron/interop/huggingface/parallelize.py",
+        "megatron/interop/torch_dist/metadata_writer.py",
+        "megatron/training/process/initialize.py",
+        "megatron/verification/collective_recorder.py",
+        "megatron/verification/worker_pool.py",
+    ),
+    # Optional or heavy packages: each is known to one file, so that its absence is handled in one place.
+    "apex": ("megatron/core/kernels/apex.py",),
+    "flash_attn": ("megatron/core/kernels/flash_attn.py",),
+    # What it computes is compared with: in tests, and after a conversion where that is asked for.
+    "transformers": ("megatron/conversion/conversion_check.py",),
+    # Checkpoints hold no pickles, Megatron's excepted: those are written by one file and never run.
+    "pickle": ("megatron/interop/megatron_torch/pickle_writer.py",),
+    # The entries of torch.distributed.checkpoint's files are what it makes of tensors.
+    "torch.save": ("megatron/interop/torch_dist/chunk_file.py",),
+    "torch.load": (),
+}
+# These run before torch is imported, so that a wrong command line or wrong data is answered at once.
+TORCH_FREE_PATTERNS = (
+    "megatron/core/errors.py",
+    "megatron/core/config_base.py",
+    "megatron/core/**/*_config.py",
+    "megatron/core/datasets/blended_dataset_builder.py",
+    "megatron/core/tokenizers/*.py",
+    "megatron/core/dist_checkpointing/index.py",
+    "megatron/training/checkpointing/folder.py",
+    "megatron/training/data/data_plan.py",
+    "megatron/training/process/initialize.py",
+    "megatron/training/process/preflight.py",
+    "megatron/training/process/refusal.py",
+    "megatron/training/config/*.py",
+    "megatron/training/config/checks/*.py",
+)
+
+
+def offences(path: Path) -> list[str]:
+    """Return what a file touches that belongs to others."""
+    names = used_names(path)
+    return [
+        f"{relative(path)} uses {owned}, which only {' and '.join(owners) or 'nobody'} may"
+        for owned, owners in OWNERS.items()
+        if not relative(path).startswith(owners or ("nobody",))
+        and any(name == owned or name.startswith(f"{owned}.") for name in names)
+    ]
+
+
+def test_third_party_modules_are_touched_by_their_owners_only() -> None:
+    assert [offence for path in package_files() for offence in offences(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "owned"),
+    [
+        ("import torch\ntorch.cuda.synchronize()", "torch.cuda"),
+        ("import torch.distributed as dist\ndist.barrier()", "torch.distributed"),
+        ("from torch import distributed", "torch.distributed"),
+        ("from os import environ as e\ne['A']", "os.environ"),
+        ("import os as system\nsystem.getenv('A')", "os.getenv"),
+        ("import importlib\nimportlib.import_module('flash_attn.ops')", "flash_attn"),
+        ("def f():\n    import argparse", "argparse"),
+    ],
+)
+def test_ownership_is_seen_through_aliases(tmp_path: Path, monkeypatch, source: str, owned: str) -> None:
+    monkeypatch.setattr("tests.unit.repository.source_tree.REPOSITORY", tmp_path)
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert [offence.split(", ")[0] for offence in offences(path)] == [f"module.py uses {owned}"]
+
+
+def test_imports_for_type_checkers_are_free(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("tests.unit.repository.source_tree.REPOSITORY", tmp_path)
+    path = tmp_path / "module.py"
+    path.write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch.distributed as dist\n")
+    assert offences(path) == []
+
+
+def imports_among(paths: Mapping[str, Path]) -> dict[str, list[str]]:
+    """Return which of these modules each imports, within functions and for type checkers as well."""
+    graph: dict[str, list[str]] = {}
+    for name, path in paths.items():
+        found: set[str] = set()
+        for node in ast.walk(syntax_tree(path)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= (submodules & paths.keys()) or {node.module}
+        graph[name] = sorted((found & paths.keys()) - {name})
+    return graph
+
+
+def find_cycle(graph: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return the nodes of a cycle; none where there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return tuple(error.args[1])
+    return ()
+
+
+def test_no_modules_import_each_other_in_a_cycle() -> None:
+    names = {
+        relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in package_files()
+    }
+    graph = imports_among(names)
+    assert graph["megatron.commands.preprocess_data"]
+    assert find_cycle(graph) == ()
+
+
+def test_a_cycle_of_imports_is_found_within_functions(tmp_path: Path) -> None:
+    paths = {name: tmp_path / f"{name}.py" for name in ("a", "b", "c")}
+    paths["a"].write_text("import b")
+    paths["b"].write_text("def f():\n    from c import g")
+    paths["c"].write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from a import f")
+    assert set(find_cycle(imports_among(paths))) == {"a", "b", "c"}
+    paths["c"].write_text("import os")
+    syntax_tree.cache_clear()
+    assert find_cycle(imports_among(paths)) == ()
+
+
+def test_configuration_and_its_checks_import_no_torch() -> None:
+    paths = sorted({path for pattern in TORCH_FREE_PATTERNS for path in REPOSITORY.glob(pattern)})
+    modules = [module_name(path) for path in paths]
+    assert "megatron.core.errors" in modules
+    program = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules:\n"
+        "        sys.exit(f'{name} imports torch')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, *modules], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
