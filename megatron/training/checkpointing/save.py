@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from megatron.core.collectives import broadcast_object, run_on_all_ranks
 from megatron.core.dist_checkpointing.background import BackgroundTask, StagingArea
 from megatron.core.dist_checkpointing.disk import sync_folder, write_error
@@ -37,13 +39,14 @@ from megatron.training.checkpointing.publication import (
 )
 from megatron.training.checkpointing.recovery import SaveFolders
 from megatron.training.checkpointing.tokenizer import warn_of_missing_tokenizer, write_tokenizer_files
-from megatron.training.checkpointing.torch_dist_format import plan_torch_dist_share
-from megatron.training.checkpointing.torch_format import plan_torch_share
+from megatron.training.checkpointing.torch_dist_format import TorchDistShare, plan_torch_dist_share
+from megatron.training.checkpointing.torch_format import TorchShare, plan_torch_share
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.train_state import TrainProgress
 
 _THREAD_NAME = "checkpoint writer"
 Result = TypeVar("Result")
+Share = TypeVar("Share", TorchShare, TorchDistShare)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,16 +150,28 @@ def _native_steps(
         _results(publishing, state)
 
 
+def _planned_share(
+    plan: Callable[
+        [Path, Mapping[str, Any], Sequence[ShardedTensor], Mapping[str, torch.Tensor], ParallelState], Share
+    ],
+    tensors: RunTensors,
+    target: SaveTarget,
+    content: Mapping[str, Any],
+    folder: Path,
+) -> Share:
+    """Return what this rank writes of one of Megatron's formats, staged where training goes on meanwhile."""
+    rng = {} if target.options.no_save_rng else tensors.rng
+    share = plan(folder, content, _saved_state(tensors, target), rng, target.state)
+    return share if target.area is None else share.staged(target.area)
+
+
 def _torch_steps(
     tensors: RunTensors, common: CommonState, target: SaveTarget, content: Mapping[str, Any]
 ) -> Iterator[BackgroundTask[Any]]:
     """Write and publish a checkpoint of Megatron's own format."""
     iteration = common.progress.iteration
     folder = saving_folder(target.directory, iteration)
-    rng = {} if target.options.no_save_rng else tensors.rng
-    share = plan_torch_share(folder, content, _saved_state(tensors, target), rng, target.state)
-    if target.area is not None:
-        share = share.staged(target.area)
+    share = _planned_share(plan_torch_share, tensors, target, content, folder)
     write_tokenizer = common.write_tokenizer if target.is_leader else None
     recording = BackgroundTask(lambda: write_tokenizer_files(folder, write_tokenizer), _THREAD_NAME)
     yield recording
@@ -178,10 +193,7 @@ def _torch_dist_steps(
     """Write and publish a checkpoint of Megatron's torch_dist format."""
     iteration = common.progress.iteration
     folder = saving_folder(target.directory, iteration)
-    rng = {} if target.options.no_save_rng else tensors.rng
-    share = plan_torch_dist_share(folder, content, _saved_state(tensors, target), rng, target.state)
-    if target.area is not None:
-        share = share.staged(target.area)
+    share = _planned_share(plan_torch_dist_share, tensors, target, content, folder)
     write_tokenizer = common.write_tokenizer if target.is_leader else None
     writing = BackgroundTask(lambda: (share.write(), write_tokenizer_files(folder, write_tokenizer)), _THREAD_NAME)
     yield writing
