@@ -9,11 +9,11 @@ from megatron.training.process.process_exit import run_program
 
 COMMANDS = (
     "adopt",
+    "checkpoint.convert",
+    "checkpoint.diff",
+    "checkpoint.inspect",
     "clean_dataset",
-    "convert_checkpoint",
-    "diff_checkpoints",
     "inspect_batch",
-    "inspect_checkpoint",
     "inspect_dataset",
     "merge_datasets",
     "preprocess_data",

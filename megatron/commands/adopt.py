@@ -18,7 +18,8 @@ from typing import Any
 
 from megatron.adoption.adoption import adopt_file
 from megatron.adoption.report import report_json, report_lines
-from megatron.commands import convert_checkpoint, preprocess_data
+from megatron.commands import preprocess_data
+from megatron.commands.checkpoint import convert
 from megatron.commands.command_line import Parser, exit_status_of
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import resolve_arguments
@@ -67,7 +68,7 @@ def refused_by(parse: Callable[[Sequence[str]], Any]) -> Callable[[Sequence[str]
 CHECKS = {
     "pretrain_gpt.py": refused_in_pretraining,
     "tools/preprocess_data.py": refused_by(preprocess_data.build_parser().parse_args),
-    "tools/checkpoint/convert.py": refused_by(convert_checkpoint.parse_arguments),
+    "tools/checkpoint/convert.py": refused_by(convert.parse_arguments),
 }
 
 

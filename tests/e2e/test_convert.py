@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.commands.convert_checkpoint import parse_arguments
+from megatron.commands.checkpoint.convert import parse_arguments
 from megatron.conversion import conversion
 from megatron.conversion.conversion import convert
 from megatron.conversion.conversion_check import ConversionMismatchError

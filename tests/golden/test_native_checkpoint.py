@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
-from megatron.commands.diff_checkpoints import main as diff
+from megatron.commands.checkpoint.diff import main as diff
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.index import read_index
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer

@@ -58,13 +58,13 @@ config = resolve_cell(sharded.flags, 4, "float32")
 assert record_step(config, 0, *parts) == step_traffic(config, 0)
 """,
     "checkpoint_format": """
-from megatron.commands import convert_checkpoint, diff_checkpoints
+from megatron.commands.checkpoint import convert, diff
 from tests.unit.conversion.small_checkpoint import small_common, write_small
 write_small(pathlib.Path("native"), small_common())
-assert convert_checkpoint.main("--load-dir native --saver raw --save-dir raw".split()) == 0
+assert convert.main("--load-dir native --saver raw --save-dir raw".split()) == 0
 assert len(list(pathlib.Path("raw").glob("iter_0000003/*.bin"))) > 100
-assert convert_checkpoint.main("--load-dir raw --loader raw --saver native --save-dir again".split()) == 0
-assert diff_checkpoints.main(["native", "again"]) == 0
+assert convert.main("--load-dir raw --loader raw --saver native --save-dir again".split()) == 0
+assert diff.main(["native", "again"]) == 0
 """,
     "model": """
 import json

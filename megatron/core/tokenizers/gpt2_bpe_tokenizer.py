@@ -67,9 +67,14 @@ def byte_characters() -> list[str]:
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
-    if read_text(path).startswith("#version"):
-        raise TokenizerError(f"{path} holds merges, not a vocabulary; exchange --vocab-file and --merge-file")
-    vocabulary = read_json_object(path)
+    try:
+        vocabulary = read_json_object(path)
+    except TokenizerError:
+        if read_text(path).startswith("#version"):
+            raise TokenizerError(
+                f"{path} holds merges, not a vocabulary; exchange --vocab-file and --merge-file"
+            ) from None
+        raise
     for token, token_id in vocabulary.items():
         if type(token_id) is not int or token_id < 0:
             raise TokenizerError(f"{path}: token {token!r} has the id {token_id!r}; change --vocab-file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
@@ -32,21 +33,26 @@ def check_merges(
         TokenizerError: they do not fit together.
     """
     vocabulary_name, merges_name = names
-    known = set(vocabulary)
-    for number, (left, right) in enumerate(merges):
-        for token in (left, right, left + right):
-            if token not in known:
-                raise TokenizerError(
-                    f"{place(number)}: vocabulary and merges do not fit together: the merge {left!r} {right!r} needs "
-                    f"the token {token!r}, which {vocabulary_name} lacks; one is cut short, or they are of different "
-                    "models: copy both again"
-                )
-    made = {left + right for left, right in merges}
-    others = [token for token in vocabulary if token not in made and token not in bytes_and_added]
-    unmade = [token for token in others if not _SPECIAL.fullmatch(token) and set(token) <= set(bytes_and_added)]
+    known, made = set(vocabulary), {left + right for left, right in merges}
+    if not (known.issuperset(made) and known.issuperset(itertools.chain.from_iterable(merges))):
+        number, token = next(
+            (number, token)
+            for number, (left, right) in enumerate(merges)
+            for token in (left, right, left + right)
+            if token not in known
+        )
+        left, right = merges[number]
+        raise TokenizerError(
+            f"{place(number)}: vocabulary and merges do not fit together: the merge {left!r} {right!r} needs the token "
+            f"{token!r}, which {vocabulary_name} lacks; one is cut short, or they are of different models: copy both "
+            "again"
+        )
+    others = known.difference(made, bytes_and_added)
+    characters = set(bytes_and_added)
+    unmade = {token for token in others if not _SPECIAL.fullmatch(token) and characters.issuperset(token)}
     if unmade:
+        first = next(token for token in vocabulary if token in unmade)
         raise TokenizerError(
             f"{merges_name} has {len(merges)} merges, but the {len(known)} tokens of {vocabulary_name} need "
-            f"{len(made) + len(unmade)}: none makes {unmade[0]!r}; it is cut short, or of another model: copy both "
-            "again"
+            f"{len(made) + len(unmade)}: none makes {first!r}; it is cut short, or of another model: copy both again"
         )

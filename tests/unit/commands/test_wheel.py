@@ -59,7 +59,7 @@ def test_the_training_script_and_the_extensions_are_in_the_wheel(installed: Path
 
 def test_every_script_of_the_tools_has_a_command() -> None:
     named = {
-        line.split(".")[2].split(" ")[0]
+        line.split()[1].removeprefix("megatron.commands.")
         for script in (ROOT / "tools").rglob("*.py")
         for line in script.read_text().splitlines()
         if line.startswith("from megatron.commands.")

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.commands import convert_checkpoint as convert
-from megatron.commands import diff_checkpoints as diff
-from megatron.commands import inspect_checkpoint as inspect
+from megatron.commands.checkpoint import convert, diff, inspect
 from megatron.interop.native.native_writer import write_native
 from tests.harness.training_run import run_command
 from tests.unit.conversion.small_checkpoint import small_common, small_source, write_small

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.commands.convert_checkpoint import NO_EFFECT, parse_arguments
+from megatron.commands.checkpoint.convert import NO_EFFECT, parse_arguments
 from megatron.conversion.conversion_request import idle_flags
 
 FOLDERS = ["--load-dir", "a", "--save-dir", "b"]

@@ -1,0 +1,1 @@
+"""Commands on checkpoints: convert, compare, list."""
