@@ -39,25 +39,34 @@ def format_layer_pattern(kinds: Sequence[bool]) -> str:
     return str([int(kind) for kind in kinds])
 
 
+_MOST_LAYERS = 100_000
+
+
 def _value(node: ast.expr) -> int | list[int]:
     """Return the number or the list of numbers that an expression stands for.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: it holds something else, or more than any model has layers.
     """
     match node:
-        case ast.Constant(value=int(value)):
+        case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return value
         case ast.List(elts=items):
-            return [item for part in items if isinstance(item := _value(part), int)]
+            return [_number(item) for item in items]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _list(left) + _list(right)
-        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(count))) if count <= _MOST_LAYERS:
-            return _list(left) * count
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            part, count = _list(left), _number(right)
+            if len(part) * count <= _MOST_LAYERS:
+                return part * count
     raise TypeError(ast.dump(node))
 
 
-_MOST_LAYERS = 100_000
+def _number(node: ast.expr) -> int:
+    value = _value(node)
+    if isinstance(value, list):
+        raise TypeError(value)
+    return value
 
 
 def _list(node: ast.expr) -> list[int]:

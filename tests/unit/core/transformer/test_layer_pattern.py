@@ -24,7 +24,14 @@ def test_a_pattern_names_layers_and_is_found_again(text: str, kinds: str) -> Non
     assert format_layer_pattern((True, True, False, True)) == "3"
 
 
-@pytest.mark.parametrize("text", ["", "x", "0", "-1", "[1]*7", "[2]*6", "1.5", "[1]*10**9", "()", "[[1]]*6", "2*[1]"])
+BIG = "[1]*100000*100000*100000"
+NESTED = "[1, 0, [1, 0], 1, 0, 1, 0]"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "0", "-1", "[1]*7", "[2]*6", "1.5", "[1]*10**9", "()", "[[1]]*6", "2*[1]", "True", BIG, NESTED],
+)
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected|the list is of"):
         parse_layer_pattern(text, 6)
