@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megatron.core.errors import ConfigurationError
 
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_STEP = re.compile(r"(\d+\.?\d*|\.\d+)([KMBT]?):(\d+)", re.IGNORECASE)
+_STEP = re.compile(r"(\d{1,18}(?:\.\d*)?|\.\d+)([KMBT]?):(\d{1,18})", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,7 @@ def test_a_batch_size_schedule_counts_tokens() -> None:
     ("schedule", "more", "problem"),
     [
         ("0:4 many:8", "", "cannot be read; give TOKENS:SIZE pairs, such as '0:16 2.4B:320'"),
+        ("0:4 1" + "0" * 400 + ":8", "", "cannot be read; give TOKENS:SIZE pairs, such as '0:16 2.4B:320'"),
         (
             "1K:4 2K:8",
             "",
