@@ -26,7 +26,8 @@ def _check_head_width(config: RunConfig) -> Iterator[str]:
 def _check_feed_forward_width(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.ffn_hidden_size == 0 and model.hidden_size > 0:
-        yield f"--hidden-size {model.hidden_size} is too small for --swiglu's default width; give --ffn-hidden-size"
+        gate = "--geglu" if model.geglu else "--swiglu"
+        yield f"--hidden-size {model.hidden_size} is too small for {gate}'s default width; give --ffn-hidden-size"
 
 
 def _check_query_groups(config: RunConfig) -> Iterator[str]:

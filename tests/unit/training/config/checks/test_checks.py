@@ -86,6 +86,7 @@ WRONG = [
     ("--swiglu --squared-relu", 1, "--swiglu and --squared-relu exclude each other"),
     ("--fp16 --bf16", 1, "--fp16 and --bf16 exclude each other"),
     ("--hidden-size 18 --swiglu", 1, "--hidden-size 18 is too small for --swiglu's default width"),
+    ("--hidden-size 18 --geglu", 1, "--hidden-size 18 is too small for --geglu's default width"),
     ("--recompute-granularity full", 1, "needs --recompute-method uniform or block"),
     ("--recompute-granularity full --recompute-method block", 1, "needs --recompute-num-layers"),
     (
