@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.sharding import Box, ParamSpec, Piece, full_pieces
+from megatron.core.sharding import Box, ParamSpec, Piece, describe_box, full_pieces
 
 _DTYPES: tuple[torch.dtype, ...] = (
     torch.float64,
@@ -105,4 +105,4 @@ def piece_key(name: str, global_shape: Sequence[int], box: Box) -> str:
     """Return the key of a piece in its file: the name, and the slice in brackets unless it is the whole tensor."""
     if box.shape == tuple(global_shape):
         return name
-    return f"{name}[{','.join(f'{part.start}:{part.stop}' for part in box.slices)}]"
+    return name + describe_box(box)
