@@ -55,11 +55,12 @@ def build_training_parts(
     chunks = tuple(model_provider(config, runtime, contents) for contents in layout.chunks(runtime.state.pp.rank))
     for line in describe_parameter_counts(chunks, runtime):
         log(line)
-    # With packed documents the reason was given with the command line's.
+    # With packed documents and with capped scores the reason was given with the command line's.
+    reason_is_known = config.data.reset_attention_mask or config.model.attn_logit_softcapping is not None
     without_flash = describe_missing_flash(
         config.model.attention_backend, config.model.params_dtype, runtime.device.kind
     )
-    if without_flash is not None and not config.data.reset_attention_mask:
+    if without_flash is not None and not reason_is_known:
         log(without_flash)
     model = chunks[0].config
     without_family = describe_missing_family(model) if config.checkpoint.save and isinstance(model, GPTConfig) else None

@@ -13,6 +13,8 @@ from megatron.training.config.data_lists import read_data_list, read_per_split_l
 from megatron.training.config.run_config import RunConfig
 
 DEFAULT_SPLIT = "969, 30, 1"
+_GIVEN_ANYWAY = ("max_position_embeddings",)
+"""Fields that Megatron asks for whatever kind of positions a model has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,7 @@ def resolve(config: RunConfig) -> Resolution:
     config = _resolve_precision(config)
     config = _resolve_weight_decay(config)
     notes.extend(_attention_notes(config))
+    notes.extend(_condition_notes(config))
     notes.extend(_loading_notes(config))
     notes.extend(_validation_notes(config))
     return Resolution(config, tuple(notes), tuple(problems))
@@ -165,9 +168,33 @@ def _resolve_weight_decay(config: RunConfig) -> RunConfig:
 
 
 def _attention_notes(config: RunConfig) -> list[str]:
-    if config.model.attention_backend == "flash" and config.data.reset_attention_mask:
+    model = config.model
+    if model.attention_backend in ("flash", "fused") and model.attn_logit_softcapping is not None:
+        return [
+            f"--attention-backend {model.attention_backend} has no effect with --attn-logit-softcapping "
+            f"{model.attn_logit_softcapping}: no fused kernel caps scores, attention is computed step by step"
+        ]
+    if model.attention_backend != "flash":
+        return []
+    if config.data.reset_attention_mask:
         return ["flash-attn is not used with packed documents: --reset-attention-mask takes torch's own attention"]
+    if model.window_size is not None:
+        return ["flash-attn is not used in layers with a window: --window-size takes torch's own attention there"]
     return []
+
+
+def _condition_notes(config: RunConfig) -> list[str]:
+    """Say which flags count for nothing because another one does not have the value that they go with."""
+    fields = {spec.name: (spec, value) for spec, value in config.flags()}
+    notes = []
+    for spec, value in fields.values():
+        if spec.options.where is None or spec.name in _GIVEN_ANYWAY or value == spec.default:
+            continue
+        name, wanted = spec.options.where
+        other, found = fields[name]
+        if found != wanted:
+            notes.append(f"{spec.typed(value)} has no effect without {other.typed(wanted)}")
+    return notes
 
 
 def _loading_notes(config: RunConfig) -> list[str]:

@@ -255,6 +255,35 @@ def test_flash_attention_with_packed_documents_says_that_it_is_not_used() -> Non
     assert resolve_arguments([*MINIMAL, "--attention-backend", "flash"], 1).notes == ()
 
 
+@pytest.mark.parametrize("words", ["--use-flash-attn", "--attention-backend fused"])
+def test_a_kernel_that_cannot_cap_scores_says_so(words: str) -> None:
+    capped = [*MINIMAL, *words.split(), "--attn-logit-softcapping", "30"]
+    (note,) = resolve_arguments(capped, 1).notes
+    assert note.endswith(
+        "has no effect with --attn-logit-softcapping 30.0: no fused kernel caps scores, attention is computed step by "
+        "step"
+    )
+
+
+def test_flash_attention_with_windows_says_where_it_is_not_used() -> None:
+    assert resolve_arguments([*MINIMAL, "--use-flash-attn", "--window-size", "4,0"], 1).notes == (
+        "flash-attn is not used in layers with a window: --window-size takes torch's own attention there",
+    )
+    assert resolve_arguments([*MINIMAL, "--window-size", "4,0"], 1).notes == ()
+
+
+def test_flags_of_another_kind_of_positions_say_that_they_have_no_effect() -> None:
+    words = ["--rotary-base", "7", "--window-size", "4,0", "--rotary-base-local", "5", "--rope-scaling-factor", "2"]
+    local = "--rotary-base-local 5 has no effect without --position-embedding-type rope"
+    rope = ["--position-embedding-type", "rope", "--use-rope-scaling"]
+    assert resolve_arguments([*MINIMAL, *words], 1).notes == (
+        "--rotary-base 7 has no effect without --position-embedding-type rope",
+        "--rope-scaling-factor 2.0 has no effect without --use-rope-scaling",
+        local,
+    )
+    assert resolve_arguments([*MINIMAL, *words, *rope, "--max-position-embeddings", "64"], 1).notes == ()
+
+
 def test_data_lists_from_files(tmp_path: Path) -> None:
     for name in "ab":
         write_data_set(tmp_path / name)
