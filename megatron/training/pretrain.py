@@ -190,6 +190,8 @@ def _open_metrics(config: RunConfig, runtime: Runtime, start_iteration: int) -> 
     if runtime.is_reporter:
         try:
             metrics = MetricsWriter(config, runtime.device, start_iteration)
+        except ConfigurationError as failure:
+            error = failure
         except OSError as failure:
             error = ConfigurationError(
                 f"cannot write {failure.filename}: {failure.strerror}; change --metrics-jsonl, --tensorboard-dir or "

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from megatron.core.device import Device
+from megatron.core.errors import ConfigurationError
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.console import print_line
 from megatron.training.reporting.log_lines import StepReport
@@ -150,12 +151,22 @@ def _finite(value: Any) -> Any:
 
 
 def set_superseded_lines_aside(path: Path, start_iteration: int) -> None:
-    """Move lines of later iterations than ``start_iteration``, and a torn last line, to ``FILE.superseded``."""
-    if not path.exists():
+    """Move lines of later iterations than ``start_iteration``, and a torn last line, to ``FILE.superseded``.
+
+    A device or a pipe holds no lines, and reading it may never end.
+
+    Raises:
+        ConfigurationError: the file is no text.
+    """
+    if not path.is_file():
         return
     kept: list[str] = []
     superseded: list[str] = []
-    for line in path.read_text().splitlines(keepends=True):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"--metrics-jsonl {path} holds no text; give the name of another file") from error
+    for line in text.splitlines(keepends=True):
         (kept if _iteration_of(line) <= start_iteration else superseded).append(line)
     if not superseded:
         return
