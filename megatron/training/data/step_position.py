@@ -48,8 +48,9 @@ def read_saved_run(folder: Path) -> SavedRun:
     Raises:
         CheckpointError: there is none that can be read.
     """
-    common = read_index_file(folder)["common"]
+    index = read_index_file(folder)
     try:
+        common = index["common"]
         return SavedRun(folder, RunConfig.from_dict(common["config"]), TrainProgress(**common["progress"]))
     except (KeyError, TypeError, ConfigurationError) as error:
         raise CheckpointError(f"{folder} does not record the run that wrote it ({error})") from error
@@ -91,10 +92,10 @@ def _run_of_step(directory: Path, step: int, ckpt_step: int | None) -> SavedRun:
 def _first_sample(directory: Path, run: SavedRun, step: int) -> int:
     """Count the samples before a step from the last checkpoint before it, or from the beginning of the run."""
     iteration, consumed = 0, 0
-    for saved in saved_iterations(directory):
-        if saved < step:
-            before = read_saved_run(iteration_folder(directory, saved)).progress
-            iteration, consumed = before.iteration, before.consumed_train_samples
+    earlier = [saved for saved in saved_iterations(directory) if saved < step]
+    if earlier:
+        before = read_saved_run(iteration_folder(directory, earlier[-1])).progress
+        iteration, consumed = before.iteration, before.consumed_train_samples
     batch_sizes, end = run.config.training.batch_sizes, run.progress
     if end.iteration >= step:
         counted = batch_sizes.samples_of_iterations(end.iteration - iteration, consumed)
