@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ TOKENIZER_TYPES = (
     "TikTokenizer",
     "NullTokenizer",
 )
+_FileTokenizer = GPT2BPETokenizer | HuggingFaceTokenizer | SentencePieceTokenizer | TikTokenizer
 
 
 def build_tokenizer(
@@ -68,27 +68,31 @@ def build_tokenizer(
                 f"--padded-vocab-size {padded_vocab_size}: give NullTokenizer --vocab-size {padded_vocab_size - 1}"
             )
         return NullTokenizer(vocab_size)
-    build = functools.partial(
-        _build_from_files,
+    is_padded = padded_vocab_size is not None
+    tokenizer = _build_from_files(
         tokenizer_type=tokenizer_type,
         vocab_file=vocab_file,
         merge_file=merge_file,
         tokenizer_model=tokenizer_model,
         vocab_size=vocab_size,
         vocab_extra_ids=vocab_extra_ids,
+        extra_vocab_size=0 if is_padded else extra_vocab_size,
+        patch_tokenizer_type=None if is_padded else patch_tokenizer_type,
         tiktoken_pattern=tiktoken_pattern,
         tiktoken_num_special_tokens=tiktoken_num_special_tokens,
         tiktoken_special_tokens=tiktoken_special_tokens,
     )
     if padded_vocab_size is None:
-        return build(extra_vocab_size=extra_vocab_size, patch_tokenizer_type=patch_tokenizer_type)
-    tokenizer = build(extra_vocab_size=0, patch_tokenizer_type=None)
-    if padded_vocab_size < tokenizer.vocab_size:
+        return tokenizer
+    extra_rows = padded_vocab_size - tokenizer.vocab_size
+    if extra_rows < 0:
         raise TokenizerError(
             f"--padded-vocab-size {padded_vocab_size} is less than the {tokenizer.vocab_size} ids of the tokenizer; "
             f"give {tokenizer.vocab_size} or more"
         )
-    return build(extra_vocab_size=padded_vocab_size - tokenizer.vocab_size, patch_tokenizer_type=None)
+    tokenizer.vocab_size = padded_vocab_size
+    tokenizer.arguments = {**tokenizer.arguments, "extra_vocab_size": extra_rows}
+    return tokenizer
 
 
 def _build_from_files(
@@ -104,7 +108,7 @@ def _build_from_files(
     tiktoken_pattern: str | None,
     tiktoken_num_special_tokens: int,
     tiktoken_special_tokens: Sequence[str],
-) -> Tokenizer:
+) -> _FileTokenizer:
     if tokenizer_type == TikTokenizer.name:
         return TikTokenizer(
             tokenizer_model,
@@ -114,7 +118,7 @@ def _build_from_files(
             special_tokens=tiktoken_special_tokens,
             extra_vocab_size=extra_vocab_size,
         )
-    tokenizer: Tokenizer
+    tokenizer: _FileTokenizer
     if tokenizer_type == GPT2BPETokenizer.name:
         tokenizer = GPT2BPETokenizer(vocab_file, merge_file, extra_vocab_size)
     elif tokenizer_type == HuggingFaceTokenizer.name:

@@ -12,6 +12,7 @@ from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from megatron.core.tokenizers.patch_tokenizer import patched_vocab_size
 from megatron.core.tokenizers.tokenizer_record import load_recorded_tokenizer, record_tokenizer
+from megatron.core.tokenizers.tokenizers_engine import TokenizersEngine
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,23 @@ def test_rows_in_all_may_be_given_in_place_of_further_ones(hugging_face_folder: 
         build(701)
     with pytest.raises(TokenizerError, match="give NullTokenizer --vocab-size 127"):
         build_tokenizer(tokenizer_type="NullTokenizer", vocab_size=99, padded_vocab_size=128)
+
+
+def test_files_are_read_once_for_a_vocabulary_with_rows_to_spare(
+    hugging_face_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+
+    def from_file(path: Path, tokenizer_type: str) -> TokenizersEngine:
+        read.append(path)
+        return original(path, tokenizer_type)
+
+    original = TokenizersEngine.from_file
+    monkeypatch.setattr(TokenizersEngine, "from_file", from_file)
+    tokenizer = build_tokenizer(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=hugging_face_folder, padded_vocab_size=768
+    )
+    assert (len(read), tokenizer.vocab_size, tokenizer.arguments["extra_vocab_size"]) == (1, 768, 768 - 702)
 
 
 def test_a_tokenizer_that_is_code_is_named_as_such(hugging_face_folder: Path) -> None:
