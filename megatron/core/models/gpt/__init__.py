@@ -1,1 +1,1 @@
-"""GPT in its GPT-2, Llama and Qwen shapes."""
+"""GPT in the shapes of GPT-2, Llama, Qwen and the families beside them."""
