@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from megatron.commands.checkpoint import convert, diff, inspect
+from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
 from megatron.interop.native.native_writer import write_native
+from megatron.interop.torch_dist.torch_dist_writer import write_torch_dist
 from tests.harness.training_run import run_command
 from tests.unit.conversion.small_checkpoint import small_common, small_source, write_small
 
@@ -70,6 +72,16 @@ def test_inspect_lists_tensors_layout_and_configuration(run_tool: ToolRun, check
     assert "match their checksums" in printed
 
 
+@pytest.mark.parametrize("saver", [write_megatron_torch, write_torch_dist])
+def test_inspect_compares_the_checksums_of_megatrons_formats_and_says_so(
+    run_tool: ToolRun, saver: Callable[..., Path], tmp_path: Path
+) -> None:
+    saver(small_source(small_common()), tmp_path, 3)
+    status, printed, _ = run_tool("inspect.py", tmp_path, "--no-tensors", "--verify")
+    assert status == 0
+    assert printed.endswith("tensors match their checksums\n")
+
+
 def test_inspect_names_damage(run_tool: ToolRun, checkpoint: Path, tmp_path: Path) -> None:
     folder = write_small(tmp_path, small_common())
     shard = folder / "shard_00000.safetensors"
@@ -112,6 +124,14 @@ def test_diff_of_equal_and_different_checkpoints(run_tool: ToolRun, checkpoint: 
     assert "progress.consumed_train_samples: 6 and 7" in printed
 
 
+def test_diff_names_what_decides_which_weights_there_are(run_tool: ToolRun, checkpoint: Path, tmp_path: Path) -> None:
+    write_small(tmp_path, small_common("--untie-embeddings-and-output-weights"))
+    status, printed, _ = run_tool("diff.py", checkpoint, tmp_path, "--weights-only")
+    assert status == 1
+    assert "configuration (does not count): model.untie_embeddings_and_output_weights: False -> True" in printed
+    assert printed.endswith("different: 1 difference\n"), "the output layer's tensor"
+
+
 @pytest.mark.parametrize(
     ("tool", "words", "expected"),
     [
@@ -121,6 +141,11 @@ def test_diff_of_equal_and_different_checkpoints(run_tool: ToolRun, checkpoint: 
         ("diff.py", ["nowhere", "elsewhere"], "nowhere is not a folder"),
         ("diff.py", ["a", "b", "--tolerance", "-1"], "--tolerance -1.0"),
         ("convert.py", ["--load-dir", "nowhere", "--save-dir", "b"], "nowhere is not a folder"),
+        (
+            "convert.py",
+            ["--load-dir", "a", "--save-dir", "b", "--true-vocab-size", "0"],
+            "--true-vocab-size 0 is not positive",
+        ),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(run_tool: ToolRun, tool: str, words: list[str], expected: str) -> None:
