@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.state_dict import OPTIMIZER_PREFIX, RNG_PR
 from megatron.core.errors import ConfigurationError, TokenizerError
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.model_export import write_hugging_face
@@ -196,8 +197,10 @@ def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> To
         return source.write_tokenizer if isinstance(source, HuggingFaceSource) else None
     if "tokenizer_type" not in given and Path(given.get("tokenizer_model", "")).is_dir():
         given["tokenizer_type"] = HuggingFaceTokenizer.name
-    tokenizer = build_tokenizer(**given)
     vocab_size = int(source.common["config"]["model"]["vocab_size"])
+    if given.get("tokenizer_type") == NullTokenizer.name:
+        given["vocab_size"] = vocab_size - 1  # counted without the end of a document
+    tokenizer = build_tokenizer(**given)
     if tokenizer.vocab_size > vocab_size:
         raise TokenizerError(
             f"{tokenizer.name} has {tokenizer.vocab_size} ids, the model {vocab_size}; give the tokenizer of the model"

@@ -120,6 +120,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ConversionReques
         parser.error(
             "--checkpoint-type meta: Meta's own files cannot be read; use the Hugging Face folder of the model"
         )
+    if values.checkpoint_type == "hf" and FORMATS[values.loader] != "hf":
+        parser.error(f"--checkpoint-type hf: --loader {values.loader} reads another format; give --loader hf")
     request = ConversionRequest(
         load_dir=values.load_dir,
         save_dir=values.save_dir,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from megatron.commands.checkpoint import convert, diff, inspect
+from megatron.core.tokenizers.tokenizer_record import RECORD_FILE
 from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
 from megatron.interop.native.native_writer import write_native
 from megatron.interop.torch_dist.torch_dist_writer import write_torch_dist
@@ -132,6 +134,16 @@ def test_diff_names_what_decides_which_weights_there_are(run_tool: ToolRun, chec
     assert printed.endswith("different: 1 difference\n"), "the output layer's tensor"
 
 
+def test_the_converter_records_bare_ids_of_the_models_vocabulary(
+    run_tool: ToolRun, checkpoint: Path, tmp_path: Path
+) -> None:
+    words = ["--load-dir", checkpoint, "--save-dir", tmp_path, "--tokenizer-type", "NullTokenizer", "--no-verify"]
+    status, _, error = run_tool("convert.py", *words)
+    assert (status, error) == (0, "")
+    record = json.loads((tmp_path / "iter_0000003" / "tokenizer" / RECORD_FILE).read_text())
+    assert (record["tokenizer_type"], record["vocab_size"]) == ("NullTokenizer", 101)
+
+
 @pytest.mark.parametrize(
     ("tool", "words", "expected"),
     [
@@ -145,6 +157,11 @@ def test_diff_names_what_decides_which_weights_there_are(run_tool: ToolRun, chec
             "convert.py",
             ["--load-dir", "a", "--save-dir", "b", "--true-vocab-size", "0"],
             "--true-vocab-size 0 is not positive",
+        ),
+        (
+            "convert.py",
+            ["--load-dir", "a", "--save-dir", "b", "--checkpoint-type", "hf"],
+            "--checkpoint-type hf: --loader megatron reads another format; give --loader hf",
         ),
     ],
 )
