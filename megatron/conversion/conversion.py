@@ -21,13 +21,14 @@ from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
+from megatron.interop.checkpoint_format import CheckpointFormat
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.model_export import write_hugging_face
 from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
 from megatron.interop.native.native_source import NativeSource
 from megatron.interop.native.native_writer import TokenizerWriter, write_native
-from megatron.interop.open_checkpoint import CheckpointFormat, open_checkpoint
+from megatron.interop.open_checkpoint import open_checkpoint
 from megatron.interop.source_view import SourceView
 from megatron.interop.streamed_logits import sample_tokens, source_config, streamed_logits
 from megatron.interop.torch_dist.torch_dist_writer import write_torch_dist
