@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -31,7 +32,7 @@ from megatron.interop.native.native_writer import TokenizerWriter, write_native
 from megatron.interop.open_checkpoint import open_checkpoint
 from megatron.interop.source_view import SourceView
 from megatron.interop.streamed_logits import sample_tokens, source_config, streamed_logits
-from megatron.interop.torch_dist.torch_dist_writer import write_torch_dist
+from megatron.interop.torch_dist.torch_dist_writer import carried_values, write_torch_dist
 
 Log = Callable[[str], None]
 TRANSFORMERS_TOLERANCE = 1e-4
@@ -165,7 +166,9 @@ def run(
 
     def write(directory: Path) -> Path:
         if saver == "torch":
-            return _write_megatron(write_megatron_torch, counted, directory, iteration, write_tokenizer)
+            _, states = carried_values(source.folder)
+            write_torch = partial(write_megatron_torch, random_states=states)
+            return _write_megatron(write_torch, counted, directory, iteration, write_tokenizer)
         if saver == "torch_dist":
             return _write_megatron(write_torch_dist, counted, directory, iteration, write_tokenizer)
         return write_native(counted, directory, iteration, write_tokenizer=write_tokenizer)
