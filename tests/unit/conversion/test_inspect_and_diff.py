@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from megatron.commands.checkpoint import convert, diff, inspect
 from megatron.core.tokenizers.tokenizer_record import RECORD_FILE
@@ -124,6 +125,14 @@ def test_diff_of_equal_and_different_checkpoints(run_tool: ToolRun, checkpoint: 
     for line in (f"{name}: only in the first", "model.extra: only in the second"):
         assert line in printed
     assert "progress.consumed_train_samples: 6 and 7" in printed
+
+
+def test_a_folder_of_another_trainer_is_told_from_megatrons(run_tool: ToolRun, tmp_path: Path) -> None:
+    dcp.save({"tok_embeddings.weight": torch.ones(5, 3)}, checkpoint_id=tmp_path, no_dist=True)
+    status, _, error = run_tool("inspect.py", tmp_path)
+    assert status == 2
+    assert error.count("\n") == 1
+    assert f"{tmp_path / 'common.pt'}: No such file or directory; without it .metadata is of another trainer" in error
 
 
 def test_diff_names_what_decides_which_weights_there_are(run_tool: ToolRun, checkpoint: Path, tmp_path: Path) -> None:
