@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.errors import CheckpointError
+from megatron.interop.checkpoint_format import FORMAT_NAMES, CheckpointFormat, detect_format
 from megatron.interop.new_iteration import TRACKER_FILE
-from megatron.interop.open_checkpoint import FORMAT_NAMES, CheckpointFormat, detect_format
 from megatron.training.checkpointing.folder import candidate_folders
 
 

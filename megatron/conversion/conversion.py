@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,17 +20,19 @@ from megatron.core.dist_checkpointing.state_dict import OPTIMIZER_PREFIX, RNG_PR
 from megatron.core.errors import ConfigurationError, TokenizerError
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
+from megatron.interop.checkpoint_format import CheckpointFormat
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.model_export import write_hugging_face
 from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
 from megatron.interop.native.native_source import NativeSource
 from megatron.interop.native.native_writer import TokenizerWriter, write_native
-from megatron.interop.open_checkpoint import CheckpointFormat, open_checkpoint
+from megatron.interop.open_checkpoint import open_checkpoint
 from megatron.interop.source_view import SourceView
 from megatron.interop.streamed_logits import sample_tokens, source_config, streamed_logits
-from megatron.interop.torch_dist.torch_dist_writer import write_torch_dist
+from megatron.interop.torch_dist.torch_dist_writer import carried_values, write_torch_dist
 
 Log = Callable[[str], None]
 TRANSFORMERS_TOLERANCE = 1e-4
@@ -163,7 +166,9 @@ def run(
 
     def write(directory: Path) -> Path:
         if saver == "torch":
-            return _write_megatron(write_megatron_torch, counted, directory, iteration, write_tokenizer)
+            _, states = carried_values(source.folder)
+            write_torch = partial(write_megatron_torch, random_states=states)
+            return _write_megatron(write_torch, counted, directory, iteration, write_tokenizer)
         if saver == "torch_dist":
             return _write_megatron(write_torch_dist, counted, directory, iteration, write_tokenizer)
         return write_native(counted, directory, iteration, write_tokenizer=write_tokenizer)
@@ -196,8 +201,10 @@ def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> To
         return source.write_tokenizer if isinstance(source, HuggingFaceSource) else None
     if "tokenizer_type" not in given and Path(given.get("tokenizer_model", "")).is_dir():
         given["tokenizer_type"] = HuggingFaceTokenizer.name
-    tokenizer = build_tokenizer(**given)
     vocab_size = int(source.common["config"]["model"]["vocab_size"])
+    if given.get("tokenizer_type") == NullTokenizer.name:
+        given["vocab_size"] = vocab_size - 1  # counted without the end of a document
+    tokenizer = build_tokenizer(**given)
     if tokenizer.vocab_size > vocab_size:
         raise TokenizerError(
             f"{tokenizer.name} has {tokenizer.vocab_size} ids, the model {vocab_size}; give the tokenizer of the model"

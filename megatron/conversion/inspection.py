@@ -11,10 +11,12 @@ from megatron.conversion.progress import ByteProgress
 from megatron.core.dist_checkpointing.mapping import dtype_name
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX
 from megatron.core.sharding import split_box
+from megatron.interop.checkpoint_format import FORMAT_NAMES
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.comparison import MAX_BOX_BYTES
+from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.native.native_source import NativeSource
-from megatron.interop.open_checkpoint import FORMAT_NAMES, open_checkpoint
+from megatron.interop.open_checkpoint import open_checkpoint
 
 _GIGABYTE = 1e9
 
@@ -98,9 +100,8 @@ def read_all(source: CheckpointSource, log: Callable[[str], None]) -> None:
         for box in split_box(info.whole, info.dtype.itemsize, MAX_BOX_BYTES):
             progress.add(source.read(name, box).nbytes)
     progress.finish()
-    checked = (
-        "match their checksums" if isinstance(source, NativeSource) else "can be read; the format has no checksums"
-    )
+    has_checksums = not isinstance(source, HuggingFaceSource)
+    checked = "match their checksums" if has_checksums else "can be read; the format has no checksums"
     log(f"verified: all {len(source.tensors)} tensors {checked}")
 
 

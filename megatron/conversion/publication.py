@@ -62,8 +62,13 @@ def _staging(save_dir: Path, log: Callable[[str], None]) -> Iterator[Path]:
     """Give an empty hidden folder that is this process's own, and remove it, and what it made to have it."""
     made = [folder for folder in (save_dir, *save_dir.parents) if not folder.exists()]
     staging = save_dir / STAGING_FOLDER
-    staging.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(staging, os.O_RDONLY)
+    try:
+        staging.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(staging, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write into --save-dir {save_dir}: {error.strerror}; give another folder"
+        ) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

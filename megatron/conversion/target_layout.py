@@ -54,11 +54,16 @@ def _with_layout(config: RunConfig, target: Target) -> RunConfig:
     tp = _or(target.tensor_parallel_size, old.tensor_model_parallel_size)
     pp = _or(target.pipeline_parallel_size, old.pipeline_model_parallel_size)
     virtual = target.num_layers_per_virtual_pipeline_stage
-    sizes = {"tensor": tp, "pipeline": pp, **({} if virtual is None else {"num-layers-per-virtual-pipeline": virtual})}
+    sizes = {
+        "--target-tensor-parallel-size": tp,
+        "--target-pipeline-parallel-size": pp,
+        "--target-num-layers-per-virtual-pipeline-stage": virtual,
+        "--make-vocab-size-divisible-by": target.make_vocab_size_divisible_by,
+    }
     wrong = [
-        f"--target-{name}-{'stage' if 'virtual' in name else 'parallel-size'} {size} is not positive"
+        f"{name} {size} is not positive; give 1 or more"
         for name, size in sizes.items()
-        if size < 1
+        if size is not None and size < 1
     ]
     if wrong:
         raise ConfigurationError(wrong)

@@ -1,43 +1,16 @@
-"""Tell the formats of checkpoint folders apart and open them."""
+"""Open a checkpoint folder of any format."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
-from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.core.errors import CheckpointError
+from megatron.interop.checkpoint_format import FORMAT_MARKS, detect_format
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 from megatron.interop.native.native_source import NativeSource
-from megatron.interop.torch_dist.folder_files import COMMON_FILE, METADATA_FILE
 from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
-
-CheckpointFormat = Literal["native", "torch", "torch_dist", "hf"]
-
-_MARKS: tuple[tuple[str, CheckpointFormat], ...] = (
-    (INDEX_FILE, "native"),
-    ("mp_rank_*", "torch"),
-    (METADATA_FILE, "torch_dist"),
-    (COMMON_FILE, "torch_dist"),
-    ("config.json", "hf"),
-)
-FORMAT_NAMES: dict[CheckpointFormat, str] = {
-    "native": "the native format",
-    "torch": "Megatron's torch format",
-    "torch_dist": "Megatron's torch_dist format",
-    "hf": "Hugging Face's format",
-}
-
-
-def detect_format(folder: str | Path) -> CheckpointFormat | None:
-    """Return the format of a folder that holds the files of one checkpoint, or None where there are none."""
-    folder = Path(folder)
-    for pattern, name in _MARKS:
-        if next(folder.glob(pattern), None) is not None:
-            return name
-    return None
 
 
 def open_checkpoint(folder: str | Path, verify: bool = True, vocab_size: int | None = None) -> CheckpointSource:
@@ -56,7 +29,7 @@ def open_checkpoint(folder: str | Path, verify: bool = True, vocab_size: int | N
         return _open_megatron(MegatronTorchSource if found == "torch" else TorchDistSource, folder, verify, vocab_size)
     if found == "hf":
         return HuggingFaceSource(folder)
-    raise CheckpointError(f"{folder} holds no checkpoint: no {', '.join(mark for mark, _ in _MARKS)} is in it")
+    raise CheckpointError(f"{folder} holds no checkpoint: no {', '.join(mark for mark, _ in FORMAT_MARKS)} is in it")
 
 
 def _open_megatron(

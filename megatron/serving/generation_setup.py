@@ -137,7 +137,7 @@ def _folder_of_other_format(request: ModelRequest) -> Path | None:
     Raises:
         CheckpointError: the folder has another format than the one asked for, or one that cannot be read.
     """
-    from megatron.interop.open_checkpoint import detect_format
+    from megatron.interop.checkpoint_format import detect_format
     from megatron.training.checkpointing.folder import candidate_folders
 
     folder = Path(request.folder)
@@ -208,10 +208,10 @@ def _open_source(request: ModelRequest, folder: Path, sizes: tuple[int, int]) ->
 
 def _source_of(folder: Path) -> CheckpointSource:
     """Open a folder; the checksums of Megatron's files are compared later, by all ranks together."""
+    from megatron.interop.checkpoint_format import detect_format
     from megatron.interop.huggingface.source import HuggingFaceSource
     from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
     from megatron.interop.native.native_source import NativeSource
-    from megatron.interop.open_checkpoint import detect_format
     from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
 
     found = detect_format(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from megatron.commands.checkpoint.convert import parse_arguments
 from megatron.conversion import conversion
+from megatron.conversion.checkpoint_folder import find_checkpoint
 from megatron.conversion.conversion import convert
 from megatron.conversion.conversion_check import ConversionMismatchError
 from megatron.conversion.difference import diff_checkpoints
@@ -191,3 +193,52 @@ def test_an_index_that_says_something_else_is_not_published(
     with pytest.raises(ConversionMismatchError, match=r"progress: .*became"):
         run_converter(trained, tmp_path / "result")
     assert not (tmp_path / "result").exists()
+
+
+def test_random_streams_cross_megatrons_formats(tmp_path: Path) -> None:
+    flags = "--exit-interval 2 --train-iters 4 --eval-interval 100"
+    start = tmp_path / "start"
+    fork_training(toy_args(start, flags, "--ckpt-format torch_dist"), 1).check()
+    run_converter(start / "checkpoints", tmp_path / "torch", "--saver torch")
+    run_converter(tmp_path / "torch", tmp_path / "torch_dist", "--saver torch_dist")
+    run_converter(tmp_path / "torch_dist", tmp_path / "again", "--saver torch_dist")
+    figures = []
+    for folder in (start / "checkpoints", tmp_path / "torch", tmp_path / "torch_dist", tmp_path / "again"):
+        words = toy_args(tmp_path / f"after {folder.name}", flags, "--load", folder)
+        run = fork_training(words, 1).check()
+        assert "start anew" not in run.stdout, folder
+        figures.append(exact_figures(run.iterations()))
+    assert len(figures[0]) == 2
+    assert figures == [figures[0]] * 4
+
+
+@pytest.fixture(scope="module")
+def of_each_format(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the trained checkpoint in every format."""
+    folder = tmp_path_factory.mktemp("formats")
+    for name in ("torch", "torch_dist", "hf"):
+        run_converter(trained, folder / name, f"--saver {name}")
+    return {"native": trained, **{name: folder / name for name in ("torch", "torch_dist", "hf")}}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("loader", "saver"), list(itertools.permutations(("native", "torch", "torch_dist", "hf"), 2)), ids="-to-".join
+)
+def test_every_format_becomes_every_other(
+    loader: str, saver: str, of_each_format: dict[str, Path], tmp_path: Path
+) -> None:
+    run_converter(of_each_format[loader], tmp_path / saver, f"--loader {loader} --saver {saver}")
+    lines: list[str] = []
+    weights_only = "hf" in (loader, saver)
+    folders = (of_each_format["native"], tmp_path / saver)
+    assert diff_checkpoints(*folders, weights_only=weights_only, log=lines.append), lines
+    old, new = (open_checkpoint(find_checkpoint(folder).folder) for folder in folders)
+    assert new.common["config"]["model"]["vocab_size"] == old.common["config"]["model"]["vocab_size"] == 128
+    kinds = {name.split(".")[1] for name in new.tensors if name.startswith("optimizer.")}
+    assert kinds == (set() if weights_only else {"exp_avg", "exp_avg_sq", "main_param"})
+    assert (new.common["optimizer"] is None) == weights_only
+    if not weights_only:
+        assert new.common["optimizer"]["num_steps"] == old.common["optimizer"]["num_steps"] == 4
+    old.close()
+    new.close()

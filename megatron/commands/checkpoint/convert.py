@@ -114,10 +114,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ConversionReques
         size = getattr(values, _field(name))
         if size not in (None, 1):
             parser.error(f"{name} {size}: the models here have no experts; leave it out")
+    if values.true_vocab_size is not None and values.true_vocab_size < 1:
+        parser.error(f"--true-vocab-size {values.true_vocab_size} is not positive; give the tokenizer's real size")
     if values.checkpoint_type == "meta":
         parser.error(
             "--checkpoint-type meta: Meta's own files cannot be read; use the Hugging Face folder of the model"
         )
+    if values.checkpoint_type == "hf" and FORMATS[values.loader] != "hf":
+        parser.error(f"--checkpoint-type hf: --loader {values.loader} reads another format; give --loader hf")
     request = ConversionRequest(
         load_dir=values.load_dir,
         save_dir=values.save_dir,

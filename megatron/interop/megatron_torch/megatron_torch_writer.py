@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -30,11 +30,17 @@ _DIVISOR = "make_vocab_size_divisible_by"
 _MAX_READ_BYTES = 64 * 1024 * 1024
 
 
-def write_megatron_torch(source: CheckpointSource, directory: str | Path, iteration: int | Literal["release"]) -> Path:
+def write_megatron_torch(
+    source: CheckpointSource,
+    directory: str | Path,
+    iteration: int | Literal["release"],
+    random_states: Mapping[tuple[int, int], Any] | None = None,
+) -> Path:
     """Write the source as an iteration of ``directory`` at the layout of its configuration; return the folder.
 
-    A source that came from such files at the same layout hands on its ``args`` and its random number states. The
-    tracker file is written last, when everything else is on disk; nothing of that name may be there before.
+    A source that came from such files at the same layout hands on its ``args`` and its random number states. Those of
+    another of Megatron's formats are given, by (tensor rank, pipeline rank). The tracker file is written last, when
+    everything else is on disk; nothing of that name may be there before.
 
     Raises:
         CheckpointError: the file system refused.
@@ -43,7 +49,8 @@ def write_megatron_torch(source: CheckpointSource, directory: str | Path, iterat
     with new_iteration(Path(directory), iteration, f"about {needed}") as folder:
         if source.common["tokenizer"] is not None:
             shutil.copytree(source.folder / source.common["tokenizer"], folder / TOKENIZER_FOLDER)
-        _write_ranks(source, folder, 0 if isinstance(iteration, str) else iteration)
+        number = 0 if isinstance(iteration, str) else iteration
+        _write_ranks(source, folder, number, random_states or {})
     return folder
 
 
@@ -80,13 +87,21 @@ def write_piece(writer: TorchFileWriter, slot: Slot, piece: Piece, values: torch
     writer.write_box(slot.tensor, slot.parameter.local_shape, slot.start, piece.local_box, values)
 
 
-def _write_ranks(source: CheckpointSource, folder: Path, iteration: int) -> None:
+def _write_ranks(
+    source: CheckpointSource,
+    folder: Path,
+    iteration: int,
+    random_states: Mapping[tuple[int, int], Any],
+) -> None:
     carried = carried_from(source.folder)
     planner = make_planner(source, carried)
+    places = {(tp_rank, pp_rank) for tp_rank in range(planner.tp) for pp_rank in range(planner.pp)}
+    states = random_states if random_states.keys() == places else {}
     is_same_layout = carried.fits(planner.tp, planner.pp, planner.stages.num_chunks)
     for pp_rank in range(planner.pp):
         for tp_rank in range(planner.tp):
-            extras = RankExtras(arguments=carried.arguments)
+            state = states.get((tp_rank, pp_rank))
+            extras = RankExtras(arguments=carried.arguments, rng_state=state)
             if is_same_layout:
                 extras = carried.ranks[tp_rank, pp_rank]
             for planned in planner.plan_rank(folder, tp_rank, pp_rank, iteration, extras):

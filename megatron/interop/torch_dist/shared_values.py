@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from megatron.interop.megatron_torch.pickle_reader import NAMESPACE
 from megatron.interop.megatron_torch.stored_values import Record
 from megatron.interop.megatron_torch.torch_file import TorchFile
 from megatron.interop.torch_dist.bucket_states import GROUP_PREFIX
-from megatron.interop.torch_dist.folder_files import COMMON_FILE
+from megatron.interop.torch_dist.folder_files import COMMON_FILE, METADATA_FILE
 from megatron.interop.torch_dist.stored_metadata import StoredMetadata
+
+Complete = Callable[[Any, TorchFile], Any]
+"""Makes of a file's value one that needs the file no more."""
 
 _FIRST_GROUP = re.compile(re.escape(GROUP_PREFIX) + r"0\.(optimizer|grad_scaler)/shard_0_1")
 _RNG_STATE = re.compile(r"rng_state/shard_(\d+)\.(\d+)_\d+\.\d+")
@@ -29,6 +32,11 @@ def read_common(folder: Path) -> dict[str, Any]:
         DamagedCheckpointError: the file is missing or damaged.
         CheckpointError: it holds something else, or records no ``args``.
     """
+    if not (folder / COMMON_FILE).exists():
+        raise DamagedCheckpointError(
+            f"{folder / COMMON_FILE}: No such file or directory; without it {METADATA_FILE} is of another trainer than "
+            "Megatron, such as torchtitan: save the model there as a Hugging Face folder"
+        )
     file = TorchFile(folder / COMMON_FILE)
     try:
         values = file.with_tensors(file.value)
@@ -66,8 +74,14 @@ def with_optimizer_objects(common: Mapping[str, Any], metadata: StoredMetadata) 
     return values
 
 
-def read_random_states(metadata: StoredMetadata) -> dict[tuple[int, int], Any]:
+def _with_tensors(value: Any, file: TorchFile) -> Any:
+    return file.with_tensors(value)
+
+
+def read_random_states(metadata: StoredMetadata, complete: Complete = _with_tensors) -> dict[tuple[int, int], Any]:
     """Return what each model-parallel rank stored of its streams of random numbers, by (tensor, pipeline) rank.
+
+    ``complete`` makes of a file's value what is returned; by default its tensors are read.
 
     Raises:
         DamagedCheckpointError: an entry is damaged.
@@ -76,19 +90,19 @@ def read_random_states(metadata: StoredMetadata) -> dict[tuple[int, int], Any]:
     for key in metadata.objects:
         match = _RNG_STATE.fullmatch(key)
         if match is not None:
-            found[int(match[2]), int(match[1])] = read_object(metadata, key)
+            found[int(match[2]), int(match[1])] = read_object(metadata, key, complete)
     return found
 
 
-def read_object(metadata: StoredMetadata, key: str) -> Any:
-    """Return a stored object, its tensors read.
+def read_object(metadata: StoredMetadata, key: str, complete: Complete = _with_tensors) -> Any:
+    """Return a stored object, completed: by default its tensors are read.
 
     Raises:
         DamagedCheckpointError: the entry is missing or damaged.
     """
     file = metadata.objects[key].open()
     try:
-        value = file.with_tensors(file.value)
+        value = complete(file.value, file)
     finally:
         file.close()
     if not isinstance(value, list) or len(value) != 1:

@@ -73,6 +73,12 @@ class TorchDistPlan:
         """Return the key of a rank's streams of random numbers."""
         return f"rng_state/shard_{pp_rank}.{tp_rank}_{self._planner.pp}.{self._planner.tp}"
 
+    def random_state_objects(self, states: Mapping[tuple[int, int], Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the key and the value of each rank's random number states; none where they are of another layout."""
+        if states.keys() == {(tp, pp) for tp in range(self._planner.tp) for pp in range(self._planner.pp)}:
+            for (tp_rank, pp_rank), value in states.items():
+                yield self.random_state_key(tp_rank, pp_rank), value
+
     def shared_value(self, has_random_states: bool) -> dict[str, Any]:
         """Return what ``common.pt`` holds."""
         progress, scheduler = self.common["progress"], self.common["scheduler"]

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from megatron.core.errors import CheckpointError
+from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 
 RELEASE = "release"
@@ -79,8 +80,5 @@ def holds_tokenizer(directory: Path) -> bool:
 def _is_checkpoint(directory: Path) -> bool:
     if not directory.is_dir():
         return False
-    # What reads the formats needs torch, which a run's folder is told apart without.
-    from megatron.interop.open_checkpoint import detect_format
-
     found = detect_format(directory)
     return found is not None and (found != "hf" or bool(weight_files(directory)))

@@ -12,9 +12,7 @@ from megatron.core.dist_checkpointing.load import LoadedTensors, load_index, loa
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strictness import STRICT, Strictness
 from megatron.core.parallel_state import ParallelState
-from megatron.interop.megatron_torch.rank_files import is_megatron_torch
-from megatron.interop.open_checkpoint import detect_format
-from megatron.interop.torch_dist.folder_files import is_torch_dist
+from megatron.interop.checkpoint_format import detect_format
 from megatron.training.checkpointing.folder import RELEASE
 from megatron.training.checkpointing.torch_format import open_hugging_face, open_torch_checkpoint
 
@@ -83,8 +81,9 @@ def open_stored(
     Raises:
         CheckpointError: it is damaged, or not a checkpoint that can be loaded. On every rank alike.
     """
-    if is_megatron_torch(folder) or is_torch_dist(folder):
+    found = detect_format(folder)
+    if found in ("torch", "torch_dist"):
         return open_torch_checkpoint(folder, state, verify, model)
-    if detect_format(folder) == "hf":
+    if found == "hf":
         return open_hugging_face(folder, state)
     return NativeCheckpoint(folder, load_index(folder, state.world, verify), state, verify)

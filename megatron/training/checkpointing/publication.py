@@ -10,10 +10,8 @@ import shutil
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.disk import sync_folder, write_text
-from megatron.core.dist_checkpointing.index import INDEX_FILE
-from megatron.interop.megatron_torch.rank_files import is_megatron_torch
+from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
-from megatron.interop.torch_dist.folder_files import is_torch_dist
 from megatron.training.checkpointing.folder import saved_iterations
 
 PENDING_TRACKER = f".{TRACKER_FILE}.pending"
@@ -82,7 +80,9 @@ def remove_expired(directory: Path, newest: int, keep_last: int | None, keep_eve
     A checkpoint of the same iteration that ``newest`` has replaced is removed too. Each is hidden by a rename first, so
     that no half-removed checkpoint can be loaded. Folders in another format than the one of ``newest`` stay.
     """
-    found = {iteration: format_of(iteration_folder(directory, iteration)) for iteration in saved_iterations(directory)}
+    found = {
+        iteration: detect_format(iteration_folder(directory, iteration)) for iteration in saved_iterations(directory)
+    }
     alike = [iteration for iteration, kind in found.items() if kind is not None and kind == found.get(newest)]
     expired = expired_iterations(alike, newest, keep_last, keep_every)
     hidden = [directory / f".{iteration_folder(directory, newest).name}.replaced"]
@@ -94,12 +94,3 @@ def remove_expired(directory: Path, newest: int, keep_last: int | None, keep_eve
         if folder.exists():
             shutil.rmtree(folder)
     return expired
-
-
-def format_of(folder: Path) -> str | None:
-    """Return the format of a published checkpoint: ``native``, ``torch`` or ``torch_dist``; None where it is none."""
-    if (folder / INDEX_FILE).exists():
-        return "native"
-    if is_torch_dist(folder):
-        return "torch_dist"
-    return "torch" if is_megatron_torch(folder) else None

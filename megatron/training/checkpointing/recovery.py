@@ -17,9 +17,10 @@ from megatron.core.dist_checkpointing.disk import sync_folder
 from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState
+from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 from megatron.training.checkpointing.choice import Log
-from megatron.training.checkpointing.publication import PENDING_TRACKER, format_of, publish
+from megatron.training.checkpointing.publication import PENDING_TRACKER, publish
 
 _MARK_SUFFIX = ".shared"
 _LEFTOVER = re.compile(r"\.(iter_\d{7,})\.(saving|replaced|removing)")
@@ -109,7 +110,7 @@ def recover(directory: Path, log: Callable[[str], None]) -> None:
             log(f"removed {entry}, left by an interrupted save")
     if pending.exists():
         text = pending.read_text(encoding="utf-8")
-        if text.isdigit() and format_of(iteration_folder(directory, int(text))) is not None:
+        if text.isdigit() and detect_format(iteration_folder(directory, int(text))) is not None:
             os.rename(pending, directory / TRACKER_FILE)
             log(f"entered iteration {text}, saved completely before an interruption, in {directory / TRACKER_FILE}")
         else:

@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config_base import IDENTITY, Role, field_specs
-from megatron.core.dist_checkpointing.index import INDEX_FILE, read_index_file
+from megatron.core.dist_checkpointing.index import read_index_file
 from megatron.core.errors import CheckpointError, DamagedCheckpointError, TokenizerError
 from megatron.core.tokenizers.tokenizer_file import read_json_object
 from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER, recorded_arguments
-from megatron.interop.torch_dist.folder_files import is_torch_dist
+from megatron.interop.checkpoint_format import detect_format
 from megatron.training.checkpointing.folder import candidate_folders
 from megatron.training.config.data_config import TokenizerConfig
 from megatron.training.config.run_config import command_line_fields
-
-CONFIG_FILE = "config.json"
-MEGATRON_FILES = "mp_rank_*/model_optim_rng.pt"
-"""Where the files of Megatron's own format are in a folder."""
 
 PRECISION = ("fp16", "bf16")
 """Fields of the precision: those of a checkpoint hold where no flag gives one."""
@@ -68,22 +64,22 @@ def read_checkpoint_arguments(directory: str, ckpt_step: int | None) -> Checkpoi
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
-    if is_torch_dist(folder):
+    found = detect_format(folder)
+    if found == "torch_dist":
         from megatron.interop.torch_dist.shared_values import recorded_config as recorded_args
 
         return recorded_args(folder)
-    is_megatron = next(folder.glob(MEGATRON_FILES), None) is not None
-    if not is_megatron and (folder / CONFIG_FILE).exists() and not (folder / INDEX_FILE).exists():
+    if found == "hf":
         from megatron.interop.huggingface.families import recorded_config as recorded_model
 
         return recorded_model(folder)
-    if not is_megatron:
-        config: Mapping[str, Any] = read_index_file(folder)["common"]["config"]
-        return config
-    # Megatron keeps these values beside its tensors: no format but the native one can be read without torch.
-    from megatron.interop.megatron_torch.common_state import recorded_config
+    if found == "torch":
+        # Megatron keeps these values beside its tensors: no format but the native one can be read without torch.
+        from megatron.interop.megatron_torch.common_state import recorded_config
 
-    return recorded_config(folder)
+        return recorded_config(folder)
+    config: Mapping[str, Any] = read_index_file(folder)["common"]["config"]
+    return config
 
 
 def _tokenizer_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from megatron.core.batch_size_rampup import read_batch_size_schedule
+from megatron.core.config_base import field_specs
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.training.checkpointing.folder import candidate_folders
 from megatron.training.config.checkpoint_config import CheckpointConfig
@@ -15,6 +16,13 @@ from megatron.training.config.run_config import RunConfig
 DEFAULT_SPLIT = "969, 30, 1"
 _GIVEN_ANYWAY = ("max_position_embeddings",)
 """Fields that Megatron asks for whatever kind of positions a model has."""
+
+_IDLE_WITHOUT = {
+    **dict.fromkeys(("save_interval", "no_save_optim", "no_save_rng"), "--save DIR"),
+    **dict.fromkeys(("no_load_optim", "no_load_rng", "verify_checkpoint", "dist_ckpt_strictness"), "--load DIR"),
+    "keep_every": "--keep-last N",
+}
+"""Flags that scripts give whether or not they save or load, and without which flag they have no effect."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +47,7 @@ def resolve(config: RunConfig) -> Resolution:
     config = _resolve_weight_decay(config)
     notes.extend(_attention_notes(config))
     notes.extend(_condition_notes(config))
-    notes.extend(_loading_notes(config))
+    notes.extend(_checkpoint_notes(config))
     notes.extend(_validation_notes(config))
     return Resolution(config, tuple(notes), tuple(problems))
 
@@ -197,19 +205,17 @@ def _condition_notes(config: RunConfig) -> list[str]:
     return notes
 
 
-def _loading_notes(config: RunConfig) -> list[str]:
+def _checkpoint_notes(config: RunConfig) -> list[str]:
+    """Return a line for each flag that asks something of a save or a load that there will not be."""
     checkpoint = config.checkpoint
-    notes = []
-    if checkpoint.save_interval is not None and checkpoint.save is None:
-        notes.append(f"--save-interval {checkpoint.save_interval} has no effect without --save DIR")
-    if checkpoint.load is not None:
-        return notes
-    given = []
-    if not checkpoint.verify_checkpoint:
-        given.append("--no-verify-checkpoint")
-    if checkpoint.dist_ckpt_strictness != "raise_all":
-        given.append(f"--dist-ckpt-strictness {checkpoint.dist_ckpt_strictness}")
-    return notes + [f"{flag} has no effect without --load DIR" for flag in given]
+    folders = {"--save DIR": checkpoint.save, "--load DIR": checkpoint.load, "--keep-last N": checkpoint.keep_last}
+    return [
+        f"{spec.typed(value)} has no effect without {needed}"
+        for spec in field_specs(CheckpointConfig)
+        if (needed := _IDLE_WITHOUT.get(spec.name)) is not None
+        and folders[needed] is None
+        and (value := getattr(checkpoint, spec.name)) != spec.default
+    ]
 
 
 def _validation_notes(config: RunConfig) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from megatron.commands.checkpoint import convert, diff, inspect
+from megatron.core.tokenizers.tokenizer_record import RECORD_FILE
+from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
 from megatron.interop.native.native_writer import write_native
+from megatron.interop.torch_dist.torch_dist_writer import write_torch_dist
 from tests.harness.training_run import run_command
 from tests.unit.conversion.small_checkpoint import small_common, small_source, write_small
 
@@ -70,6 +75,16 @@ def test_inspect_lists_tensors_layout_and_configuration(run_tool: ToolRun, check
     assert "match their checksums" in printed
 
 
+@pytest.mark.parametrize("saver", [write_megatron_torch, write_torch_dist])
+def test_inspect_compares_the_checksums_of_megatrons_formats_and_says_so(
+    run_tool: ToolRun, saver: Callable[..., Path], tmp_path: Path
+) -> None:
+    saver(small_source(small_common()), tmp_path, 3)
+    status, printed, _ = run_tool("inspect.py", tmp_path, "--no-tensors", "--verify")
+    assert status == 0
+    assert printed.endswith("tensors match their checksums\n")
+
+
 def test_inspect_names_damage(run_tool: ToolRun, checkpoint: Path, tmp_path: Path) -> None:
     folder = write_small(tmp_path, small_common())
     shard = folder / "shard_00000.safetensors"
@@ -112,6 +127,32 @@ def test_diff_of_equal_and_different_checkpoints(run_tool: ToolRun, checkpoint: 
     assert "progress.consumed_train_samples: 6 and 7" in printed
 
 
+def test_a_folder_of_another_trainer_is_told_from_megatrons(run_tool: ToolRun, tmp_path: Path) -> None:
+    dcp.save({"tok_embeddings.weight": torch.ones(5, 3)}, checkpoint_id=tmp_path, no_dist=True)
+    status, _, error = run_tool("inspect.py", tmp_path)
+    assert status == 2
+    assert error.count("\n") == 1
+    assert f"{tmp_path / 'common.pt'}: No such file or directory; without it .metadata is of another trainer" in error
+
+
+def test_diff_names_what_decides_which_weights_there_are(run_tool: ToolRun, checkpoint: Path, tmp_path: Path) -> None:
+    write_small(tmp_path, small_common("--untie-embeddings-and-output-weights"))
+    status, printed, _ = run_tool("diff.py", checkpoint, tmp_path, "--weights-only")
+    assert status == 1
+    assert "configuration (does not count): model.untie_embeddings_and_output_weights: False -> True" in printed
+    assert printed.endswith("different: 1 difference\n"), "the output layer's tensor"
+
+
+def test_the_converter_records_bare_ids_of_the_models_vocabulary(
+    run_tool: ToolRun, checkpoint: Path, tmp_path: Path
+) -> None:
+    words = ["--load-dir", checkpoint, "--save-dir", tmp_path, "--tokenizer-type", "NullTokenizer", "--no-verify"]
+    status, _, error = run_tool("convert.py", *words)
+    assert (status, error) == (0, "")
+    record = json.loads((tmp_path / "iter_0000003" / "tokenizer" / RECORD_FILE).read_text())
+    assert (record["tokenizer_type"], record["vocab_size"]) == ("NullTokenizer", 101)
+
+
 @pytest.mark.parametrize(
     ("tool", "words", "expected"),
     [
@@ -121,6 +162,16 @@ def test_diff_of_equal_and_different_checkpoints(run_tool: ToolRun, checkpoint: 
         ("diff.py", ["nowhere", "elsewhere"], "nowhere is not a folder"),
         ("diff.py", ["a", "b", "--tolerance", "-1"], "--tolerance -1.0"),
         ("convert.py", ["--load-dir", "nowhere", "--save-dir", "b"], "nowhere is not a folder"),
+        (
+            "convert.py",
+            ["--load-dir", "a", "--save-dir", "b", "--true-vocab-size", "0"],
+            "--true-vocab-size 0 is not positive",
+        ),
+        (
+            "convert.py",
+            ["--load-dir", "a", "--save-dir", "b", "--checkpoint-type", "hf"],
+            "--checkpoint-type hf: --loader megatron reads another format; give --loader hf",
+        ),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(run_tool: ToolRun, tool: str, words: list[str], expected: str) -> None:

@@ -52,6 +52,12 @@ def test_nothing_is_left_of_what_is_refused(tmp_path: Path) -> None:
     assert names(tmp_path) == ["there"]
 
 
+def test_a_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write into --save-dir .*/file/deeper: Not a directory; give"):
+        publish_checked(tmp_path / "file" / "deeper", 3, write, accept, print)
+
+
 def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "iter_0000003").mkdir()
     with pytest.raises(CheckpointError, match="iter_0000003 exists already; remove it"):

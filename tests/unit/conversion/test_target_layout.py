@@ -54,6 +54,8 @@ def test_weights_alone_have_no_optimizer_and_may_change_type() -> None:
         (Target(tensor_parallel_size=3), "--num-attention-heads 4 is not divisible by --target-tensor-parallel-size 3"),
         (Target(pipeline_parallel_size=3), "--target-pipeline-parallel-size"),
         (Target(tensor_parallel_size=0), "--target-tensor-parallel-size 0 is not positive"),
+        (Target(make_vocab_size_divisible_by=0), "--make-vocab-size-divisible-by 0 is not positive"),
+        (Target(make_vocab_size_divisible_by=-4), "--make-vocab-size-divisible-by -4 is not positive"),
         (Target(num_layers_per_virtual_pipeline_stage=2), "--target-pipeline-parallel-size is 1"),
         (
             Target(pipeline_parallel_size=2, num_layers_per_virtual_pipeline_stage=0),

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from megatron.core.models.gpt.gpt_config import flags_without_argument
+from megatron.training.config.checkpoint_config import NATIVE_FORMAT
 from megatron.training.config.checks.check import Check, divisors
 from megatron.training.config.run_config import RunConfig
 
@@ -101,11 +102,11 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
 
 
 def _check_format(config: RunConfig) -> Iterator[str]:
-    flags = flags_without_argument(config.model)
-    if config.checkpoint.ckpt_format == "torch" and flags:
+    flags, wanted = flags_without_argument(config.model), config.checkpoint.ckpt_format
+    if wanted != NATIVE_FORMAT and flags:
         yield (
-            f"--ckpt-format torch cannot hold a model with {', '.join(flags)}, which Megatron's arguments do not know; "
-            "use --ckpt-format native"
+            f"--ckpt-format {wanted} cannot hold a model with {', '.join(flags)}, which Megatron's arguments do not "
+            f"know; use --ckpt-format {NATIVE_FORMAT}"
         )
 
 

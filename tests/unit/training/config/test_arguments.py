@@ -227,8 +227,10 @@ def test_values_of_megatron_that_are_not_built_are_told_from_wrong_ones() -> Non
 
 
 def test_flags_of_loading_without_anything_to_load_say_so() -> None:
-    words = ["--no-verify-checkpoint", "--dist-ckpt-strictness", "log_all"]
+    words = ["--no-load-optim", "--no-load-rng", "--no-verify-checkpoint", "--dist-ckpt-strictness", "log_all"]
     assert [note for note in resolve_arguments([*MINIMAL, *words], 1).notes if "without --load" in note] == [
+        "--no-load-optim has no effect without --load DIR",
+        "--no-load-rng has no effect without --load DIR",
         "--no-verify-checkpoint has no effect without --load DIR",
         "--dist-ckpt-strictness log_all has no effect without --load DIR",
     ]

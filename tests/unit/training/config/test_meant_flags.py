@@ -77,6 +77,9 @@ def test_a_quotation_inside_the_split_is_taken_off(split: str) -> None:
     ("flags", "note"),
     [
         ("--save-interval 5", "--save-interval 5 has no effect without --save DIR"),
+        ("--no-save-optim", "--no-save-optim has no effect without --save DIR"),
+        ("--no-save-rng", "--no-save-rng has no effect without --save DIR"),
+        ("--save checkpoints --keep-every 5", "--keep-every 5 has no effect without --keep-last N"),
         (
             "--num-query-groups 2",
             "--num-query-groups 2 has no effect without --group-query-attention: "

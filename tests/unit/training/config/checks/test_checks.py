@@ -137,6 +137,17 @@ WRONG = [
     ("--timing-log-level 3", 1, "--timing-log-level 3: possible values are 0, 1, 2"),
     ("--empty-unused-memory-level 3", 1, "possible values are 0, 1, 2"),
     ("--keep-last 2", 1, "--keep-last 2 has no effect without --save DIR"),
+    (
+        "--geglu --ckpt-format torch_dist",
+        1,
+        "--ckpt-format torch_dist cannot hold a model with --geglu, which Megatron's arguments do not know; "
+        "use --ckpt-format safetensors",
+    ),
+    (
+        "--geglu --ckpt-format torch",
+        1,
+        "--geglu, which Megatron's arguments do not know; use --ckpt-format safetensors",
+    ),
     ("--ckpt-step 5", 1, "--ckpt-step 5 has no effect without --load DIR"),
     ("--finetune", 1, "--finetune has no effect without --load DIR"),
     ("--manual-gc-interval 3", 1, "has no effect without --manual-gc"),

@@ -1,0 +1,38 @@
+"""Tell the formats of checkpoint folders apart.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from megatron.core.dist_checkpointing.index import INDEX_FILE
+from megatron.interop.torch_dist.folder_files import COMMON_FILE, METADATA_FILE
+
+CheckpointFormat = Literal["native", "torch", "torch_dist", "hf"]
+
+FORMAT_MARKS: tuple[tuple[str, CheckpointFormat], ...] = (
+    (INDEX_FILE, "native"),
+    ("mp_rank_*", "torch"),
+    (METADATA_FILE, "torch_dist"),
+    (COMMON_FILE, "torch_dist"),
+    ("config.json", "hf"),
+)
+"""Names of files, as patterns, and the format whose folders have them; the first that is there decides."""
+FORMAT_NAMES: dict[CheckpointFormat, str] = {
+    "native": "the native format",
+    "torch": "Megatron's torch format",
+    "torch_dist": "Megatron's torch_dist format",
+    "hf": "Hugging Face's format",
+}
+
+
+def detect_format(folder: str | Path) -> CheckpointFormat | None:
+    """Return the format of a folder that holds the files of one checkpoint, or None where there are none."""
+    folder = Path(folder)
+    for pattern, name in FORMAT_MARKS:
+        if next(folder.glob(pattern), None) is not None:
+            return name
+    return None
