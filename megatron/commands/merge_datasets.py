@@ -215,8 +215,8 @@ def run(arguments: argparse.Namespace) -> None:
     cut_documents(shards, prefix, arguments.eod_id, not arguments.no_checksums)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command, by default on the words of the command line, and return its exit status."""
+def build_parser() -> Parser:
+    """Declare the flags."""
     parser = Parser(prog="merge_datasets.py", description=__doc__)
     parser.add_argument("--input", required=True, type=Path, metavar="DIR", help="folder of .bin/.idx pairs, or shards")
     parser.add_argument("--eod-id", type=int, metavar="ID", help="the token that ends documents in other token files")
@@ -230,5 +230,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output-prefix", required=True, type=Path, metavar="PREFIX", help="path without suffix")
     parser.add_argument("--multimodal", action="store_true", help="refuse data sets without sequence modes")
     parser.add_argument("--no-checksums", action="store_true", help="write no PREFIX.checksums.json")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command, by default on the words of the command line, and return its exit status."""
+    arguments = build_parser().parse_args(argv)
     return exit_status_of(lambda: run(arguments))
