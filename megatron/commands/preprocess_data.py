@@ -20,7 +20,7 @@ from typing import Any
 # NumPy's threads would only be in the way of forking workers.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from megatron.commands.command_line import Parser, add_tokenizer_arguments, exit_status_of, tokenizer_of
+from megatron.commands.command_line import Parser, add_tokenizer_arguments, exit_status_of, report_unused, tokenizer_of
 from megatron.core.datasets.indexed.indexed_dataset import bin_path, idx_path, optimal_dtype
 from megatron.core.errors import ConfigurationError, DataError, TokenizerError
 from megatron.core.tokenizers.encoder_choice import ENGINES, choose_encoder, missing_engine
@@ -229,6 +229,8 @@ def preprocess(arguments: argparse.Namespace) -> None:
     """
     check_arguments(arguments)
     files = find_input(arguments.input, arguments.json_keys, arguments.input_format)
+    if not arguments.split_sentences:
+        report_unused(build_parser(), arguments, "--split-sentences", ("keep_newlines", "lang"))
     tokenizer = load_tokenizer(arguments)
     splitter = load_splitter(arguments.lang, arguments.keep_newlines) if arguments.split_sentences else None
     keys = tuple(arguments.json_keys)

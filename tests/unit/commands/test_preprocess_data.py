@@ -248,6 +248,17 @@ def test_a_pipe_may_hold_another_text_each_time(tmp_path: Path) -> None:
     assert sequences(tmp_path / "out_text_document") == [[1]]
 
 
+def test_flags_without_effect_are_named(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "ids.jsonl", {"text": "1"})
+    done = preprocess(source, tmp_path / "out", *NULL, "--keep-newlines", "--lang", "german", "--merge-file", "m")
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [
+        "--keep-newlines has no effect without --split-sentences",
+        "--lang has no effect without --split-sentences",
+        "--merge-file has no effect: the tokenizer is NullTokenizer",
+    ]
+
+
 def test_torch_is_not_imported(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "ids.jsonl", {"text": "1"})
     code = (
