@@ -11,9 +11,14 @@ import numpy as np
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer
 from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron.core.tokenizers.text_encoder import GigatokenEncoder, ReferenceEncoder, TextEncoder, TiktokenEncoder
+from megatron.core.tokenizers.text_encoder import (
+    GigatokenEncoder,
+    ReferenceEncoder,
+    TextEncoder,
+    TiktokenEncoder,
+    WordEncoder,
+)
 from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.core.tokenizers.word_encoder import WordEncoder
 
 ENGINES: Final = ("auto", GigatokenEncoder.name, TiktokenEncoder.name, WordEncoder.name, ReferenceEncoder.name)
 
