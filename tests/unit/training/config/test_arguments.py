@@ -287,6 +287,18 @@ def test_a_list_in_a_file_excludes_another_one(tmp_path: Path) -> None:
         assert caught.value.problems == (f"{other} and {flag} {file} exclude each other; keep one",)
 
 
+def test_a_tokenizer_model_of_no_kind_is_named(tmp_path: Path) -> None:
+    argv = list(MINIMAL)
+    place = argv.index("--tokenizer-type")
+    del argv[place : place + 2]
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_arguments([*argv, "--tokenizer-model", str(tmp_path)], 1)
+    assert caught.value.problems == (
+        f"--tokenizer-model {tmp_path} is no folder with tokenizer.json or tokenizer.model, and nothing says what it is; "
+        "add --tokenizer-type",
+    )
+
+
 def test_flags_of_other_tokenizers_are_named() -> None:
     notes = resolve_arguments([*MINIMAL, "--merge-file", "m", "--tiktoken-pattern", "v1"], 1).notes
     kind = resolve_arguments(MINIMAL, 1).config.tokenizer.tokenizer_type
