@@ -99,8 +99,7 @@ def _checked(
     names = dict.fromkeys(name for word in (*head, *words) for name in unknown_names(word))
     reasons = {**unknowns, **translation.placeholders}
     world_size = launch.world_size or smallest_world_size(groups)
-    check = checks.get(head[-1])
-    problems = check([readable(word) for word in words], world_size) if check else ()
+    problems = checks[head[-1]]([readable(word) for word in words], world_size)
     # What a placeholder cannot be parsed as is no news.
     refused = [problem for problem in problems if not any(f"<{name}>" in problem for name in names)]
     return AdoptedCommand(

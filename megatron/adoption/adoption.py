@@ -69,6 +69,11 @@ def _adopt_script(
     script.follow(text)
     commands: dict[str, AdoptedCommand] = {}
     notes, others = list(script.notes), []
+    notes += [
+        f"--set {name}={value} has no effect: what is followed of the script never reads {name}"
+        for name, value in variables.items()
+        if name not in script.state.asked_for
+    ]
     for program in script.programs:
         launch = launch_of(program.words)
         if launch is None:

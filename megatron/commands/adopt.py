@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.adoption.adoption import adopt_file
 from megatron.adoption.report import report_json, report_lines
-from megatron.commands import preprocess_data
+from megatron.commands import merge_datasets, preprocess_data, run_text_generation_server
 from megatron.commands.checkpoint import convert
 from megatron.commands.command_line import Parser, exit_status_of
 from megatron.core.errors import ConfigurationError
@@ -68,6 +68,8 @@ def refused_by(parse: Callable[[Sequence[str]], Any]) -> Callable[[Sequence[str]
 CHECKS = {
     "pretrain_gpt.py": refused_in_pretraining,
     "tools/preprocess_data.py": refused_by(preprocess_data.build_parser().parse_args),
+    "tools/merge_datasets.py": refused_by(merge_datasets.build_parser().parse_args),
+    "tools/run_text_generation_server.py": refused_by(run_text_generation_server.build_parser().parse_args),
     "tools/checkpoint/convert.py": refused_by(convert.parse_arguments),
 }
 

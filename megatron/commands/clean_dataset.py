@@ -13,7 +13,14 @@ import codecs
 import os
 from pathlib import Path
 
-from megatron.commands.command_line import Parser, add_tokenizer_arguments, exit_status_of, tokenizer_keywords
+from megatron.commands.command_line import (
+    TOKENIZER_KEYWORDS,
+    Parser,
+    add_tokenizer_arguments,
+    exit_status_of,
+    report_unused,
+    tokenizer_keywords,
+)
 from megatron.core.errors import ConfigurationError
 from megatron.corpus.cleaning.cleaner import Cleaner, CleaningPlan
 from megatron.corpus.cleaning.sources import find_inputs, is_read
@@ -157,6 +164,19 @@ def check_outputs(arguments: argparse.Namespace, inputs: list[str]) -> None:
             raise ConfigurationError(f"{flag} {path} is one of the input files; choose another, or another folder")
 
 
+def report_flags_without_effect(arguments: argparse.Namespace) -> None:
+    """Name the flags of filters that are off."""
+    parser = build_parser()
+    for is_given, needed, names in (
+        (arguments.min_tokens, "--min-tokens", TOKENIZER_KEYWORDS),
+        (arguments.language, "--language", ("min_language_probability",)),
+        (arguments.url_blacklist, "--url-blacklist", ("url_key",)),
+        (arguments.deduplicate == "near", "--deduplicate near", ("similarity", "shingle_words", "num_permutations")),
+    ):
+        if not is_given:
+            report_unused(parser, arguments, needed, names)
+
+
 def clean(arguments: argparse.Namespace) -> None:
     """Clean the input and print the counts.
 
@@ -166,6 +186,7 @@ def clean(arguments: argparse.Namespace) -> None:
     check_arguments(arguments)
     inputs = find_inputs(arguments.input)
     check_outputs(arguments, inputs)
+    report_flags_without_effect(arguments)
     blacklist = UrlBlacklist(arguments.url_blacklist) if arguments.url_blacklist else None
     rules = TextRules(
         fix_encoding=arguments.fix_encoding,

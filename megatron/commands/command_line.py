@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from megatron.core.errors import InputError, MegatronError
-from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer, unused_flags
+from megatron.core.tokenizers.tiktoken_tokenizer import DEFAULT_NUM_SPECIAL_TOKENS
 from megatron.core.tokenizers.tokenizer import Tokenizer
 
 
@@ -32,6 +33,15 @@ def exit_status_of(work: Callable[[], None]) -> int:
         print(f"error: {'; '.join(lines).replace(':;', ':')}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     return 0
+
+
+def report_unused(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, needed: str, names: Iterable[str]
+) -> None:
+    """Print a line to standard error for each flag that is not at its default and has no effect without ``needed``."""
+    for name in names:
+        if getattr(arguments, name) != parser.get_default(name):
+            print(f"--{name.replace('_', '-')} has no effect without {needed}", file=sys.stderr)
 
 
 TOKENIZER_KEYWORDS = (
@@ -85,4 +95,8 @@ def tokenizer_of(arguments: argparse.Namespace) -> Tokenizer:
     Raises:
         TokenizerError: they name none that can be built.
     """
-    return build_tokenizer(**tokenizer_keywords(arguments))
+    keywords = tokenizer_keywords(arguments)
+    given = [name for name, value in keywords.items() if value not in (None, [], DEFAULT_NUM_SPECIAL_TOKENS)]
+    for line in unused_flags(arguments.tokenizer_type, given):
+        print(line, file=sys.stderr)
+    return build_tokenizer(**keywords)

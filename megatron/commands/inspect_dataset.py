@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron.commands.command_line import Parser, add_tokenizer_arguments, exit_status_of, tokenizer_of
+from megatron.commands.command_line import (
+    TOKENIZER_KEYWORDS,
+    Parser,
+    add_tokenizer_arguments,
+    exit_status_of,
+    report_unused,
+    tokenizer_of,
+)
 from megatron.core.datasets.indexed.dataset_checksums import checksums_path, write_checksums
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
 from megatron.core.errors import ConfigurationError, DataError
@@ -243,5 +250,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command, by default on the words of the command line, and return its exit status."""
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.tokenizer_type is None:
+        report_unused(parser, arguments, "--tokenizer-type", TOKENIZER_KEYWORDS)
     return exit_status_of(lambda: run(arguments))

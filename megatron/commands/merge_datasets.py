@@ -203,11 +203,18 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.input.exists():
         raise DataError(f"{arguments.input} is not a folder; change --input")
     if arguments.eod_id is None and not (arguments.input / "index.json").exists() and arguments.input.is_dir():
+        if arguments.token_dtype is not None:
+            raise DataError(f"--token-dtype {arguments.token_dtype} has no effect without --eod-id; add it")
         merge(arguments.input, prefix, arguments.multimodal, not arguments.no_checksums)
         return
-    shards = find_token_shards(arguments.input, arguments.token_dtype)
+    if arguments.multimodal:
+        raise DataError("--multimodal has no effect on token files without .idx; leave it out")
+    shards = find_token_shards(arguments.input, arguments.token_dtype or "uint16")
     if not shards:
-        raise DataError(f"{arguments.input} holds no token files beside .bin/.idx pairs; leave --eod-id out")
+        raise DataError(
+            f"{arguments.input} holds no token files (.bin, .npy) but .bin/.idx pairs, if any; leave --eod-id out, or "
+            "change --input"
+        )
     if arguments.eod_id is None:
         raise DataError(
             f"{arguments.input} does not say where documents end; name the id with --eod-id (GPT-2's is 50256)"
@@ -215,14 +222,13 @@ def run(arguments: argparse.Namespace) -> None:
     cut_documents(shards, prefix, arguments.eod_id, not arguments.no_checksums)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command, by default on the words of the command line, and return its exit status."""
+def build_parser() -> Parser:
+    """Declare the flags."""
     parser = Parser(prog="merge_datasets.py", description=__doc__)
     parser.add_argument("--input", required=True, type=Path, metavar="DIR", help="folder of .bin/.idx pairs, or shards")
     parser.add_argument("--eod-id", type=int, metavar="ID", help="the token that ends documents in other token files")
     parser.add_argument(
         "--token-dtype",
-        default="uint16",
         choices=["uint16", "uint32", "int32", "int64"],
         help="type of the tokens in files that do not say it (uint16)",
     )
@@ -230,5 +236,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output-prefix", required=True, type=Path, metavar="PREFIX", help="path without suffix")
     parser.add_argument("--multimodal", action="store_true", help="refuse data sets without sequence modes")
     parser.add_argument("--no-checksums", action="store_true", help="write no PREFIX.checksums.json")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command, by default on the words of the command line, and return its exit status."""
+    arguments = build_parser().parse_args(argv)
     return exit_status_of(lambda: run(arguments))

@@ -20,7 +20,7 @@ from typing import Any
 # NumPy's threads would only be in the way of forking workers.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from megatron.commands.command_line import Parser, add_tokenizer_arguments, exit_status_of, tokenizer_of
+from megatron.commands.command_line import Parser, add_tokenizer_arguments, exit_status_of, report_unused, tokenizer_of
 from megatron.core.datasets.indexed.indexed_dataset import bin_path, idx_path, optimal_dtype
 from megatron.core.errors import ConfigurationError, DataError, TokenizerError
 from megatron.core.tokenizers.encoder_choice import ENGINES, choose_encoder, missing_engine
@@ -31,10 +31,12 @@ from megatron.corpus.preprocessing.chunks import CHUNK_BYTES, cut_input
 from megatron.corpus.preprocessing.file_format import KINDS
 from megatron.corpus.preprocessing.input_files import STDIN, InputFile, find_input
 from megatron.corpus.preprocessing.leader import Leader
+from megatron.corpus.preprocessing.manifest import FORMAT
 from megatron.corpus.preprocessing.progress import Progress
+from megatron.corpus.preprocessing.record import differences
 from megatron.corpus.preprocessing.sample import first_keys, take_sample
 from megatron.corpus.preprocessing.tokenized_chunk import Recipe, load_splitter
-from megatron.corpus.preprocessing.work_folder import WorkFolder, unfinished_path
+from megatron.corpus.preprocessing.work_folder import WorkFolder, record_path, unfinished_path
 from megatron.corpus.preprocessing.worker import work
 from megatron.corpus.preprocessing.worker_pool import WorkerPool, num_slots
 
@@ -140,6 +142,7 @@ def load_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
 def describe_work(arguments: argparse.Namespace, files: list[InputFile], tokenizer: Tokenizer) -> dict[str, Any]:
     """List all that the output depends on: only the same command may resume unfinished work."""
     return {
+        "format": FORMAT,
         "input": [file.identity() for file in files],
         "json_keys": list(arguments.json_keys),
         "tokenizer": {
@@ -154,17 +157,25 @@ def describe_work(arguments: argparse.Namespace, files: list[InputFile], tokeniz
     }
 
 
-def refuse_existing(output_prefix: str, prefixes: list[str]) -> None:
-    """Refuse to replace data sets, except where unfinished work is there: what it replaces was settled at its start.
+def is_done(arguments: argparse.Namespace, description: dict[str, Any], prefixes: list[str]) -> bool:
+    """Tell whether this very command made the data sets, and refuse to replace others without --overwrite.
+
+    Unfinished work is gone on with: what it replaces was settled at its start. What comes through a pipe may be another
+    text each time.
 
     Raises:
-        DataError: one exists.
+        DataError: a data set exists that another command made, or that is not known to be this one's.
     """
-    if unfinished_path(output_prefix).exists():
-        return
-    for path in (make(prefix) for prefix in prefixes for make in (bin_path, idx_path)):
-        if path.exists():
-            raise DataError(f"{path} exists already; replace it with --overwrite, or change --output-prefix")
+    if arguments.overwrite or unfinished_path(arguments.output_prefix).exists():
+        return False
+    existing = [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
+    if not existing:
+        return False
+    different = differences(record_path(arguments.output_prefix), description, prefixes)
+    if different == [] and STDIN not in arguments.input and not arguments.restart:
+        return True
+    why = f" (another command made it: {', '.join(different)} differ)" if different else ""
+    raise DataError(f"{existing[0]} exists already; replace it with --overwrite, or change --output-prefix{why}")
 
 
 def tokenize(
@@ -218,6 +229,8 @@ def preprocess(arguments: argparse.Namespace) -> None:
     """
     check_arguments(arguments)
     files = find_input(arguments.input, arguments.json_keys, arguments.input_format)
+    if not arguments.split_sentences:
+        report_unused(build_parser(), arguments, "--split-sentences", ("keep_newlines", "lang"))
     tokenizer = load_tokenizer(arguments)
     splitter = load_splitter(arguments.lang, arguments.keep_newlines) if arguments.split_sentences else None
     keys = tuple(arguments.json_keys)
@@ -234,14 +247,15 @@ def preprocess(arguments: argparse.Namespace) -> None:
     )
     level = "sentence" if arguments.split_sentences else "document"
     prefixes = [f"{arguments.output_prefix}_{key}_{level}" for key in keys]
-    if not arguments.overwrite:
-        refuse_existing(arguments.output_prefix, prefixes)
+    description = describe_work(arguments, files, tokenizer)
+    if is_done(arguments, description, prefixes):
+        print(f"Done already: this command made {', '.join(prefixes)}; --overwrite makes them again")
+        return
     groups = [range(i * num_partitions, (i + 1) * num_partitions) for i in range(len(keys))]
     print(
         f"Tokenizing {len(files)} file(s) with {tokenizer.name} ({tokenizer.vocab_size} ids) into {dtype.name}",
         flush=True,
     )
-    description = describe_work(arguments, files, tokenizer)
     folder = WorkFolder(arguments.output_prefix, description, len(keys) * num_partitions, arguments.restart)
     try:
         if folder.num_chunks:

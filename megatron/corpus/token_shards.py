@@ -65,8 +65,13 @@ def find_token_shards(path: Path, dtype: str) -> list[TokenShard]:
     index = path / _LITDATA_INDEX
     if index.is_file():
         return _litdata_shards(index)
+    if not path.is_file() and not path.is_dir():
+        raise DataError(f"{path} is neither a file nor a folder; change --input")
     files = [path] if path.is_file() else sorted(found for found in path.iterdir() if found.suffix in (".bin", ".npy"))
-    return [_file_shard(file, np.dtype(dtype)) for file in files if not idx_path(file.with_suffix("")).exists()]
+    others = [file for file in files if not idx_path(file.with_suffix("")).exists()]
+    if 0 < len(others) < len(files):
+        print(f"Leaving out {len(files) - len(others)} .bin/.idx pairs in {path}: --eod-id is for other token files")
+    return [_file_shard(file, np.dtype(dtype)) for file in others]
 
 
 def _file_shard(path: Path, dtype: np.dtype[Any]) -> TokenShard:
@@ -74,7 +79,10 @@ def _file_shard(path: Path, dtype: np.dtype[Any]) -> TokenShard:
     with open(path, "rb") as file:
         beginning = file.read(_HEADER_BYTES)
     if beginning.startswith(_NUMPY_MAGIC):
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except ValueError as error:
+            raise DataError(f"{path} cannot be read as NumPy's: {error}; copy it again") from error
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise DataError(f"{path} holds {tokens.dtype.name} {list(tokens.shape)}; expected a list of token ids")
         return TokenShard(path, tokens.offset, len(tokens), tokens.dtype)

@@ -48,7 +48,8 @@ def readable(text: str) -> str:
 class ShellState:
     """Hold variables, positional parameters and functions.
 
-    ``unknowns`` (name to reason) and ``assigned``, the variables that the script sets anywhere, are shared by copies.
+    ``unknowns`` (name to reason), ``assigned``, the variables that the script sets anywhere, and ``asked_for``, those
+    whose value was looked up, are shared by copies.
     """
 
     script: str
@@ -56,6 +57,7 @@ class ShellState:
     variables: dict[str, Value] = dataclasses.field(default_factory=dict)
     functions: dict[str, Node] = dataclasses.field(default_factory=dict)
     assigned: set[str] = dataclasses.field(default_factory=set)
+    asked_for: set[str] = dataclasses.field(default_factory=set)
     folder: str | None = None
     unknowns: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -78,6 +80,7 @@ class ShellState:
 
     def value(self, name: str) -> Value | None:
         """Return what a variable or a positional parameter holds; None if nothing sets it."""
+        self.asked_for.add(name)
         if name == "0":
             return self.script
         if name.isdigit():

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.adoption.trainers.settings import DATA_PREFIX, AdoptedSettings, SettingsReader
 
 _SCHEDULE = "optimizer.learning_rate_scheduler."
+_GATED = {"silu": "--swiglu", "gelu_pytorch_tanh": "--geglu"}
 _WSD_STYLES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}
 
 
@@ -19,9 +20,9 @@ def nanotron_settings(settings: Mapping[str, Any], variables: Mapping[str, str])
     if not reader.take("model.model_config.tie_word_embeddings", False):
         reader.add("--untie-embeddings-and-output-weights")
     activation = reader.take("model.model_config.hidden_act", "silu")
-    reader.add("--swiglu")
-    if activation != "silu":
-        text = "gated activations are SiLU's here: the model differs"
+    reader.add(_GATED.get(activation, "--swiglu"))
+    if activation not in _GATED:
+        text = f"gated activations are {' and '.join(_GATED)} here: the model differs"
         reader.note(f"model.model_config.hidden_act = {activation}", "no counterpart", text, needs_decision=True)
     _precision(reader)
     _schedule(reader)

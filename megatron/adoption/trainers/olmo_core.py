@@ -41,7 +41,7 @@ def olmo_core_settings(settings: Mapping[str, Any], variables: Mapping[str, str]
     reason = f"a folder with the tokenizer.json of {tokenizer}; a name on a hub is not downloaded"
     reader.add_placeholder("--tokenizer-model", "TOKENIZER_FOLDER", reason)
     reader.take("dataset.paths")
-    reason = "the prefix of tokenized data: OLMo-core's .npy token files are not read; see tools/preprocess_data.py"
+    reason = "the prefix of a data set: make it of the run's .npy files with tools/merge_datasets.py --eod-id"
     reader.add_placeholder("--data-path", DATA_PREFIX, reason)
     ranks = variables.get("WORLD_SIZE", "")
     return reader.finish(int(ranks) if ranks.isdigit() and int(ranks) > 0 else None)
@@ -53,8 +53,11 @@ def _model(reader: SettingsReader) -> None:
     if "model.block.dropout" not in reader.values:
         reader.add("--hidden-dropout", 0.0)
     name = reader.take("model.block.name", "default")
-    if name != "default":
-        text = f"norms stand before attention and feed-forward here: a {name} block is another model"
+    if name == "reordered_norm":
+        reader.add("--norm-placement", "after")
+        reader.note(f"model.block.name = {name}", "renamed", "--norm-placement after; changes: nothing")
+    elif name != "default":
+        text = f"known are default and reordered_norm: a {name} block may be another model"
         reader.note(f"model.block.name = {name}", "no counterpart", text, needs_decision=True)
     if str(reader.take("model.block.layer_norm.name", "rms")).endswith("rms"):
         reader.add("--normalization", "RMSNorm")
@@ -62,11 +65,9 @@ def _model(reader: SettingsReader) -> None:
         prefix = f"model.block.{attention}."
         norms = [key for key in reader.values if key.startswith(f"{prefix}qk_norm")]
         present = [key for key in norms if reader.take(key) is not None]
-        if present and reader.take(f"{prefix}use_head_qk_norm", False):
-            reader.add("--qk-layernorm")
-        elif present:
-            text = "queries and keys are normalized head by head here (--qk-layernorm), not all heads together"
-            reader.note(f"{prefix}qk_norm", "no counterpart", text, needs_decision=True)
+        is_by_head = reader.take(f"{prefix}use_head_qk_norm", False)
+        if present:
+            reader.add("--qk-layernorm", *([] if is_by_head else ["--qk-layernorm-across-heads"]))
         if reader.take(f"{prefix}bias", False):
             reader.add("--add-qkv-bias")
             text = "--add-qkv-bias; changes: the output projection has no bias"

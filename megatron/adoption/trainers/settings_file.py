@@ -20,14 +20,15 @@ from megatron.core.errors import ConfigurationError
 class _Trainer:
     name: str
     sections: frozenset[str]
+    variable: str | None
     adopt: Callable[[Mapping[str, Any], Mapping[str, str]], AdoptedSettings]
 
 
 _TRAINERS = {
-    ".toml": _Trainer("torchtitan", frozenset(("model", "training")), torchtitan_settings),
-    ".yaml": _Trainer("nanotron", frozenset(("model", "parallelism", "tokens")), nanotron_settings),
-    ".yml": _Trainer("nanotron", frozenset(("model", "parallelism", "tokens")), nanotron_settings),
-    ".json": _Trainer("OLMo-core", frozenset(("model", "train_module", "trainer")), olmo_core_settings),
+    ".toml": _Trainer("torchtitan", frozenset(("model", "training")), "NGPU", torchtitan_settings),
+    ".yaml": _Trainer("nanotron", frozenset(("model", "parallelism", "tokens")), None, nanotron_settings),
+    ".yml": _Trainer("nanotron", frozenset(("model", "parallelism", "tokens")), None, nanotron_settings),
+    ".json": _Trainer("OLMo-core", frozenset(("model", "train_module", "trainer")), "WORLD_SIZE", olmo_core_settings),
 }
 
 
@@ -35,9 +36,14 @@ def read_settings(path: Path, text: str, variables: Mapping[str, str]) -> Adopte
     """Read a settings file; its suffix says whose it is.
 
     Raises:
-        ConfigurationError: it cannot be parsed, or sections that this trainer's files have are missing.
+        ConfigurationError: it cannot be parsed, sections that this trainer's files have are missing, or a variable is
+            none of this trainer's.
     """
     trainer = _TRAINERS[path.suffix]
+    unused = [f"{name}={value}" for name, value in variables.items() if name != trainer.variable]
+    if unused:
+        known = f"{trainer.variable} alone can be set" if trainer.variable else "nothing can be set"
+        raise ConfigurationError(f"--set {unused[0]}: for a settings file of {trainer.name} {known}; leave it out")
     try:
         settings = _parse(path, text)
     except ValueError as error:

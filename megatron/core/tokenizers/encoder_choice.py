@@ -11,10 +11,16 @@ import numpy as np
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer
 from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron.core.tokenizers.text_encoder import GigatokenEncoder, ReferenceEncoder, TextEncoder, TiktokenEncoder
+from megatron.core.tokenizers.text_encoder import (
+    GigatokenEncoder,
+    ReferenceEncoder,
+    TextEncoder,
+    TiktokenEncoder,
+    WordEncoder,
+)
 from megatron.core.tokenizers.tokenizer import Tokenizer
 
-ENGINES: Final = ("auto", GigatokenEncoder.name, TiktokenEncoder.name, ReferenceEncoder.name)
+ENGINES: Final = ("auto", GigatokenEncoder.name, TiktokenEncoder.name, WordEncoder.name, ReferenceEncoder.name)
 
 # Where engines are likely to differ: white space of many kinds, contractions, digits, marks, scripts, half-known
 # characters, spelt-out special tokens. The sample of the input may have none of it, the rest of the input may.
@@ -79,7 +85,7 @@ def missing_engine(tokenizer: Tokenizer, encoder: TextEncoder) -> str | None:
     """Return the name of a faster engine than the one chosen that is not installed, or None."""
     if isinstance(tokenizer, GPT2BPETokenizer | HuggingFaceTokenizer):
         for name, _ in _candidates(tokenizer):
-            if name == encoder.name:
+            if name in (encoder.name, WordEncoder.name):
                 return None
             if importlib.util.find_spec(name) is None:
                 return name
@@ -92,6 +98,7 @@ def _candidates(
     yield GigatokenEncoder.name, lambda: GigatokenEncoder(tokenizer.tokenizer_json())
     if isinstance(tokenizer, GPT2BPETokenizer):
         yield TiktokenEncoder.name, lambda: TiktokenEncoder(tokenizer.tokenizer_json())
+    yield WordEncoder.name, lambda: WordEncoder(tokenizer, tokenizer.tokenizer_json())
 
 
 def _excerpt(text: bytes) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.optional_package import load_package
 from megatron.core.tokenizers.tokenizer import require_unicode
+
+_BATCH_CHARACTERS: Final = 1 << 16
 
 
 class TokenizersEngine:
@@ -82,19 +84,19 @@ class TokenizersEngine:
         ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
         return ids
 
-    def encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
-        """Encode several texts.
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode several texts, without the positions that `encode` also finds.
 
-        More than one thread means the package's pool; RAYON_NUM_THREADS sets its size at its first use.
+        TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS say in how many threads.
 
         Raises:
             TokenizerError: a text holds a lone surrogate.
         """
-        if num_threads == 1:
-            return [self.encode(text) for text in texts]
         require_unicode(texts)
-        encodings = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        ids: list[list[int]] = []
+        for batch in _batches(texts):
+            ids += [found.ids for found in self._engine.encode_batch_fast(batch, add_special_tokens=False)]
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids, special tokens included; ids without an entry are left out."""
@@ -105,6 +107,19 @@ class TokenizersEngine:
         """Describe the tokenizer in the format of a tokenizer.json."""
         description: str = self._engine.to_str()
         return description
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Cut texts into batches, since the package holds some hundred bytes for each token of one."""
+    batch: list[str] = []
+    num_characters = 0
+    for text in texts:
+        batch.append(text)
+        num_characters += len(text)
+        if num_characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = [], 0
+    yield batch
 
 
 class EngineTokenizer:
@@ -118,8 +133,8 @@ class EngineTokenizer:
         return self._engine.encode(text)
 
     def tokenize_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[list[int]]:
-        """Encode several texts."""
-        return self._engine.encode_batch(texts, num_threads)
+        """Encode several texts; the package's settings say in how many threads."""
+        return self._engine.encode_batch(texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Decode ids, special tokens spelt out; bytes that are not UTF-8 become U+FFFD."""

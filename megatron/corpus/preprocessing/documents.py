@@ -50,6 +50,9 @@ def read_tar(stream: IO[bytes], keys: Sequence[str]) -> Iterator[bytes]:
     """Yield a line for each sample: members that follow each other and share their name up to its first dot.
 
     A key is a member of that suffix, or is in the sample's ``.json``; ``text`` may also be its ``.txt`` or ``.md``.
+
+    Raises:
+        tarfile.TarError: it is damaged or cut short.
     """
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         members = (member for member in archive if member.isfile())
@@ -60,6 +63,9 @@ def read_tar(stream: IO[bytes], keys: Sequence[str]) -> Iterator[bytes]:
                 assert content is not None  # of a file
                 sample[posixpath.basename(member.name).partition(".")[2]] = content.read()
             yield _line(_sample_values(sample, keys))
+        # An archive ends with empty blocks, of which the first one was read; the package does not ask for them.
+        if archive.fileobj is not None and archive.fileobj.tell() == archive.offset:
+            raise tarfile.ReadError("it ends without the mark of its end; copy it again")
 
 
 def read_table(path: str, kind: str, keys: Sequence[str]) -> Iterator[bytes]:

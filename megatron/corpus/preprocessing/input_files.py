@@ -84,6 +84,10 @@ def find_input(patterns: Sequence[str], keys: Sequence[str] = ("text",), kind: s
     files: list[InputFile] = []
     for pattern in patterns:
         if pattern == STDIN:
+            if kind not in (None, "jsonl"):
+                raise DataError(
+                    f"--input - is read as jsonl, and --input-format is {kind}; give files, or leave it out"
+                )
             files.append(InputFile(STDIN, 0, 0))
             continue
         paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
@@ -117,9 +121,7 @@ def _files_of_folder(folder: str, kind: str | None) -> list[str]:
         splits = sorted(name for name in entries if os.path.isdir(os.path.join(folder, name)))
         raise DataError(f"{folder} holds the splits {', '.join(splits)}; name one: --input {folder}/{splits[0]}")
     if "state.json" in entries:
-        with open(os.path.join(folder, "state.json"), encoding="utf-8") as file:
-            parts = json.load(file).get("_data_files", [])
-        return [os.path.join(folder, part["filename"]) for part in parts]
+        return [os.path.join(folder, name) for name in _saved_parts(os.path.join(folder, "state.json"))]
     found = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -133,6 +135,19 @@ def _files_of_folder(folder: str, kind: str | None) -> list[str]:
             print(f"Leaving out {len(found) - len(data)} texts beside the data in {folder}", flush=True)
             found = data
     return found
+
+
+def _saved_parts(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            names = [str(part["filename"]) for part in json.load(file)["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is not that of a data set which Hugging Face saved ({error!r}); name the files themselves"
+        ) from error
+    if not names:
+        raise DataError(f"{path} names no files of data; change --input")
+    return names
 
 
 def _add(files: list[InputFile], path: str, found: FileFormat, keys: tuple[str, ...]) -> None:
@@ -180,7 +195,7 @@ def open_stream(file: InputFile) -> TextStream:
         return TextStream(_as_stream(read_texts(file.members, file.keys, lambda path: _open(file, path)[0])), None)
     text, source = _open(file, file.path)
     if file.kind == "tar":
-        return TextStream(_as_stream(read_tar(text, file.keys)), None)
+        return TextStream(_as_stream(read_tar(text, file.keys)), source)
     _skip_mark(text)
     return TextStream(text, source)
 
@@ -193,7 +208,8 @@ def _open(file: InputFile, path: str) -> tuple[io.BufferedReader, IO[bytes]]:
     """Return what a file holds, decompressed, and the file."""
     source = open(path, "rb", buffering=0)  # noqa: SIM115 - closed with the stream
     if file.compression is None:
-        return io.BufferedReader(source, _STREAM_BYTES), source
+        plain: Any = io.BufferedReader(source, _STREAM_BYTES)
+        return plain, plain
     if file.compression == "zst":
         reader = _load_zstandard(path).ZstdDecompressor().stream_reader(source, read_across_frames=True)
     else:

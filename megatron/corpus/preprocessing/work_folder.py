@@ -28,13 +28,13 @@ from megatron.core.errors import DataError
 from megatron.corpus.preprocessing.chunks import Chunk
 from megatron.corpus.preprocessing.manifest import (
     COMPLETE,
-    FORMAT,
     Entry,
     ends_complete,
     read_description,
     read_entries,
 )
 from megatron.corpus.preprocessing.placed_file import PlacedFile, aligned_buffer
+from megatron.corpus.preprocessing.record import write_record
 
 PARTS: Final = ("tokens", "lengths", "counts")
 """The files of a stream, each an array of which every chunk adds a part."""
@@ -55,6 +55,11 @@ def unfinished_path(prefix: str) -> Path:
     return Path(f"{prefix}.preprocessing")
 
 
+def record_path(prefix: str) -> Path:
+    """Return the record of finished work of an output prefix."""
+    return Path(f"{prefix}.preprocessing.json")
+
+
 class WorkFolder:
     """Hold the folder open, locked, and positioned behind the last chunk that is done.
 
@@ -70,6 +75,7 @@ class WorkFolder:
 
     def __init__(self, prefix: str, description: dict[str, Any], num_streams: int, restart: bool = False) -> None:
         self.path = unfinished_path(prefix)
+        self._record_path = record_path(prefix)
         self.offsets = [[0] * len(PARTS) for _ in range(num_streams)]
         self.num_chunks = self.num_lines = self.num_documents = self.num_skipped = 0
         self.num_lines_before = self.source_bytes = self.text_bytes = 0
@@ -78,7 +84,7 @@ class WorkFolder:
         self._is_wanted = True
         self._outputs: list[list[PlacedFile]] = []
         self._manifest_path = self.path / "manifest.jsonl"
-        self._description = {"format": FORMAT, **description}
+        self._description = description
         try:
             self._lock()
             found = None if restart else read_description(self._manifest_path)
@@ -249,7 +255,7 @@ class WorkFolder:
         return self.path / f"{group[0]}.idx"
 
     def publish(self, groups: Sequence[range], prefixes: Sequence[str], with_checksums: bool) -> None:
-        """Move the files to their places and remove the folder; after a kill, move those that are left.
+        """Move the files to their places, record that, and remove the folder; after a kill, do what is left.
 
         Raises:
             DataError: a file cannot be moved.
@@ -263,6 +269,7 @@ class WorkFolder:
                     os.replace(index, idx_path(prefix))
                 if with_checksums:
                     write_checksums(prefix, self._token_blocks(group))
+            write_record(self._record_path, self.path, self._description, prefixes)
             self.discard()
         except OSError as error:
             raise DataError(f"the data sets cannot be written: {error}") from error

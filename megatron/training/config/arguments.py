@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from megatron.core.config_base import FieldSpec, field_docs, field_specs
 from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.tokenizers.build_tokenizer import unused_flags
 from megatron.training.config.checkpoint_arguments import PRECISION, TOKENIZER, read_checkpoint_arguments
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.checks.run_checks import find_problems
@@ -95,6 +96,7 @@ def resolve_arguments(argv: Sequence[str], world_size: int) -> ParsedArguments:
     if "patch_tokenizer_type" in broken:
         broken |= {"tokenizer_type"}  # no other tokenizer is asked for in its place
     config = choose_tokenizer(resolution.config, "tokenizer_type" in given, notes, problems)
+    notes += unused_flags(config.tokenizer.tokenizer_type, given)
     problems += find_problems(config, broken)
     if problems:
         raise ConfigurationError(problems)

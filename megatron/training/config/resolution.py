@@ -55,10 +55,19 @@ def resolve(config: RunConfig) -> Resolution:
 def _resolve_data(config: RunConfig, problems: list[str]) -> RunConfig:
     data = config.data
     try:
-        if data.data_args_path is not None and not data.data_path:
-            data = dataclasses.replace(data, data_path=read_data_list(data.data_args_path, "--data-args-path"))
-        if data.per_split_data_args_path is not None and not data.train_data_path:
+        if data.data_args_path is not None:
+            words = read_data_list(data.data_args_path, "--data-args-path")
+            if data.data_path not in ((), words):
+                problems.append(f"--data-path and --data-args-path {data.data_args_path} exclude each other; keep one")
+            data = dataclasses.replace(data, data_path=words)
+        if data.per_split_data_args_path is not None:
             lists = read_per_split_lists(data.per_split_data_args_path, "--per-split-data-args-path")
+            for key, given in zip(lists, (data.train_data_path, data.valid_data_path, data.test_data_path)):
+                if given not in ((), lists[key]):
+                    problems.append(
+                        f"--{key}-data-path and --per-split-data-args-path {data.per_split_data_args_path} exclude "
+                        "each other; keep one"
+                    )
             data = dataclasses.replace(
                 data,
                 train_data_path=lists["train"],

@@ -13,7 +13,7 @@ pytest.importorskip("tree_sitter_bash", reason="tree-sitter-bash is not installe
 
 from megatron.adoption.adopted_command import AdoptedCommand
 from megatron.adoption.adoption import adopt_file
-from megatron.adoption.launch import launch_of
+from megatron.adoption.launch import _TOOLS, CONVERT, PRETRAIN, launch_of
 from megatron.adoption.report import report_data
 from megatron.adoption.translation import flag_groups, translate
 from megatron.commands.adopt import CHECKS, main
@@ -151,6 +151,23 @@ def test_what_the_parsers_refuse_is_listed(tmp_path: Path) -> None:
     commands = adopted(tmp_path, text)
     assert "--colour" in commands[0].refused[0]
     assert any("3" in line for line in commands[2].refused)
+
+
+def test_every_tool_is_held_against_its_own_parser(tmp_path: Path) -> None:
+    server = "torchrun --nproc_per_node 2 tools/run_text_generation_server.py --load ck"
+    merge = "python tools/merge_datasets.py --input a --output-prefix b"
+    commands = adopted(tmp_path, f"{server} --num-layers 24\n{merge} --colour\n{server}\n{merge}\n")
+    assert [command.would_run for command in commands] == [False, False, True, True]
+    assert "--num-layers 24" in commands[0].refused[0]
+    assert "--colour" in commands[1].refused[0]
+    assert set(CHECKS) == {PRETRAIN, CONVERT, *_TOOLS.values()}
+
+
+def test_a_variable_that_the_script_does_not_read_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("GPUS=1\ntorchrun --nproc_per_node $GPUS pretrain_gpt.py --mock-data\n")
+    notes = adopt_file(path, [], {"GPUS": "2", "GPUZ": "4"}, CHECKS).notes
+    assert notes == ("--set GPUZ=4 has no effect: what is followed of the script never reads GPUZ",)
 
 
 def test_flags_are_renamed_left_out_or_listed() -> None:

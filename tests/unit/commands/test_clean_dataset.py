@@ -138,6 +138,18 @@ def test_a_bad_line_is_named_or_skipped(
     assert "skipped 1 that could not be read" in captured.out
 
 
+def test_flags_without_effect_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_lines(tmp_path / "a.jsonl", {"text": "one"})
+    flags = ["--similarity", "0.3", "--vocab-file", "v", "--url-key", "u", "--min-language-probability", "0.5"]
+    clean(tmp_path, "--input", source, *flags)
+    assert capsys.readouterr().err.splitlines() == [
+        "--vocab-file has no effect without --min-tokens",
+        "--min-language-probability has no effect without --language",
+        "--url-key has no effect without --url-blacklist",
+        "--similarity has no effect without --deduplicate near",
+    ]
+
+
 def test_wrong_usage_is_said_in_one_line(tmp_path: Path, refused: Refusal) -> None:
     path = write_texts(tmp_path / "in.jsonl", "a")
     error = refused("--input", path, "--workers", "0", "--similarity", "1.5", "--min-tokens", "-1")

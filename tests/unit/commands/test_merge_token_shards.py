@@ -101,3 +101,38 @@ def test_a_shard_that_is_cut_short_is_named(tmp_path: Path, capsys) -> None:
     file.write_bytes(file.read_bytes()[:-2])
     assert main(["--input", str(file), "--output-prefix", str(tmp_path / "out"), "--eod-id", str(END)]) == 2
     assert f"{file} holds 6 bytes of 8 that its header says; copy it again" in capsys.readouterr().err
+
+
+def test_pairs_beside_token_files_are_named(tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    write_nanogpt(folder / "a", SHARDS[0])
+    arguments = ["--eod-id", str(END), "--input", str(folder)]
+    assert main([*arguments, "--output-prefix", str(folder / "b")]) == 0
+    capsys.readouterr()
+    assert main([*arguments, "--output-prefix", str(tmp_path / "out")]) == 0
+    assert f"Leaving out 1 .bin/.idx pairs in {folder}" in capsys.readouterr().out
+    assert len(IndexedDataset(tmp_path / "out")) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "message"),
+    [
+        (b"\x93NUMPYjunkjunk", ["--eod-id", "4"], "a.npy cannot be read as NumPy's"),
+        (b"1234", ["--eod-id", "4", "--multimodal"], "--multimodal has no effect on token files without .idx"),
+        (b"1234", ["--token-dtype", "int64"], "--token-dtype int64 has no effect without --eod-id; add it"),
+        (None, ["--eod-id", "4"], "holds no token files (.bin, .npy)"),
+        (None, ["--eod-id", "4", "--input", "/dev/null"], "/dev/null is neither a file nor a folder"),
+    ],
+)
+def test_input_that_cannot_be_used_is_one_line(
+    tmp_path: Path, capsys, content: bytes | None, flags: list[str], message: str
+) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    if content is not None:
+        (folder / "a.npy").write_bytes(content)
+    assert main(["--input", str(folder), "--output-prefix", str(tmp_path / "out"), *flags]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.splitlines()) == 1

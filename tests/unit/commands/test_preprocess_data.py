@@ -92,7 +92,7 @@ def test_output_is_what_the_tokenizer_says_whatever_the_workers(
     # The empty document has a place among the documents, without a sequence.
     assert dataset.document_indices.tolist() == [*range(18), *range(17, 150)]
     suffixes = sorted(path.name.removeprefix("out1_text_document") for path in tmp_path.glob("out1*"))
-    assert suffixes == [".bin", ".checksums.json", ".idx"]
+    assert suffixes == [".bin", ".checksums.json", ".idx", "out1.preprocessing.json"]
     assert list(verify_checksums(tmp_path / "out1_text_document")) == []
 
 
@@ -220,6 +220,43 @@ def test_existing_output_is_replaced_where_that_is_asked_for(tmp_path: Path) -> 
     assert sequences(tmp_path / "out_text_document") == [[1]]
     assert preprocess(source, tmp_path / "out", *NULL, "--overwrite").returncode == 0
     assert sequences(tmp_path / "out_text_document") == [[2]]
+
+
+def test_the_same_command_again_finds_its_work_done(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "ids.jsonl", {"text": "1"}, {"text": "2"})
+    assert preprocess(source, tmp_path / "out", *NULL).returncode == 0
+    before = [(path, path.stat().st_mtime_ns) for path in sorted(tmp_path.iterdir())]
+    again = preprocess(source, tmp_path / "out", *NULL, "--workers", "3")
+    assert (again.returncode, again.stderr) == (0, "")
+    assert f"Done already: this command made {tmp_path}/out_text_document" in again.stdout
+    other = preprocess(source, tmp_path / "out", *NULL, "--on-error", "skip")
+    assert_refused(other, "(another command made it: on_error differ)")
+    assert_refused(preprocess(source, tmp_path / "out", *NULL, "--restart"), "exists already; replace it")
+    assert before == [(path, path.stat().st_mtime_ns) for path in sorted(tmp_path.iterdir())]
+    # What was changed since is not known to be this command's.
+    (tmp_path / "out_text_document.bin").write_bytes(b"")
+    assert_refused(preprocess(source, tmp_path / "out", *NULL), "exists already; replace it")
+
+
+def test_a_pipe_may_hold_another_text_each_time(tmp_path: Path) -> None:
+    command = [sys.executable, str(TOOL), "--input", "-", "--output-prefix", str(tmp_path / "out"), *NULL]
+    for text, status in ((b"1", 0), (b"2", 2)):
+        line = b'{"text": "' + text + b'"}\n'
+        done = subprocess.run(command, input=line, capture_output=True, check=False, timeout=60)
+        assert done.returncode == status
+    assert b"exists already; replace it" in done.stderr
+    assert sequences(tmp_path / "out_text_document") == [[1]]
+
+
+def test_flags_without_effect_are_named(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "ids.jsonl", {"text": "1"})
+    done = preprocess(source, tmp_path / "out", *NULL, "--keep-newlines", "--lang", "german", "--merge-file", "m")
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [
+        "--keep-newlines has no effect without --split-sentences",
+        "--lang has no effect without --split-sentences",
+        "--merge-file has no effect: the tokenizer is NullTokenizer",
+    ]
 
 
 def test_torch_is_not_imported(tmp_path: Path) -> None:

@@ -66,7 +66,10 @@ def test_a_death_at_any_step(chunk_bytes: int, num_documents: int, partitions: i
     steps = [line.split() for line in done.stdout.decode().splitlines() if line.startswith("output ")]
     assert len(steps) > 20
     assert len({(digest, *names) for _, _, digest, *names in steps}) == 1
-    assert steps[0][3:] == [f"x_text_document{suffix}" for suffix in (".bin", ".checksums.json", ".idx")]
+    assert steps[0][3:] == [
+        "x.preprocessing.json",
+        *(f"x_text_document{suffix}" for suffix in (".bin", ".checksums.json", ".idx")),
+    ]
 
 
 def kill_somewhere(arguments: list[str], folder: Path, draw: random.Random, num_chunks: int) -> bool:

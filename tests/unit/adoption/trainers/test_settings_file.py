@@ -63,6 +63,30 @@ def test_nanotron(tmp_path: Path) -> None:
     assert not any(finding.needs_decision for finding in command.findings)
 
 
+@pytest.mark.parametrize(
+    ("activation", "flag", "is_decided"),
+    [("gelu_pytorch_tanh", "--geglu", True), ("relu", "--swiglu", False)],
+)
+def test_gated_activations_of_nanotron(tmp_path: Path, activation: str, flag: str, is_decided: bool) -> None:
+    pytest.importorskip("yaml", reason="PyYAML is not installed")
+    text = NANOTRON.replace("hidden_act: silu", f"hidden_act: {activation}")
+    command, values = adopted(tmp_path, "train.yaml", text)
+    assert {"--geglu", "--swiglu"} & set(values) == {flag}
+    assert any(finding.needs_decision for finding in command.findings) != is_decided
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "known"),
+    [("a.toml", TORCHTITAN, "NGPU alone can be set"), ("config.json", OLMO_CORE, "WORLD_SIZE alone can be set")],
+)
+def test_a_variable_that_is_not_read_is_refused(tmp_path: Path, capsys, name: str, text: str, known: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert main([str(tmp_path / name), "--set", "GPUS=8"]) == 2
+    assert f"--set GPUS=8: for a settings file of {'torchtitan' if name == 'a.toml' else 'OLMo-core'} {known}" in (
+        capsys.readouterr().err
+    )
+
+
 def test_olmo_core(tmp_path: Path) -> None:
     command, values = adopted(tmp_path, "config.json", OLMO_CORE, WORLD_SIZE="8")
     assert command.world_size == 8
@@ -74,9 +98,11 @@ def test_olmo_core(tmp_path: Path) -> None:
     assert values["--adam-beta2"] == ("0.95",)
     assert set(command.placeholders) == {"DATA_PREFIX", "TOKENIZER_FOLDER"}
     assert command.refused == ()
-    # Its block and its norms of queries and keys are not this project's.
-    decisions = [finding.flag for finding in command.findings if finding.needs_decision]
-    assert decisions == ["model.block.name = reordered_norm", "model.block.attention.qk_norm"]
+    # The norms of OLMo 2.
+    assert values["--norm-placement"] == ("after",)
+    assert {"--qk-layernorm", "--qk-layernorm-across-heads"} <= set(values)
+    assert not any(finding.needs_decision for finding in command.findings)
+    assert "tools/merge_datasets.py --eod-id" in command.placeholders["DATA_PREFIX"]
 
 
 @pytest.mark.parametrize("trainer", ["torchtitan", "nanotron", "OLMo-core"])

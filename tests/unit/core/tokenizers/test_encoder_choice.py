@@ -27,7 +27,7 @@ ENGINES = [
         name, marks=pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
     )
     for name in ("gigatoken", "tiktoken")
-]
+] + [pytest.param("words")]
 
 
 def no_report(line: str) -> None:
@@ -82,7 +82,7 @@ def test_without_engines_the_tokenizer_encodes(
     tokenizers: list[Tokenizer] = [gpt2, hugging_face, NullTokenizer(9)]
     for tokenizer in tokenizers:
         encoder = choose_encoder(tokenizer, "auto", [], no_report)
-        assert encoder.name == "reference"
+        assert encoder.name == ("reference" if tokenizer is tokenizers[2] else "words")
         assert next(iter(encoder.encode([b"1 2", b""]))).tolist() == tokenizer.tokenize("1 2")
     with pytest.raises(TokenizerError, match="--tokenizer-engine gigatoken cannot be used"):
         choose_encoder(gpt2, "gigatoken", [], no_report)
@@ -146,5 +146,5 @@ def test_an_engine_that_cannot_load_is_not_used(
 
     monkeypatch.setattr(GigatokenEncoder, "__init__", fail)
     reports: list[str] = []
-    assert choose_encoder(hugging_face, "auto", [], reports.append).name == "reference"
+    assert choose_encoder(hugging_face, "auto", [], reports.append).name == "words"
     assert reports == ["the engine gigatoken is not used with HuggingFaceTokenizer: cannot do this"]

@@ -6,10 +6,12 @@ import re
 import sys
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.core.errors import TokenizerError
+from megatron.core.tokenizers import tokenizers_engine
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer, byte_characters
 from tests.unit.core.tokenizers.gpt2_oracle import GPT2Oracle
 
@@ -137,6 +139,32 @@ def test_lone_surrogate_is_refused(small: GPT2BPETokenizer) -> None:
         small.tokenize("a\ud800b")
     with pytest.raises(TokenizerError, match="surrogate"):
         small.tokenize_batch(["good", "a\ud800b"], num_threads=2)
+
+
+class CountedEngine:
+    """Pass batches on to an engine of the package and note how many characters each has."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.sizes: list[int] = []
+
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> Any:
+        self.sizes.append(sum(map(len, texts)))
+        return self._engine.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+
+def test_texts_are_encoded_in_batches_of_bounded_size(
+    small: GPT2BPETokenizer, corpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [small.tokenize(text) for text in corpus]
+    counted = CountedEngine(small._engine._engine)
+    monkeypatch.setattr(small._engine, "_engine", counted)
+    most = sum(map(len, corpus)) // 5
+    monkeypatch.setattr(tokenizers_engine, "_BATCH_CHARACTERS", most)
+    assert small.tokenize_batch(corpus) == expected
+    assert sum(counted.sizes) == sum(map(len, corpus))
+    assert len(counted.sizes) <= 6
+    assert max(counted.sizes) < most + max(map(len, corpus))
 
 
 def test_missing_flags_and_files(gpt2_files: tuple[Path, Path], tmp_path: Path) -> None:

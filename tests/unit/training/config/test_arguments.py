@@ -302,6 +302,42 @@ def test_data_lists_from_files(tmp_path: Path) -> None:
     assert config.data.split is None
 
 
+def test_a_list_in_a_file_excludes_another_one(tmp_path: Path) -> None:
+    for name in "ab":
+        write_data_set(tmp_path / name)
+    words, lists = tmp_path / "list", tmp_path / "lists.json"
+    words.write_text(f"{tmp_path}/a")
+    lists.write_text(json.dumps({"train": [f"{tmp_path}/a"]}))
+    argv = [*(word for word in MINIMAL if word != "--mock-data"), "--eval-iters", "0"]
+    for flag, file, other in (
+        ("--data-args-path", words, "--data-path"),
+        ("--per-split-data-args-path", lists, "--train-data-path"),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            resolve_arguments([*argv, flag, str(file), other, f"{tmp_path}/b"], 1)
+        assert caught.value.problems == (f"{other} and {flag} {file} exclude each other; keep one",)
+
+
+def test_a_tokenizer_model_of_no_kind_is_named(tmp_path: Path) -> None:
+    argv = list(MINIMAL)
+    place = argv.index("--tokenizer-type")
+    del argv[place : place + 2]
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_arguments([*argv, "--tokenizer-model", str(tmp_path)], 1)
+    assert caught.value.problems == (
+        f"--tokenizer-model {tmp_path} is no folder with tokenizer.json or tokenizer.model, and nothing says what it is; "
+        "add --tokenizer-type",
+    )
+
+
+def test_flags_of_other_tokenizers_are_named() -> None:
+    notes = resolve_arguments([*MINIMAL, "--merge-file", "m", "--tiktoken-pattern", "v1"], 1).notes
+    kind = resolve_arguments(MINIMAL, 1).config.tokenizer.tokenizer_type
+    assert notes == tuple(
+        f"{flag} has no effect: the tokenizer is {kind}" for flag in ("--merge-file", "--tiktoken-pattern")
+    )
+
+
 def test_print_config_prints_json_that_reads_back_and_ends_with_status_0(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
