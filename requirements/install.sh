@@ -21,14 +21,11 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
 fi
 
 # What the environment depends on: the interpreter, where it lies, the pinned versions, and what is compiled.
-files=(pyproject.toml requirements/*)
-for optional in setup.py megatron/core/datasets/indices/*.cpp megatron/corpus/*.cpp; do
-    if [ -f "$optional" ]; then files+=("$optional"); fi
-done
 fingerprint=$({
     "$python" -c 'import sys; print(sys.version, sys.base_prefix)'
     pwd
-    cat "${files[@]}"
+    cat pyproject.toml setup.py requirements/*
+    find megatron -name '*.cpp' -o -name '*.h' | LC_ALL=C sort | xargs cat
 } | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
 
 # The development set holds the runtime set, so either will do for running.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.toy_run import exact_figures, toy_args
+from tests.harness.faults import Faults
 from tests.harness.forked_training import fork_training
 from tests.harness.training_run import CommandResult, run_training
 
@@ -66,21 +69,32 @@ sys.exit(pretrain(config, launch, tokenizer, pretrain_gpt.provide_model, provide
 '''
 
 
-def run_script(folder: Path, name: str, more: str = "", **environment: str) -> CommandResult:
+def own_args(folder: Path, more: str = "") -> list[str]:
+    words = toy_args(folder, "--dataloader-type external --train-iters 6 --eval-interval 3", more, data=False)
+    place = words.index("--split")
+    return words[:place] + words[place + 2 :]
+
+
+def run_script(folder: Path, name: str, **environment: str) -> CommandResult:
     script = folder / "own.py"
     script.write_text(SCRIPT)
-    words = toy_args(folder / name, "--dataloader-type external --train-iters 6 --eval-interval 3", more, data=False)
-    place = words.index("--split")
     root = {"PYTHONPATH": str(Path(__file__).parents[2]), "MEGATRON_DEVICE": "cpu"}
-    return run_training(words[:place] + words[place + 2 :], env=root | environment, script=str(script))
+    return run_training(own_args(folder / name), env=root | environment, script=str(script))
+
+
+def run_in_rank(argv: Sequence[str], faults: Faults) -> int:
+    """Run the script in a forked rank, where torch is loaded already; it ends by SystemExit."""
+    sys.argv = ["own.py", *argv]
+    exec(compile(SCRIPT, "own.py", "exec"), {"__name__": "__main__"})
+    raise AssertionError("the script ends the program")
 
 
 def test_samples_of_the_users_own(tmp_path: Path) -> None:
     whole = run_script(tmp_path, "whole").check()
     assert [line["iteration"] for line in whole.iterations()] == list(range(1, 7))
     assert [line["iteration"] for line in whole.evaluations("validation")] == [3, 6]
-    run_script(tmp_path, "parts", "--exit-interval 4").check()
-    parts = run_script(tmp_path, "parts").check()
+    fork_training(own_args(tmp_path / "parts", "--exit-interval 4"), program=run_in_rank).check()
+    parts = fork_training(own_args(tmp_path / "parts"), program=run_in_rank).check()
     assert exact_figures(parts.metrics) == exact_figures(whole.metrics)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,19 @@ CASES = [
     pytest.param(2, "--bf16 --use-distributed-optimizer", id="bf16-dp2-distributed-optimizer"),
     pytest.param(2, f"{SHARDED} --overlap-grad-reduce", id="fp32-dp2-sharded-gradients"),
 ]
+TrainWhole = Callable[[int, str], tuple[Path, ForkedRun]]
+
+
+@pytest.fixture(scope="module")
+def train_whole(tmp_path_factory: pytest.TempPathFactory) -> TrainWhole:
+    """Return a function that trains without a stop, once for each layout, and returns the folder and the run."""
+
+    @functools.cache
+    def train(num_processes: int, flags: str) -> tuple[Path, ForkedRun]:
+        folder = tmp_path_factory.mktemp("whole")
+        return folder, fork_training(toy_args(folder, flags, "--save-interval 10"), num_processes).check()
+
+    return train
 
 
 def train_in_two_parts(folder: Path, num_processes: int, flags: str, how: str) -> ForkedRun:
@@ -55,20 +71,22 @@ def assert_equal_to_uninterrupted(second: ForkedRun, whole: ForkedRun, folder: P
 
 
 @pytest.mark.parametrize(("num_processes", "flags"), CASES)
-def test_resume_is_bitwise_exact(num_processes: int, flags: str, tmp_path: Path) -> None:
-    whole = fork_training(toy_args(tmp_path / "whole", flags), num_processes).check()
+def test_resume_is_bitwise_exact(num_processes: int, flags: str, train_whole: TrainWhole, tmp_path: Path) -> None:
+    folder, whole = train_whole(num_processes, flags)
     assert len({line["lm_loss"] for line in whole.iterations()}) == 20
     assert whole.iterations()[-1]["lm_loss"] < whole.iterations()[0]["lm_loss"]
-    second = train_in_two_parts(tmp_path / "parts", num_processes, flags, "exit-interval")
-    assert_equal_to_uninterrupted(second, whole, tmp_path / "parts", tmp_path / "whole")
+    second = train_in_two_parts(tmp_path, num_processes, flags, "exit-interval")
+    assert_equal_to_uninterrupted(second, whole, tmp_path, folder)
 
 
 @pytest.mark.parametrize("how", ["signal", "kill"])
 @pytest.mark.parametrize(("num_processes", "flags"), [CASES[1], CASES[3], CASES[5]])
-def test_resume_after_a_violent_end_is_bitwise_exact(num_processes: int, flags: str, how: str, tmp_path: Path) -> None:
-    whole = fork_training(toy_args(tmp_path / "whole", flags), num_processes).check()
-    second = train_in_two_parts(tmp_path / "parts", num_processes, flags, how)
-    assert_equal_to_uninterrupted(second, whole, tmp_path / "parts", tmp_path / "whole")
+def test_resume_after_a_violent_end_is_bitwise_exact(
+    num_processes: int, flags: str, how: str, train_whole: TrainWhole, tmp_path: Path
+) -> None:
+    folder, whole = train_whole(num_processes, flags)
+    second = train_in_two_parts(tmp_path, num_processes, flags, how)
+    assert_equal_to_uninterrupted(second, whole, tmp_path, folder)
 
 
 def test_what_an_interrupted_run_wrote_beyond_its_checkpoint_is_set_aside(tmp_path: Path) -> None:
@@ -141,11 +159,14 @@ def assert_same_run(second: ForkedRun, whole: ForkedRun) -> None:
 
 
 @pytest.mark.parametrize(("before", "flags", "after", "new_flags"), LAYOUTS)
-def test_resume_at_another_layout(before: int, flags: str, after: int, new_flags: str, tmp_path: Path) -> None:
-    whole = fork_training(toy_args(tmp_path / "whole", flags, NO_DROPOUT), before).check()
-    folder = tmp_path / "parts"
-    fork_training(toy_args(folder, flags, NO_DROPOUT, "--exit-interval 10"), before).check()
-    second = fork_training(toy_args(folder, new_flags, NO_DROPOUT), after).check()
+def test_resume_at_another_layout(
+    before: int, flags: str, after: int, new_flags: str, train_whole: TrainWhole, tmp_path: Path
+) -> None:
+    folder, whole = train_whole(before, f"{flags} {NO_DROPOUT}")
+    shutil.copytree(folder / "checkpoints", tmp_path / "checkpoints", ignore=shutil.ignore_patterns("iter_0000020"))
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("10")
+    second = fork_training(toy_args(tmp_path, new_flags, NO_DROPOUT), after).check()
+    assert "at iteration 10" in second.stdout
     assert_same_run(second, whole)
 
 

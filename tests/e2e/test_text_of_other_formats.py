@@ -55,6 +55,7 @@ def test_a_hugging_face_folder_without_a_tokenizer_takes_ids(tmp_path: Path, mon
     assert (status, out) == (0, expected_text(flags, "3 14 15", 9) + "\n")
 
 
+@pytest.mark.long
 def test_a_hugging_face_folder_is_cut_over_processes(tmp_path: Path) -> None:
     flags = f"{QWEN_SHAPE} {NULL_TOKENIZER}"
     words = ("--load-hf", hugging_face_folder(tmp_path, flags), "--prompt", "3 14 15", "--tokens-to-generate", "9")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.training.process import refusal
 from tests.harness.distributed import RankFailure, run_distributed
 from tests.harness.faults import Faults, run_with_faults
-from tests.harness.training_run import metrics_path, read_metrics
+from tests.harness.training_run import MetricsReader, metrics_path, read_metrics
 
 TIMEOUT_S = 90.0
 NO_FAULTS = Faults()
@@ -30,7 +30,7 @@ Program = Callable[[Sequence[str], Faults], int]
 
 
 @dataclass(frozen=True)
-class ForkedRun:
+class ForkedRun(MetricsReader):
     """Hold what a training left: every rank's exit status and output, and the metrics file's lines."""
 
     statuses: tuple[int, ...]
@@ -52,14 +52,6 @@ class ForkedRun:
             ]
             raise AssertionError("\n".join([f"exit statuses {self.statuses}", *reports]))
         return self
-
-    def iterations(self) -> list[dict[str, Any]]:
-        """Return the metrics of training iterations, in the order in which they were written."""
-        return [line for line in self.metrics if "split" not in line]
-
-    def evaluations(self, split: str) -> list[dict[str, Any]]:
-        """Return the metrics of the evaluations on ``split``."""
-        return [line for line in self.metrics if line.get("split") == split]
 
 
 def fork_training(

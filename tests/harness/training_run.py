@@ -18,8 +18,26 @@ OUTPUT_TAIL_CHARACTERS = 8000
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+class MetricsReader:
+    """Sort the lines of a run's metrics file."""
+
+    metrics: tuple[dict[str, Any], ...]
+
+    def iterations(self) -> list[dict[str, Any]]:
+        """Return the metrics of training iterations, in the order in which they were written."""
+        return [line for line in self.metrics if "split" not in line]
+
+    def losses(self) -> list[float]:
+        """Return the training loss of every iteration."""
+        return [line["lm_loss"] for line in self.iterations()]
+
+    def evaluations(self, split: str) -> list[dict[str, Any]]:
+        """Return the metrics of the evaluations on ``split``."""
+        return [line for line in self.metrics if line.get("split") == split]
+
+
 @dataclass(frozen=True)
-class CommandResult:
+class CommandResult(MetricsReader):
     """Hold what a finished command left: its exit status, what it printed, and its metrics file's lines."""
 
     command: tuple[str, ...]
@@ -37,18 +55,6 @@ class CommandResult:
                 f"--- stderr ---\n{self.stderr[-OUTPUT_TAIL_CHARACTERS:]}"
             )
         return self
-
-    def iterations(self) -> list[dict[str, Any]]:
-        """Return the metrics of training iterations, in the order in which they were written."""
-        return [line for line in self.metrics if "split" not in line]
-
-    def losses(self) -> list[float]:
-        """Return the training loss of every iteration."""
-        return [line["lm_loss"] for line in self.iterations()]
-
-    def evaluations(self, split: str) -> list[dict[str, Any]]:
-        """Return the metrics of the evaluations on ``split``."""
-        return [line for line in self.metrics if line.get("split") == split]
 
 
 def run_command(

@@ -40,8 +40,9 @@ def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
         run = train(tmp_path, nproc, flags)
         for ours, expected in zip(figures(run), figures(alone), strict=True):
             assert ours == pytest.approx(expected, rel=1e-5), flags
-        evaluations = [[line["lm_loss"] for line in r.evaluations("valid")] for r in (run, alone)]
-        assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
+        ours, expected = ([line["lm_loss"] for line in r.evaluations("validation")] for r in (run, alone))
+        assert expected
+        assert ours == pytest.approx(expected, rel=1e-5)
 
 
 def test_an_early_position_sees_a_late_one() -> None:

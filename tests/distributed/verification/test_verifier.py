@@ -12,7 +12,7 @@ import pytest
 import pretrain_gpt
 from megatron.core.errors import TrainingError
 from megatron.training.model_setup import ModelProvider
-from megatron.verification.cells import FAMILY_SHAPES, MAX_WORLD_SIZE, Cell, Layout, fuzz, make_cell, matrix
+from megatron.verification.cells import MAX_WORLD_SIZE, Cell, Layout, fuzz, make_cell, matrix
 from megatron.verification.verifier import CellReport, Verifier
 from megatron.verification.worker_pool import WorkerPool
 from tests.distributed.verification import planted_faults
@@ -58,11 +58,12 @@ REPRESENTATIVE = (
     make_cell("qwen", Layout(tp=2, sequence_parallel=True, cp=2, dp=2, sharding="optim"), "uneven"),
     make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, cp_comm_type="all_gather"), "packed"),
     make_cell("gpt2", Layout(pp=2, cp=2, dp=2, cp_comm_type="a2a", recompute=("full", "uniform", "1")), "uneven"),
+    # Each family once; the whole matrix has all of them at all of their layouts.
     *(
         make_cell(shape, Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1")))
-        for shape in FAMILY_SHAPES
+        for shape in ("neox", "olmo2", "gemma2")
     ),
-    *(make_cell(shape, Layout(tp=2, cp=2), "packed") for shape in FAMILY_SHAPES),
+    *(make_cell(shape, Layout(tp=2, cp=2), "packed") for shape in ("mistral", "gemma3")),
 )
 
 

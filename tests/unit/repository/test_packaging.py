@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -69,3 +72,39 @@ def test_nothing_imported_at_run_time_is_undeclared() -> None:
         for name in {name.partition(".")[0] for name in used_names(path)} - sys.stdlib_module_names:
             owners = {owner.replace("-", "_").lower() for owner in distributions.get(name, [name])}
             assert owners & known or name in known, f"{relative(path)} imports the undeclared {name}"
+
+
+# Makes environments without venv and pip; everything else is done by the interpreter of the tests.
+BARE_PYTHON = f"""#!/usr/bin/env bash
+case ${{2:-}} in
+    venv) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+    pip) ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+def test_an_environment_is_made_again_when_any_compiled_file_changes(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "setup.py", "requirements"):
+        copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy
+        copy(REPOSITORY / name, tmp_path / name)
+    sources = [tmp_path / "megatron" / name for name in ("kernel.cpp", "room/table.h")]
+    for path in sources:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("int before;")
+    python = tmp_path / "python"
+    python.write_text(BARE_PYTHON)
+    python.chmod(0o755)
+
+    def installs() -> bool:
+        command = ["bash", str(tmp_path / "requirements" / "install.sh"), ".venv", "dev"]
+        result = subprocess.run(command, env={"PATH": "/usr/bin:/bin", "PYTHON": str(python)}, capture_output=True)
+        assert result.returncode == 0, result.stderr
+        return bool(result.stdout)
+
+    assert installs()
+    assert not installs()
+    for path in sources:
+        path.write_text("int after;")
+        assert installs(), f"a change of {path.name} is not seen"
+        assert not installs()

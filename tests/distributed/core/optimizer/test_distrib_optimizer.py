@@ -126,6 +126,12 @@ def load_and_train(folder: str, options: Options, dtype: torch.dtype) -> tuple[d
     return run.parameters(), outcome
 
 
+def load_each_and_train(
+    folders: list[str], options: Options, dtype: torch.dtype
+) -> list[tuple[dict[str, torch.Tensor], Any]]:
+    return [load_and_train(folder, options, dtype) for folder in folders]
+
+
 @pytest.mark.parametrize(
     ("options", "dtype"), [(OPTIM, torch.float32), (GRADS | OVERLAP | GATHER, torch.bfloat16)], ids=["optim", "grads"]
 )
@@ -141,19 +147,18 @@ def test_resuming_at_the_same_layout_is_bitwise_exact(tmp_path: Path, options: O
 def test_a_checkpoint_loads_at_any_sharding(tmp_path: Path, dtype: torch.dtype) -> None:
     """What is saved at one layout goes on at every other as it would have where it was saved."""
     layouts: list[tuple[int, Options]] = [(4, OPTIM), (2, GRADS | GATHER), (1, {}), (2, {})]
-    for source, (world_size, options) in enumerate(layouts):
-        folder = tmp_path / str(source)
-        folder.mkdir()
-        expected, wanted = run_distributed(world_size, train_and_save, str(folder), options, dtype)[0]
-        for target_size, target in layouts:
-            for parameters, outcome in run_distributed(target_size, load_and_train, str(folder), target, dtype):
-                rel = 1e-12 if dtype is torch.float64 else 1e-2
+    folders = [str(tmp_path / str(source)) for source in range(len(layouts))]
+    saved = []
+    for folder, (world_size, options) in zip(folders, layouts):
+        Path(folder).mkdir()
+        saved.append(run_distributed(world_size, train_and_save, folder, options, dtype)[0])
+    rel, rtol, atol = (1e-12, 1e-12, 1e-13) if dtype is torch.float64 else (1e-2, 0.01, 0.004)
+    for world_size, options in layouts:
+        for loaded in run_distributed(world_size, load_each_and_train, folders, options, dtype):
+            for (parameters, outcome), (expected, wanted) in zip(loaded, saved, strict=True):
                 assert outcome.grad_norm == pytest.approx(wanted.grad_norm, rel=rel)
                 for name, parameter in parameters.items():
-                    if dtype is torch.float64:
-                        torch.testing.assert_close(parameter, expected[name], rtol=1e-12, atol=1e-13)
-                    else:
-                        torch.testing.assert_close(parameter, expected[name], rtol=0.01, atol=0.004)
+                    torch.testing.assert_close(parameter, expected[name], rtol=rtol, atol=atol)
 
 
 def poisoned(options: Options, dtype: torch.dtype, bad_rank: int) -> tuple[StepOutcome, bool]:

@@ -19,15 +19,7 @@ from megatron.core.dist_checkpointing.shard_file import ShardEntry, write_shard
 from megatron.core.dist_checkpointing.shard_reader import ShardReader, check_pieces, contiguous_runs
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.sharding import Box, Piece, full_pieces
-
-
-def random_box(generator: random.Random, shape: tuple[int, ...]) -> Box:
-    offset, lengths = [], []
-    for size in shape:
-        start = generator.randrange(size)
-        offset.append(start)
-        lengths.append(generator.randint(1, size - start))
-    return Box(tuple(offset), tuple(lengths))
+from tests.unit.core.dist_checkpointing.toy import random_box
 
 
 def stored(name: str, shape: tuple[int, ...], *boxes: Box) -> StoredTensor:

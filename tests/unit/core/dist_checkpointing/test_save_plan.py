@@ -13,16 +13,7 @@ from megatron.core.dist_checkpointing.mapping import TensorDescription
 from megatron.core.dist_checkpointing.save_plan import check_writes, plan_writes
 from megatron.core.errors import CheckpointError
 from megatron.core.sharding import Box, full_pieces, split_box, subtract, uncovered
-
-
-def random_box(generator: random.Random, shape: tuple[int, ...]) -> Box:
-    offset, lengths = [], []
-    for size in shape:
-        start = generator.randrange(size)
-        offset.append(start)
-        lengths.append(generator.randint(1, size - start))
-    return Box(tuple(offset), tuple(lengths))
-
+from tests.unit.core.dist_checkpointing.toy import random_box
 
 DTYPES = (("c", "float32"), ("b", "float64"), ("a", "uint8"), ("d", "float32"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron.core.dist_checkpointing.shard_file import build_index, take_share
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import (
+    Box,
     ParamSpec,
     Piece,
     attach_spec,
@@ -179,3 +181,13 @@ def assert_equal_runs(actual: RunTensors, expected: RunTensors) -> None:
     for name, (_, tensor) in expected.optimizer.sharded_state().items():
         assert torch.equal(actual.optimizer.sharded_state()[name][1], tensor), name
     assert actual.optimizer.scalars == expected.optimizer.scalars
+
+
+def random_box(generator: random.Random, shape: tuple[int, ...]) -> Box:
+    """Return some part of a tensor of this shape that is not empty."""
+    offset, lengths = [], []
+    for size in shape:
+        start = generator.randrange(size)
+        offset.append(start)
+        lengths.append(generator.randint(1, size - start))
+    return Box(tuple(offset), tuple(lengths))
