@@ -37,8 +37,8 @@ def choose_tokenizer(config: RunConfig, is_type_given: bool, notes: list[str], p
         if tokenizer.tokenizer_model is None or tokenizer.tokenizer_type != "GPT2BPETokenizer":
             return config
         problems.append(
-            f"--tokenizer-model {folder} is no folder with {_HUGGING_FACE} or {_SENTENCE_PIECE}, and nothing says what it "
-            "is; add --tokenizer-type"
+            f"--tokenizer-model {folder} is no folder with {_HUGGING_FACE} or {_SENTENCE_PIECE}, and nothing says what "
+            "it is; add --tokenizer-type"
         )
     elif folder is None:
         problems.append(f"--patch-tokenizer-type {patch} takes the tokenizer from --load DIR; add --load DIR")

@@ -325,8 +325,8 @@ def test_a_tokenizer_model_of_no_kind_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         resolve_arguments([*argv, "--tokenizer-model", str(tmp_path)], 1)
     assert caught.value.problems == (
-        f"--tokenizer-model {tmp_path} is no folder with tokenizer.json or tokenizer.model, and nothing says what it is; "
-        "add --tokenizer-type",
+        f"--tokenizer-model {tmp_path} is no folder with tokenizer.json or tokenizer.model, and nothing says "
+        "what it is; add --tokenizer-type",
     )
 
 
