@@ -71,7 +71,7 @@ def read_tar(stream: IO[bytes], keys: Sequence[str]) -> Iterator[bytes]:
 def _each_member(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     """Yield the members of an archive, which would remember all of them."""
     while (member := archive.next()) is not None:
-        archive.members.clear()
+        archive.members.clear()  # type: ignore[attr-defined]
         yield member
 
 
