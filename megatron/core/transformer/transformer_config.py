@@ -90,6 +90,10 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     """Give the linear layers biases. Off: leave the biases out of the linear layers."""
     add_qkv_bias: bool = flag(False, role="weights", seen_as="has_qkv_bias")
     """Give the query/key/value projection a bias even where the other linear layers have none."""
+    disable_qkv_bias: bool = flag(
+        False, role="weights", excludes=("add_qkv_bias",), seen_as="has_qkv_bias", in_args=False
+    )
+    """Leave the bias of the query/key/value projection out where the other linear layers have theirs."""
 
     hidden_dropout: float = flag(0.1, role="recipe", bounds=BELOW_ONE)
     """Dropout probability of the hidden states."""
@@ -157,7 +161,7 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     @property
     def has_qkv_bias(self) -> bool:
         """Tell whether the query/key/value projection has a bias."""
-        return self.add_bias_linear or self.add_qkv_bias
+        return (self.add_bias_linear and not self.disable_qkv_bias) or self.add_qkv_bias
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from megatron.core.collectives import all_gather_objects, raise_on_all_ranks, run_on_all_ranks
-from megatron.core.config_base import IDENTITY, field_specs
 from megatron.core.dist_checkpointing.background import StagingArea
 from megatron.core.dist_checkpointing.disk import sync_folder, write_error
 from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredTensor
@@ -22,13 +21,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_name
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX, rng_name
 from megatron.core.dist_checkpointing.strictness import STRICT, Strictness, find_misfits
 from megatron.core.errors import CheckpointError
-from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.sharding import Box
 from megatron.core.tensor_parallel.random import DEFAULT, REPLICATED, TENSOR_PARALLEL
 from megatron.interop.checkpoint_source import CheckpointSource
-from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 from megatron.interop.megatron_torch.pickle_writer import given_tensor
 from megatron.interop.megatron_torch.rank_planner import PlannedFile, RankExtras, RankPlanner
@@ -129,23 +126,11 @@ def open_torch_checkpoint(
     stored = {
         name: StoredTensor(name, tuple(values.shape), dtype_name(values.dtype), ()) for name, values in streams.items()
     }
-    return SourceCheckpoint(source, _index_of(source, stored), streams, state, source.config)
+    return SourceCheckpoint(source, index_of(source, stored), streams, state, source.config)
 
 
-def open_hugging_face(folder: Path, state: ParallelState) -> SourceCheckpoint:
-    """Open a Hugging Face folder on every rank.
-
-    Raises:
-        InputError: it lacks files, or is of a model that is not supported. On every rank alike.
-    """
-    source = run_on_all_ranks(lambda: HuggingFaceSource(folder), state.world)
-    model = source.common["config"]["model"]
-    fields = (spec.name for spec in field_specs(GPTConfig) if spec.options.role in IDENTITY)
-    config = {"model": {name: model[name] for name in fields}}
-    return SourceCheckpoint(source, _index_of(source, {}), {}, state, config)
-
-
-def _index_of(source: CheckpointSource, streams: Mapping[str, StoredTensor]) -> CheckpointIndex:
+def index_of(source: CheckpointSource, streams: Mapping[str, StoredTensor]) -> CheckpointIndex:
+    """Return what a source holds as the index of a native checkpoint would say it, with ``streams`` beside."""
     tensors = {
         name: StoredTensor(name, info.global_shape, dtype_name(info.dtype), ()) for name, info in source.tensors.items()
     }

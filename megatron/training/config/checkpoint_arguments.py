@@ -69,6 +69,10 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
         from megatron.interop.torch_dist.shared_values import recorded_config as recorded_args
 
         return recorded_args(folder)
+    if found == "torchtitan":
+        from megatron.interop.torchtitan.stored_names import recorded_config as recorded_shapes
+
+        return recorded_shapes(folder)
     if found == "hf":
         from megatron.interop.huggingface.families import recorded_config as recorded_model
 

@@ -46,6 +46,7 @@ def resolve(config: RunConfig) -> Resolution:
     config = _resolve_precision(config)
     config = _resolve_weight_decay(config)
     notes.extend(_attention_notes(config))
+    notes.extend(_window_notes(config))
     notes.extend(_condition_notes(config))
     notes.extend(_checkpoint_notes(config))
     notes.extend(_validation_notes(config))
@@ -195,9 +196,21 @@ def _attention_notes(config: RunConfig) -> list[str]:
         return []
     if config.data.reset_attention_mask:
         return ["flash-attn is not used with packed documents: --reset-attention-mask takes torch's own attention"]
-    if model.window_size is not None:
+    if model.window_size is not None and not _window_notes(config):
         return ["flash-attn is not used in layers with a window: --window-size takes torch's own attention there"]
     return []
+
+
+def _window_notes(config: RunConfig) -> list[str]:
+    model = config.model
+    try:
+        is_idle = model.window_size is not None and not any(model.layer_windows)
+    except ValueError:
+        return []  # The checks say what is wrong.
+    if not is_idle:
+        return []
+    pattern = model.window_attn_skip_freq
+    return [f"--window-size {model.window_size} has no effect: --window-attn-skip-freq {pattern} gives it to no layer"]
 
 
 def _condition_notes(config: RunConfig) -> list[str]:

@@ -274,6 +274,16 @@ def test_flash_attention_with_windows_says_where_it_is_not_used() -> None:
     assert resolve_arguments([*MINIMAL, "--window-size", "4,0"], 1).notes == ()
 
 
+@pytest.mark.parametrize("pattern", ["1", "[0,0]"])
+def test_a_window_that_no_layer_has_says_so(pattern: str) -> None:
+    words = ["--num-layers", "2", "--window-size", "4,0", "--window-attn-skip-freq", pattern]
+    assert resolve_arguments([*MINIMAL, *words], 1).notes == (
+        f"--window-size 4,0 has no effect: --window-attn-skip-freq {pattern} gives it to no layer",
+    )
+    words[-1] = "2"
+    assert resolve_arguments([*MINIMAL, *words], 1).notes == ()
+
+
 def test_flags_of_another_kind_of_positions_say_that_they_have_no_effect() -> None:
     words = ["--rotary-base", "7", "--window-size", "4,0", "--rotary-base-local", "5", "--rope-scaling-factor", "2"]
     local = "--rotary-base-local 5 has no effect without --position-embedding-type rope"
