@@ -26,8 +26,9 @@ from megatron.training.model_setup import ModelProvider, TrainingParts, build_tr
 from megatron.training.process.initialize import Runtime, make_runtime
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import ForwardStep, TrainingStep
+from megatron.verification.cells import Cell
 from megatron.verification.communication_replay import Call, Operation
-from megatron.verification.run_cell import make_source
+from megatron.verification.run_cell import make_source, resolve_cell
 
 
 class CollectiveRecorder:
@@ -147,6 +148,18 @@ def record_run(
             evaluate(config, runtime, parts, forward_step, source, 2)
         _check(runtime, parts, timers)
     return recorder.operations
+
+
+def record_cell(
+    cell: Cell, model_provider: ModelProvider, forward_step: ForwardStep, dtype: str = "bfloat16"
+) -> list[list[Operation]]:
+    """Return what each rank of a cell asks of torch.distributed in a short run.
+
+    Raises:
+        ConfigurationError: the configuration is refused.
+    """
+    config = resolve_cell(cell.flags, cell.world_size, dtype)
+    return [record_run(config, rank, model_provider, forward_step, cell.data) for rank in range(cell.world_size)]
 
 
 def _check(runtime: Runtime, parts: TrainingParts, timers: Timers) -> None:

@@ -11,17 +11,23 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron.commands import verify_parallelism
 from megatron.core import collectives
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
+from megatron.core.inference.engine import InferenceEngine
+from megatron.core.inference.request import GenerationRequest
+from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import Communicators, create_parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import PipelineLinks
+from megatron.interop.inference_model import inference_stage
 from megatron.verification.cells import Cell, Layout, fuzz, make_cell, matrix
-from megatron.verification.collective_recorder import CollectiveRecorder, record_run, stand_in
+from megatron.verification.collective_recorder import CollectiveRecorder, record_cell, record_run, stand_in
 from megatron.verification.communication_replay import Call, Log, Operation, communication_problems
 from megatron.verification.run_cell import resolve_cell
+from tests.unit.core.inference.small_models import build, odd_config
 
 INDEPENDENT = "this runs only where communicators progress independently: "
 WORLD = (0, 1)
@@ -157,11 +163,7 @@ def test_two_sends_to_each_other_need_buffers() -> None:
 
 
 def record(cell: Cell) -> list[list[Operation]]:
-    config = resolve_cell(cell.flags, cell.world_size, "bfloat16")
-    return [
-        record_run(config, rank, pretrain_gpt.provide_model, pretrain_gpt.forward_step, cell.data)
-        for rank in range(cell.world_size)
-    ]
+    return record_cell(cell, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
 
 
 def assert_safe(cells: Sequence[Cell]) -> None:
@@ -262,6 +264,46 @@ def test_a_recorder_is_told_of_groups_rings_reductions_and_threads() -> None:
     assert [(call.kind, call.peer, call.num_bytes) for call in ring] == [("send", 3, 20), ("recv", 3, 20)]
     assert [call.kind for call in told] == ["broadcast_object_list"]
     assert [call.in_other_thread for call in stray] == [True]
+
+
+def test_the_command_replays_cells_and_refuses_what_cannot_be(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["--communication", "--filter", "pp2 zero-bubble", "--shape", "gpt2", "--max-world-size", "2"]
+    assert verify_parallelism.main(command) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "passed  gpt2 plain tp1 pp2 zero-bubble cp1 dp1",
+        "1 passed, 0 failed, 0 refused at parse time",
+    ]
+    broken = replace(make_cell("gpt2", Layout(pp=3)), name="broken")
+    monkeypatch.setattr(verify_parallelism, "matrix", lambda: [broken])
+    assert verify_parallelism.main(["--communication"]) == 1
+    assert capsys.readouterr().out.endswith("0 passed, 0 failed, 1 refused at parse time\n")
+    monkeypatch.setattr(verify_parallelism, "matrix", lambda: [make_cell("gpt2", Layout(pp=2))])
+    monkeypatch.setattr(PipelineLinks, "post_receives_ahead", property(lambda links: True))
+    assert verify_parallelism.main(["--communication"]) == 1
+    assert INDEPENDENT in capsys.readouterr().out
+
+
+def record_generation(rank: int, tp: int, pp: int) -> list[Operation]:
+    recorder = CollectiveRecorder()
+    with stand_in(rank, tp * pp, recorder):
+        state = create_parallel_state(ParallelSizes(tp=tp, pp=pp), observer=recorder)
+        config = odd_config()
+        model = build(config, state.tp, contents=inference_stage(config.num_layers, pp, state.pp.rank))
+        links = p2p_communication.create_pipeline_links(state.pp) if pp > 1 else None
+        engine = InferenceEngine(model, state, links, max_batch_size=2)
+        sampling = SamplingConfig(greedy=True)
+        request = GenerationRequest(prompts=((3, 1, 4), (9,), (2, 2)), max_new_tokens=3, sampling=sampling)
+        engine.generate(request, is_cancelled=lambda: False)
+    return recorder.operations
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 3), (2, 2)])
+def test_generation_keeps_the_rules(tp: int, pp: int) -> None:
+    logs = [record_generation(rank, tp, pp) for rank in range(tp * pp)]
+    assert communication_problems(logs) == []
+    assert min(map(len, logs)) > 3
 
 
 @pytest.mark.parametrize("pp", [3, 4])
