@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -34,8 +34,8 @@ from megatron.verification.run_cell import make_source, resolve_cell
 class CollectiveRecorder:
     """Keep every communication that it is told of, in order.
 
-    ``calls`` are what groups tell it as their observer, ``operations`` what reaches torch while it is given to
-    `stand_in`: group creation, object collectives, receives and the sends of no group's own included.
+    ``calls`` are what groups tell it as their observer, ``operations`` what reaches torch inside `recording`: with
+    the making of groups, the receives, and what is inside or beside the library's own collectives.
     """
 
     def __init__(self) -> None:
@@ -83,10 +83,12 @@ class CollectiveRecorder:
         """Note an operator of torch's distributed library."""
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args)}
         group = dist.ProcessGroup.unbox(given["process_group"])
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        # Where there is an input, the outputs are of its size on the ranks that have them.
+        sent = given.get("input_tensors", args)
+        tensors = [leaf for leaf in tree_leaves(sent) if isinstance(leaf, torch.Tensor)]
         ranks = tuple(dist.get_process_group_ranks(group))
         peer = given.get("dst", given.get("src"))
-        details = [f"{name} {given[name]}" for name in ("root_rank",) if name in given]
+        details = [f"root {ranks[given['root_rank']]}"] if "root_rank" in given else []
         details += [self._reduction] if "reduce_op" in given else []
         call = Call(
             kind=func.overloadpacket.__name__.strip("_"),
@@ -174,81 +176,92 @@ def _check(runtime: Runtime, parts: TrainingParts, timers: Timers) -> None:
 
 
 @contextmanager
-def stand_in(rank: int, world_size: int, recorder: CollectiveRecorder | None = None) -> Iterator[None]:
-    """Be one rank of a world that does not exist: every communication succeeds at once and brings zeros.
-
-    ``recorder`` is told of all that reaches torch.
-    """
-    with _Memory(recorder), ExitStack() as patches:
-        if world_size == 1:
-            yield
-            return
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        if recorder is not None:
-            for name, replacement in _replacements(recorder).items():
-                patches.enter_context(patch.object(dist, name, replacement))
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
-
-
-def _replacements(recorder: CollectiveRecorder) -> dict[str, Callable[..., Any]]:
-    """Return what notes that which is more than one operator, or none, in place of torch's functions."""
+def recording(recorder: CollectiveRecorder) -> Iterator[None]:
+    """Tell a recorder of everything that this thread asks of torch.distributed, on any backend."""
     new_group, batch = dist.new_group, dist.batch_isend_irecv
 
-    def note(kind: str, group: dist.ProcessGroup | None, **details: Any) -> None:
-        group = group or dist.group.WORLD
-        assert group is not None
-        ranks = tuple(dist.get_process_group_ranks(group))
-        recorder.note(Call(kind, group.group_name, ranks, **details))
-
     def make_group(ranks: Sequence[int], **options: Any) -> Any:
-        note("new_group", None, new_ranks=tuple(sorted(ranks)))
+        recorder.note(_call("new_group", None, new_ranks=tuple(sorted(ranks))))
         return new_group(ranks, **options)
 
     def batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
         with recorder.together():
             return batch(operations)
 
-    def all_gather_object(values: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
-        note("all_gather_object", group)
+    replacements = patch.multiple(dist, new_group=make_group, batch_isend_irecv=batch_isend_irecv)
+    with _Noting(recorder), replacements:
+        yield
+
+
+@contextmanager
+def stand_in(rank: int, world_size: int, recorder: CollectiveRecorder | None = None) -> Iterator[None]:
+    """Be one rank of a world that does not exist: every communication succeeds at once and brings zeros.
+
+    ``recorder`` is told of all that reaches torch.
+    """
+    with _ZeroedMemory(), ExitStack() as stack:  # type: ignore[no-untyped-call]
+        if world_size == 1:
+            yield
+            return
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        if recorder is not None:
+            stack.enter_context(recording(recorder))
+            stack.enter_context(_objects_of_nobody(recorder))
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _objects_of_nobody(recorder: CollectiveRecorder) -> Iterator[None]:
+    """Answer object collectives with this rank's own: their bytes differ from rank to rank, and zeros are no object."""
+
+    def all_gather(values: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
+        recorder.note(_call("all_gather_object", group))
         values[:] = [value] * len(values)
 
-    def broadcast_object_list(values: list[Any], src: int, group: dist.ProcessGroup | None = None) -> None:
-        note("broadcast_object_list", group, detail=f"from {src}")
+    def broadcast(values: list[Any], src: int, group: dist.ProcessGroup | None = None) -> None:
+        recorder.note(_call("broadcast_object_list", group, detail=f"from {src}"))
 
-    def gather_object(value: Any, values: list[Any] | None, dst: int, group: dist.ProcessGroup | None = None) -> None:
-        note("gather_object", group, detail=f"to {dst}")
+    def gather(value: Any, values: list[Any] | None, dst: int, group: dist.ProcessGroup | None = None) -> None:
+        recorder.note(_call("gather_object", group, detail=f"to {dst}"))
         if values is not None:
             values[:] = [value] * len(values)
 
-    return {
-        "new_group": make_group,
-        "batch_isend_irecv": batch_isend_irecv,
-        "all_gather_object": all_gather_object,
-        "broadcast_object_list": broadcast_object_list,
-        "gather_object": gather_object,
-    }
+    with patch.multiple(dist, all_gather_object=all_gather, broadcast_object_list=broadcast, gather_object=gather):
+        yield
+
+
+def _call(kind: str, group: dist.ProcessGroup | None, **details: Any) -> Call:
+    group = group or dist.group.WORLD
+    assert group is not None
+    return Call(kind, group.group_name, tuple(dist.get_process_group_ranks(group)), **details)
 
 
 _ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided}
 
 
-class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fill new memory with zeros, and tell a recorder of communication.
+class _ZeroedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fill new memory with zeros: the fake backend leaves what it should fill as it is, and a NaN ends the step."""
 
-    The fake backend leaves what it should fill as it is, and a NaN ends the step.
-    """
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.zero_() if func.overloadpacket in _ALLOCATIONS else result
 
-    def __init__(self, recorder: CollectiveRecorder | None) -> None:
+
+class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tell a recorder of every operator of torch's distributed library."""
+
+    def __init__(self, recorder: CollectiveRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._recorder is not None and func.namespace == "c10d":
+        if func.namespace == "c10d":
             self._recorder.note_dispatched(func, args)
-        result = func(*args, **(kwargs or {}))
-        return result.zero_() if func.overloadpacket in _ALLOCATIONS else result
+        return func(*args, **(kwargs or {}))

@@ -73,6 +73,9 @@ Operation = tuple[Call, ...]
 
 Log = Sequence[Operation]
 
+INDEPENDENT_PROGRESS = "this runs only where communicators progress independently"
+"""What a problem begins with that a device need not have."""
+
 _Key = tuple[str | int, ...]
 
 
@@ -82,10 +85,7 @@ def communication_problems(logs: Sequence[Log]) -> list[str]:
     connected = _Replay(logs, holds_always=False)
     problems += connected.run()
     if not problems:
-        problems = [
-            f"this runs only where communicators progress independently: {line}"
-            for line in _Replay(logs, holds_always=True).run()
-        ]
+        problems = [f"{INDEPENDENT_PROGRESS}: {line}" for line in _Replay(logs, holds_always=True).run()]
     return problems
 
 
