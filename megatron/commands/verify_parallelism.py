@@ -1,7 +1,8 @@
 """Prove on this machine that parallel layouts compute what one process computes.
 
 Every cell of a matrix of layouts trains a tiny model for three steps on up to eight CPU processes and is held against
-one process: loss, gradient norm, every parameter's gradient, and the parameters after the steps.
+one process: loss, gradient norm, every parameter's gradient, and the parameters after the steps. With --communication
+nothing is computed twice: what all ranks ask of torch.distributed is recorded and held against NCCL's rules.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ def build_parser() -> Parser:
     parser.add_argument("--tolerance", type=float, metavar="X", help="relative; by default what fits the dtype")
     parser.add_argument("--fuzz", type=int, metavar="N", help="N random configurations in place of the matrix")
     parser.add_argument("--seed", type=int, default=0, help="of --fuzz")
+    parser.add_argument(
+        "--communication", action="store_true", help="replay each cell's communication under NCCL's rules instead"
+    )
     parser.add_argument("--list", action="store_true", help="print the cells and stop")
     return parser
 
@@ -81,7 +85,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.list:
         print("\n".join(cell.name for cell in cells))
         return 0
+    if arguments.communication:
+        return replay_communication(cells, is_random=arguments.fuzz > 0)
     return verify(cells, arguments)
+
+
+def replay_communication(cells: Sequence[Cell], is_random: bool) -> int:
+    """Record and replay the cells, and print one line each, with a line more for each rule that is broken."""
+    import pretrain_gpt
+    from megatron.core.errors import ConfigurationError
+    from megatron.verification.collective_recorder import record_cell
+    from megatron.verification.communication_replay import communication_problems
+
+    counts = {"passed": 0, "failed": 0, "refused": 0}
+    for cell in cells:
+        try:
+            logs = record_cell(cell, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
+        except ConfigurationError as error:
+            outcome, reasons = "refused", list(error.problems)
+        else:
+            reasons = communication_problems(logs)
+            outcome = "failed" if reasons else "passed"
+        counts[outcome] += 1
+        print("\n".join((f"{outcome:8}{cell.name}", *(f"        {reason}" for reason in reasons))), flush=True)
+    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['refused']} refused at parse time")
+    return 1 if counts["failed"] or (counts["refused"] and not is_random) else 0
 
 
 def verify(cells: Sequence[Cell], arguments: argparse.Namespace) -> int:

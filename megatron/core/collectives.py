@@ -40,7 +40,7 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bo
     """Reduce ``tensor`` in place over the group; return a handle to wait for when ``async_op``."""
     if _is_alone(group):
         return None
-    group.observe("all_reduce", tensor.nbytes)
+    group.observe("all_reduce", tensor.nbytes, op)
     work: dist.Work | None = dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=group.handle, async_op=async_op)
     return work
 
@@ -64,7 +64,7 @@ def reduce_scatter_into(
     if _is_alone(group):
         output.view_as(tensor).copy_(tensor)
         return None
-    group.observe("reduce_scatter", tensor.nbytes)
+    group.observe("reduce_scatter", tensor.nbytes, op)
     work: dist.Work | None = _reduce_scatter_single(
         output, tensor, op=_REDUCE_OPS[op], group=group.handle, async_op=async_op
     )

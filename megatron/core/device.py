@@ -121,7 +121,10 @@ class Device:
 def select_device(local_rank: int) -> Device:
     """Return the CUDA device of this local rank, or the CPU of a machine that has none.
 
-    ``MEGATRON_DEVICE=cpu`` in the environment keeps a run on the CPU of a machine that has GPUs.
+    ``MEGATRON_DEVICE=cpu`` in the environment keeps a run on the CPU of a machine that has GPUs. A launcher may show
+    each process one device, its own (SLURM's ``--gpus-per-task 1``): that is device 0 whatever the local rank. It
+    counts as the process's own where ``CUDA_VISIBLE_DEVICES`` names one device and torchrun, whose processes share
+    their environment, did not start them.
 
     Raises:
         ConfigurationError: more processes were started on this machine than it has CUDA devices.
@@ -130,12 +133,20 @@ def select_device(local_rank: int) -> Device:
         return Device("cpu")
     num_processes = max(local_rank + 1, _local_world_size())
     num_devices = torch.cuda.device_count()
+    if num_devices == 1 and _has_device_of_its_own():
+        return Device("cuda", 0)
     if num_processes > num_devices:
         raise ConfigurationError(
             f"{num_processes} processes on this machine, which has {num_devices} CUDA devices; start at most "
-            f"{num_devices} with --nproc-per-node, or set MEGATRON_DEVICE=cpu to run them all on the CPU"
+            f"{num_devices} with --nproc-per-node, or set MEGATRON_DEVICE=cpu to run them all on the CPU (where each "
+            "has a device of its own, CUDA_VISIBLE_DEVICES must name it, and torchrun must not start them)"
         )
     return Device("cuda", local_rank)
+
+
+def _has_device_of_its_own() -> bool:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return len(visible.split(",")) == 1 and visible.strip() != "" and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def _local_world_size() -> int:

@@ -332,7 +332,7 @@ def load_engine(checkpoint: Checkpoint, launch: LaunchEnvironment) -> InferenceE
     config = checkpoint.config
     state = create_parallel_state(config.parallel_sizes)
     model = checkpoint.load_model(state, device)
-    links = create_pipeline_links(state.pp) if state.pp.size > 1 else None
+    links = create_pipeline_links(state.pp, device=device.torch_device) if state.pp.size > 1 else None
     return InferenceEngine(model, state, links)
 
 

@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, ScheduleConfig
 from megatron.core.pipeline_parallel.action import StagePlace
 from megatron.core.pipeline_parallel.executor import PipelineConnection
+from megatron.core.pipeline_parallel.message_order import MessageOrders
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
 from megatron.core.precision import dtype_from_name
@@ -92,10 +93,12 @@ def connect_pipeline(
     if pp.size == 1:
         return None
     timeout = timedelta(minutes=config.initialization.distributed_timeout_minutes)
-    links = create_pipeline_links(pp, wraps_around=layout.num_chunks > 1, timeout=timeout)
+    device = runtime.device.torch_device
+    links = create_pipeline_links(pp, wraps_around=layout.num_chunks > 1, timeout=timeout, device=device)
     shape = model.hidden_shape(config.data.seq_length, config.training.micro_batch_size)
     place = StagePlace(pp.size, pp.rank, layout.num_chunks)
-    return PipelineConnection(place, links, lambda microbatch: shape, dtype_from_name(model.params_dtype))
+    orders = None if links.post_receives_ahead else MessageOrders(place)
+    return PipelineConnection(place, links, lambda microbatch: shape, dtype_from_name(model.params_dtype), orders)
 
 
 def schedule_of(config: RunConfig) -> ScheduleConfig:

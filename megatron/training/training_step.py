@@ -17,6 +17,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
 from megatron.core.models.model import Model
 from megatron.core.optimizer.optimizer import StepOutcome
+from megatron.core.pipeline_parallel.action import Action
 from megatron.core.pipeline_parallel.executor import (
     ChunkForward,
     ChunkResult,
@@ -213,21 +214,25 @@ class TrainingStep:
             ModelChunk(self._forward(microbatches, chunk), ddp_chunk.no_sync, weight_grad_queue)
             for chunk, ddp_chunk, weight_grad_queue in zip(parts.chunks, parts.ddp_chunks, parts.weight_grad_queues)
         ]
-        actions = SCHEDULES[config.pipeline_schedule](
-            pp.size,
-            pp.rank,
-            begun.global_batch_size // per_microbatch,
-            len(chunks),
-            config.model.microbatch_group_size_per_virtual_pipeline_stage,
-        )
+
+        def actions_of(rank: int) -> Sequence[Action]:
+            return SCHEDULES[config.pipeline_schedule](
+                pp.size,
+                rank,
+                begun.global_batch_size // per_microbatch,
+                len(chunks),
+                config.model.microbatch_group_size_per_virtual_pipeline_stage,
+            )
+
         for model in parts.chunks:
             model.train()
         with self.timers("forward-backward", log_level=1):
             return run_schedule(
-                actions,
+                actions_of(pp.rank),
                 chunks,
                 device=self.runtime.device.torch_device,
                 connection=parts.connection,
+                order=None if parts.connection is None else parts.connection.order_of(actions_of),
                 calculate_per_token_loss=config.training.calculate_per_token_loss,
                 loss_scale=begun.loss_scale,
             )

@@ -58,6 +58,7 @@ def test_without_proc_the_peak_stands_for_what_is_resident(monkeypatch: pytest.M
 def test_device_follows_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGATRON_DEVICE", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [select_device(rank) for rank in range(2)] == [Device("cuda", 0), Device("cuda", 1)]
@@ -82,6 +83,35 @@ def test_more_processes_than_devices_are_refused_on_every_rank(monkeypatch: pyte
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     with pytest.raises(ConfigurationError, match="3 processes on this machine"):
         select_device(2)
+
+
+@pytest.mark.parametrize("visible", ["0", "3", "GPU-8c1f-77"])
+def test_a_process_that_is_shown_one_device_takes_it(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    """SLURM's --gpus-per-task 1 shows local rank 1 one device, which is its number 0."""
+    for name in ("MEGATRON_DEVICE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [select_device(rank) for rank in range(4)] == [Device("cuda", 0)] * 4
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert select_device(1) == Device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "none"}]
+)
+def test_one_device_for_all_processes_is_refused(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    for name in ("MEGATRON_DEVICE", "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"LOCAL_WORLD_SIZE": "2", **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for rank in range(2):
+        with pytest.raises(ConfigurationError, match="2 processes on this machine, which has 1 CUDA devices"):
+            select_device(rank)
 
 
 @pytest.mark.parametrize(
