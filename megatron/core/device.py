@@ -138,6 +138,11 @@ def select_device(local_rank: int) -> Device:
     return Device("cuda", local_rank)
 
 
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA device, or None where there is no driver to ask."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+
+
 def _local_world_size() -> int:
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if not text.isdecimal():
