@@ -20,16 +20,23 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 128
 """Queries and keys in a block, of which a sequence must be a multiple."""
+_MOST_COMPILED_FORMS = 64
 
 
 @functools.cache
 def load_flex_attention() -> Callable[..., Any] | None:
-    """Return torch's FlexAttention, compiled at its first call, or None where Triton is missing."""
+    """Return torch's FlexAttention, compiled at its first call, or None where Triton is missing.
+
+    This raises torch's own limit on how often one function is compiled: lengths, windows, training and evaluation
+    each count, and beyond the limit torch would compute all scores.
+    """
     if not has_triton_package():
         return None
+    import torch._dynamo.config as limits
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    limits.recompile_limit = max(limits.recompile_limit, _MOST_COMPILED_FORMS)
+    return torch.compile(flex_attention, fullgraph=True)
 
 
 def attend_by_blocks(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch.nn.attention import flex_attention as flex_module
 
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dot_product_attention import plain_attention
-from megatron.core.kernels.flex_attention import attend_by_blocks, make_block_mask
+from megatron.core.kernels.flex_attention import attend_by_blocks, load_flex_attention, make_block_mask
 
 BATCH, LENGTH, BLOCK = 2, 32, 8
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11 + [2] * 2 + [3] * 14, [0] * 24 + [1] * 8])
@@ -111,12 +112,35 @@ def test_layers_share_the_blocks_of_documents_and_the_next_batch_does_not() -> N
     assert len({id(mask) for mask in masks}) == 3
 
 
-def test_triton_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.kernels.flex_attention import load_flex_attention
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Return what says whether Triton is there; what is loaded meanwhile is forgotten."""
+    load_flex_attention.cache_clear()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield lambda is_there: monkeypatch.setattr(
+            "megatron.core.kernels.flex_attention.has_triton_package", lambda: is_there
+        )
+    load_flex_attention.cache_clear()
 
-    monkeypatch.setattr("megatron.core.kernels.flex_attention.has_triton_package", lambda: False)
-    load_flex_attention.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert load_flex_attention() is None
-    load_flex_attention.cache_clear()
+
+def test_without_triton_there_is_no_flex_attention(triton: Callable[[bool], None]) -> None:
+    triton(False)
+    assert load_flex_attention() is None
+
+
+def test_other_documents_compile_nothing_anew(monkeypatch: pytest.MonkeyPatch, triton: Callable[[bool], None]) -> None:
+    """On CPU torch traces as for CUDA, and then computes without a kernel."""
+    triton(True)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    compiled = load_flex_attention()
+    assert compiled is not None
+    assert torch._dynamo.config.recompile_limit >= 64
+    torch._dynamo.reset()
+    counts = []
+    for ids in (DOCUMENTS, DOCUMENTS.flip(0), SHUFFLED):
+        tensors = [torch.randn(LENGTH, BATCH, 2, 16) for _ in range(3)]
+        pattern = AttentionPattern(document_ids=ids)
+        output = attend_by_blocks(compiled, *tensors, pattern, 2.0, BLOCK)
+        torch.testing.assert_close(output, plain_attention(*tensors, pattern, 0.0, 2.0))
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert 0 < counts[0] == counts[1] == counts[2]
