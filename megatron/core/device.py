@@ -149,6 +149,11 @@ def _has_device_of_its_own() -> bool:
     return len(visible.split(",")) == 1 and visible.strip() != "" and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA device, or None where there is no driver to ask."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+
+
 def _local_world_size() -> int:
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if not text.isdecimal():

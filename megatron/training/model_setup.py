@@ -9,7 +9,7 @@ from datetime import timedelta
 from megatron.core.collectives import all_gather_objects
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.kernels.apex import load_fused_adam
-from megatron.core.kernels.dot_product_attention import describe_missing_flash
+from megatron.core.kernels.attention_choice import describe_missing_flash
 from megatron.core.main_grad import WeightGradQueue
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.model import Model
@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel.message_order import MessageOrders
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
 from megatron.core.precision import dtype_from_name
+from megatron.core.transformer.attention import describe_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.interop.huggingface.families import describe_missing_family
 from megatron.training.config.run_config import RunConfig
@@ -56,12 +57,12 @@ def build_training_parts(
     chunks = tuple(model_provider(config, runtime, contents) for contents in layout.chunks(runtime.state.pp.rank))
     for line in describe_parameter_counts(chunks, runtime):
         log(line)
-    # With packed documents and with capped scores the reason was given with the command line's.
-    reason_is_known = config.data.reset_attention_mask or config.model.attn_logit_softcapping is not None
-    without_flash = describe_missing_flash(
-        config.model.attention_backend, config.model.params_dtype, runtime.device.kind
-    )
-    if without_flash is not None and not reason_is_known:
+    device = runtime.device.torch_device
+    has_documents = config.data.reset_attention_mask
+    log(describe_attention(chunks[0].config, device, config.data.seq_length, has_documents=has_documents))
+    # With packed documents the reason was given with the command line's.
+    without_flash = describe_missing_flash(config.model.attention_backend, config.model.params_dtype, device)
+    if without_flash is not None and not has_documents:
         log(without_flash)
     model = chunks[0].config
     without_family = describe_missing_family(model) if config.checkpoint.save and isinstance(model, GPTConfig) else None

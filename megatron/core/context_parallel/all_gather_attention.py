@@ -18,7 +18,8 @@ class AllGatherAttention:
     """Attend with this rank's queries to the gathered keys and values of the whole sequence.
 
     Each of the rank's two chunks is given to ``core`` with the keys that it may look at: up to its own end where
-    attention is causal, and from where its first query's window begins. Forward: all-gather of keys and values along s;
+    attention is causal, and from where its first query's window begins. No mask is made of positions: the core is told
+    which part of the pattern it is. Forward: all-gather of keys and values along s;
     backward: reduce-scatter of their gradients.
 
     Shapes: ``query: [s/cp, b, n, d]``, ``key, value: [s/cp, b, g, d]`` ``-> [s/cp, b, n, d]``.
@@ -44,9 +45,6 @@ class AllGatherAttention:
             start, end = index * chunk, (index + 1) * chunk
             first = 0 if pattern.window is None else max(0, start + 1 - pattern.window)
             last = end if pattern.is_causal else keys.shape[0]
-            part = pattern
-            if not pattern.is_plain:
-                positions = torch.arange(keys.shape[0], device=query.device)
-                part = AttentionPattern(mask=pattern.visible(positions[start:end], positions[first:last]))
+            part = pattern.part(range(start, end), range(first, last))
             context.append(self.core(queries, keys[first:last], values[first:last], part, dropout))
         return torch.cat(context)

@@ -6,6 +6,7 @@ every step is half a block of work on every rank, whatever the step.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from megatron.core.collectives import start_ring_exchange
 from megatron.core.context_parallel.partition import positions_of
+from megatron.core.device import Device
 from megatron.core.kernels.attention_block import AttentionBlocks, BlockMask, merge_block
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.precision import arithmetic_dtype
@@ -44,12 +46,20 @@ class RingAttention:
         dropout: float,
     ) -> torch.Tensor:
         """Return the attention output; dropout draws its seed from torch's default generator."""
-        seed = 0
-        if dropout:
-            seed = int(torch.randint(_SEED_LIMIT, (), device=query.device).item())
+        seed = draw_seed(query.device) if dropout else 0
         ring = _Ring(self.cp, self.blocks, pattern, dropout, seed)
         output: torch.Tensor = _RingFunction.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
         return output
+
+
+def draw_seed(device: torch.device) -> int:
+    """Draw a seed from torch's default generator of a device, without waiting for the device."""
+    if device.type == "cpu":
+        return int(torch.randint(_SEED_LIMIT, ()).item())
+    # The generator's state lies in the host's memory; a draw that nobody reads moves it on.
+    state = Device(device.type, device.index or 0).get_rng_state()
+    torch.rand(1, device=device)
+    return int.from_bytes(hashlib.blake2b(bytes(state.tolist()), digest_size=7).digest(), "little")
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from megatron.core.context_parallel.exchange import with_context_parallel
 from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
+from megatron.core.kernels.attention_block import AttentionBlocks
+from megatron.core.kernels.attention_choice import PLAIN_BACKENDS, AttentionCall, select_attention_core
 from megatron.core.kernels.attention_pattern import AttentionPattern
-from megatron.core.kernels.dot_product_attention import PLAIN_BACKENDS, select_attention_core
 from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
@@ -21,6 +25,41 @@ from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.query_key_value import make_query_key_value
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def describe_attention(
+    config: TransformerConfig, device: torch.device | str, seq_length: int, *, has_documents: bool
+) -> str:
+    """Return one line that names the kernels by which the layers compute attention in training."""
+    device = torch.device(device)
+    softcap, size = config.attn_logit_softcapping, config.context_parallel_size
+    kernels = select_attention_core(config.attention_backend, device, softcap)
+    blocks = AttentionBlocks(config.attention_backend in PLAIN_BACKENDS, softcap)
+    dtype, head_dim = dtype_from_name(config.params_dtype), config.kv_channels
+    pattern = AttentionPattern(document_ids=torch.empty(0) if has_documents else None)
+    names: Counter[str] = Counter()
+    for number, window in enumerate(config.layer_windows):
+        exchange = config.cp_exchange(number) if size > 1 else ""
+        has_window = window is not None and window < seq_length
+        if exchange == "p2p":
+            has_kernel = blocks.has_kernel(
+                *(device.type, dtype, head_dim),
+                has_mask=has_documents or has_window,
+                has_dropout=config.attention_dropout > 0.0,
+            )
+            names["torch's flash kernel, block by block" if has_kernel else "step by step, block by block"] += 1
+            continue
+        call = AttentionCall(
+            *(dtype, head_dim, seq_length // (2 * size if exchange == "all_gather" else 1), seq_length),
+            replace(pattern, window=window if has_window else None),
+            has_groups=config.num_query_groups != config.num_attention_heads,
+            has_dropout=config.attention_dropout > 0.0,
+            has_softcap=softcap is not None,
+        )
+        names[kernels.choose(call).name] += 1
+    if len(names) == 1:
+        return f"attention kernel: {names.popitem()[0]}"
+    return "attention kernels: " + "; ".join(f"{name} ({count} layers)" for name, count in names.items())
 
 
 class SelfAttention(nn.Module):
@@ -55,7 +94,7 @@ class SelfAttention(nn.Module):
         self.recompute_core = config.recompute_granularity == "selective"
         self.cp = single_rank_group(("cp",)) if cp is None else cp
         self.core = with_context_parallel(
-            select_attention_core(config.attention_backend, torch.device(device).type, config.attn_logit_softcapping),
+            select_attention_core(config.attention_backend, device, config.attn_logit_softcapping),
             config.cp_exchange(layer_number),
             self.cp,
             plain_blocks=config.attention_backend in PLAIN_BACKENDS,

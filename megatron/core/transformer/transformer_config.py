@@ -62,7 +62,8 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     use_parallel_residual: bool = flag(False, role="meaning", in_args=False)
     """Add attention and feed-forward to the same hidden states, in place of one after the other."""
     attn_logit_softcapping: float | None = flag(None, role="meaning", bounds=POSITIVE, in_args=False)
-    """Keep attention scores within this number of 0, by a tanh; no fused kernel does it."""
+    """Keep attention scores within this number of 0, by a tanh; of the fused kernels only flash-attn and
+    FlexAttention on CUDA do it."""
     query_pre_attn_scalar: int | None = flag(
         None, role="meaning", bounds=POSITIVE, seen_as="score_scalar", in_args=False
     )
@@ -102,9 +103,11 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     attention_backend: str = flag(
         "auto", choices=("auto", "flash", "fused", "unfused", "local"), role="run", in_args=False
     )
-    """Attention kernel: auto takes the fastest at hand, unfused and local the plain reference."""
+    """Attention kernel: auto takes the fastest at hand, flash-attn first; fused keeps to torch's own; unfused
+    and local take the plain reference. One line at the start names the kernel."""
     use_flash_attn: bool = flag(False, role="run", in_args=False)
-    """Use FlashAttention where it is found (same as --attention-backend flash); one line says where it is not."""
+    """Same as --attention-backend flash: take what auto takes, and say in one line where flash-attn is not
+    used."""
 
     init_method_std: float = flag(0.02, role="run", bounds=NOT_NEGATIVE)
     """Standard deviation of the initial weights; layers that end a residual branch take it / sqrt(2 x

@@ -187,17 +187,12 @@ def _resolve_weight_decay(config: RunConfig) -> RunConfig:
 
 def _attention_notes(config: RunConfig) -> list[str]:
     model = config.model
-    if model.attention_backend in ("flash", "fused") and model.attn_logit_softcapping is not None:
-        return [
-            f"--attention-backend {model.attention_backend} has no effect with --attn-logit-softcapping "
-            f"{model.attn_logit_softcapping}: no fused kernel caps scores, attention is computed step by step"
-        ]
     if model.attention_backend != "flash":
         return []
     if config.data.reset_attention_mask:
         return ["flash-attn is not used with packed documents: --reset-attention-mask takes torch's own attention"]
-    if model.window_size is not None and not _window_notes(config):
-        return ["flash-attn is not used in layers with a window: --window-size takes torch's own attention there"]
+    if model.context_parallel_size > 1 and "p2p" in model.cp_comm_type:
+        return ["flash-attn is not used with --cp-comm-type p2p: blocks that are merged take torch's own attention"]
     return []
 
 

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.core.kernels.attention_block import (
+    MAX_SCORES,
     AttentionBlocks,
     BlockMask,
     merge_block,
@@ -121,6 +125,52 @@ def test_merged_blocks_are_the_whole(splits: tuple[int, ...]) -> None:
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(logsumexp, total, rtol=1e-12, atol=1e-14)
     assert not output.isnan().any()
+
+
+CHUNKED = {**MASKS, "dropout": (6, BlockMask(dropout=0.3, seed=12))}
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_few_queries_at_a_time_give_the_same_block(name: str) -> None:
+    keys, mask = CHUNKED[name]
+    query, key, value, grad = make_tensors(2, keys)
+    # Three queries of eight.
+    few = AttentionBlocks(plain=True, max_scores=BATCH * HEADS * keys * 3 + 1)
+    output, logsumexp = few.forward(query, key, value, mask)
+    grads = few.backward(grad, query, key, value, output, logsumexp, mask)
+    if mask.dropout:
+        leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        rows = [(0, 3), (3, 6), (6, LENGTH)]
+        parts = [plain_block(leaves[0][:, :, a:b], *leaves[1:], mask.rows(a, b, keys, query.device)) for a, b in rows]
+        expected = torch.cat([part[0] for part in parts], dim=2)
+        wanted = torch.autograd.grad(expected, leaves, grad)
+        assert len({mask.rows(a, b, keys, query.device).seed for a, b in rows}) == len(rows)
+    else:
+        expected, total = plain_block(query, key, value, mask)
+        torch.testing.assert_close(logsumexp, total, rtol=1e-12, atol=1e-13)
+        wanted = plain_block_backward(grad, query, key, value, output, logsumexp, mask)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
+    for ours, theirs in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
+
+
+def test_scores_in_memory_do_not_grow_with_the_block() -> None:
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            largest = max([largest, *(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))])
+            return result
+
+    with FakeTensorMode():
+        query, key, grad = (torch.empty(1, heads, 8192, 16, dtype=torch.bfloat16) for heads in (8, 2, 8))
+        blocks, mask = AttentionBlocks(), BlockMask(is_causal=True, dropout=0.1)
+        with Sizes():
+            output, logsumexp = blocks.forward(query, key, key, mask)
+            blocks.backward(grad, query, key, key, output, logsumexp, mask)
+    assert 8192 * 8 <= largest <= MAX_SCORES
 
 
 def test_a_block_of_everything_is_plain_attention() -> None:
