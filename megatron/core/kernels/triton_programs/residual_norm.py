@@ -18,13 +18,13 @@ _MAX_PARTS = 512
 
 
 @triton.jit
-def _keeps(keys, row, column, threshold):
-    """Return which channels of a row dropout keeps: a hash of the row's two keys and the channel is compared."""
-    x = tl.load(keys + 2 * row).to(tl.uint32) + (column + 1).to(tl.uint32) * 0x9E3779B1
+def _keeps(first_key, second_key, row, column, threshold):
+    """Return which channels of a row dropout keeps, by the rule of `megatron.core.kernels.dropout`."""
+    x = tl.load(first_key + row).to(tl.uint32) + (column + 1).to(tl.uint32) * 0x9E3779B1
     x ^= x >> 16
     x *= 0x21F0AAAD
     x ^= x >> 15
-    x ^= tl.load(keys + 2 * row + 1).to(tl.uint32)
+    x ^= tl.load(second_key + row).to(tl.uint32)
     x *= 0x735A2D97
     x ^= x >> 15
     return (x >> 8) >= threshold.to(tl.uint32)
@@ -34,7 +34,8 @@ def _keeps(keys, row, column, threshold):
 def forward_program(
     branch: tl.tensor,
     branch_bias: tl.tensor,
-    keys: tl.tensor,
+    first_key: tl.tensor,
+    second_key: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
@@ -49,15 +50,15 @@ def forward_program(
     kept_scale: tl.tensor,
     BLOCK: tl.constexpr,
 ):
-    """Write one row of the sum and of its norm. Without ``means`` the norm is RMSNorm, without ``keys`` all is kept."""
+    """Write one row of the sum and of its norm. Without ``means`` the norm is RMSNorm, without keys all is kept."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     x = tl.load(branch + row * width + column, mask=inside, other=0.0).to(tl.float32)
     if branch_bias is not None:
         x += tl.load(branch_bias + column, mask=inside, other=0.0).to(tl.float32)
-    if keys is not None:
-        x = tl.where(_keeps(keys, row, column, threshold), x * kept_scale, 0.0)
+    if first_key is not None:
+        x = tl.where(_keeps(first_key, second_key, row, column, threshold), x * kept_scale, 0.0)
     x += tl.load(residual + row * width + column, mask=inside, other=0.0).to(tl.float32)
     # What is normalised is the stream as it is stored.
     rounded = x.to(total.dtype.element_ty)
@@ -83,7 +84,8 @@ def backward_program(
     weight: tl.tensor,
     means: tl.tensor,
     scales: tl.tensor,
-    keys: tl.tensor,
+    first_key: tl.tensor,
+    second_key: tl.tensor,
     residual_grad: tl.tensor,
     branch_grad: tl.tensor,
     weight_parts: tl.tensor,
@@ -124,8 +126,8 @@ def backward_program(
             x_grad -= tl.sum(grad, axis=0) / width
         x_grad = x_grad * scale + tl.load(total_grad + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(residual_grad + at, x_grad.to(residual_grad.dtype.element_ty), mask=inside)
-        if keys is not None:
-            x_grad = tl.where(_keeps(keys, row, column, threshold), x_grad * kept_scale, 0.0)
+        if first_key is not None:
+            x_grad = tl.where(_keeps(first_key, second_key, row, column, threshold), x_grad * kept_scale, 0.0)
             tl.store(branch_grad + at, x_grad.to(branch_grad.dtype.element_ty), mask=inside)
         if branch_bias_parts is not None:
             branch_bias_sum += x_grad
@@ -150,7 +152,8 @@ class _ResidualNorm(torch.autograd.Function):
         residual: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        keys: torch.Tensor | None,
+        first_key: torch.Tensor | None,
+        second_key: torch.Tensor | None,
         probability: float,
         epsilon: float,
         weight_offset: float,
@@ -166,16 +169,16 @@ class _ResidualNorm(torch.autograd.Function):
         block = triton.next_power_of_2(width)
         if num_rows:
             forward_program[(num_rows,)](
-                branch, branch_bias, keys, residual, weight, bias, total, normalised, means, scales, width, epsilon,
-                *ctx.arguments, BLOCK=block, num_warps=warps(block),
+                branch, branch_bias, first_key, second_key, residual, weight, bias, total, normalised, means, scales,
+                width, epsilon, *ctx.arguments, BLOCK=block, num_warps=warps(block),
             )  # fmt: skip
-        ctx.save_for_backward(total, weight, means, scales, keys)
+        ctx.save_for_backward(total, weight, means, scales, first_key, second_key)
         ctx.dtypes = tuple(None if x is None else x.dtype for x in (branch_bias, bias))
         return total, normalised
 
     @staticmethod
     def backward(ctx: Any, total_grad: torch.Tensor, normalised_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        total, weight, means, scales, keys = ctx.saved_tensors
+        total, weight, means, scales, first_key, second_key = ctx.saved_tensors
         width = total.shape[-1]
         num_rows = scales.shape[0]
         rows_per_part = max(1, triton.cdiv(num_rows, _MAX_PARTS))
@@ -185,19 +188,19 @@ class _ResidualNorm(torch.autograd.Function):
             for dtype in (weight.dtype, ctx.dtypes[1], ctx.dtypes[0])
         ]
         residual_grad = torch.empty_like(total)
-        branch_grad = residual_grad if keys is None else torch.empty_like(total)
+        branch_grad = residual_grad if first_key is None else torch.empty_like(total)
         block = triton.next_power_of_2(width)
         if num_rows:
             backward_program[(num_parts,)](
-                normalised_grad.contiguous(), total_grad.contiguous(), total, weight, means, scales, keys,
-                residual_grad, branch_grad, *parts, num_rows, rows_per_part, width, *ctx.arguments,
-                BLOCK=block, num_warps=warps(block),
+                normalised_grad.contiguous(), total_grad.contiguous(), total, weight, means, scales,
+                first_key, second_key, residual_grad, branch_grad, *parts, num_rows, rows_per_part, width,
+                *ctx.arguments, BLOCK=block, num_warps=warps(block),
             )  # fmt: skip
         weight_grad, bias_grad, branch_bias_grad = (
             None if part is None else part.sum(0).to(dtype)
             for part, dtype in zip(parts, (weight.dtype, ctx.dtypes[1], ctx.dtypes[0]))
         )
-        return branch_grad, branch_bias_grad, residual_grad, weight_grad, bias_grad, *(None,) * 5
+        return branch_grad, branch_bias_grad, residual_grad, weight_grad, bias_grad, *(None,) * 6
 
 
 def add_and_normalise(
@@ -210,18 +213,29 @@ def add_and_normalise(
     subtracts_mean: bool,
     weight_offset: float = 0.0,
     branch_bias: torch.Tensor | None = None,
-    keys: torch.Tensor | None = None,
+    keys: tuple[torch.Tensor, torch.Tensor] | None = None,
     probability: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``residual + dropout(branch + branch_bias)`` and its norm.
 
     The norm is LayerNorm where it ``subtracts_mean`` and RMSNorm elsewhere; ``weight_offset`` is added to its weight.
-    ``keys`` decide what dropout keeps of each row; without them nothing is dropped.
+    ``keys`` are two for each row, which decide what dropout keeps of it; without them nothing is dropped.
 
-    Shapes: ``branch, residual: [..., h]``, ``weight, bias, branch_bias: [h]``, ``keys: [..., 2]`` in int32
+    Shapes: ``branch, residual: [..., h]``, ``weight, bias, branch_bias: [h]``, ``keys: [...]`` twice in int32
     ``-> [..., h]`` twice.
     """
+    first_key, second_key = (None, None) if keys is None else (key.contiguous() for key in keys)
     result: tuple[torch.Tensor, torch.Tensor] = _ResidualNorm.apply(
-        branch, branch_bias, residual, weight, bias, keys, probability, epsilon, weight_offset, subtracts_mean
+        branch,
+        branch_bias,
+        residual,
+        weight,
+        bias,
+        first_key,
+        second_key,
+        probability,
+        epsilon,
+        weight_offset,
+        subtracts_mean,
     )
     return result

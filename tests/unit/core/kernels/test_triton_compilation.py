@@ -57,9 +57,16 @@ def programs() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]
             yield f"rotary {rotary_dim} {is_interleaved}", rotary.rotate_program, kinds, sizes, 4
     kinds = dict.fromkeys(("weight_parts", "bias_parts", "branch_bias_parts", "means", "scales"), "*fp32")
     kinds |= dict.fromkeys(("epsilon", "weight_offset", "kept_scale"), "fp32")
-    kinds |= {"keys": "*i32", "width": "i32", "num_rows": "odd", "rows_per_part": "odd", "threshold": "odd"}
+    kinds |= {
+        "first_key": "*i32",
+        "second_key": "*i32",
+        "width": "i32",
+        "num_rows": "odd",
+        "rows_per_part": "odd",
+        "threshold": "odd",
+    }
     no_branch_bias = kinds | {"branch_bias": None, "branch_bias_parts": None}
-    rms = no_branch_bias | {"means": None, "keys": None, "bias": None, "bias_parts": None}
+    rms = no_branch_bias | {"means": None, "first_key": None, "bias": None, "bias_parts": None}
     for name, arguments, width in [
         ("RMSNorm", rms, residual_norm.MAX_WIDTH),
         ("LayerNorm, dropout", no_branch_bias, residual_norm.MAX_WIDTH),
