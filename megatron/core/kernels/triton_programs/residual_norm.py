@@ -27,7 +27,7 @@ def _keeps(first_key, second_key, row, column, threshold):
     x ^= tl.load(second_key + row).to(tl.uint32)
     x *= 0x735A2D97
     x ^= x >> 15
-    return (x >> 8) >= threshold.to(tl.uint32)
+    return (x >> 8) >= threshold
 
 
 @triton.jit

@@ -14,8 +14,9 @@ from megatron.core.kernels import triton_choice
 from tests.harness.distributed import run_distributed
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+# In float32 the last places also hold what sums in another order and another exponential leave there.
 # The interpreter cuts a float32 down to bfloat16 where a GPU rounds it: one unit of the last place.
-ULP = {torch.float32: 2**-20, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+ULP = {torch.float32: 2**-18, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
 def interpret(check: Callable[..., Any], *args: Any, world_size: int = 1) -> None:

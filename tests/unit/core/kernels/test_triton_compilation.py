@@ -77,7 +77,8 @@ def programs() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]
         yield f"{name}, gradient", residual_norm.backward_program, arguments, {"BLOCK": width}, warps
 
 
-def compile_programs(capability: int, folder: Path) -> list[Compiled]:
+def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) -> list[Compiled]:
+    """Compile every program; with ``odd_is_one`` as at a launch where every "odd" number is 1, which is built in."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -91,6 +92,8 @@ def compile_programs(capability: int, folder: Path) -> list[Compiled]:
             kind = "constexpr" if argument in sizes else kinds.get(argument, "*bf16")
             if kind is None:
                 constants[argument] = None
+            elif kind == "odd" and odd_is_one:
+                kind, constants[argument] = "constexpr", 1
             # As at a launch: pointers, and numbers that are no "odd" ones, are multiples of 16.
             elif kind in ("i32", "*bf16", "*fp32", "*i32", "*i64"):
                 attributes[(place,)] = [["tt.divisibility", 16]]
@@ -125,3 +128,8 @@ def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability:
         is_normalizer = result.name == "cross-entropy"
         assert result.wide_stores >= (0 if is_normalizer else 1), result
         assert result.narrow_accesses == (1 if is_normalizer else 0), result
+
+
+def test_programs_compile_for_one_row_one_sample_and_one_head(tmp_path: Path) -> None:
+    (results,) = run_distributed(1, compile_programs, 90, tmp_path, odd_is_one=True, timeout_s=120.0)
+    assert len(results) == 16
