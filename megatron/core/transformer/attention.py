@@ -23,7 +23,7 @@ from megatron.core.transformer.across_heads_norm import AcrossHeadsNorm
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.query_key_value import make_query_key_value
-from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary
+from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary_to_both
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -143,7 +143,7 @@ class SelfAttention(nn.Module):
         if angles is not None:
             if self.window is not None and angles.local is not None:
                 angles = angles.local
-            query, key = apply_rotary(query, angles), apply_rotary(key, angles)
+            query, key = apply_rotary_to_both(query, key, angles)
         if self.score_factor is not None:
             query = query * self.score_factor
         if cache is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.kernels.triton_choice import runs_on_triton
 from megatron.core.precision import arithmetic_dtype
 
 
@@ -90,3 +91,17 @@ def apply_rotary(x: torch.Tensor, angles: RotaryAngles) -> torch.Tensor:
     wide = wide * angles.cos + turned * angles.sin
     result = wide.to(x.dtype)
     return torch.cat((result, passed), dim=-1) if passed.shape[-1] else result
+
+
+def apply_rotary_to_both(
+    query: torch.Tensor, key: torch.Tensor, angles: RotaryAngles
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries and keys.
+
+    Shapes: ``query: [s, b, heads, d]``, ``key: [s, b, groups, d]``, and so the results.
+    """
+    if runs_on_triton(query, key, angles.cos, angles.sin):
+        from megatron.core.kernels.triton_programs import rotary as programs
+
+        return programs.rotate_query_and_key(query, key, angles.cos, angles.sin, angles.interleaved)
+    return apply_rotary(query, angles), apply_rotary(key, angles)

@@ -95,6 +95,7 @@ class TransformerLayer(nn.Module):
         self.mlp = make_feed_forward(config, layer_number, tp, device)
         self.post_mlp_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
         self.is_parallel = config.use_parallel_residual
+        self.adds_in_norm = has_before and not self.is_parallel
         self.hidden_dropout = HiddenDropout(config.hidden_dropout, config.sequence_parallel, rng)
 
     def forward(
@@ -106,6 +107,11 @@ class TransformerLayer(nn.Module):
     ) -> LayerOutput:
         """Return the layer's output."""
         attended, losses = self.self_attention(self.input_layernorm(x), pattern, angles, cache)
-        after = x + self.hidden_dropout(self.post_self_attn_layernorm(attended))
-        fed, more_losses = self.mlp(self.pre_mlp_layernorm(x if self.is_parallel else after))
+        branch = self.hidden_dropout(self.post_self_attn_layernorm(attended))
+        if self.adds_in_norm:
+            after, normalised = self.pre_mlp_layernorm(x, branch)
+        else:
+            after = x + branch
+            normalised = self.pre_mlp_layernorm(x if self.is_parallel else after)
+        fed, more_losses = self.mlp(normalised)
         return LayerOutput(after + self.hidden_dropout(self.post_mlp_layernorm(fed)), losses + more_losses)
