@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.kernels.accumulation import add_rows
 from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
@@ -141,7 +142,8 @@ class _EmbeddingLookup(torch.autograd.Function):
             main_grad.add_rows(indices.reshape(-1), rows)
             return None, None
         dense = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        return None, dense.index_add_(0, indices.reshape(-1), rows.to(dense.dtype)).to(weight.dtype)
+        add_rows(dense, indices.reshape(-1), rows)
+        return None, dense.to(weight.dtype)
 
 
 def embedding_lookup(indices: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
