@@ -189,9 +189,10 @@ class VocabParallelEmbedding(nn.Module):
         tokens = tokens.t()
         if self.tp.size == 1:
             return embedding_lookup(tokens, self.weight)
-        local = tokens - self.tp.rank * self.rows_per_rank
-        elsewhere = (local < 0) | (local >= self.rows_per_rank)
-        rows = embedding_lookup(local.masked_fill(elsewhere, 0), self.weight)
+        elsewhere = tokens.div(self.rows_per_rank, rounding_mode="floor") != self.tp.rank
+        # Another rank's token looks up some row, of which nothing is taken. Were it one row for all of them, that row
+        # would be given most of the gradient's rows, all zero, one after the other.
+        rows = embedding_lookup(tokens.remainder(self.rows_per_rank), self.weight)
         partial = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(partial, self.tp)
