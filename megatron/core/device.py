@@ -69,6 +69,15 @@ class Device:
         if self.is_cuda:
             torch.cuda.synchronize(self.index)
 
+    def make_deterministic(self) -> None:
+        """Let torch use only algorithms that give the same bits again; call it before anything is computed."""
+        if self.is_cuda:
+            # cuBLAS asks for a workspace of its own for each stream, and torch refuses to multiply without.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # Fills whatever is allocated, for programs that read memory before they write it.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
     def seed_default_generator(self, seed: int) -> None:
         """Seed torch's default generators."""
         torch.manual_seed(seed)

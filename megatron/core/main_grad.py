@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 
+from megatron.core.kernels.accumulation import add_rows, add_wide_product
 from megatron.core.kernels.matrix_product import prefers_onednn, product
 
 
@@ -22,7 +23,8 @@ class MainGrad:
     ``tensor`` has the parameter's shape and the accumulation dtype; usually it is a view into a flat buffer.
     ``num_uses`` is how many contributions one backward pass brings (two for a word embedding that is also the output
     layer); ``on_complete`` is called when all of them have arrived. ``on_begin`` is called before the first one after a
-    reset: an owner that keeps no memory in between sets ``tensor`` there.
+    reset: an owner that keeps no memory in between sets ``tensor`` there. ``fuses_products`` says that the device sums
+    products of the parameter's dtype in that of ``tensor`` (see `adds_wide_products`).
     """
 
     def __init__(
@@ -31,11 +33,13 @@ class MainGrad:
         num_uses: int = 1,
         on_complete: Callable[[], None] | None = None,
         on_begin: Callable[[], None] | None = None,
+        fuses_products: bool = False,
     ) -> None:
         self.tensor = tensor
         self.num_uses = num_uses
         self.on_complete = on_complete
         self.on_begin = on_begin
+        self.fuses_products = fuses_products
         self.queue: WeightGradQueue | None = None
         self.is_empty = True
         self._num_arrived = 0
@@ -77,10 +81,12 @@ class MainGrad:
 
     def _add_matmul_now(self, left: torch.Tensor, right: torch.Tensor) -> None:
         self._begin()
-        if self.tensor.dtype != left.dtype or prefers_onednn(left):
+        if self.fuses_products:
+            add_wide_product(self.tensor, left, right, overwrite=self.is_empty)
+        elif self.tensor.dtype != left.dtype or prefers_onednn(left):
             self._add_now(product(left, right))
             return
-        if self.is_empty:
+        elif self.is_empty:
             torch.mm(left, right, out=self.tensor)
         else:
             self.tensor.addmm_(left, right)
@@ -98,7 +104,7 @@ class MainGrad:
         self._begin()
         if self.is_empty:
             self.tensor.zero_()
-        self.tensor.index_add_(0, indices, rows.to(self.tensor.dtype))
+        add_rows(self.tensor, indices, rows)
         self._arrived()
 
     def _begin(self) -> None:

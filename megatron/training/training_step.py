@@ -58,13 +58,17 @@ class SampleSource(MicrobatchSource, Protocol):
 
 @dataclass(frozen=True)
 class Agreement:
-    """Hold what all ranks have summed over the world after a step; ``auxiliary`` are means by name."""
+    """Hold what all ranks have summed over the world after a step; ``auxiliary`` are means by name.
+
+    ``read_along`` are numbers of this rank's own that were read from the device in the same go.
+    """
 
     loss_sum: float
     num_tokens: float
     signal_received: bool
     time_is_up: bool
     auxiliary: Mapping[str, float] = field(default_factory=dict)
+    read_along: tuple[float, ...] = ()
 
     @property
     def lm_loss(self) -> float:
@@ -73,12 +77,19 @@ class Agreement:
 
 
 def agree(
-    result: ScheduleResult, exit_request: ExitRequest | None, runtime: Runtime, auxiliary_names: Sequence[str] = ()
+    result: ScheduleResult,
+    exit_request: ExitRequest | None,
+    runtime: Runtime,
+    auxiliary_names: Sequence[str] = (),
+    read_along: torch.Tensor | None = None,
 ) -> Agreement:
     """Sum losses and reasons to exit over all ranks, in one collective, so that every rank decides alike.
 
     Of the ranks that computed the same loss only the first tensor-parallel rank counts. ``auxiliary_names`` are the
-    auxiliary losses that are reported, the same on every rank.
+    auxiliary losses that are reported, the same on every rank. This is where the host waits for the device: what else
+    it has to know comes with the sums, as ``read_along``.
+
+    Shapes: ``read_along: [n]`` float64.
     """
     signal_received = exit_request is not None and exit_request.signal_received
     time_is_up = exit_request is not None and exit_request.time_is_up
@@ -89,11 +100,16 @@ def agree(
         for index, name in enumerate(auxiliary_names, start=2):
             if name in result.auxiliary:
                 values[2 * index : 2 * index + 2] = result.auxiliary[name]
-    values[2], values[3] = float(signal_received), float(time_is_up)
+    # Not by assignment, which would copy a number from the host and wait for the copy.
+    values[2].fill_(signal_received)
+    values[3].fill_(time_is_up)
     all_reduce(values, runtime.state.world)
-    loss_sum, num_tokens, signals, times, *sums_and_counts = values.tolist()
+    num_values = len(values)
+    read = (values if read_along is None else torch.cat((values, read_along))).tolist()
+    loss_sum, num_tokens, signals, times, *sums_and_counts = read[:num_values]
     means = (total / max(count, 1.0) for total, count in zip(sums_and_counts[::2], sums_and_counts[1::2]))
-    return Agreement(loss_sum, num_tokens, signals > 0, times > 0, dict(zip(auxiliary_names, means)))
+    auxiliary = dict(zip(auxiliary_names, means))
+    return Agreement(loss_sum, num_tokens, signals > 0, times > 0, auxiliary, tuple(read[num_values:]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,8 +164,9 @@ class TrainingStep:
             self.runtime.device.empty_cache()
         self._finish_gradients(result)
         with self.timers("optimizer", log_level=1):
-            outcome = self._update(train_state, source, global_batch_size)
-        agreement = agree(result, exit_request, self.runtime, self.parts.chunks[0].auxiliary_loss_names)
+            totals = self.parts.optimizer.begin_step()
+        agreement = agree(result, exit_request, self.runtime, self.parts.chunks[0].auxiliary_loss_names, totals)
+        outcome = self._outcome(agreement, train_state, source, global_batch_size)
         if outcome.success:
             self.parts.scheduler.step(global_batch_size)
         train_state.iteration += 1
@@ -225,7 +242,8 @@ class TrainingStep:
             )
 
         for model in parts.chunks:
-            model.train()
+            if not model.training:
+                model.train()
         with self.timers("forward-backward", log_level=1):
             return run_schedule(
                 actions_of(pp.rank),
@@ -246,9 +264,11 @@ class TrainingStep:
 
         return forward
 
-    def _update(self, train_state: TrainState, source: SampleSource, global_batch_size: int) -> StepOutcome:
+    def _outcome(
+        self, agreement: Agreement, train_state: TrainState, source: SampleSource, global_batch_size: int
+    ) -> StepOutcome:
         try:
-            return self.parts.optimizer.step()
+            return self.parts.optimizer.finish_step(agreement.read_along)
         except TrainingError as error:
             ids = source.sample_ids(train_state.consumed_train_samples, min(global_batch_size, _NUM_NAMED_SAMPLES))
             named = ", ".join(map(str, ids.tolist()))

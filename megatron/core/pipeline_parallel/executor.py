@@ -312,8 +312,9 @@ class _Run:
         return roots
 
     def _scaled(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        divisor = 1.0 if self.calculate_per_token_loss else _nonzero(num_tokens) * self.num_microbatches
-        return loss_sum / divisor * self.loss_scale
+        if not self.calculate_per_token_loss:
+            loss_sum = loss_sum / (_nonzero(num_tokens) * self.num_microbatches)
+        return loss_sum if self.loss_scale == 1.0 else loss_sum * self.loss_scale
 
     def _backward(self, action: Action, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Run a backward pass and return the gradient of the chunk's input."""
@@ -327,4 +328,4 @@ class _Run:
 
 def _nonzero(num_tokens: torch.Tensor) -> torch.Tensor:
     """Return the divisor of a loss sum: 1 where no token counts, and the sum is 0."""
-    return torch.where(num_tokens > 0, num_tokens, 1)
+    return num_tokens.masked_fill(num_tokens <= 0, 1)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.kernels.accumulation import add_rows
 from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
@@ -141,7 +142,8 @@ class _EmbeddingLookup(torch.autograd.Function):
             main_grad.add_rows(indices.reshape(-1), rows)
             return None, None
         dense = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        return None, dense.index_add_(0, indices.reshape(-1), rows.to(dense.dtype)).to(weight.dtype)
+        add_rows(dense, indices.reshape(-1), rows)
+        return None, dense.to(weight.dtype)
 
 
 def embedding_lookup(indices: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -187,9 +189,10 @@ class VocabParallelEmbedding(nn.Module):
         tokens = tokens.t()
         if self.tp.size == 1:
             return embedding_lookup(tokens, self.weight)
-        local = tokens - self.tp.rank * self.rows_per_rank
-        elsewhere = (local < 0) | (local >= self.rows_per_rank)
-        rows = embedding_lookup(local.masked_fill(elsewhere, 0), self.weight)
+        elsewhere = tokens.div(self.rows_per_rank, rounding_mode="floor") != self.tp.rank
+        # Another rank's token looks up some row, of which nothing is taken. Were it one row for all of them, that row
+        # would be given most of the gradient's rows, all zero, one after the other.
+        rows = embedding_lookup(tokens.remainder(self.rows_per_rank), self.weight)
         partial = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(partial, self.tp)

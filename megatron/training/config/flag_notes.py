@@ -76,7 +76,6 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--no-bias-swiglu-fusion": NoEffect(0, _FUSION),
     "--no-bias-dropout-fusion": NoEffect(0, _FUSION),
     "--no-rope-fusion": NoEffect(0, _FUSION),
-    "--no-gradient-accumulation-fusion": NoEffect(0, _FUSION),
     "--cross-entropy-loss-fusion": NoEffect(0, _FUSION),
     "--cross-entropy-fusion-impl": NoEffect(1, _FUSION, accepted=("native", "te")),
     "--no-persist-layer-norm": NoEffect(0, _FUSION),

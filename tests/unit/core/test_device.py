@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -134,3 +136,20 @@ def test_arithmetic_is_never_below_float32() -> None:
         "float32": torch.float32,
         "float64": torch.float64,
     }
+
+
+def test_deterministic_multiplication_finds_its_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    CPU.make_deterministic()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    Device("cuda").make_deterministic()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    Device("cuda").make_deterministic()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert calls == [True] * 3
+    assert torch.utils.deterministic.fill_uninitialized_memory is False

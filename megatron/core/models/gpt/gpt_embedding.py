@@ -59,7 +59,11 @@ class GPTEmbedding(nn.Module):
             dtype=dtype_from_name(config.params_dtype),
             device=device,
         )
-        self.scale = config.hidden_size**0.5 if config.scale_embeddings else None
+        self.scale: float | None = None
+        if config.scale_embeddings:
+            # Rounded to the embeddings' own precision, as models are trained with it; a number, which no step copies.
+            dtype = dtype_from_name(config.params_dtype)
+            self.scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
         self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(config, tp, device)
@@ -69,8 +73,7 @@ class GPTEmbedding(nn.Module):
         """Return the first hidden states; positions are for those that are learned."""
         hidden = self.word_embeddings(tokens)
         if self.scale is not None:
-            # Rounded to the embeddings' own precision first, as models are trained with it.
-            hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype, device=hidden.device)
+            hidden = hidden * self.scale
         if self.position_embeddings is not None:
             assert position_ids is not None, "learned positions are looked up"
             hidden = hidden + self.position_embeddings(position_ids)
