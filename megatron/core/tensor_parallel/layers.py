@@ -53,9 +53,11 @@ class ColumnParallelLinear(nn.Module):
         device: torch.device | str,
         num_stacked: int = 1,
         padded_out_features: int | None = None,
+        library: str = "auto",
     ) -> None:
         super().__init__()
         self.tp = tp
+        self.library = library
         self.region = InputRegion.SEQUENCE if sequence_parallel else InputRegion.REPLICATED
         out_per_rank = (padded_out_features or out_features) // tp.size
 
@@ -74,7 +76,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's output features."""
-        return tensor_parallel_linear(x, self.weight, self.bias, self.region, self.tp)
+        return tensor_parallel_linear(x, self.weight, self.bias, self.region, self.tp, library=self.library)
 
 
 class RowParallelLinear(nn.Module):
@@ -94,9 +96,11 @@ class RowParallelLinear(nn.Module):
         init_std: float,
         dtype: torch.dtype,
         device: torch.device | str,
+        library: str = "auto",
     ) -> None:
         super().__init__()
         self.tp = tp
+        self.library = library
         self.sequence_parallel = sequence_parallel
         shape = (out_features, in_features)
         spec = ParamSpec("weight", shape, even_pieces(shape, 1, tp.rank, tp.size), init_std=init_std)
@@ -113,13 +117,15 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the summed output: this rank's part of the sequence under sequence parallelism."""
         if self.sequence_parallel and self.tp.size > 1:
-            partial = tensor_parallel_linear(x, self.weight, None, InputRegion.SPLIT, self.tp)
+            partial = tensor_parallel_linear(x, self.weight, None, InputRegion.SPLIT, self.tp, library=self.library)
             output = reduce_scatter_to_sequence_parallel_region(partial, self.tp)
             # Its gradient is of this rank's part of the sequence, as other replicated parameters' are.
             return output if self.bias is None else output + self.bias
         # One rank brings the bias into the sum: a product adds it for nothing, a pass of its own costs memory traffic.
         adds_bias = self.tp.rank == 0
-        partial = tensor_parallel_linear(x, self.weight, self.bias, InputRegion.SPLIT, self.tp, adds_bias=adds_bias)
+        partial = tensor_parallel_linear(
+            x, self.weight, self.bias, InputRegion.SPLIT, self.tp, adds_bias=adds_bias, library=self.library
+        )
         return reduce_from_tensor_parallel_region(partial, self.tp)
 
 

@@ -110,6 +110,7 @@ class SelfAttention(nn.Module):
             init_std=config.output_init_method_std,
             dtype=dtype_from_name(config.params_dtype),
             device=device,
+            library=config.cpu_matmul,
         )
         self.linear_qkv = make_query_key_value(config, tp, device)
         self.q_layernorm = self._norm(config, config.num_attention_heads, tp, device) if config.qk_layernorm else None

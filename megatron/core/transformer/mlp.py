@@ -46,6 +46,7 @@ class MLP(nn.Module):
             dtype=dtype,
             device=device,
             num_stacked=num_stacked,
+            library=config.cpu_matmul,
         )
         self.linear_fc2 = RowParallelLinear(
             config.ffn_hidden_size,
@@ -56,6 +57,7 @@ class MLP(nn.Module):
             init_std=config.output_init_method_std,
             dtype=dtype,
             device=device,
+            library=config.cpu_matmul,
         )
 
     def forward(self, x: torch.Tensor) -> LayerOutput:

@@ -73,6 +73,7 @@ class GPTModel(Model):
                 dtype=dtype_from_name(config.params_dtype),
                 device=device,
                 padded_out_features=config.padded_vocab_size,
+                library=config.cpu_matmul,
             )
         elif post_process and self.embedding is not None:
             set_gradient_uses(self.embedding.word_embeddings.weight, 2)
@@ -154,7 +155,8 @@ class GPTModel(Model):
             logits: torch.Tensor = self.output_layer(hidden)
             return logits
         region = InputRegion.SEQUENCE if self.config.sequence_parallel else InputRegion.REPLICATED
-        return tensor_parallel_linear(hidden, self.output_weight, None, region, self.tp)
+        library = self.config.cpu_matmul
+        return tensor_parallel_linear(hidden, self.output_weight, None, region, self.tp, library=library)
 
 
 def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
