@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.kernels.dropout_keys import AttentionDropout
 from megatron.core.precision import arithmetic_dtype
 
 _MAX_FLASH_HEAD_DIM = 256
@@ -21,14 +22,13 @@ class BlockMask:
     """Say what a block's queries may look at.
 
     ``visible`` of bool, True where a query may look (``[b or 1, 1, sq, sk]``), or None: then everything, or, if
-    ``is_causal``, the keys up to the query's own place in a block of as many keys as queries. With ``dropout`` above 0,
-    ``seed`` decides which weights are dropped, the same in both directions.
+    ``is_causal``, the keys up to the query's own place in a block of as many keys as queries. ``dropout`` is that of
+    the block's queries and keys.
     """
 
     visible: torch.Tensor | None = None
     is_causal: bool = False
-    dropout: float = 0.0
-    seed: int = 0
+    dropout: AttentionDropout | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def plain_block(
     logsumexp = scores.logsumexp(dim=-1)
     weights = (scores - _finite(logsumexp)[..., None]).exp()
     if mask.dropout:
-        weights = weights * _kept(weights, mask)
+        weights = mask.dropout.drop(weights)
     return weights.to(query.dtype) @ value, logsumexp
 
 
@@ -146,8 +146,7 @@ def plain_block_backward(
     grad_weights = (grad @ value.mT).to(wide)
     kept = weights
     if mask.dropout:
-        factor = _kept(weights, mask)
-        kept, grad_weights = weights * factor, grad_weights * factor
+        kept, grad_weights = mask.dropout.drop(weights), mask.dropout.drop(grad_weights)
     row_sums = (grad.to(wide) * output.to(wide)).sum(dim=-1, keepdim=True)
     grad_scores = weights * (grad_weights - row_sums) * query.shape[-1] ** -0.5
     if softcap is not None:
@@ -176,13 +175,6 @@ def _masked(scores: torch.Tensor, mask: BlockMask) -> torch.Tensor:
 def _finite(logsumexp: torch.Tensor) -> torch.Tensor:
     """Replace −inf by 0: subtracted from scores of −inf, it leaves weights of 0 and not NaN."""
     return logsumexp.masked_fill(logsumexp.isneginf(), 0.0)
-
-
-def _kept(weights: torch.Tensor, mask: BlockMask) -> torch.Tensor:
-    """Return the factor of every weight under dropout: 0, or 1 / (1 − dropout)."""
-    generator = torch.Generator(weights.device).manual_seed(mask.seed)
-    kept = torch.empty_like(weights).bernoulli_(1.0 - mask.dropout, generator=generator)
-    return kept / (1.0 - mask.dropout)
 
 
 def _additive(mask: BlockMask, dtype: torch.dtype) -> torch.Tensor | None:

@@ -6,19 +6,24 @@ Vaswani et al. 2017, https://arxiv.org/abs/1706.03762; Dao et al. 2022, https://
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
+from megatron.core.device import seeded_generator
 from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.kernels.dropout_keys import AttentionDropout
 from megatron.core.kernels.flash_attn import load_flash_attention
 from megatron.core.precision import arithmetic_dtype
 
 PLAIN_BACKENDS = ("unfused", "local")
 """Values of ``--attention-backend`` that ask for attention without fused kernels."""
 
-AttentionCore = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionPattern, float], torch.Tensor]
+AttentionCore = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, AttentionPattern, AttentionDropout | None], torch.Tensor
+]
 """(query, key, value, pattern, dropout) -> context.
 
 Shapes: ``query: [sq, b, n, d]``, ``key, value: [sk, b, g, d]`` ``-> [sq, b, n, d]``.
@@ -30,7 +35,7 @@ def plain_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     pattern: AttentionPattern,
-    dropout: float,
+    dropout: AttentionDropout | None,
     softcap: float | None = None,
 ) -> torch.Tensor:
     """Compute attention step by step with the softmax in at least float32: the oracle of the fused kernels.
@@ -51,26 +56,37 @@ def plain_attention(
         scores = scores.masked_fill(~visible, -torch.inf)
     weights = torch.softmax(scores, dim=-1).to(query.dtype)
     if dropout:
-        weights = F.dropout(weights, dropout)
+        weights = dropout.drop(weights)
     return torch.einsum("bnqk,kbnd->qbnd", weights, value)
 
 
 def fused_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: AttentionPattern, dropout: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pattern: AttentionPattern,
+    dropout: AttentionDropout | None,
 ) -> torch.Tensor:
-    """Compute attention by torch's scaled_dot_product_attention, which picks the kernel."""
+    """Compute attention by torch's scaled_dot_product_attention, which picks the kernel.
+
+    With dropout on CPU it has none but the plain steps, and the plain core takes its place: that drops the same weights
+    at every layout.
+    """
+    if dropout and query.device.type == "cpu":
+        return plain_attention(query, key, value, pattern, dropout)
     num_queries, num_keys = query.shape[0], key.shape[0]
     # The kernels' own causal rule is that of as many queries as keys; a single query sees all keys.
     needs_no_matrix = pattern.is_plain_causal and num_queries in (1, num_keys)
-    context = F.scaled_dot_product_attention(
-        query.permute(1, 2, 0, 3),
-        key.permute(1, 2, 0, 3),
-        value.permute(1, 2, 0, 3),
-        attn_mask=None if needs_no_matrix else pattern.matrix(num_queries, num_keys, query.device),
-        dropout_p=dropout,
-        is_causal=needs_no_matrix and num_queries > 1,
-        enable_gqa=key.shape[2] != query.shape[2],
-    )
+    with _drawing_as(dropout, query.device):
+        context = F.scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
+            attn_mask=None if needs_no_matrix else pattern.matrix(num_queries, num_keys, query.device),
+            dropout_p=dropout.probability if dropout else 0.0,
+            is_causal=needs_no_matrix and num_queries > 1,
+            enable_gqa=key.shape[2] != query.shape[2],
+        )
     return context.permute(2, 0, 1, 3)
 
 
@@ -109,10 +125,20 @@ def _with_flash(
     flash: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
 ) -> AttentionCore:
     def attention(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: AttentionPattern, dropout: float
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pattern: AttentionPattern,
+        dropout: AttentionDropout | None,
     ) -> torch.Tensor:
         if not pattern.is_plain_causal or query.dtype not in (torch.float16, torch.bfloat16):
             return fused_attention(query, key, value, pattern, dropout)
-        return flash(query, key, value, dropout)
+        with _drawing_as(dropout, query.device):
+            return flash(query, key, value, dropout.probability if dropout else 0.0)
 
     return attention
+
+
+def _drawing_as(dropout: AttentionDropout | None, device: torch.device) -> AbstractContextManager[None]:
+    """Have a library's kernel draw what it drops from the dropout's own seed."""
+    return seeded_generator(device, dropout.seed) if dropout else nullcontext()

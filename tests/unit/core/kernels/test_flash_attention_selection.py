@@ -129,12 +129,12 @@ def test_working_package_gets_batch_first_tensors_in_low_precision_only(
     core = select_attention_core("auto", "cuda")
     calls = sys.modules["flash_attn"].calls
     query, key = torch.randn(7, 3, 4, 6), torch.randn(7, 3, 2, 6)
-    output = core(query, key, key, CAUSAL, 0.0)
+    output = core(query, key, key, CAUSAL, None)
     assert calls == []
-    torch.testing.assert_close(output, plain_attention(query, key, key, CAUSAL, 0.0))
-    low = core(query.bfloat16(), key.bfloat16(), key.bfloat16(), CAUSAL, 0.0)
+    torch.testing.assert_close(output, plain_attention(query, key, key, CAUSAL, None))
+    low = core(query.bfloat16(), key.bfloat16(), key.bfloat16(), CAUSAL, None)
     assert calls == [((3, 7, 4, 6), (3, 7, 2, 6), 0.0, True)]
     torch.testing.assert_close(low.float(), output, rtol=0.05, atol=0.05)
     mask = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()
-    core(query.bfloat16(), key.bfloat16(), key.bfloat16(), AttentionPattern(mask=mask), 0.0)
+    core(query.bfloat16(), key.bfloat16(), key.bfloat16(), AttentionPattern(mask=mask), None)
     assert len(calls) == 1
