@@ -73,7 +73,7 @@ def drop_elements(
         _xor_shifted(word, 15, other)
         word.bitwise_xor_(k1[block]).mul_(_SECOND_FACTOR)
         _xor_shifted(word, 15, other)
-        # A product with 0 and 1 of x's own type: on CPU a third of the time of filling by a mask.
+        # A product with 0 and 1 of x's own type, since torch's filling by a mask is slow on CPU.
         torch.ge(word.bitwise_xor_(-(1 << 31)), smallest_kept, out=mask)
         torch.mul(rows[block], factor, out=output[block]).mul_(mask)
     return output.view(x.shape)

@@ -17,6 +17,7 @@ from megatron.core.kernels.dot_product_attention import (
     plain_attention,
     select_attention_core,
 )
+from megatron.core.kernels.dropout_keys import DropoutKeys, DropoutSamples
 from megatron.core.kernels.flash_attn import load_flash_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -111,11 +112,12 @@ def test_nothing_is_said_where_it_is_used(monkeypatch: pytest.MonkeyPatch, tmp_p
 WORKING = """
 import torch
 
-calls = []
+calls, drawn = [], []
 
 
 def flash_attn_func(query, key, value, dropout_p, causal):
     calls.append((tuple(query.shape), tuple(key.shape), dropout_p, causal))
+    drawn.append(torch.rand(4).tolist())
     return torch.nn.functional.scaled_dot_product_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=causal, enable_gqa=True
     ).transpose(1, 2)
@@ -138,3 +140,22 @@ def test_working_package_gets_batch_first_tensors_in_low_precision_only(
     mask = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()
     core(query.bfloat16(), key.bfloat16(), key.bfloat16(), AttentionPattern(mask=mask), None)
     assert len(calls) == 1
+
+
+def test_dropout_of_the_package_is_seeded_by_the_keys_and_leaves_the_generator_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, tmp_path, WORKING)
+    core = select_attention_core("auto", "cuda")
+    query = torch.randn(7, 3, 4, 6).bfloat16()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    for iteration in (0, 1, 0):
+        samples = DropoutSamples.at(1, iteration, 0, 3, "cpu")
+        keys = DropoutKeys(samples, torch.arange(7), slice(None), range(1))
+        core(query, query, query, CAUSAL, keys.of_attention(0, 0.2, range(4)))
+    package = sys.modules["flash_attn"]
+    assert [probability for _, _, probability, _ in package.calls] == [0.2] * 3
+    assert package.drawn[0] == package.drawn[2] != package.drawn[1]
+    assert torch.equal(torch.rand(3), expected)
