@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -83,11 +85,11 @@ class Device:
         torch.manual_seed(seed)
 
     def get_rng_state(self) -> torch.Tensor:
-        """Return the state of the default generator that dropout on this device draws from."""
+        """Return the state of the device's default generator."""
         return torch.cuda.get_rng_state(self.index) if self.is_cuda else torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Set the state of the default generator that dropout on this device draws from."""
+        """Set the state of the device's default generator."""
         if self.is_cuda:
             torch.cuda.set_rng_state(state, self.index)
         else:
@@ -125,6 +127,23 @@ class Device:
         """Give cached blocks back to the driver."""
         if self.is_cuda:
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def seeded_generator(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed a device's default generator inside the context; after it, it goes on as if nothing had been drawn.
+
+    No work on the device is waited for: CUDA's generators have their state, a seed and a count, on the host.
+    """
+    generator = torch.default_generator
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    outer = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(outer)
 
 
 def select_device(local_rank: int) -> Device:

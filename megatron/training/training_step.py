@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ from megatron.core.collectives import all_reduce
 from megatron.core.datasets.samples.batch import Batch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
+from megatron.core.kernels.dropout_keys import DropoutSamples
 from megatron.core.models.model import Model
 from megatron.core.optimizer.optimizer import StepOutcome
 from megatron.core.pipeline_parallel.action import Action
@@ -117,6 +118,7 @@ class _Begun:
     """Hold what an iteration begins with."""
 
     start_time: float
+    iteration: int
     global_batch_size: int
     sample_ids_hash: str | None
     learning_rate: float
@@ -183,6 +185,7 @@ class TrainingStep:
             sample_ids_hash = source.sample_ids_hash(ids)
         return _Begun(
             start_time=start_time,
+            iteration=train_state.iteration,
             global_batch_size=global_batch_size,
             sample_ids_hash=sample_ids_hash,
             learning_rate=self.parts.scheduler.learning_rate,
@@ -228,7 +231,7 @@ class TrainingStep:
         per_microbatch = config.training.micro_batch_size * config.data_parallel_size
         microbatches = Microbatches(source, len(parts.chunks))
         chunks = [
-            ModelChunk(self._forward(microbatches, chunk), ddp_chunk.no_sync, weight_grad_queue)
+            ModelChunk(self._forward(microbatches, chunk, begun.iteration), ddp_chunk.no_sync, weight_grad_queue)
             for chunk, ddp_chunk, weight_grad_queue in zip(parts.chunks, parts.ddp_chunks, parts.weight_grad_queues)
         ]
 
@@ -255,14 +258,23 @@ class TrainingStep:
                 loss_scale=begun.loss_scale,
             )
 
-    def _forward(self, microbatches: Microbatches, model: Model) -> ChunkForward:
+    def _forward(self, microbatches: Microbatches, model: Model, iteration: int) -> ChunkForward:
         def forward(microbatch: int, hidden: torch.Tensor | None) -> ChunkResult:
             with self.timers("batch-generator", log_level=2):
                 batch = microbatches.take(microbatch)
+                if model.config.has_dropout:
+                    batch = replace(batch, dropout_samples=self._dropout_samples(iteration, microbatch))
             with self.timers("forward-compute", log_level=2):
                 return self.forward_step(batch, model, hidden)
 
         return forward
+
+    def _dropout_samples(self, iteration: int, microbatch: int) -> DropoutSamples:
+        """Return the samples of this rank's micro-batch by their places in the iteration's global batch."""
+        config, size = self.config, self.config.training.micro_batch_size
+        first = (microbatch * config.data_parallel_size + self.runtime.state.dp.rank) * size
+        device = self.runtime.device.torch_device
+        return DropoutSamples.at(config.initialization.seed, iteration, first, size, device)
 
     def _outcome(
         self, agreement: Agreement, train_state: TrainState, source: SampleSource, global_batch_size: int

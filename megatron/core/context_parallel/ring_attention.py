@@ -6,21 +6,18 @@ every step is half a block of work on every rank, whatever the step.
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megatron.core.collectives import start_ring_exchange
 from megatron.core.context_parallel.partition import positions_of
-from megatron.core.device import Device
 from megatron.core.kernels.attention_block import AttentionBlocks, BlockMask, merge_block
 from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.kernels.dropout_keys import AttentionDropout
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
-
-_SEED_LIMIT = 2**62
 
 
 @dataclass(frozen=True)
@@ -43,23 +40,12 @@ class RingAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         pattern: AttentionPattern,
-        dropout: float,
+        dropout: AttentionDropout | None,
     ) -> torch.Tensor:
-        """Return the attention output; dropout draws its seed from torch's default generator."""
-        seed = draw_seed(query.device) if dropout else 0
-        ring = _Ring(self.cp, self.blocks, pattern, dropout, seed)
+        """Return the attention output."""
+        ring = _Ring(self.cp, self.blocks, pattern, dropout)
         output: torch.Tensor = _RingFunction.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
         return output
-
-
-def draw_seed(device: torch.device) -> int:
-    """Draw a seed from torch's default generator of a device, without waiting for the device."""
-    if device.type == "cpu":
-        return int(torch.randint(_SEED_LIMIT, ()).item())
-    # The generator's state lies in the host's memory; a draw that nobody reads moves it on.
-    state = Device(device.type, device.index or 0).get_rng_state()
-    torch.rand(1, device=device)
-    return int.from_bytes(hashlib.blake2b(bytes(state.tolist()), digest_size=7).digest(), "little")
 
 
 @dataclass(frozen=True)
@@ -78,8 +64,7 @@ class _Ring:
     cp: Group
     blocks: AttentionBlocks
     pattern: AttentionPattern
-    dropout: float
-    seed: int
+    dropout: AttentionDropout | None
 
     def step(self, number: int, query: torch.Tensor) -> _Step:
         """Return the work of a step for ``query: [s/cp, …]``; keys and values are those of rank ``cp.rank − number``.
@@ -93,13 +78,15 @@ class _Ring:
         if pattern.is_causal:
             first_query = local_length // 2 if source > rank else 0
             end_key = local_length // 2 if source < rank else local_length
-        visible = None
-        if not pattern.is_plain:
+        visible, dropout = None, self.dropout
+        if not pattern.is_plain or dropout:
             length = size * local_length
             queries, keys = (positions_of(holder, size, length, query.device) for holder in (rank, source))
-            visible = pattern.visible(queries[first_query:], keys[:end_key])
+            queries, keys = queries[first_query:], keys[:end_key]
+            visible = None if pattern.is_plain else pattern.visible(queries, keys)
+            dropout = replace(dropout, queries=queries, keys=keys) if dropout else None
         is_causal = pattern.is_plain_causal and number == 0
-        return _Step(first_query, end_key, BlockMask(visible, is_causal, self.dropout, self.seed + number))
+        return _Step(first_query, end_key, BlockMask(visible, is_causal, dropout))
 
 
 class _RingFunction(torch.autograd.Function):

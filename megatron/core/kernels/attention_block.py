@@ -8,17 +8,16 @@ https://arxiv.org/abs/2205.14135), and a block's gradients need nothing of the o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from megatron.core.kernels.dropout_keys import AttentionDropout
 from megatron.core.precision import arithmetic_dtype
 
 _MAX_FLASH_HEAD_DIM = 256
 MAX_SCORES = 2**24
 """Scores that are in memory at once where no kernel computes a block: 64 MiB of float32."""
-# Blocks of one call have consecutive seeds, one a rank: those of rows begin above them.
-_SEEDS_OF_RANKS = 16
 
 
 @dataclass(frozen=True)
@@ -26,21 +25,21 @@ class BlockMask:
     """Say what a block's queries may look at.
 
     ``visible`` of bool, True where a query may look (``[b or 1, 1, sq, sk]``), or None: then everything, or, if
-    ``is_causal``, the keys up to the query's own place in a block of as many keys as queries. With ``dropout`` above 0,
-    ``seed`` decides which weights are dropped, the same in both directions.
+    ``is_causal``, the keys up to the query's own place in a block of as many keys as queries. ``dropout`` is that of
+    the block's queries and keys.
     """
 
     visible: torch.Tensor | None = None
     is_causal: bool = False
-    dropout: float = 0.0
-    seed: int = 0
+    dropout: AttentionDropout | None = None
 
     def rows(self, start: int, end: int, num_keys: int, device: torch.device) -> BlockMask:
-        """Return the mask of some of the queries, with a seed of their own."""
+        """Return the mask of some of the queries."""
         visible = None if self.visible is None else self.visible[:, :, start:end]
         if visible is None and self.is_causal:
             visible = torch.ones(end - start, num_keys, dtype=torch.bool, device=device).tril(start)[None, None]
-        return BlockMask(visible, dropout=self.dropout, seed=self.seed + (start << _SEEDS_OF_RANKS))
+        dropout = replace(self.dropout, queries=self.dropout.queries[start:end]) if self.dropout else None
+        return BlockMask(visible, dropout=dropout)
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ class AttentionBlocks:
         return self.has_kernel(
             *(query.device.type, query.dtype, query.shape[-1]),
             has_mask=mask.visible is not None,
-            has_dropout=mask.dropout > 0.0,
+            has_dropout=mask.dropout is not None,
         )
 
     def _parts(self, query: torch.Tensor, key: torch.Tensor, mask: BlockMask) -> Iterator[tuple[slice, BlockMask]]:
@@ -194,7 +193,7 @@ def plain_block(
     logsumexp = scores.logsumexp(dim=-1)
     weights = (scores - _finite(logsumexp)[..., None]).exp()
     if mask.dropout:
-        weights = weights * _kept(weights, mask)
+        weights = mask.dropout.drop(weights)
     return weights.to(query.dtype) @ value, logsumexp
 
 
@@ -217,8 +216,7 @@ def plain_block_backward(
     grad_weights = (grad @ value.mT).to(wide)
     kept = weights
     if mask.dropout:
-        factor = _kept(weights, mask)
-        kept, grad_weights = weights * factor, grad_weights * factor
+        kept, grad_weights = mask.dropout.drop(weights), mask.dropout.drop(grad_weights)
     row_sums = (grad.to(wide) * output.to(wide)).sum(dim=-1, keepdim=True)
     grad_scores = weights * (grad_weights - row_sums) * query.shape[-1] ** -0.5
     if softcap is not None:
@@ -247,13 +245,6 @@ def _masked(scores: torch.Tensor, mask: BlockMask) -> torch.Tensor:
 def _finite(logsumexp: torch.Tensor) -> torch.Tensor:
     """Replace −inf by 0: subtracted from scores of −inf, it leaves weights of 0 and not NaN."""
     return logsumexp.masked_fill(logsumexp.isneginf(), 0.0)
-
-
-def _kept(weights: torch.Tensor, mask: BlockMask) -> torch.Tensor:
-    """Return the factor of every weight under dropout: 0, or 1 / (1 − dropout)."""
-    generator = torch.Generator(weights.device).manual_seed(mask.seed)
-    kept = torch.empty_like(weights).bernoulli_(1.0 - mask.dropout, generator=generator)
-    return kept / (1.0 - mask.dropout)
 
 
 def _additive(mask: BlockMask, dtype: torch.dtype) -> torch.Tensor | None:

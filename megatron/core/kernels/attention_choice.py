@@ -12,11 +12,13 @@ from megatron.core.device import compute_capability
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dot_product_attention import (
     AttentionCore,
+    drawing_as,
     fused_attention,
     masked_attention,
     plain_attention,
     torch_flash_attention,
 )
+from megatron.core.kernels.dropout_keys import AttentionDropout
 from megatron.core.kernels.flash_attn import FlashAttention, load_flash_attention, load_flash_attention_3
 from megatron.core.kernels.flex_attention import BLOCK_SIZE, attend_by_blocks, load_flex_attention
 
@@ -80,13 +82,18 @@ class AttentionKernels:
     has_softcap: bool = False
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: AttentionPattern, dropout: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pattern: AttentionPattern,
+        dropout: AttentionDropout | None,
     ) -> torch.Tensor:
         """Return the attention output, as every `AttentionCore` does."""
         call = AttentionCall(
             *(query.dtype, query.shape[3], query.shape[0], key.shape[0], pattern),
             has_groups=key.shape[2] != query.shape[2],
-            has_dropout=dropout > 0.0,
+            has_dropout=dropout is not None,
             has_softcap=self.has_softcap,
         )
         return self.choose(call).compute(query, key, value, pattern, dropout)
@@ -174,7 +181,11 @@ def _kernels_of_torch(device: torch.device, softcap: float | None) -> list[Atten
     if flex is not None:
 
         def compute(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: AttentionPattern, dropout: float
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            pattern: AttentionPattern,
+            dropout: AttentionDropout | None,
         ) -> torch.Tensor:
             assert not dropout, "FlexAttention has no dropout"
             return attend_by_blocks(flex, query, key, value, pattern, softcap)
@@ -199,14 +210,19 @@ def _without_dropout(can: Callable[[AttentionCall], bool]) -> Callable[[Attentio
 
 def _by_package(flash: FlashAttention, softcap: float | None) -> AttentionCore:
     def compute(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: AttentionPattern, dropout: float
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pattern: AttentionPattern,
+        dropout: AttentionDropout | None,
     ) -> torch.Tensor:
-        return flash(
-            *(query, key, value),
-            is_causal=pattern.is_causal,
-            window=pattern.window,
-            softcap=softcap,
-            dropout=dropout,
-        )
+        with drawing_as(dropout, query.device):
+            return flash(
+                *(query, key, value),
+                is_causal=pattern.is_causal,
+                window=pattern.window,
+                softcap=softcap,
+                dropout=dropout.probability if dropout else 0.0,
+            )
 
     return compute

@@ -13,13 +13,14 @@ from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
 from megatron.core.kernels.attention_block import AttentionBlocks
 from megatron.core.kernels.attention_choice import PLAIN_BACKENDS, AttentionCall, select_attention_core
 from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutKeys
 from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.tensor_parallel.layers import RowParallelLinear
-from megatron.core.tensor_parallel.random import TENSOR_PARALLEL, RngStreams
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.across_heads_norm import AcrossHeadsNorm
+from megatron.core.transformer.dropout import require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.query_key_value import make_query_key_value
@@ -75,15 +76,14 @@ class SelfAttention(nn.Module):
         config: TransformerConfig,
         layer_number: int,
         tp: Group,
-        rng: RngStreams,
         device: torch.device | str,
         cp: Group | None = None,
     ) -> None:
         super().__init__()
         self.layer_number = layer_number
-        self.rng = rng
         self.head_dim = config.kv_channels
         self.num_heads = config.num_attention_heads // tp.size
+        self.heads = range(tp.rank * self.num_heads, (tp.rank + 1) * self.num_heads)
         self.num_groups = key_value_heads_of_rank(config.num_query_groups, tp.size)
         self.window = config.layer_windows[layer_number]
         # The cores divide scores by the root of the head's width.
@@ -137,8 +137,13 @@ class SelfAttention(nn.Module):
         pattern: AttentionPattern,
         angles: RotaryAngles | None,
         cache: KeyValueCache | None = None,
+        dropout: DropoutKeys | None = None,
     ) -> LayerOutput:
-        """Return the attention output."""
+        """Return the attention output.
+
+        Raises:
+            ConfigurationError: weights are dropped in training, and there are no keys.
+        """
         assert self.cp.size == 1 or (cache is None and pattern.mask is None), "a cache or a mask is of whole sequences"
         query, key, value = self._query_key_value(x)
         if angles is not None:
@@ -151,10 +156,13 @@ class SelfAttention(nn.Module):
             key, value = cache.update(self.layer_number, key, value)
         if self.window is not None and self.window < key.shape[0] * self.cp.size:
             pattern = pattern.within(self.window)
+        of_weights = None
+        if self.training and self.dropout > 0.0:
+            of_weights = require_keys(dropout).of_attention(self.layer_number, self.dropout, self.heads)
         if self.recompute_core and self.training:
-            context = recompute(self._attend, self.rng, query, key, value, pattern)
+            context = recompute(self._attend, query, key, value, pattern, of_weights)
         else:
-            context = self._attend(query, key, value, pattern)
+            context = self._attend(query, key, value, pattern, of_weights)
         return LayerOutput(self.linear_proj(context))
 
     def _query_key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -170,12 +178,13 @@ class SelfAttention(nn.Module):
         return query, key, value
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: AttentionPattern
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pattern: AttentionPattern,
+        dropout: AttentionDropout | None,
     ) -> torch.Tensor:
         """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * d]``."""
-        if self.training and self.dropout > 0.0:
-            with self.rng.fork(TENSOR_PARALLEL):
-                context = self.core(query, key, value, pattern, self.dropout)
-        else:
-            context = self.core(query, key, value, pattern, 0.0)
+        context = self.core(query, key, value, pattern, dropout)
         return context.reshape(*context.shape[:2], -1)

@@ -157,6 +157,11 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
         return self.swiglu or self.geglu
 
     @property
+    def has_dropout(self) -> bool:
+        """Return whether anything is dropped in training."""
+        return self.hidden_dropout > 0.0 or self.attention_dropout > 0.0
+
+    @property
     def score_scalar(self) -> int:
         """Return the number by whose root attention scores are divided."""
         return self.kv_channels if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from megatron.core.device import Device, select_device
+from megatron.core.device import Device, seeded_generator, select_device
 from megatron.core.errors import ConfigurationError
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 
@@ -39,6 +39,21 @@ def test_random_state_round_trip() -> None:
     assert torch.equal(torch.rand(5), first)
     CPU.seed_default_generator(7)
     assert torch.equal(torch.rand(5), first)
+
+
+def test_a_seeded_generator_leaves_no_trace() -> None:
+    CPU.seed_default_generator(7)
+    expected = torch.rand(5)
+    CPU.seed_default_generator(7)
+    drawn = []
+    for seed in (3, 4, 3):
+        with seeded_generator(CPU.torch_device, seed):
+            drawn.append(torch.rand(5))
+    with pytest.raises(ValueError), seeded_generator(CPU.torch_device, 3):
+        raise ValueError
+    assert torch.equal(torch.rand(5), expected)
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
 
 
 def test_memory_of_the_process_is_counted_in_mib() -> None:

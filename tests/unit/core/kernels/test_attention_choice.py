@@ -132,7 +132,7 @@ def test_memory_is_linear_in_the_sequence_and_the_host_does_not_wait(name: str, 
         parts = [(range(end - chunk, end), range(end if whole.is_causal else length)) for end in ends]
     with _Largest() as largest:
         for queries, keys in parts:
-            output = core(*(query[: len(queries)], key[: len(keys)], key[: len(keys)], whole.part(queries, keys)), 0.0)
+            output = core(*(query[: len(queries)], key[: len(keys)], key[: len(keys)], whole.part(queries, keys)), None)
             assert output.shape == (len(queries), BATCH, HEADS, WIDTH)
     assert largest.elements <= query.numel() < length * length
 

@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.kernels.dot_product_attention import fused_attention, masked_attention, plain_attention
+from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutSamples
 
 BATCH, HEADS, WIDTH = 3, 6, 10
 CORES = (plain_attention, fused_attention, masked_attention)
@@ -52,7 +53,7 @@ def test_kernels_equal_the_definition(core, packed: bool, groups: int) -> None:
     if packed:
         ids = DOCUMENT_IDS.numpy()
         sees &= ids[:, :, None] == ids[:, None, :]
-    output = core(query, key, value, pattern, 0.0)
+    output = core(query, key, value, pattern, None)
     assert output.dtype == torch.float64
     expected = one_query_at_a_time(query.numpy(), key.numpy(), value.numpy(), sees)
     np.testing.assert_allclose(output.numpy(), expected, rtol=1e-12, atol=1e-13)
@@ -63,8 +64,8 @@ def test_kernels_equal_the_definition(core, packed: bool, groups: int) -> None:
 def test_last_queries_of_a_cached_sequence(core, num_queries: int) -> None:
     """New positions see every position before them, and themselves."""
     query, key, value = tensors(9, 9, 2)
-    whole = core(query, key, value, CAUSAL, 0.0)
-    last = core(query[-num_queries:], key, value, CAUSAL, 0.0)
+    whole = core(query, key, value, CAUSAL, None)
+    last = core(query[-num_queries:], key, value, CAUSAL, None)
     torch.testing.assert_close(last, whole[-num_queries:])
 
 
@@ -76,7 +77,7 @@ def test_gradients_of_fused_attention_equal_plain_ones(packed: bool, groups: int
     gradients = []
     for core in CORES:
         leaves = [tensor.requires_grad_() for tensor in tensors(9, 9, groups)]
-        (core(*leaves, pattern, 0.0) * weights).sum().backward()
+        (core(*leaves, pattern, None) * weights).sum().backward()
         gradients.append([leaf.grad for leaf in leaves])
     plain, *others = gradients
     for fused in others:
@@ -87,8 +88,8 @@ def test_gradients_of_fused_attention_equal_plain_ones(packed: bool, groups: int
 @pytest.mark.parametrize("core", CORES)
 def test_low_precision_softmax_runs_in_float32(core) -> None:
     query, key, value = tensors(9, 9, 2, torch.bfloat16)
-    output = core(query, key, value, CAUSAL, 0.0)
-    exact = plain_attention(query.double(), key.double(), value.double(), CAUSAL, 0.0)
+    output = core(query, key, value, CAUSAL, None)
+    exact = plain_attention(query.double(), key.double(), value.double(), CAUSAL, None)
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), exact, rtol=0.02, atol=0.02)
 
@@ -98,18 +99,22 @@ def test_float16_scores_do_not_overflow(core) -> None:
     """Query times key is above 65,504, float16's largest number, and stays so after the scaling."""
     query, key, value = (tensor.half() for tensor in tensors(9, 9, 2))
     query, key = query * 300, key * 300
-    exact = plain_attention(query.double(), key.double(), value.double(), CAUSAL, 0.0)
-    output = core(query, key, value, CAUSAL, 0.0)
+    exact = plain_attention(query.double(), key.double(), value.double(), CAUSAL, None)
+    output = core(query, key, value, CAUSAL, None)
     torch.testing.assert_close(output.double(), exact, rtol=0.002, atol=0.002)
 
 
 @pytest.mark.parametrize("core", CORES)
 def test_dropout_keeps_the_expected_value(core) -> None:
     query, key, value = tensors(9, 9, 2)
-    torch.manual_seed(1)
-    outputs = torch.stack([core(query, key, value, CAUSAL, 0.3) for _ in range(400)])
+    outputs = []
+    for iteration in range(400):
+        states = DropoutSamples.at(1, iteration, 0, BATCH, "cpu").states
+        dropout = AttentionDropout(0.3, states, torch.arange(9), torch.arange(HEADS))
+        outputs.append(core(query, key, value, CAUSAL, dropout))
+    outputs = torch.stack(outputs)
     assert outputs.std(dim=0).max() > 0.1
-    error = outputs.mean(dim=0) - plain_attention(query, key, value, CAUSAL, 0.0)
+    error = outputs.mean(dim=0) - plain_attention(query, key, value, CAUSAL, None)
     assert (error.abs() / (outputs.std(dim=0) / 20).clamp_min(1e-3)).mean() < 1.5
 
 
@@ -120,4 +125,4 @@ def test_attention_in_both_directions(core, packed: bool) -> None:
     ids = DOCUMENT_IDS.numpy() if packed else np.zeros((BATCH, 9))
     pattern = AttentionPattern(is_causal=False, document_ids=DOCUMENT_IDS if packed else None)
     expected = one_query_at_a_time(query.numpy(), key.numpy(), value.numpy(), ids[:, :, None] == ids[:, None, :])
-    np.testing.assert_allclose(core(query, key, value, pattern, 0.0).numpy(), expected, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(core(query, key, value, pattern, None).numpy(), expected, rtol=1e-12, atol=1e-13)

@@ -18,6 +18,7 @@ from megatron.core.kernels.attention_choice import (
 )
 from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.kernels.dot_product_attention import fused_attention, plain_attention
+from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutKeys, DropoutSamples
 from megatron.core.kernels.flash_attn import load_flash_attention, load_flash_attention_3
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -133,11 +134,11 @@ def test_package_computes_what_plain_attention_does(
         torch.randn(length, 3, heads, 8, generator=generator).bfloat16().requires_grad_()
         for length, heads in ((num_queries, 4), (7, 2), (7, 2))
     )
-    output = core(query, key, value, PATTERNS[name], 0.0)
+    output = core(query, key, value, PATTERNS[name], None)
     assert sys.modules["flash_attn"].calls == [
         {"q": (3, num_queries, 4, 8), "k": (3, 7, 2, 8), "dropout_p": 0.0, "causal": PATTERNS[name].is_causal}
     ]
-    exact = plain_attention(query.double(), key.double(), value.double(), PATTERNS[name], 0.0, softcap)
+    exact = plain_attention(query.double(), key.double(), value.double(), PATTERNS[name], None, softcap)
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), exact, rtol=0.02, atol=0.02)
     grads = (torch.autograd.grad(out.double().square().sum(), (query, key, value)) for out in (output, exact))
@@ -152,18 +153,38 @@ def test_package_is_given_dropout_but_no_documents_no_masks_and_no_float32(
     core = select_attention_core("auto", "cuda")
     calls = sys.modules["flash_attn"].calls
     query, key = torch.randn(7, 3, 4, 6), torch.randn(7, 3, 2, 6)
-    output = core(query, key, key, CAUSAL, 0.0)
-    torch.testing.assert_close(output, plain_attention(query, key, key, CAUSAL, 0.0))
+    output = core(query, key, key, CAUSAL, None)
+    torch.testing.assert_close(output, plain_attention(query, key, key, CAUSAL, None))
     low = query.bfloat16(), key.bfloat16(), key.bfloat16()
     mask = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]).expand(3, -1)
     for pattern in (AttentionPattern(mask=mask), AttentionPattern(document_ids=documents)):
-        given = core(*low, pattern, 0.0)
-        wanted = plain_attention(query, key, key, pattern, 0.0)
+        given = core(*low, pattern, None)
+        wanted = plain_attention(query, key, key, pattern, None)
         torch.testing.assert_close(given.float(), wanted, rtol=0.05, atol=0.05)
     assert calls == []
-    core(*low, CAUSAL, 0.25)
+    core(*low, CAUSAL, dropout_of(0, 0.25))
     assert [call["dropout_p"] for call in calls] == [0.25]
+
+
+def test_dropout_of_the_package_is_seeded_by_the_keys_and_leaves_the_generator_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, tmp_path, STAND_IN)
+    core = select_attention_core("auto", "cuda")
+    low = [torch.randn(7, 3, 4, 8).bfloat16() for _ in range(3)]
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first, second, again = (core(*low, CAUSAL, dropout_of(iteration, 0.2)) for iteration in (0, 1, 0))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def dropout_of(iteration: int, probability: float) -> AttentionDropout:
+    samples = DropoutSamples.at(1, iteration, 0, 3, "cpu")
+    return DropoutKeys(samples, torch.arange(7), slice(None), range(1)).of_attention(0, probability, range(4))
 
 
 def test_version_3_comes_first_and_dropout_is_left_to_version_2(
@@ -174,10 +195,10 @@ def test_version_3_comes_first_and_dropout_is_left_to_version_2(
     monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
     core = select_attention_core("flash", "cuda")
     low = [torch.randn(7, 3, 4, 8).bfloat16() for _ in range(3)]
-    output = core(*low, CAUSAL, 0.0)
-    torch.testing.assert_close(output, fused_attention(*low, CAUSAL, 0.0))
+    output = core(*low, CAUSAL, None)
+    torch.testing.assert_close(output, fused_attention(*low, CAUSAL, None))
     assert sys.modules["flash_attn"].calls == []
-    core(*low, CAUSAL, 0.1)
+    core(*low, CAUSAL, dropout_of(0, 0.1))
     assert len(sys.modules["flash_attn"].calls) == 1
     for capability, expected in (((9, 0), "flash-attn 3"), ((8, 0), "flash-attn 2"), ((7, 5), SDPA)):
         monkeypatch.setattr("megatron.core.kernels.attention_choice.compute_capability", lambda _, c=capability: c)
