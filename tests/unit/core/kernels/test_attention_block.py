@@ -165,7 +165,9 @@ def test_scores_in_memory_do_not_grow_with_the_block() -> None:
 
     with FakeTensorMode():
         query, key, grad = (torch.empty(1, heads, 8192, 16, dtype=torch.bfloat16) for heads in (8, 2, 8))
-        blocks, mask = AttentionBlocks(), BlockMask(is_causal=True, dropout=0.1)
+        states, positions = DropoutSamples.at(12, 0, 0, 1, "cpu").states, torch.arange(8192)
+        dropout = AttentionDropout(0.1, states, positions, torch.arange(8), positions)
+        blocks, mask = AttentionBlocks(), BlockMask(is_causal=True, dropout=dropout)
         with Sizes():
             output, logsumexp = blocks.forward(query, key, key, mask)
             blocks.backward(grad, query, key, key, output, logsumexp, mask)
