@@ -56,7 +56,7 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
     """
     _check(arguments)
     gpu = find_gpu(arguments.gpu)
-    parsed = resolve_arguments(training_flags, arguments.world_size)
+    parsed = resolve_arguments(training_flags, arguments.world_size, needs_files=False)
     config = with_known_vocabulary(parsed.config)
     for note in parsed.notes:
         print(note)

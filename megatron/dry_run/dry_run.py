@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -128,7 +129,10 @@ def _world(rank: int, world_size: int) -> Iterator[None]:
     if world_size == 1:
         yield
         return
+    hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    # Torch would name the rank before every line of an error from now on, and once more for each world.
+    sys.excepthook = hook
     try:
         yield
     finally:

@@ -20,26 +20,16 @@ from megatron.dry_run.step_record import Communication, HostWait, Operation, Ste
 
 _PROJECT = Path(__file__).resolve().parents[2]
 _OWN_FOLDER = str(Path(__file__).resolve().parent)
-_NO_KERNEL = frozenset(
+_VIEWS = frozenset(
     (
-        *(
-            "view",
-            "_unsafe_view",
-            "t",
-            "transpose",
-            "permute",
-            "slice",
-            "select",
-            "split",
-            "split_with_sizes",
-            "unbind",
-        ),
-        *("expand", "detach", "alias", "squeeze", "unsqueeze", "as_strided", "reshape", "narrow", "chunk", "unfold"),
-        *("lift_fresh", "movedim", "diagonal", "_reshape_alias", "view_as_real", "is_same_size", "record_stream"),
-        *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "set_", "resize_"),
+        *("view", "_unsafe_view", "t", "transpose", "permute", "slice", "select", "split", "split_with_sizes", "unbind"),
+        *("expand", "detach", "alias", "squeeze", "unsqueeze", "as_strided", "narrow", "chunk", "unfold", "movedim"),
+        *("lift_fresh", "diagonal", "_reshape_alias", "view_as_real", "is_same_size", "record_stream"),
     )
 )
-"""Operations that launch nothing: views, and memory without values."""
+_ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "set_", "resize_")
+_IN_PLACE = ("_fused_sgd_",)
+"""Operations that change their arguments only, for which torch has no form without values."""
 _OVERWRITE = ("copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_")
 _CROSSING = ("_to_copy", "copy_")
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
@@ -85,6 +75,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation without values, and note it."""
         kwargs = kwargs or {}
         namespace, name = func._schema.name.split("::")
+        # Operations are many: nothing more is asked of those of which there is nothing to note.
+        with torch._C.DisableTorchFunction():
+            if namespace == "prim" or name in _VIEWS:
+                return func(*args, **kwargs)
+            return self._run(func, namespace, name, args, kwargs)
+
+    def _run(self, func: Any, namespace: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         is_on_host = not any(isinstance(tensor, FakeTensor) for tensor in given)
         if is_on_host and namespace != "c10d" and torch.device(kwargs.get("device") or "cpu").type == "cpu":
@@ -93,13 +90,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "_local_scalar_dense":
             self._note_value()
             return 1.0 if given[0].dtype.is_floating_point else 1
-        result = func(*args, **kwargs)
+        result = None if name in _IN_PLACE else func(*args, **kwargs)
         returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         where = self._where()
         is_new = [self.memory.see(tensor, self.phase, where) for tensor in returned]
         if any(is_new):
             self._note_memory()
-        if namespace in ("prim", "c10d"):
+        if namespace == "c10d":
             return result
         devices = {tensor.device.type for tensor in (*given, *returned)}
         if name in _CROSSING and len(devices) > 1:
@@ -109,7 +106,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.wait(f"copy from {ends}", where)
         if name in _INDEXING and any(tensor.dtype is torch.bool and tensor.is_cuda for tensor in given[1:]):
             self.wait("index by a mask", where)
-        if "cuda" not in devices or name in _NO_KERNEL or (name == "contiguous" and result is args[0]):
+        if "cuda" not in devices or name in _ALLOCATIONS:
             return result
         cuda = [tensor for tensor in given if tensor.device.type == "cuda"]
         made = [tensor for tensor in returned if tensor.device.type == "cuda"]
