@@ -45,6 +45,13 @@ def test_a_machine_without_a_compiler_is_told_what_to_do(tmp_path: Path, monkeyp
         pretended_cuda._built_library(pretended_cuda._torch_folder(), tmp_path)
 
 
+def test_a_folder_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = tmp_path.stat().st_uid
+    monkeypatch.setattr("megatron.dry_run.pretended_cuda.os.getuid", lambda: owner + 1)
+    with pytest.raises(ConfigurationError, match="belongs to another user"):
+        pretended_cuda._built_library(pretended_cuda._torch_folder(), tmp_path)
+
+
 def test_a_process_that_has_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", sys)
     with pytest.raises(ConfigurationError, match="has torch already"):
