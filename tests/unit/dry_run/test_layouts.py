@@ -140,3 +140,5 @@ def test_memory_and_parameters_of_345m(results: dict[str, DryRunResult]) -> None
     # Weights of 16 bits, gradients of 32, and main weights and two moments of 32; buffers are padded a little.
     for holder, width in (("weights", 2), ("gradients", 4), ("optimizer", 12)):
         assert report["peak_holders"][holder] == pytest.approx(width * parameters, rel=0.01)
+    # The logits themselves at least, and at most with two copies of them in float32.
+    assert 2 * 8192 * 50304 <= report["peak_holders"]["logits"] <= 10 * 8192 * 50304
