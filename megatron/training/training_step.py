@@ -17,6 +17,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
 from megatron.core.models.model import Model
 from megatron.core.optimizer.optimizer import StepOutcome
+from megatron.core.pipeline_parallel.action import Action
 from megatron.core.pipeline_parallel.executor import (
     ChunkForward,
     ChunkResult,
@@ -109,7 +110,8 @@ class _Begun:
 class TrainingStep:
     """Run iterations of a model on a source of micro-batches.
 
-    ``observe_gradients`` is called between the last reduction of the gradients and the update.
+    ``observe_gradients`` is called between the last reduction of the gradients and the update, and ``action_clock``
+    with the actions of an iteration for the executor's clock.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class TrainingStep:
         forward_step: ForwardStep,
         timers: Timers,
         observe_gradients: Callable[[], None] | None = None,
+        action_clock: Callable[[Sequence[Action]], Callable[[], float] | None] = lambda actions: None,
     ) -> None:
         self.config = config
         self.runtime = runtime
@@ -127,6 +130,7 @@ class TrainingStep:
         self.forward_step = forward_step
         self.timers = timers
         self._observe_gradients = observe_gradients
+        self._action_clock = action_clock
         # The backward pass costs twice the forward pass; recomputed activations do not count.
         self._flops_per_sequence = 3.0 * parts.chunks[0].config.forward_flops_per_sequence(config.data.seq_length)
         self._peak_tflops = runtime.device.peak_tflops(config.model.params_dtype)
@@ -230,6 +234,7 @@ class TrainingStep:
                 connection=parts.connection,
                 calculate_per_token_loss=config.training.calculate_per_token_loss,
                 loss_scale=begun.loss_scale,
+                clock=self._action_clock(actions),
             )
 
     def _forward(self, microbatches: Microbatches, model: Model) -> ChunkForward:

@@ -12,6 +12,7 @@ from megatron.training.config.checks import (
     learning_rate,
     model,
     pipeline,
+    profiling,
 )
 from megatron.training.config.run_config import RunConfig
 
@@ -23,13 +24,12 @@ _CHECKS = (
     *pipeline.CHECKS,
     *batch.CHECKS,
     *learning_rate.CHECKS,
+    *profiling.CHECKS,
 )
 _FILE_CHECKS = (*data_files.CHECKS, *files.CHECKS)
 
 
-def find_problems(
-    config: RunConfig, broken: frozenset[str] = frozenset(), *, needs_files: bool = True
-) -> list[str]:
+def find_problems(config: RunConfig, broken: frozenset[str] = frozenset(), *, needs_files: bool = True) -> list[str]:
     """Return every problem of a resolved configuration, one line each.
 
     ``broken`` names fields whose value could not be read; no check that reads one of them is made. Without
