@@ -13,6 +13,7 @@ COMMANDS = (
     "checkpoint.diff",
     "checkpoint.inspect",
     "clean_dataset",
+    "doctor",
     "inspect_batch",
     "inspect_dataset",
     "merge_datasets",
