@@ -85,8 +85,8 @@ def compare(pair: KernelPair, device: Device, dtype: torch.dtype) -> dict[str, A
     """Return how far the results and the gradients of a pair are apart, and the milliseconds of both, as a row."""
     generator = torch.Generator().manual_seed(8)
     inputs = [torch.randn(shape, generator=generator).to(device.torch_device, dtype) for shape in pair.shapes]
-    result, gradients = _run(pair.kernel, inputs, pair.has_gradient)
-    expected, wanted = _run(pair.twin, inputs, pair.has_gradient)
+    result, gradients = run_with_gradients(pair.kernel, inputs, pair.has_gradient)
+    expected, wanted = run_with_gradients(pair.twin, inputs, pair.has_gradient)
     return {
         "name": f"{pair.name}, {str(dtype).removeprefix('torch.')}",
         "shapes": [list(shape) for shape in pair.shapes],
@@ -98,7 +98,9 @@ def compare(pair: KernelPair, device: Device, dtype: torch.dtype) -> dict[str, A
     }
 
 
-def _run(kernel: Kernel, inputs: list[torch.Tensor], has_gradient: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def run_with_gradients(
+    kernel: Kernel, inputs: list[torch.Tensor], has_gradient: bool
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     leaves = [tensor.clone().requires_grad_(has_gradient) for tensor in inputs]
     result = kernel(*leaves)
     if has_gradient:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.gpu.kernels import KernelPair, KernelSizes, compare, kernel_pairs
 from tests.gpu.report import Report
 from tests.gpu.source_lines import measure_lines
 from tests.gpu.timing import GPT2_345M, Timing, gpu_type, layers_that_fit, time_training
+from tests.harness.training_run import run_command
 
 CPU = Device("cpu")
 SIZES = KernelSizes(length=24, batch=2, heads=4, groups=2, head_size=6)
@@ -57,6 +59,17 @@ def test_kernels_are_held_against_their_twins(dtype: torch.dtype, report: Report
     names = [row["name"].partition(",")[0] for row in content(report)["kernels"]]
     assert names == ["fused attention", "fused attention", "attention block", "linear map"]
     assert markdown(report).count("\n| fused attention, ") == 2
+
+
+@needs_compiler
+def test_kernels_are_called_on_cuda_tensors_without_values() -> None:
+    """Each kernel of each pair takes CUDA tensors and makes what its twin makes, on the device and in the format."""
+    done = run_command([sys.executable, "-m", "tests.gpu.pretended"]).check()
+    found = json.loads(done.stdout)
+    assert len(found) == 2 * 2 * 4
+    for (name, made), (_, wanted) in zip(found[::2], found[1::2]):
+        assert made == wanted, name
+        assert {device for device, _, _ in made} == {"cuda:0"}
 
 
 def test_a_wrong_kernel_is_seen_in_its_result_and_its_gradient() -> None:
@@ -98,7 +111,7 @@ def test_bandwidths_are_measured_by_processes(report: Report) -> None:
 @needs_compiler
 def test_a_training_is_timed_beside_its_prediction(report: Report) -> None:
     flags = (*GPT2_345M, *TINY, "--global-batch-size", "4")
-    timing = Timing("GPT-2 tiny", flags, 2, "h100-80gb", "Made small for a CPU.", num_steps=8)
+    timing = Timing("GPT-2 tiny", flags, 1, "h100-80gb", "Made small for a CPU.", num_steps=8)
     row = time_training(timing, report.folder)
     report.add("timings", row)
     assert len(row["steps_ms"]) == 2

@@ -14,7 +14,13 @@ import pytest
 
 from megatron.commands.doctor import main
 from megatron.core.device import Device
-from megatron.doctor.bandwidth import OPERATIONS, Bandwidth, measure_collective, measure_host_copies
+from megatron.doctor.bandwidth import (
+    OPERATIONS,
+    Bandwidth,
+    measure_collective,
+    measure_host_copies,
+    measure_peer_copies,
+)
 from megatron.doctor.environment import examine_environment
 from megatron.doctor.finding import Finding
 from megatron.doctor.machine import count_cores, examine_machine
@@ -170,6 +176,9 @@ def test_copies_to_a_device_are_timed() -> None:
     found = measure_host_copies(Device("cpu"), 4096)
     assert list(found) == ["host to device", "device to host"]
     assert all(each.seconds > 0 for each in found.values())
+    between = measure_peer_copies([Device("cpu", 0), Device("cpu", 1)], 4096)
+    assert sorted(between) == [(0, 1), (1, 0)]
+    assert all(each.num_bytes == 4096 for each in between.values())
 
 
 def test_the_command_answers_in_lines_and_in_json(tmp_path: Path, capsys, monkeypatch) -> None:
