@@ -13,6 +13,7 @@ COMMANDS = (
     "checkpoint.diff",
     "checkpoint.inspect",
     "clean_dataset",
+    "doctor",
     "gpu_dry_run",
     "inspect_batch",
     "inspect_dataset",

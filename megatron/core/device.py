@@ -14,6 +14,7 @@ import torch
 from megatron.core.errors import ConfigurationError
 
 _MIB = 1024 * 1024
+_MAX_MEMORY_EVENTS = 100_000
 _PROCESS_MEMORY = "/proc/self/statm"
 
 # Dense bf16/fp16 and fp32 peaks in TFLOP/s, from the vendors' data sheets.
@@ -112,6 +113,30 @@ class Device:
         # The kernel counts the peak in coarse steps: it can lag behind what is resident now.
         peak = max(resident, _peak_bytes() / _MIB)
         return MemoryUse(resident, peak, resident, peak)
+
+    def start_profiler(self) -> None:
+        """Begin the part of the run that nsys --capture-range=cudaProfilerApi records."""
+        if self.is_cuda:
+            torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+
+    def stop_profiler(self) -> None:
+        """End the part of the run that nsys records."""
+        if self.is_cuda:
+            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+    def record_memory_history(self) -> None:
+        """Keep from now on where each block of the device's memory was asked for and given back."""
+        if self.is_cuda:
+            torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
+
+    def save_memory_history(self, path: str) -> None:
+        """Write what was kept to a file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self.is_cuda:
+            torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
 
     def peak_tflops(self, dtype_name: str) -> float | None:
         """Return the device's dense matrix peak in TFLOP/s, or None where it is not known (every CPU)."""

@@ -38,6 +38,7 @@ from megatron.training.process.refusal import reasons_of, refuse_in_run
 from megatron.training.process.signals import ExitRequest
 from megatron.training.reporting.log_lines import format_datetime
 from megatron.training.reporting.metrics import MetricsWriter
+from megatron.training.reporting.profiling import Profiling
 from megatron.training.training import TrainingRun, evaluate_and_report, is_evaluation_due, train
 from megatron.training.training_step import ForwardStep
 
@@ -108,21 +109,22 @@ def with_vocabulary(config: RunConfig, tokenizer: Tokenizer, log: Log) -> RunCon
 
 
 def _run(application: Application, start_time: float) -> None:
-    run, datasets = _set_up(application)
-    try:
-        with closing(run.evaluation_sets):
-            _train_and_evaluate(application, run, datasets, start_time)
-        run.checkpoints.check_last()
-    except TrainingError:
-        # Every rank comes here: a checkpoint that is being written is worth the wait.
-        run.checkpoints.finish()
-        raise
-    finally:
-        if run.metrics is not None:
-            run.metrics.close()
+    with closing(Profiling(application.config, application.runtime, application.log)) as profiling:
+        run, datasets = _set_up(application, profiling)
+        try:
+            with closing(run.evaluation_sets):
+                _train_and_evaluate(application, run, datasets, start_time)
+            run.checkpoints.check_last()
+        except TrainingError:
+            # Every rank comes here: a checkpoint that is being written is worth the wait.
+            run.checkpoints.finish()
+            raise
+        finally:
+            if run.metrics is not None:
+                run.metrics.close()
 
 
-def _set_up(application: Application) -> tuple[TrainingRun, DatasetSplits]:
+def _set_up(application: Application, profiling: Profiling) -> tuple[TrainingRun, DatasetSplits]:
     """Build what the run works on, and bring it to where its checkpoint stands."""
     config, runtime, log = application.config, application.runtime, application.log
     timers = Timers(
@@ -151,6 +153,7 @@ def _set_up(application: Application) -> tuple[TrainingRun, DatasetSplits]:
         metrics=_open_metrics(config, runtime, train_state.iteration),
         timers=timers,
         checkpoints=checkpoints,
+        profiling=profiling,
     )
     return run, datasets
 

@@ -28,6 +28,7 @@ from megatron.training.reporting.log_lines import (
     format_step,
 )
 from megatron.training.reporting.metrics import MetricsWriter
+from megatron.training.reporting.profiling import Profiling
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import Agreement, ForwardStep, TrainingStep
 
@@ -46,6 +47,7 @@ class TrainingRun:
     metrics: MetricsWriter | None
     timers: Timers
     checkpoints: RunCheckpoints
+    profiling: Profiling
 
     def log(self, text: str) -> None:
         """Print on the reporting rank."""
@@ -59,7 +61,9 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     The newest checkpoint is of the last iteration when this returns, where ``--save`` is given.
     """
     config, state = run.config, run.train_state
-    step = TrainingStep(config, run.runtime, run.parts, run.forward_step, run.timers)
+    profiling, parts = run.profiling, run.parts
+    timers, action_clock = profiling.timers(run.timers), profiling.action_clock
+    step = TrainingStep(config, run.runtime, parts, run.forward_step, timers, action_clock=action_clock)
     average = IntervalAverage()
     saved_iteration = state.iteration
     first_log = True
@@ -67,7 +71,9 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     _begin_garbage_collection(config)
     while state.iteration < config.train_iters and reason is None:
         batch_size = config.training.batch_sizes.global_batch_size_at(state.consumed_train_samples)
+        profiling.begin_iteration(state.iteration, parts.chunks)
         report, agreement = step.run(state, train_source, batch_size, exit_request)
+        profiling.end_iteration(state.iteration)
         run.checkpoints.poll()
         average.add(report)
         _write_metrics(run, report)

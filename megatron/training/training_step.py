@@ -128,7 +128,8 @@ class _Begun:
 class TrainingStep:
     """Run iterations of a model on a source of micro-batches.
 
-    ``observe_gradients`` is called between the last reduction of the gradients and the update.
+    ``observe_gradients`` is called between the last reduction of the gradients and the update, and ``action_clock``
+    with the actions of an iteration for the executor's clock.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class TrainingStep:
         forward_step: ForwardStep,
         timers: Timers,
         observe_gradients: Callable[[], None] | None = None,
+        action_clock: Callable[[Sequence[Action]], Callable[[], float] | None] = lambda actions: None,
     ) -> None:
         self.config = config
         self.runtime = runtime
@@ -146,6 +148,7 @@ class TrainingStep:
         self.forward_step = forward_step
         self.timers = timers
         self._observe_gradients = observe_gradients
+        self._action_clock = action_clock
         # The backward pass costs twice the forward pass; recomputed activations do not count.
         self._flops_per_sequence = 3.0 * parts.chunks[0].config.forward_flops_per_sequence(config.data.seq_length)
         self._peak_tflops = runtime.device.peak_tflops(config.model.params_dtype)
@@ -256,6 +259,7 @@ class TrainingStep:
                 order=None if parts.connection is None else parts.connection.order_of(actions_of),
                 calculate_per_token_loss=config.training.calculate_per_token_loss,
                 loss_scale=begun.loss_scale,
+                clock=self._action_clock(actions),
             )
 
     def _forward(self, microbatches: Microbatches, model: Model, iteration: int) -> ChunkForward:

@@ -23,6 +23,7 @@ from megatron.verification.fragments import Fragment, fragments_of
 from megatron.verification.synthetic_samples import SyntheticDataset
 
 NUM_STEPS = 3
+CPU = Device("cpu")
 
 
 @dataclass
@@ -42,6 +43,7 @@ def run_cell(
     dtype: str,
     model_provider: ModelProvider,
     forward_step: ForwardStep,
+    device: Device = CPU,
 ) -> CellResult:
     """Train the configuration for a few steps in ``dtype`` and return this rank's result.
 
@@ -51,7 +53,7 @@ def run_cell(
         ConfigurationError: the configuration is refused.
     """
     config = resolve_cell(flags, world_size, dtype)
-    runtime = make_runtime(config, Device("cpu"))
+    runtime = make_runtime(config, device)
     parts = build_training_parts(config, runtime, model_provider, log=lambda line: None)
     result = CellResult()
 

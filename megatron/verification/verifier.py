@@ -12,7 +12,7 @@ from megatron.training.training_step import ForwardStep
 from megatron.verification.cells import Cell
 from megatron.verification.fragments import Array, assemble, compare, gradient_floor
 from megatron.verification.run_cell import CellResult, run_cell
-from megatron.verification.worker_pool import WorkerPool
+from megatron.verification.worker_pool import Job, WorkerPool
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,10 @@ class _Reference:
 
 
 class Verifier:
-    """Run cells on a pool of processes and compare each with one process, which every set of flags runs once."""
+    """Run cells on a pool of processes and compare each with one process, which every set of flags runs once.
+
+    ``job`` is what a rank runs: `run_cell`, or what calls it with another device.
+    """
 
     def __init__(
         self,
@@ -94,12 +97,14 @@ class Verifier:
         forward_step: ForwardStep,
         dtype: str = "float64",
         tolerance: Tolerance | None = None,
+        job: Job = run_cell,
     ) -> None:
         self.pool = pool
         self.model_provider = model_provider
         self.forward_step = forward_step
         self.dtype = dtype
         self.tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
+        self.job = job
         self._references: dict[tuple[str, ...], _Reference] = {}
 
     def check(self, cell: Cell) -> CellReport:
@@ -152,7 +157,7 @@ class Verifier:
 
     def _run(self, flags: Sequence[str], data: str, world_size: int) -> list[CellResult]:
         return self.pool.run(
-            run_cell, world_size, tuple(flags), world_size, data, self.dtype, self.model_provider, self.forward_step
+            self.job, world_size, tuple(flags), world_size, data, self.dtype, self.model_provider, self.forward_step
         )
 
 

@@ -36,13 +36,16 @@ class _Failure:
 class WorkerPool:
     """Run functions on 1 to ``size`` ranks; the processes are started once and warm from the first job on.
 
+    With the backend ``nccl`` each rank has the CUDA device of its number.
+
     A job is a module-level function that is called on every rank with the given arguments; the process group is
     initialised before it and destroyed after it. A job that fails ends the processes, whatever they are doing; the
     next one gets new ones.
     """
 
-    def __init__(self, size: int, timeout_s: float = 120.0) -> None:
+    def __init__(self, size: int, timeout_s: float = 120.0, backend: str = "gloo") -> None:
         self.size = size
+        self.backend = backend
         self.timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="verify-")
         self._num_jobs = 0
@@ -62,7 +65,7 @@ class WorkerPool:
         self._num_jobs += 1
         store = Path(self._folder.name) / f"store-{self._num_jobs}"
         for rank in range(world_size):
-            self._connections[rank].send((job, rank, world_size, str(store), self.timeout_s, args))
+            self._connections[rank].send((job, rank, world_size, str(store), self.timeout_s, self.backend, args))
         results: list[Any] = [None] * world_size
         failures: list[_Failure] = []
         waiting = {self._connections[rank]: rank for rank in range(world_size)}
@@ -136,16 +139,17 @@ def _serve(connection: Connection) -> None:
     # The time that a job may take is counted from when all are there.
     connection.send("ready")
     while (message := connection.recv()) is not None:
-        job, rank, world_size, store, timeout_s, args = message
+        job, rank, world_size, store, timeout_s, backend, args = message
         try:
             if world_size > 1:
                 dist.init_process_group(
-                    "gloo",
+                    backend,
                     init_method=f"file://{store}",
                     rank=rank,
                     world_size=world_size,
                     # Longer than the pool's own: a rank that hangs is named, not those that wait for it.
                     timeout=timedelta(seconds=2 * timeout_s),
+                    device_id=torch.device("cuda", rank) if backend == "nccl" else None,
                 )
                 # A short job could end, and its connections with it, while another rank still connects.
                 dist.barrier()

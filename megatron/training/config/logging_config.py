@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.config_base import POSITIVE, Config, flag
+from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,5 +43,20 @@ class LoggingConfig(Config, role="output"):
     """Write the world size to TensorBoard."""
     metrics_jsonl: str | None = flag(None, metavar="FILE")
     """File that receives one JSON object an iteration; by default metrics.jsonl in the folder of --save."""
+    profile: bool = False
+    """Profile some iterations: NVTX ranges and the start and stop that nsys waits for, or --use-pytorch-profiler."""
+    profile_step_start: int = flag(10, bounds=NOT_NEGATIVE, where=("profile", True))
+    """Profile the iterations after this one."""
+    profile_step_end: int = flag(12, bounds=POSITIVE, where=("profile", True))
+    """Last iteration that is profiled."""
+    profile_ranks: tuple[int, ...] = flag((0,), nargs="+")
+    """Ranks that --profile and --record-memory-history are about."""
+    use_pytorch_profiler: bool = flag(False, where=("profile", True))
+    """Profile with torch's profiler, which writes a Chrome trace for each rank into the folder of --tensorboard-dir, or
+    else of --save. On a CPU --profile always does."""
+    record_memory_history: bool = False
+    """Record every allocation of CUDA memory, and write --memory-snapshot-path when the run ends, in an error too."""
+    memory_snapshot_path: str = flag("snapshot.pickle", metavar="FILE", where=("record_memory_history", True))
+    """File of the memory history, which pytorch.org/memory_viz draws; where several ranks write, NAME-rankN."""
     print_config: bool = False
     """Print the resolved configuration as JSON and end."""

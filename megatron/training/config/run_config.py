@@ -125,6 +125,11 @@ class RunConfig:
             return self.logging.metrics_jsonl
         return f"{self.checkpoint.save}/metrics.jsonl"
 
+    @property
+    def profile_folder(self) -> str | None:
+        """Return the folder of the traces of torch's profiler, or None where none is given."""
+        return self.logging.tensorboard_dir or self.checkpoint.save
+
     def flags(self) -> Iterator[tuple[FieldSpec, Any]]:
         """Yield every field that a flag sets, with its value."""
         for part, spec in command_line_fields():

@@ -260,7 +260,7 @@ def test_the_command_line(tmp_path: Path, capsys) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "torchrun --nproc_per_node 8 --nnodes 1 --master_addr localhost pretrain_gpt.py \\"
     assert "    --num-layers 4 \\" in lines
-    assert "  --profile-step-start 4  no profile is written; the numbers are the same (Megatron-LM)" in lines
+    assert "    --profile-step-start 4" in (line.removesuffix(" \\") for line in lines)
     assert "pretrain_gpt.py takes this command (8 ranks)." in lines
     written = json.loads(data.read_text())
     assert written["would_run"] is True

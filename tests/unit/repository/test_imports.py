@@ -21,6 +21,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/interop/megatron_torch/pickle_writer.py",
     ),
     "os.environ": (
+        "megatron/commands/doctor.py",
         "megatron/commands/preprocess_data.py",
         "megatron/commands/verify_parallelism.py",
         "megatron/training/process/initialize.py",
@@ -28,7 +29,12 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/interop/huggingface/parallelize.py",
     ),
     "os.getenv": ("megatron/training/process/initialize.py", "megatron/core/device.py"),
-    "torch.cuda": ("megatron/core/device.py", "megatron/core/timers.py", "megatron/dry_run/dry_run.py"),
+    "torch.cuda": (
+        "megatron/core/device.py",
+        "megatron/core/timers.py",
+        "megatron/doctor/gpus.py",
+        "megatron/dry_run/dry_run.py",
+    ),
     "torch.distributed": (
         "megatron/core/collectives.py",
         "megatron/core/distributed/param_and_grad_buffer.py",

@@ -12,6 +12,7 @@ from megatron.training.config.checks import (
     learning_rate,
     model,
     pipeline,
+    profiling,
 )
 from megatron.training.config.run_config import RunConfig
 
@@ -23,6 +24,7 @@ _CHECKS = (
     *pipeline.CHECKS,
     *batch.CHECKS,
     *learning_rate.CHECKS,
+    *profiling.CHECKS,
 )
 _FILE_CHECKS = (*data_files.CHECKS, *files.CHECKS)
 

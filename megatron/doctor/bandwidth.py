@@ -1,0 +1,106 @@
+"""Bandwidth between host and device, and of the collectives over a group: measured the same way on any device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megatron.core.collectives import (
+    all_gather_into,
+    all_gather_objects,
+    all_reduce,
+    barrier,
+    reduce_scatter_into,
+    start_ring_exchange,
+)
+from megatron.core.device import Device
+from megatron.core.process_group import Group
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
+"""What is measured over a group; in ``send`` every rank sends to the next and receives from the previous."""
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Hold the time of one operation on ``num_bytes``: the whole tensor, or what one rank sends.
+
+    ``bus_bytes_per_s`` is what crosses each rank's links, which can be held against their bandwidth.
+    """
+
+    operation: str
+    num_bytes: int
+    group_size: int
+    seconds: float
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """Return the bytes that leave or reach a rank in a second."""
+        others = (self.group_size - 1) / self.group_size
+        share = {"all_reduce": 2 * others, "all_gather": others, "reduce_scatter": others}.get(self.operation, 1.0)
+        return self.num_bytes * share / self.seconds
+
+
+def measure_collective(operation: str, num_bytes: int, group: Group, device: Device) -> Bandwidth:
+    """Return the bandwidth of an operation of ``OPERATIONS`` over a group; collective.
+
+    The bytes are rounded down to whole float32 elements of each rank. The time is the median over repeats of that of
+    the slowest rank.
+    """
+    part = max(1, num_bytes // 4 // group.size)
+    whole = torch.ones(part * group.size, device=device.torch_device)
+    piece = torch.ones(part, device=device.torch_device)
+    work: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: all_reduce(whole, group, "max"),
+        "all_gather": lambda: all_gather_into(whole, piece, group),
+        "reduce_scatter": lambda: reduce_scatter_into(piece, whole, group, "max"),
+        "send": lambda: start_ring_exchange(whole, group).wait(),
+    }
+    seconds = time_work(work[operation], device, lambda: barrier(group))
+    slowest = max(all_gather_objects(seconds, group))
+    return Bandwidth(operation, whole.nbytes, group.size, slowest)
+
+
+def measure_host_copies(device: Device, num_bytes: int) -> dict[str, Bandwidth]:
+    """Return the bandwidth of copies from the host to the device and back."""
+    on_host, on_device = device.empty_host_memory(num_bytes), torch.zeros(num_bytes, dtype=torch.uint8)
+    on_device = on_device.to(device.torch_device)
+    copies: dict[str, Callable[[], object]] = {
+        "host to device": lambda: on_device.copy_(on_host, non_blocking=True),
+        "device to host": lambda: on_host.copy_(on_device, non_blocking=True),
+    }
+    return {name: Bandwidth(name, num_bytes, 1, time_work(copy, device)) for name, copy in copies.items()}
+
+
+def measure_peer_copies(devices: Sequence[Device], num_bytes: int) -> dict[tuple[int, int], Bandwidth]:
+    """Return the bandwidth of copies from each device to each other one, by their indices."""
+    found = {}
+    for source in devices:
+        data = torch.zeros(num_bytes, dtype=torch.uint8, device=source.torch_device)
+        for target in devices:
+            if source == target:
+                continue
+            copy = partial(torch.empty_like(data, device=target.torch_device).copy_, data, non_blocking=True)
+            seconds = time_work(copy, target, source.synchronize)
+            found[source.index, target.index] = Bandwidth("device to device", num_bytes, 1, seconds)
+    return found
+
+
+def time_work(
+    work: Callable[[], object], device: Device, line_up: Callable[[], object] = lambda: None, repeats: int = _REPEATS
+) -> float:
+    """Return the median seconds of some work, after one time that does not count."""
+    times = []
+    for _ in range(repeats + 1):
+        line_up()
+        device.synchronize()
+        start = time.perf_counter()
+        work()
+        device.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])

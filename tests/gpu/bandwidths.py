@@ -1,0 +1,53 @@
+"""Bandwidth of collectives, measured by the processes of a launcher: torchrun … -m tests.gpu.bandwidths FILE BYTES …"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.device import select_device
+from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.parallel_state import create_parallel_state
+from megatron.doctor.bandwidth import OPERATIONS, measure_collective
+from megatron.training.process.initialize import initialize_distributed, read_launch_environment, shut_down
+from tests.harness.training_run import launch_prefix, run_command
+
+
+def measure_bandwidths(num_ranks: int, sizes: Sequence[int], folder: Path) -> list[dict[str, Any]]:
+    """Return a row for each operation and size."""
+    path = folder / "bandwidths.json"
+    # torchrun takes the name of a module where plain Python takes -m as well.
+    command = [*launch_prefix(num_ranks), "-m", "tests.gpu.bandwidths", path, *map(str, sizes)]
+    run_command(command, timeout_s=600.0).check()
+    rows: list[dict[str, Any]] = json.loads(path.read_text())
+    return rows
+
+
+def main(path: str, *sizes: str) -> None:
+    """Measure as one of the ranks; the first writes the file."""
+    launch = read_launch_environment()
+    device = select_device(launch.local_rank or 0)
+    device.make_current()
+    initialize_distributed(launch, device, device.default_backend, 5)
+    world = create_parallel_state(ParallelSizes(dp=launch.world_size)).world
+    found = [measure_collective(operation, int(size), world, device) for operation in OPERATIONS for size in sizes]
+    if launch.rank == 0:
+        rows = [
+            {
+                "operation": each.operation,
+                "ranks": each.group_size,
+                "bytes": each.num_bytes,
+                "ms": each.seconds * 1e3,
+                "gb_s": each.bus_bytes_per_s / 1e9,
+            }
+            for each in found
+        ]
+        Path(path).write_text(json.dumps(rows))
+    shut_down()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

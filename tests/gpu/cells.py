@@ -1,0 +1,62 @@
+"""Verification cells on devices of any kind: each rank on a device of its own, over the backend that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+import pretrain_gpt
+from megatron.core.device import Device
+from megatron.verification.cells import Cell, matrix
+from megatron.verification.run_cell import CellResult, run_cell
+from megatron.verification.verifier import CellReport, Verifier
+from megatron.verification.worker_pool import WorkerPool
+
+
+def fitting_cells(num_devices: int) -> list[Cell]:
+    """Return the cells of the matrix that need no more ranks than there are devices."""
+    return [cell for cell in matrix() if cell.world_size <= num_devices]
+
+
+def run_on_cpu(*args: Any) -> CellResult:
+    """Run a cell's rank on the CPU."""
+    return run_cell(*args, device=Device("cpu"))
+
+
+def run_on_cuda(*args: Any) -> CellResult:
+    """Run a cell's rank on the CUDA device of its number."""
+    device = Device("cuda", dist.get_rank() if dist.is_initialized() else 0)
+    device.make_current()
+    return run_cell(*args, device=device)
+
+
+def check_cells(
+    cells: Sequence[Cell], device_kind: str, dtype: str, add: Callable[[dict[str, Any]], None]
+) -> list[str]:
+    """Check the cells, add a row for each, and return the descriptions of those that did not pass."""
+    job = run_on_cuda if device_kind == "cuda" else run_on_cpu
+    bad = []
+    with WorkerPool(max(cell.world_size for cell in cells), 300.0, Device(device_kind).default_backend) as pool:
+        verifier = Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step, dtype, job=job)
+        for cell in cells:
+            found = verifier.check(cell)
+            add(to_row(found, dtype))
+            if found.outcome != "passed":
+                bad.append(found.describe())
+    return bad
+
+
+def to_row(found: CellReport, dtype: str) -> dict[str, Any]:
+    """Return a cell's outcome for the report."""
+    loss, norm, gradient, parameter = found.differences
+    return {
+        "name": f"{found.cell.name} {dtype}",
+        "outcome": found.outcome,
+        "loss": loss,
+        "norm": norm,
+        "gradient": gradient,
+        "parameter": parameter,
+        "reasons": list(found.reasons),
+    }

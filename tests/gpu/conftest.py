@@ -1,0 +1,64 @@
+"""The machine that the GPU tests measure, and the report that they leave."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.device import Device
+from megatron.training.process.initialize import LaunchEnvironment
+from tests.gpu.report import Report
+from tests.gpu.timing import gpu_type
+from tests.harness.training_run import REPOSITORY, run_command
+
+FOLDER_VARIABLE = "GPU_REPORT"
+
+
+@pytest.fixture(scope="session")
+def num_gpus() -> int:
+    """Return the number of GPUs; without one there is nothing to run."""
+    if not torch.cuda.is_available():
+        pytest.exit("the tests marked gpu need a CUDA device, and torch sees none: ask python tools/doctor.py", 2)
+    return torch.cuda.device_count()
+
+
+@pytest.fixture(scope="session")
+def device(num_gpus: int) -> Device:
+    return Device("cuda", 0)
+
+
+@pytest.fixture(scope="session")
+def gpu() -> str | None:
+    """Return the dry run's name of the GPU, if it knows it."""
+    return gpu_type(torch.cuda.get_device_name(0))
+
+
+@pytest.fixture(scope="session")
+def report(num_gpus: int) -> Report:
+    """Return the report of this session, in a folder that ``GPU_REPORT`` names."""
+    from megatron.doctor.examination import Request, examine
+
+    report = Report(Path(os.environ.get(FOLDER_VARIABLE, REPOSITORY / "gpu_report")).resolve())
+    commit = run_command(["git", "rev-parse", "HEAD"]).stdout.strip() or "not a git checkout"
+    major, minor = torch.cuda.get_device_capability(0)
+    report.machine = {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "commit": commit,
+        "GPUs": f"{num_gpus} x {torch.cuda.get_device_name(0)}, capability {major}.{minor}",
+        "memory": f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.1f} GiB each",
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}",
+        "system": f"Python {platform.python_version()}, {platform.system()} {platform.release()}",
+        "doctor": [
+            finding.describe()
+            for finding in examine(Request(os.environ, LaunchEnvironment(), report.folder))
+            if finding.status in ("warning", "wrong")
+        ],
+    }
+    report.write()
+    print(f"\nthe report goes to {report.folder}")
+    return report

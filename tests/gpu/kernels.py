@@ -1,0 +1,116 @@
+"""Kernels of core/kernels beside their plain twins: how far apart they are, and how long each takes.
+
+A new kernel gets a line in ``kernel_pairs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.device import Device
+from megatron.core.kernels.attention_block import AttentionBlocks, BlockMask
+from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.kernels.dot_product_attention import fused_attention, plain_attention, select_attention_core
+from megatron.core.kernels.flash_attn import load_flash_attention
+from megatron.core.kernels.matrix_product import linear
+from megatron.doctor.bandwidth import time_work
+
+ALLOWED = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+"""Relative difference, in the norm of the whole tensor, of a result or a gradient from that of the twin."""
+
+Kernel = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class KernelPair:
+    """Name a kernel, its twin, and the shapes of what both take.
+
+    Without ``has_gradient`` it is called outside autograd, by what computes the gradient itself.
+    """
+
+    name: str
+    kernel: Kernel
+    twin: Kernel
+    shapes: tuple[tuple[int, ...], ...]
+    has_gradient: bool = True
+
+
+@dataclass(frozen=True)
+class KernelSizes:
+    """Hold the sizes that attention and products are compared at."""
+
+    length: int = 2048
+    batch: int = 2
+    heads: int = 16
+    groups: int = 4
+    head_size: int = 128
+
+
+def kernel_pairs(device: Device, dtype: torch.dtype, sizes: KernelSizes) -> Iterator[KernelPair]:
+    """Yield the pairs that this device has in this number format."""
+    length, batch, heads, groups, width = sizes.length, sizes.batch, sizes.heads, sizes.groups, sizes.head_size
+    shapes = ((length, batch, heads, width), (length, batch, groups, width), (length, batch, groups, width))
+    causal = AttentionPattern()
+    is_second = torch.arange(length, device=device.torch_device) >= length // 3
+    packed = AttentionPattern(document_ids=is_second.long().expand(batch, length))
+
+    def attention(core: Kernel, pattern: AttentionPattern) -> Kernel:
+        return lambda query, key, value: core(query, key, value, pattern, 0.0)
+
+    for name, pattern in (("causal", causal), ("documents", packed)):
+        plain = attention(plain_attention, pattern)
+        yield KernelPair(f"fused attention, {name}", attention(fused_attention, pattern), plain, shapes)
+    if device.is_cuda and dtype is not torch.float32 and load_flash_attention() is not None:
+        flash = attention(select_attention_core("flash", "cuda"), causal)
+        yield KernelPair("flash-attn, causal", flash, attention(plain_attention, causal), shapes)
+
+    def block(blocks: AttentionBlocks) -> Kernel:
+        mask = BlockMask(is_causal=True)
+        return lambda query, key, value: blocks.forward(query, key, value, mask)[0]
+
+    by_heads = tuple((b, n, s, d) for s, b, n, d in shapes)
+    yield KernelPair(
+        "attention block, causal", block(AttentionBlocks()), block(AttentionBlocks(plain=True)), by_heads, False
+    )
+    features = heads * width
+    linear_shapes = ((length, batch, features), (features // 2, features), (features // 2,))
+    yield KernelPair("linear map", linear, lambda x, weight, bias: x @ weight.t() + bias, linear_shapes, False)
+
+
+def compare(pair: KernelPair, device: Device, dtype: torch.dtype) -> dict[str, Any]:
+    """Return how far the results and the gradients of a pair are apart, and the milliseconds of both, as a row."""
+    generator = torch.Generator().manual_seed(8)
+    inputs = [torch.randn(shape, generator=generator).to(device.torch_device, dtype) for shape in pair.shapes]
+    result, gradients = run_with_gradients(pair.kernel, inputs, pair.has_gradient)
+    expected, wanted = run_with_gradients(pair.twin, inputs, pair.has_gradient)
+    return {
+        "name": f"{pair.name}, {str(dtype).removeprefix('torch.')}",
+        "shapes": [list(shape) for shape in pair.shapes],
+        "difference": _relative(result, expected),
+        "gradient_difference": max((_relative(*both) for both in zip(gradients, wanted)), default=0.0),
+        "allowed": ALLOWED[dtype],
+        "kernel_ms": 1e3 * time_work(lambda: pair.kernel(*inputs), device),
+        "twin_ms": 1e3 * time_work(lambda: pair.twin(*inputs), device),
+    }
+
+
+def run_with_gradients(
+    kernel: Kernel, inputs: list[torch.Tensor], has_gradient: bool
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    leaves = [tensor.clone().requires_grad_(has_gradient) for tensor in inputs]
+    result = kernel(*leaves)
+    if has_gradient:
+        # A gradient that is the same everywhere would hide what only differs from place to place.
+        result.backward(
+            torch.linspace(-1.0, 1.0, result.numel(), device=result.device).view_as(result).to(result.dtype)
+        )
+    return result.detach(), [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def _relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    actual, expected = actual.double(), expected.double()
+    return ((actual - expected).norm() / expected.norm()).item()

@@ -1,0 +1,34 @@
+"""Kernel pairs on CUDA tensors without values: python -m tests.gpu.pretended prints what each makes, as JSON."""
+
+from __future__ import annotations
+
+import json
+
+from megatron.dry_run.pretended_cuda import load_pretended_cuda
+
+
+def main() -> None:
+    """Run each pair, gradients too, and print the shapes, formats and devices of what comes out."""
+    load_pretended_cuda()
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from megatron.core.device import Device
+    from megatron.dry_run.cuda_operators import CudaOperators
+    from megatron.dry_run.recorder import Recorder
+    from tests.gpu.kernels import KernelSizes, kernel_pairs, run_with_gradients
+
+    device, recorder, found = Device("cuda"), Recorder(), []
+    with FakeTensorMode(allow_non_fake_inputs=True), recorder, CudaOperators(recorder, (9, 0)):
+        for dtype in (torch.float32, torch.bfloat16):
+            for pair in kernel_pairs(device, dtype, KernelSizes()):
+                inputs = [torch.empty(shape, dtype=dtype, device="cuda") for shape in pair.shapes]
+                for kernel in (pair.kernel, pair.twin):
+                    result, gradients = run_with_gradients(kernel, inputs, pair.has_gradient)
+                    made = [[str(each.device), str(each.dtype), list(each.shape)] for each in (result, *gradients)]
+                    found.append([pair.name, made])
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What only a GPU can show: bash tests/run.sh -m gpu, and docs/gpu_tests.md for what comes of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.core.device import Device
+from tests.gpu.bandwidths import measure_bandwidths
+from tests.gpu.cells import check_cells, fitting_cells
+from tests.gpu.kernels import KernelSizes, compare, kernel_pairs
+from tests.gpu.report import Report
+from tests.gpu.source_lines import measure_lines
+from tests.gpu.timing import GPT2_345M, LAYERS_8B, SHAPE_8B, Timing, layers_that_fit, time_training
+
+pytestmark = pytest.mark.gpu
+
+MESSAGE_BYTES = tuple(2**power for power in (12, 16, 20, 24, 26, 28, 30))
+SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_agree_with_their_twins(dtype: torch.dtype, device: Device, report: Report) -> None:
+    rows = [compare(pair, device, dtype) for pair in kernel_pairs(device, dtype, KernelSizes())]
+    for row in rows:
+        report.add("kernels", row)
+    # The processes of the other tests need the memory.
+    device.empty_cache()
+    worst = {row["name"]: max(row["difference"], row["gradient_difference"]) for row in rows}
+    assert {name: off for name, off in worst.items() if not off <= rows[0]["allowed"]} == {}
+
+
+def test_bandwidth_of_nccl(num_gpus: int, report: Report) -> None:
+    rows = measure_bandwidths(num_gpus, MESSAGE_BYTES, report.folder) if num_gpus > 1 else []
+    for row in rows:
+        report.add("bandwidths", row)
+    assert len(rows) == (4 * len(MESSAGE_BYTES) if num_gpus > 1 else 0)
+    assert all(row["gb_s"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("layout", ["data parallel", "tensor parallel"])
+def test_gpt2_345m_is_timed(layout: str, num_gpus: int, gpu: str | None, report: Report) -> None:
+    data_parallel_size = num_gpus if layout == "data parallel" else 1
+    flags = (*GPT2_345M, "--global-batch-size", str(16 * data_parallel_size))
+    if num_gpus > 1:
+        tensor = ("--tensor-model-parallel-size", str(num_gpus), "--sequence-parallel")
+        flags = (*flags, *(SHARDED if layout == "data parallel" else tensor))
+    row = time_training(Timing(f"GPT-2 345M {layout}", flags, num_gpus, gpu), report.folder)
+    report.add("timings", row)
+    assert math.isfinite(row["last_loss"])
+
+
+def test_an_8b_shape_is_timed(num_gpus: int, gpu: str | None, report: Report) -> None:
+    flags = (*SHAPE_8B, "--global-batch-size", "4", "--tensor-model-parallel-size", str(num_gpus))
+    flags = (*flags, "--sequence-parallel") if num_gpus > 1 else flags
+    memory = torch.cuda.get_device_properties(0).total_memory
+    count, note = layers_that_fit(flags, LAYERS_8B, num_gpus, gpu or "h100-80gb", memory, report.folder)
+    flags = (*flags, "--num-layers", str(count))
+    row = time_training(Timing(f"8B shape, {count} layers", flags, num_gpus, gpu, note), report.folder)
+    report.add("timings", row)
+    assert math.isfinite(row["last_loss"])
+
+
+def test_lines_take_what_is_predicted_of_them(gpu: str | None, report: Report) -> None:
+    """Held to nothing but being there: the report says how far off the prediction is."""
+    flags = (*GPT2_345M, "--global-batch-size", "8")
+    row = measure_lines("GPT-2 345M, one micro-batch of 8", flags, gpu, report.folder)
+    report.add("source lines", row)
+    assert row["measured_total_ms"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_layouts_compute_what_one_gpu_computes(dtype: str, num_gpus: int, report: Report) -> None:
+    bad = check_cells(fitting_cells(num_gpus), "cuda", dtype, lambda row: report.add("cells", row))
+    assert bad == []

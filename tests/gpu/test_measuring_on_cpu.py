@@ -1,0 +1,166 @@
+"""The code that measures a GPU, driven at tiny sizes on a CPU; its figures are those of a CPU and say nothing else."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.device import Device
+from megatron.dry_run.pretended_cuda import find_compiler
+from megatron.verification.cells import Layout, make_cell
+from megatron.verification.verifier import CellReport
+from tests.gpu import test_gpu
+from tests.gpu.bandwidths import measure_bandwidths
+from tests.gpu.cells import check_cells, fitting_cells, to_row
+from tests.gpu.kernels import KernelPair, KernelSizes, compare, kernel_pairs
+from tests.gpu.report import Report
+from tests.gpu.source_lines import measure_lines
+from tests.gpu.timing import GPT2_345M, Timing, gpu_type, layers_that_fit, time_training
+from tests.harness.training_run import run_command
+
+CPU = Device("cpu")
+SIZES = KernelSizes(length=24, batch=2, heads=4, groups=2, head_size=6)
+TINY = (
+    *("--num-layers", "2", "--hidden-size", "24", "--ffn-hidden-size", "40", "--num-attention-heads", "4"),
+    *("--seq-length", "16", "--max-position-embeddings", "16", "--vocab-size", "52", "--micro-batch-size", "2"),
+)
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="a CPU build of torch needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch) -> None:
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Report:
+    return Report(tmp_path / "report", {"GPUs": "none: a CPU"})
+
+
+def markdown(report: Report) -> str:
+    return (report.folder / "report.md").read_text()
+
+
+def content(report: Report) -> dict:
+    return json.loads((report.folder / "report.json").read_text())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_are_held_against_their_twins(dtype: torch.dtype, report: Report) -> None:
+    for pair in kernel_pairs(CPU, dtype, SIZES):
+        row = compare(pair, CPU, dtype)
+        assert max(row["difference"], row["gradient_difference"]) <= row["allowed"], row["name"]
+        report.add("kernels", row)
+    names = [row["name"].partition(",")[0] for row in content(report)["kernels"]]
+    assert names == ["fused attention", "fused attention", "attention block", "linear map"]
+    assert markdown(report).count("\n| fused attention, ") == 2
+
+
+@needs_compiler
+def test_kernels_are_called_on_cuda_tensors_without_values() -> None:
+    """Each kernel of each pair takes CUDA tensors and makes what its twin makes, on the device and in the format."""
+    done = run_command([sys.executable, "-m", "tests.gpu.pretended"]).check()
+    found = json.loads(done.stdout)
+    assert len(found) == 2 * 2 * 4
+    for (name, made), (_, wanted) in zip(found[::2], found[1::2]):
+        assert made == wanted, name
+        assert {device for device, _, _ in made} == {"cuda:0"}
+
+
+def test_a_wrong_kernel_is_seen_in_its_result_and_its_gradient() -> None:
+    pair = KernelPair("halved", lambda x: x * 0.5, lambda x: x * 1.0, ((4, 6),))
+    row = compare(pair, CPU, torch.float32)
+    assert row["difference"] == pytest.approx(0.5)
+    assert row["gradient_difference"] == pytest.approx(0.5)
+
+
+def test_cells_that_fit_are_checked_and_reported(report: Report) -> None:
+    cell = make_cell("gpt2", Layout(tp=2, sequence_parallel=True))
+    assert cell in fitting_cells(2)
+    assert {each.world_size for each in fitting_cells(4)} == {1, 2, 4}
+    assert check_cells([cell], "cpu", "float64", lambda row: report.add("cells", row)) == []
+    report.add(
+        "cells", to_row(CellReport(replace(cell, name="bad one"), "failed", 0.25, reasons=("a reason",)), "float64")
+    )
+    text = markdown(report)
+    assert "1 of 2 layouts compute what one device computes." in text
+    assert "Worst relative difference of loss: 2.5e-01 (bad one float64)." in text
+    assert "**failed** bad one float64\n    a reason" in text
+
+
+def test_bandwidths_are_measured_by_processes(report: Report) -> None:
+    report.write()
+    for row in measure_bandwidths(2, (4096, 65536), report.folder):
+        report.add("bandwidths", row)
+    rows = content(report)["bandwidths"]
+    assert [(row["operation"], row["bytes"]) for row in rows[:3]] == [
+        ("all_reduce", 4096),
+        ("all_reduce", 65536),
+        ("all_gather", 4096),
+    ]
+    assert len(rows) == 8
+    assert all(row["gb_s"] > 0 and row["ranks"] == 2 for row in rows)
+    assert "| send | 2 | 0.0625 |" in markdown(report)
+
+
+@needs_compiler
+def test_a_training_is_timed_beside_its_prediction(report: Report) -> None:
+    flags = (*GPT2_345M, *TINY, "--global-batch-size", "4")
+    timing = Timing("GPT-2 tiny", flags, 1, "h100-80gb", "Made small for a CPU.", num_steps=8)
+    row = time_training(timing, report.folder)
+    report.add("timings", row)
+    assert len(row["steps_ms"]) == 2
+    assert min(row["steps_ms"]) <= row["step_ms"] <= max(row["steps_ms"])
+    assert row["mfu"] is None
+    assert row["predicted"]["step_ms"] > 0
+    assert row["files"][:2] == ["GPT-2-tiny/dry_run.json", row["files"][1]]
+    assert "GPT-2-tiny/rank0.iterations7-8.pt.trace.json" in row["files"]
+    text = markdown(report)
+    assert "Made small for a CPU." in text
+    assert f"| step, ms (median) | {row['step_ms']:.1f} | {row['predicted']['step_ms']:.1f} |" in text
+    assert "| MFU | not known | " in text
+
+
+def test_fewer_layers_are_taken_where_memory_asks_and_that_is_said(tmp_path: Path, monkeypatch) -> None:
+    """A model that takes 10 GiB, and 3 GiB more for each layer."""
+
+    def peak(flags: tuple[str, ...], num_ranks: int, gpu: str, path: Path) -> dict:
+        return {"peak_bytes": (10 + 3 * int(flags[-1])) * 2**30}
+
+    monkeypatch.setattr("tests.gpu.timing.dry_run", peak)
+    assert layers_that_fit((), 32, 1, "h100-80gb", 125 * 2**30, tmp_path) == (32, "")
+    count, note = layers_that_fit((), 32, 1, "h100-80gb", 80 * 2**30, tmp_path)
+    assert 10 + 3 * count <= 80 * 0.85 < 10 + 3 * (count + 1)
+    assert note == "19 of 32 layers: more do not fit into 80.0 GiB by the dry run."
+
+
+@needs_compiler
+def test_measured_lines_have_the_names_of_predicted_ones(report: Report) -> None:
+    report.write()
+    flags = (*GPT2_345M, *TINY, "--global-batch-size", "2")
+    row = measure_lines("tiny", flags, "h100-80gb", report.folder)
+    report.add("source lines", row)
+    both = {line["where"] for line in row["lines"] if line["measured_ms"] and line["predicted_ms"]}
+    for file in ("kernels/matrix_product", "tensor_parallel/cross_entropy", "optimizer/inner_optimizer"):
+        assert any(where.startswith(f"megatron/core/{file}.py:") for where in both), file
+    assert any(where.startswith("gradient of megatron/core/kernels/dot_product_attention.py:") for where in both)
+    predicted = [line for line in row["lines"] if line["predicted_ms"]]
+    assert len(both) > len(predicted) / 2
+    assert row["measured_total_ms"] == pytest.approx(sum(line["measured_ms"] for line in row["lines"]))
+    assert "| line | measured ms | predicted ms | measured / predicted |" in markdown(report)
+
+
+def test_a_device_is_matched_with_what_is_known_of_it() -> None:
+    assert gpu_type("NVIDIA H100 80GB HBM3") == "h100-80gb"
+    assert gpu_type("NVIDIA H200") == "h200"
+    assert gpu_type("NVIDIA A100-SXM4-80GB") == "a100-80gb"
+    assert gpu_type("NVIDIA RTX 4090") is None
+
+
+def test_everything_that_measures_a_gpu_is_marked() -> None:
+    assert test_gpu.pytestmark.name == "gpu"

@@ -1,0 +1,212 @@
+"""Parts of a machine that need no GPU, each well and not well, and the command over all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.commands.doctor import main
+from megatron.core.device import Device
+from megatron.doctor.bandwidth import (
+    OPERATIONS,
+    Bandwidth,
+    measure_collective,
+    measure_host_copies,
+    measure_peer_copies,
+)
+from megatron.doctor.environment import examine_environment
+from megatron.doctor.finding import Finding
+from megatron.doctor.machine import count_cores, examine_machine
+from megatron.doctor.network import examine_network, gloo_interfaces, nccl_interfaces
+from megatron.doctor.ranks import RankFacts, compare_ranks
+from megatron.doctor.software import examine_software
+from megatron.doctor.storage import examine_data, examine_save, file_system_of
+from tests.harness.distributed import run_distributed
+from tests.harness.toy_model import tensor_parallel_group
+from tests.harness.training_run import REPOSITORY, launch_prefix, run_command
+
+MOUNTS = """/dev/sda1 / ext4 rw 0 0
+overlay /box overlay rw 0 0
+server:/home /home/my\\040data nfs4 rw 0 0
+tmpfs /home/my\\040data/fast tmpfs rw 0 0
+"""
+
+
+def subjects(findings: list[Finding], status: str) -> list[str]:
+    return [each.subject for each in findings if each.status == status]
+
+
+@pytest.mark.parametrize(
+    ("environment", "warned", "remedy"),
+    [
+        ({"NCCL_SOCKET_IFNAMES": "eth0"}, "NCCL_SOCKET_IFNAMES", "write NCCL_SOCKET_IFNAME"),
+        ({"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE", "unset"),
+        ({"NCCL_DEBUG": "info"}, "NCCL_DEBUG", "NCCL_DEBUG=WARN"),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING", "unset"),
+        ({"OMP_NUM_THREADS": "8"}, "OMP_NUM_THREADS", "OMP_NUM_THREADS=4"),
+        ({"MEGATRON_DEVICE": "cpu"}, "MEGATRON_DEVICE", "unset"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "CUDA_DEVICE_MAX_CONNECTIONS", "=1"),
+    ],
+)
+def test_a_variable_that_harms_is_named(environment: Mapping[str, str], warned: str, remedy: str) -> None:
+    whole = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
+    findings = list(examine_environment(whole, 4, 16, (9, 0)))
+    assert subjects(findings, "warning") == [warned]
+    assert any(remedy in finding.remedy for finding in findings)
+
+
+def test_variables_of_nccl_and_of_plugins_are_no_problem() -> None:
+    environment = {"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5", "NCCL_FASTRAK_NUM_FLOWS": "2", "NCCL_P2P_DISABLE": "0"}
+    findings = list(examine_environment(environment, 1, 2, None))
+    assert subjects(findings, "warning") == []
+    assert findings[0].text == "3 variables; not known here, perhaps a plugin's: NCCL_FASTRAK_NUM_FLOWS".replace(
+        "3", "4"
+    )
+
+
+def test_a_container_limits_cores_and_memory(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    (tmp_path / "memory.max").write_text(f"{5 * 2**30}\n")
+    (tmp_path / "memory.current").write_text(f"{3 * 2**30}\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 67108864 kB\nMemAvailable: 41943040 kB\n")
+    assert count_cores(tmp_path) == 1
+    findings = list(examine_machine(2, True, tmp_path, tmp_path / "meminfo"))
+    assert {"cores", "memory"} <= set(subjects(findings, "warning"))
+    assert "40.0 GiB available of 64.0, the container is limited to 5.0" in [finding.text for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("/etc", "ext4"), ("/box/run", "overlay"), ("/home/my data/a", "nfs4"), ("/home/my data/fast/b", "tmpfs")],
+)
+def test_the_file_system_of_a_path_is_the_nearest(path: str, kind: str) -> None:
+    assert file_system_of(Path(path), MOUNTS) == kind
+
+
+def test_a_folder_to_save_to_is_tried_and_left_as_it_was(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("megatron.doctor.storage.PROBE_BYTES", 2**20)
+    findings = list(examine_save(tmp_path / "not" / "there", f"x {tmp_path.resolve()} overlay rw 0 0\n"))
+    assert "goes with the container" in findings[0].text
+    assert findings[0].status == "warning"
+    assert subjects(findings, "wrong") == []
+    texts = [finding.text for finding in findings]
+    assert "a rename takes the place of a file" in texts
+    assert "a file can be mapped" in texts
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_token_files_must_be_there_and_hold_something(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "corpus")
+    assert next(examine_data(prefix, "")).text == f"corpus.bin and corpus.idx not found in {tmp_path}"
+    for suffix in (".bin", ".idx"):
+        Path(prefix + suffix).write_bytes(b"")
+    assert "cannot be mapped" in next(examine_data(prefix, "")).text
+    for suffix in (".bin", ".idx"):
+        Path(prefix + suffix).write_bytes(b"data")
+    assert next(examine_data(prefix, "")).status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("value", "chosen"),
+    [("eth", ["eth0", "eth1"]), ("=eth", []), ("=eth1", ["eth1"]), ("^eth,lo", ["ib0"]), ("ib,lo", ["lo", "ib0"])],
+)
+def test_nccl_chooses_interfaces_by_prefix_name_or_exclusion(value: str, chosen: list[str]) -> None:
+    assert nccl_interfaces(value, ["lo", "eth0", "eth1", "ib0"]) == chosen
+
+
+def test_names_interfaces_and_port() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        environment = {
+            "MASTER_ADDR": "no.such.host.invalid",
+            "MASTER_PORT": str(taken.getsockname()[1]),
+            "GLOO_SOCKET_IFNAME": "lo,eth9",
+        }
+        findings = list(examine_network(environment, ["lo"], is_launched=False))
+    assert {"MASTER_ADDR", "GLOO_SOCKET_IFNAME", "port"} <= set(subjects(findings, "wrong"))
+    assert gloo_interfaces("lo", ["lo"]) == ["lo"]
+    assert subjects(list(examine_network({}, ["lo"], is_launched=True)), "skipped") == ["port"]
+
+
+def test_packages_that_cannot_be_imported_are_said() -> None:
+    findings = list(examine_software(lambda name: "wrong ELF class" if name in ("torch", "triton") else None))
+    assert "torch" in subjects(findings, "wrong")
+    assert all("wrong ELF class" in finding.text for finding in findings if finding.subject == "torch")
+
+
+def test_ranks_that_differ_are_named() -> None:
+    same = RankFacts(0, "a", "cuda 0", (("torch", "2.13.0"),), 100.0)
+    assert subjects(list(compare_ranks([same, replace(same, rank=1, device="cuda 1")])), "ok") == [
+        "clocks",
+        "versions",
+        "devices",
+    ]
+    late = replace(same, rank=1, host="b", seconds=103.0)
+    other = replace(same, rank=2, versions=(("torch", "2.12.0"),))
+    findings = list(compare_ranks([same, late, other]))
+    assert subjects(findings, "warning") == ["clocks"]
+    assert subjects(findings, "wrong") == ["versions", "devices"]
+    assert "rank 1 on b is ahead of rank 0 on a" in findings[0].remedy
+    assert "rank 2 on a has 2.12.0" in findings[1].remedy
+
+
+def measure_all() -> list[Bandwidth]:
+    group = tensor_parallel_group()
+    return [measure_collective(operation, 24_000, group, Device("cpu")) for operation in OPERATIONS]
+
+
+def test_bandwidths_of_collectives_are_the_same_on_every_rank() -> None:
+    first, *others = run_distributed(3, measure_all)
+    assert others == [first, first]
+    assert [each.operation for each in first] == list(OPERATIONS)
+    assert {each.num_bytes for each in first} == {24_000}
+    reduced, gathered, _, sent = (replace(each, seconds=2.0).bus_bytes_per_s for each in first)
+    assert (reduced, gathered, sent) == pytest.approx((16_000, 8_000, 12_000))
+
+
+def test_copies_to_a_device_are_timed() -> None:
+    found = measure_host_copies(Device("cpu"), 4096)
+    assert list(found) == ["host to device", "device to host"]
+    assert all(each.seconds > 0 for each in found.values())
+    between = measure_peer_copies([Device("cpu", 0), Device("cpu", 1)], 4096)
+    assert sorted(between) == [(0, 1), (1, 0)]
+    assert all(each.num_bytes == 4096 for each in between.values())
+
+
+def test_the_command_answers_in_lines_and_in_json(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setattr("megatron.doctor.software.why_not_importable", lambda module: None)
+    assert main(["--data-path", "0.3", str(tmp_path / "none")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "wrong   port: MASTER_PORT is '0'; give a number from 1 to 65535" in lines
+    assert lines[-1].startswith("2 wrong, ")
+    assert main(["--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["counts"]["wrong"] == 1
+    assert {"status", "subject", "text", "remedy"} == set(report["findings"][0])
+
+
+def test_processes_are_examined_together(tmp_path: Path) -> None:
+    command = [*launch_prefix(2), REPOSITORY / "tools" / "doctor.py", "--backend", "nccl", "--save", tmp_path]
+    result = run_command(command, env={"MEGATRON_DEVICE": "cpu"}).check()
+    lines = result.stdout.splitlines()
+    assert "warning backend: nccl needs CUDA: gloo is used; leave out --backend" in lines
+    assert any(line.startswith("ok      all-reduce: gloo over 2 ranks") for line in lines)
+    assert "ok      devices: 2 ranks on CPUs" in lines
+    assert sum(line.startswith("ok      python: ") for line in lines) == 1
+    assert "skipped port: the launcher holds it" in lines
+
+
+def test_the_command_runs_as_users_call_it() -> None:
+    result = run_command([sys.executable, "tools/doctor.py", "--sava", "x"])
+    assert result.returncode == 2
+    assert result.stderr == "doctor.py: unrecognized arguments: --sava x; see --help\n"
+    assert os.linesep in run_command([sys.executable, "tools/doctor.py", "--help"]).check().stdout

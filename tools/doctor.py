@@ -1,0 +1,14 @@
+"""Look a machine over before a run, and say what to mend."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.commands.doctor import main
+from megatron.training.process.process_exit import run_program
+
+if __name__ == "__main__":
+    run_program(main)
