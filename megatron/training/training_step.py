@@ -247,12 +247,13 @@ class TrainingStep:
                 config.model.microbatch_group_size_per_virtual_pipeline_stage,
             )
 
+        actions = actions_of(pp.rank)
         for model in parts.chunks:
             if not model.training:
                 model.train()
         with self.timers("forward-backward", log_level=1):
             return run_schedule(
-                actions_of(pp.rank),
+                actions,
                 chunks,
                 device=self.runtime.device.torch_device,
                 connection=parts.connection,
