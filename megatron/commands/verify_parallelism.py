@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(cell.name for cell in cells))
         return 0
     if arguments.communication:
-        return replay_communication(cells, is_random=arguments.fuzz > 0)
+        return replay_communication(cells, is_random=arguments.fuzz is not None)
     return verify(cells, arguments)
 
 
