@@ -20,7 +20,7 @@ _BROKEN = (ImportError, OSError, AttributeError, RuntimeError, AssertionError)
 
 
 class TransformerEngine:
-    """Compute attention and norms by transformer-engine's modules; no parameter is theirs."""
+    """Compute attention and norms by transformer-engine's modules, whose own parameters are never used."""
 
     def __init__(
         self, attention: Callable[..., nn.Module], layer_norm: Callable[..., nn.Module], rms_norm: type[nn.Module]
