@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from megatron.core.collectives import all_gather_objects
+from megatron.core.collectives import all_gather_objects, any_rank
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.kernels.apex import load_fused_adam
 from megatron.core.kernels.attention_choice import describe_missing_flash
+from megatron.core.kernels.transformer_engine import TRANSFORMER_ENGINE, why_no_transformer_engine
 from megatron.core.main_grad import WeightGradQueue
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.model import Model
@@ -47,6 +48,22 @@ class TrainingParts:
     scheduler: OptimizerParamScheduler
     connection: PipelineConnection | None
     weight_grad_queues: tuple[WeightGradQueue | None, ...]
+
+
+def with_transformer_impl(config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> RunConfig:
+    """Return the configuration with the layers that every rank can have, and say why they are not those asked for.
+
+    Collective.
+    """
+    model = config.model
+    if model.transformer_impl != TRANSFORMER_ENGINE:
+        return config
+    reason = why_no_transformer_engine(model.params_dtype, runtime.device.torch_device)
+    if not any_rank(reason is not None, runtime.state.world):
+        return config
+    reason = reason or "another process of this run cannot import the package"
+    log(f"transformer-engine is not used, since {reason}: this project's own layers take its place")
+    return replace(config, model=replace(model, transformer_impl="local"))
 
 
 def build_training_parts(

@@ -24,7 +24,7 @@ from megatron.training.data.batch_source import BatchSource
 from megatron.training.data.data_plan import DatasetsProvider, sample_targets
 from megatron.training.data.data_setup import build_datasets, sample_order
 from megatron.training.data.evaluation_sets import plan_evaluation
-from megatron.training.model_setup import ModelProvider, build_training_parts
+from megatron.training.model_setup import ModelProvider, build_training_parts, with_transformer_impl
 from megatron.training.process.console import print_line
 from megatron.training.process.initialize import (
     LaunchEnvironment,
@@ -86,6 +86,7 @@ def pretrain(
         config = with_vocabulary(config, tokenizer, log)
         runtime = initialize_runtime(config, launch)
         config = choose_library(config, runtime, log)
+        config = with_transformer_impl(config, runtime, log)
         _run(Application(config, runtime, tokenizer, model_provider, datasets_provider, forward_step, log), start_time)
     except InputError as error:
         return refuse_in_run(reasons_of(error), launch)

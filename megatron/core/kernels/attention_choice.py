@@ -21,6 +21,7 @@ from megatron.core.kernels.dot_product_attention import (
 from megatron.core.kernels.dropout_keys import AttentionDropout
 from megatron.core.kernels.flash_attn import FlashAttention, load_flash_attention, load_flash_attention_3
 from megatron.core.kernels.flex_attention import BLOCK_SIZE, attend_by_blocks, load_flex_attention
+from megatron.core.kernels.transformer_engine import TransformerEngine, transformer_engine_for
 
 PLAIN_BACKENDS = ("unfused", "local")
 """Values of ``--attention-backend`` that ask for attention without fused kernels."""
@@ -30,8 +31,11 @@ STEP_BY_STEP = "step by step, with all scores in memory"
 _HALF = (torch.float16, torch.bfloat16)
 _HOPPER = 9
 _FIRST_WITH_FLASH = (8, 0)
+_BLACKWELL = (10, 0)
 _WITH_WIDE_FLASH = ((8, 0), (9, 0), (10, 0))
 _NARROWEST_FLEX_HEAD = 16
+_WIDEST_ENGINE_HEAD = 128
+_ENGINE_LENGTHS = 128
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,13 @@ class AttentionKernels:
         return next(kernel for kernel in self.kernels if kernel.can(call))
 
 
-def select_attention_core(backend: str, device: torch.device | str, softcap: float | None = None) -> AttentionKernels:
-    """Return the attention core that ``--attention-backend`` names on this device."""
+def select_attention_core(
+    backend: str, device: torch.device | str, softcap: float | None = None, transformer_impl: str = "local"
+) -> AttentionKernels:
+    """Return the attention core that ``--attention-backend`` names on this device.
+
+    Under ``auto`` that of ``--transformer-impl`` comes first.
+    """
     plain = AttentionKernel(
         STEP_BY_STEP,
         lambda call: True,
@@ -117,6 +126,8 @@ def select_attention_core(backend: str, device: torch.device | str, softcap: flo
         sdpa = AttentionKernel(SDPA, lambda call: not call.has_softcap, fused_attention)
         return AttentionKernels((sdpa, plain), softcap is not None)
     packages = _packages(device, softcap) if backend in ("auto", "flash") else []
+    if backend == "auto" and (engine := transformer_engine_for(transformer_impl, device)) is not None:
+        packages = [*_kernels_of_engine(engine, device), *packages]
     return AttentionKernels((*packages, *_kernels_of_torch(device, softcap), plain), softcap is not None)
 
 
@@ -138,6 +149,43 @@ def describe_missing_flash(attention_backend: str, params_dtype: str, device: to
     else:
         return None
     return f"flash-attn is not used, since {reason}: torch's own attention takes its place"
+
+
+def _kernels_of_engine(engine: TransformerEngine, device: torch.device) -> list[AttentionKernel]:
+    capability = compute_capability(device) or _FIRST_WITH_FLASH
+    # On Blackwell cuDNN 9.18 is the first that can give the same bits again, and then not with dropout.
+    has_no_kernel = torch.are_deterministic_algorithms_enabled() and capability >= _BLACKWELL
+    if has_no_kernel or capability < _FIRST_WITH_FLASH:
+        return []
+
+    def compute(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pattern: AttentionPattern,
+        dropout: AttentionDropout | None,
+    ) -> torch.Tensor:
+        with drawing_as(dropout, query.device):
+            return engine.attend(
+                *(query, key, value),
+                is_causal=pattern.is_causal,
+                window=pattern.window,
+                dropout=dropout.probability if dropout else 0.0,
+            )
+
+    return [AttentionKernel("transformer-engine", _fits_engine, compute)]
+
+
+def _fits_engine(call: AttentionCall) -> bool:
+    """Tell whether cuDNN computes it: where it does not, transformer-engine may keep all scores.
+
+    cuDNN plans each length anew, which is why it is not used for prompts of any length.
+    """
+    has_shape = call.num_queries == call.num_keys and call.num_queries % _ENGINE_LENGTHS == 0
+    has_width = call.head_dim % 8 == 0 and call.head_dim <= _WIDEST_ENGINE_HEAD
+    has_window = call.pattern.window is not None
+    has_rule = call.is_dense and not (has_window and (call.has_dropout or not call.pattern.is_causal))
+    return call.is_half and has_shape and has_width and has_rule and not call.has_softcap
 
 
 def _packages(device: torch.device, softcap: float | None) -> list[AttentionKernel]:

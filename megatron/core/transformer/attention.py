@@ -34,7 +34,7 @@ def describe_attention(
     """Return one line that names the kernels by which the layers compute attention in training."""
     device = torch.device(device)
     softcap, size = config.attn_logit_softcapping, config.context_parallel_size
-    kernels = select_attention_core(config.attention_backend, device, softcap)
+    kernels = select_attention_core(config.attention_backend, device, softcap, config.transformer_impl)
     blocks = AttentionBlocks(config.attention_backend in PLAIN_BACKENDS, softcap)
     dtype, head_dim = dtype_from_name(config.params_dtype), config.kv_channels
     pattern = AttentionPattern(document_ids=torch.empty(0) if has_documents else None)
@@ -94,7 +94,9 @@ class SelfAttention(nn.Module):
         self.recompute_core = config.recompute_granularity == "selective"
         self.cp = single_rank_group(("cp",)) if cp is None else cp
         self.core = with_context_parallel(
-            select_attention_core(config.attention_backend, device, config.attn_logit_softcapping),
+            select_attention_core(
+                config.attention_backend, device, config.attn_logit_softcapping, config.transformer_impl
+            ),
             config.cp_exchange(layer_number),
             self.cp,
             plain_blocks=config.attention_backend in PLAIN_BACKENDS,
@@ -129,6 +131,7 @@ class SelfAttention(nn.Module):
             centred_weight=config.apply_layernorm_1p,
             dtype=dtype_from_name(config.params_dtype),
             device=device,
+            transformer_impl=config.transformer_impl,
         )
 
     def forward(

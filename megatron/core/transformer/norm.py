@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.kernels.transformer_engine import EngineNorm, transformer_engine_for
 from megatron.core.kernels.triton_choice import runs_on_triton
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
@@ -19,6 +20,7 @@ class Norm(nn.Module):
 
     ``partial_gradient`` says that a tensor-parallel rank sees only part of the positions or heads, so that the
     gradients of its copy must be summed. With ``centred_weight`` the weight is stored as its difference from one.
+    ``transformer_impl`` may name a library that computes it where there is one.
 
     Shapes: ``[..., n] -> [..., n]``.
     """
@@ -34,6 +36,7 @@ class Norm(nn.Module):
         centred_weight: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        transformer_impl: str = "local",
     ) -> None:
         super().__init__()
         self.kind = kind
@@ -49,6 +52,10 @@ class Norm(nn.Module):
             self.bias = make_parameter(
                 self.shape, replicated_spec("bias", self.shape, tp, partial_gradient), dtype, device
             )
+        engine = transformer_engine_for(transformer_impl, device)
+        self.of_engine: EngineNorm | None = None
+        if engine is not None:
+            self.of_engine = engine.make_norm(kind, width, epsilon, centred_weight=centred_weight)
 
     @overload
     def forward(self, x: torch.Tensor) -> torch.Tensor: ...
@@ -80,6 +87,8 @@ class Norm(nn.Module):
         return total, self._normalise(total)
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
+        if self.of_engine is not None and self.of_engine.takes(x, self.weight):
+            return self.of_engine(x, self.weight, self.bias)
         weight = self.weight + 1 if self.centred_weight else self.weight
         if self.kind == "LayerNorm":
             # torch's kernel accumulates low precisions in float32.

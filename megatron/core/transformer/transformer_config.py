@@ -109,6 +109,17 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     """Same as --attention-backend flash: take what auto takes, and say in one line where flash-attn is not
     used."""
 
+    transformer_impl: str = flag(
+        "local",
+        choices=("transformer_engine", "local"),
+        not_built=("inference_optimized",),
+        role="run",
+        in_args=False,
+    )
+    """Whose kernels the layers use: local is this project's own choice; transformer_engine takes attention (with
+    --attention-backend auto) and norms from that package, with --bf16 or --fp16 on CUDA, and says in one line
+    where it cannot."""
+
     init_method_std: float = flag(0.02, role="run", bounds=NOT_NEGATIVE)
     """Standard deviation of the initial weights; layers that end a residual branch take it / sqrt(2 x
     layers)."""

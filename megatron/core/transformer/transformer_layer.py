@@ -30,6 +30,7 @@ def make_norm(config: TransformerConfig, tp: Group, device: torch.device | str) 
         centred_weight=config.apply_layernorm_1p,
         dtype=dtype_from_name(config.params_dtype),
         device=device,
+        transformer_impl=config.transformer_impl,
     )
 
 

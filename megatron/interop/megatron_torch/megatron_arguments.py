@@ -183,7 +183,7 @@ def derived_arguments(
         "expert_tensor_parallel_size": model.tensor_model_parallel_size,
         "num_experts": None,
         "skipped_train_samples": 0,
-        "transformer_impl": "local",
+        "transformer_impl": model.transformer_impl,
         "data_parallel_random_init": False,
         "no_save_optim": None,
         "no_save_rng": None,

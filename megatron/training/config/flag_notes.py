@@ -64,12 +64,6 @@ NO_EFFECT: dict[str, NoEffect] = {
     # the model and its kernels
     "--apply-query-key-layer-scaling": NoEffect(0, "scores and softmax are computed so that float16 does not overflow"),
     "--use-mcore-models": NoEffect(0, "there is one implementation of each model"),
-    "--transformer-impl": NoEffect(
-        1,
-        "the project's own layers are used, with fused kernels where torch has them",
-        quiet=("local",),
-        accepted=("transformer_engine", "local"),
-    ),
     "--transformer-type": NoEffect(1, "there is one implementation of each model", accepted=("megatron",)),
     "--attention-softmax-in-fp32": NoEffect(0, "the attention softmax is always computed in float32"),
     "--no-masked-softmax-fusion": NoEffect(0, _FUSION),

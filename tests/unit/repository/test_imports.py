@@ -51,6 +51,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "apex": ("megatron/core/kernels/apex.py",),
     "flash_attn": ("megatron/core/kernels/flash_attn.py",),
     "flash_attn_interface": ("megatron/core/kernels/flash_attn.py",),
+    "transformer_engine": ("megatron/core/kernels/transformer_engine.py",),
     "triton": ("megatron/core/kernels/triton_programs/",),
     # What it computes is compared with: in tests, and after a conversion where that is asked for.
     "transformers": ("megatron/conversion/conversion_check.py",),

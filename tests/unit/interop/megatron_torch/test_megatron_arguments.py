@@ -68,6 +68,17 @@ def test_a_model_of_another_kind_is_refused_by_name(name: str, value: Any, tmp_p
     assert str(folder) in str(caught.value)
 
 
+@pytest.mark.parametrize("impl", ["transformer_engine", "local"])
+def test_args_say_whose_layers_a_run_had_and_no_run_takes_them_from_there(impl: str, tmp_path: Path) -> None:
+    folder = write_changed(tmp_path, dataclasses.replace(SMALL, transformer_impl=impl))
+    values = torch.load(folder / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
+    assert values["args"].transformer_impl == impl
+    assert "decoder.layers.0.input_layernorm.weight" in values["model"]
+    source = MegatronTorchSource(folder)
+    assert source.model == SMALL
+    source.close()
+
+
 def test_a_window_is_one_of_causal_attention(tmp_path: Path) -> None:
     folder = write_changed(tmp_path / "causal", SMALL, window_size=(128, 0), window_attn_skip_freq=[1, 0, 1, 1])
     source = MegatronTorchSource(folder)

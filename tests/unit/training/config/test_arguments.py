@@ -190,6 +190,14 @@ def test_values_that_ask_for_what_is_done_anyway_make_no_line() -> None:
     assert parsed.notes == ()
 
 
+@pytest.mark.parametrize("impl", ["transformer_engine", "local"])
+def test_whose_layers_is_a_field_and_makes_no_line_of_its_own(impl: str) -> None:
+    parsed = resolve_arguments([*MINIMAL, "--transformer-impl", impl], 1)
+    assert parsed.config.model.transformer_impl == impl
+    assert parsed.notes == ()
+    assert config_of("").model.transformer_impl == "local"
+
+
 def test_values_that_would_change_the_result_are_refused() -> None:
     assert problems_of("--train-mode finetune") == ("--train-mode finetune is not supported yet; possible: pretrain",)
     assert problems_of("--recompute-modules core_attn mlp") == (

@@ -1,0 +1,120 @@
+"""NVIDIA's transformer-engine where ``--transformer-impl`` asks for it: attention, and norms on our own weights."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import nn
+
+TRANSFORMER_ENGINE = "transformer_engine"
+"""The value of ``--transformer-impl`` that asks for it."""
+
+_DEVICE = "cuda"
+_HALF = (torch.float16, torch.bfloat16)
+_BROKEN = (ImportError, OSError, AttributeError, RuntimeError, AssertionError)
+
+
+class TransformerEngine:
+    """Compute attention and norms by transformer-engine's modules, whose own parameters are never used."""
+
+    def __init__(
+        self, attention: Callable[..., nn.Module], layer_norm: Callable[..., nn.Module], rms_norm: type[nn.Module]
+    ) -> None:
+        self._norms: dict[str, Callable[..., nn.Module]] = {"LayerNorm": layer_norm, "RMSNorm": rms_norm}
+        self._attention = functools.cache(functools.partial(attention, qkv_format="sbhd"))
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_causal: bool,
+        window: int | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        """Return the attention output, in float16 or bfloat16; with a ``window`` a query looks back at so many keys.
+
+        Shapes: ``query: [s, b, n, d]``, ``key, value: [s, b, g, d]`` ``-> [s, b, n, d]``.
+        """
+        assert window is None or is_causal, "its windows in both directions are other ones"
+        module = self._attention(
+            *(query.shape[2], query.shape[3]), num_gqa_groups=key.shape[2], attention_dropout=dropout
+        )
+        context: torch.Tensor = module(
+            *(query, key, value),
+            attn_mask_type="causal" if is_causal else "no_mask",
+            window_size=None if window is None else (window - 1, 0),
+        )
+        # The heads come back as one dimension.
+        return context.view(query.shape)
+
+    def make_norm(self, kind: str, width: int, epsilon: float, *, centred_weight: bool) -> EngineNorm | None:
+        """Return a function that normalises the last dim, or None where transformer-engine has no such norm."""
+        if kind not in self._norms:
+            return None
+        return EngineNorm(self._norms[kind](width, eps=epsilon, zero_centered_gamma=centred_weight, device="meta"))
+
+
+class EngineNorm:
+    """Normalise with given weights by a module of transformer-engine, whose own weights have no memory."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def takes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Tell whether both have one format of 16 bits: the result would have that of the weight."""
+        return x.dtype == weight.dtype and x.dtype in _HALF
+
+    def __call__(self, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> torch.Tensor:
+        """Return the normalised input.
+
+        Shapes: ``[..., n] -> [..., n]``.
+        """
+        # The module looks for its weights in the backward pass too, so they stay in it.
+        self._module.weight = weight
+        if bias is not None:
+            self._module.bias = bias
+        # Its kernels take rows that follow each other; heads are slices of longer rows.
+        return cast("torch.Tensor", self._module(x.contiguous()))
+
+
+@functools.cache
+def load_transformer_engine() -> TransformerEngine | None:
+    """Return transformer-engine, or None where the package is not to be had.
+
+    A package that is installed but cannot be imported (a broken shared object, a half of it that is missing) is named
+    in one warning.
+    """
+    try:
+        module = importlib.import_module("transformer_engine.pytorch")
+        return TransformerEngine(module.DotProductAttention, module.LayerNorm, module.RMSNorm)
+    except _BROKEN as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == "transformer_engine"
+        if not is_absent:
+            warnings.warn(
+                f"transformer-engine is installed but cannot be used, this project's own layers are taken: {error}",
+                stacklevel=2,
+            )
+        return None
+
+
+def transformer_engine_for(transformer_impl: str, device: torch.device | str) -> TransformerEngine | None:
+    """Return transformer-engine where it is asked for and works on this device, else None."""
+    if transformer_impl != TRANSFORMER_ENGINE or torch.device(device).type != _DEVICE:
+        return None
+    return load_transformer_engine()
+
+
+def why_no_transformer_engine(params_dtype: str, device: torch.device | str) -> str | None:
+    """Return why transformer-engine cannot be used for a model of this precision on this device, or None."""
+    if torch.device(device).type != _DEVICE:
+        return "it needs CUDA"
+    if params_dtype not in ("float16", "bfloat16"):
+        return "it needs --bf16 or --fp16"
+    return "the package cannot be imported" if load_transformer_engine() is None else None
