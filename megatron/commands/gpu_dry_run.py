@@ -27,7 +27,8 @@ def build_parser() -> Parser:
     """Declare the flags beside those of a training."""
     parser = Parser(
         prog="gpu_dry_run.py",
-        usage="%(prog)s TRAINING-FLAGS [--world-size N] [--rank R] [--gpu TYPE] [--json FILE] [--memory-picture FILE]",
+        usage="%(prog)s TRAINING-FLAGS [--world-size N] [--rank R] [--gpu TYPE] [--without-triton] [--json FILE] "
+        "[--memory-picture FILE]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -35,6 +36,9 @@ def build_parser() -> Parser:
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the run (1)")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to run, from 0 on (0)")
     parser.add_argument("--gpu", default="h100-80gb", metavar="TYPE", help=f"one of {', '.join(GPUS)} (h100-80gb)")
+    parser.add_argument(
+        "--without-triton", action="store_true", help="take the machine to have no Triton, and no FlexAttention"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was recorded to this file")
     parser.add_argument(
         "--memory-picture", type=Path, metavar="FILE", help="draw the memory over the step to this file (.svg)"
@@ -67,7 +71,10 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
     from megatron.dry_run.memory_picture import draw_memory
     from megatron.dry_run.report import to_json, to_text
 
-    run = dry_run(config, arguments.rank, gpu, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
+    run = dry_run(
+        *(config, arguments.rank, gpu, pretrain_gpt.provide_model, pretrain_gpt.forward_step),
+        has_triton=not arguments.without_triton,
+    )
     estimate = estimate_step(run, gpu)
     print(to_text(run, gpu, estimate))
     if arguments.json is not None:

@@ -17,13 +17,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
+from megatron.core.kernels import attention_choice
 from megatron.core.models.model import Model
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.process_group import Group
 from megatron.core.timers import Timer, Timers
-from megatron.dry_run.cuda_operators import CudaOperators
 from megatron.dry_run.gpu import Gpu
-from megatron.dry_run.pretended_device import PretendedDevice
+from megatron.dry_run.pretended.device import PretendedDevice
+from megatron.dry_run.pretended.flex_attention import PretendedFlexAttention
+from megatron.dry_run.pretended.links import observed_links
+from megatron.dry_run.pretended.operators import CudaOperators
+from megatron.dry_run.pretended.triton import recorded_programs
 from megatron.dry_run.recorder import Recorder
 from megatron.dry_run.step_record import StepRecord
 from megatron.training.config.run_config import RunConfig
@@ -66,13 +71,23 @@ class DryRun:
 
 
 def dry_run(
-    config: RunConfig, rank: int, gpu: Gpu, model_provider: ModelProvider, forward_step: ForwardStep, num_steps: int = 2
+    config: RunConfig,
+    rank: int,
+    gpu: Gpu,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+    *,
+    num_steps: int = 2,
+    has_triton: bool = True,
 ) -> DryRun:
     """Run steps of one rank and return the record of the last.
 
     The vocabulary's size is that of the configuration's model. No other process, no memory of a device and no data are
     needed: communication succeeds at once, and the samples are empty. An operation on tensors of different devices
-    raises.
+    raises. ``has_triton`` says whether the machine that is pretended has Triton, and FlexAttention with it.
+
+    Raises:
+        ConfigurationError: it has, and this machine has not.
     """
     recorder = Recorder()
     # The samples are read in this thread: another one would know nothing of fake tensors.
@@ -81,12 +96,15 @@ def dry_run(
     with (
         _world(rank, config.world_size),
         _without_driver(gpu),
+        observed_links(recorder),
+        _triton(recorder, _second_document(config.data.seq_length)) if has_triton else _no_triton(),
         FakeTensorMode(allow_non_fake_inputs=True),
         recorder,
         CudaOperators(recorder, gpu.capability),
     ):
         runtime = make_runtime(config, device, observer=recorder.communicate)
         recorder.is_crossing_machines = _machine_crossings(runtime.state)
+        recorder.axes_of_ranks = {group.ranks: group.axes for group in _groups(runtime.state)}
         parts = build_training_parts(config, runtime, _without_values(model_provider), log=lambda line: None)
         _name_memory(recorder, config, parts)
         step = TrainingStep(config, runtime, parts, forward_step, _PhaseTimers(recorder))
@@ -140,13 +158,33 @@ def _world(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextmanager
+def _triton(recorder: Recorder, second_document: int) -> Iterator[None]:
+    """Have Triton, and FlexAttention with it."""
+    with recorded_programs(recorder), PretendedFlexAttention(recorder, second_document).taking_calls():
+        yield
+
+
+@contextmanager
+def _no_triton() -> Iterator[None]:
+    """Have neither: tensors without values go to torch, but FlexAttention would be compiled where it is installed."""
+    with patch.object(attention_choice, "load_flex_attention", lambda: None):
+        yield
+
+
+@contextmanager
 def _without_driver(gpu: Gpu) -> Iterator[None]:
     """Answer what torch's own code asks of a driver or of the bytes of a message: fake tensors have none."""
     with (
         patch.object(torch.cuda, "get_device_capability", lambda device=None: gpu.capability),
+        patch.object(torch.cuda, "default_generators", (torch.Generator(),)),
         patch.object(dist, "all_gather_object", _gather_own_object),
     ):
         yield
+
+
+def _second_document(length: int) -> int:
+    """Return where the second document of an empty sample begins."""
+    return length // 2
 
 
 def _gather_own_object(values: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
@@ -155,8 +193,12 @@ def _gather_own_object(values: list[Any], value: Any, group: dist.ProcessGroup |
 
 def _machine_crossings(state: ParallelState) -> dict[tuple[str, ...], bool]:
     """Return by axes which groups of this rank leave a machine of eight GPUs."""
-    groups = (state.tp, state.cp, state.dp, state.pp, state.dp_cp, state.model_parallel, state.embedding, state.world)
-    return {group.axes: len({rank // _GPUS_A_MACHINE for rank in group.ranks}) > 1 for group in groups}
+    return {group.axes: len({rank // _GPUS_A_MACHINE for rank in group.ranks}) > 1 for group in _groups(state)}
+
+
+def _groups(state: ParallelState) -> tuple[Group, ...]:
+    """Return a rank's groups, the smaller ones last."""
+    return state.world, state.model_parallel, state.dp_cp, state.embedding, state.tp, state.cp, state.dp, state.pp
 
 
 def _name_memory(recorder: Recorder, config: RunConfig, parts: TrainingParts) -> None:
@@ -202,10 +244,11 @@ class _EmptySamples:
     def __init__(self, config: RunConfig) -> None:
         length = config.data.seq_length
         zeros, positions = np.zeros(length, dtype=np.int64), np.arange(length)
-        is_second = positions >= length // 2
+        second = _second_document(length)
+        is_second = positions >= second
         self._sample: GPTSample = {"tokens": zeros, "labels": zeros, "loss_mask": np.ones(length, dtype=np.float32)}
         if config.data.reset_position_ids:
-            self._sample["position_ids"] = np.where(is_second, positions - length // 2, positions)
+            self._sample["position_ids"] = np.where(is_second, positions - second, positions)
         if config.data.reset_attention_mask:
             self._sample["document_ids"] = is_second.astype(np.int64)
 

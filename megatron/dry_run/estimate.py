@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.dry_run.dry_run import DryRun
 from megatron.dry_run.gpu import Gpu
 from megatron.dry_run.roofline import KERNELS_OF, PRODUCTS, communication_seconds, is_attention, operation_seconds
-from megatron.dry_run.step_record import PASSES, Communication, Operation
+from megatron.dry_run.step_record import PASSES, Communication, Operation, StepRecord
 
 ASSUMPTIONS = (
     "A roofline and no measurement: products by tiles and waves, attention by published rates, the rest by the bytes "
     "that it must read and write.",
     "The GPU never waits for the host, except that no kernel is shorter than 2.5 microseconds.",
-    "Data-parallel communication within the passes is hidden behind them; all other communication is not.",
+    "Communication is hidden behind the kernels that are launched between its start and the wait for it, and slows "
+    "none of them. Links carry one message at a time in each direction; what a rank receives is there when it asks.",
     "A pipeline's stages take equally long, and idle at its two ends for (stages - 1) / (chunks x micro-batches) of "
     "the passes; a schedule that fills them idles less.",
     "Machines have eight GPUs, joined by NVLink; one network port serves each GPU.",
@@ -23,7 +24,7 @@ ASSUMPTIONS = (
     "and fragmentation come on top (often 2 to 4 GiB).",
 )
 """What a reader must know of the figures."""
-_DATA_PARALLEL_AXES = (("dp",), ("dp", "cp"))
+_DIRECTIONS = ("out", "in")
 
 
 @dataclass(frozen=True)
@@ -64,20 +65,15 @@ def estimate_step(run: DryRun, gpu: Gpu) -> Estimate:
         defaultdict[str, float](float),
         defaultdict[str, float](float),
     )
-    for operation in run.record.operations:
-        seconds = operation_seconds(operation, gpu)
+    durations = [operation_seconds(operation, gpu) for operation in run.record.operations]
+    for operation, seconds in zip(run.record.operations, durations):
         by_phase[operation.phase] += seconds
         by_kind[kind_of(operation)] += seconds
         by_line[operation.where] += seconds
-    exposed = hidden = exposed_in_passes = 0.0
-    for communication in run.record.communications:
-        seconds = communication_seconds(communication, gpu)
-        if _is_hidden(communication):
-            hidden += seconds
-            continue
-        exposed += seconds
-        exposed_in_passes += seconds if communication.phase in PASSES else 0.0
-    passes = sum(by_phase[phase] for phase in PASSES) + exposed_in_passes
+    stalls = _stalls_by_phase(run.record, durations, gpu)
+    exposed = sum(stalls.values())
+    everything = sum(communication_seconds(each, gpu) for each in run.record.communications)
+    passes = sum(by_phase[phase] + stalls[phase] for phase in PASSES)
     bubble = passes * (run.pipeline_size - 1) / (run.num_chunks * run.num_microbatches)
     total = sum(by_phase.values()) + exposed + bubble
     peak = gpu.half_flops if run.is_half else gpu.single_flops
@@ -87,7 +83,7 @@ def estimate_step(run: DryRun, gpu: Gpu) -> Estimate:
         tflops=run.model_flops / total / 1e12,
         kernel_seconds=sum(by_phase.values()),
         communication_seconds=exposed,
-        hidden_communication_seconds=hidden,
+        hidden_communication_seconds=max(0.0, everything - exposed),
         bubble_seconds=bubble,
         by_phase=dict(by_phase),
         by_kind=dict(by_kind),
@@ -95,5 +91,28 @@ def estimate_step(run: DryRun, gpu: Gpu) -> Estimate:
     )
 
 
-def _is_hidden(communication: Communication) -> bool:
-    return communication.phase in PASSES and communication.call.axes in _DATA_PARALLEL_AXES
+def _stalls_by_phase(record: StepRecord, durations: Sequence[float], gpu: Gpu) -> Mapping[str, float]:
+    """Return how long the kernels of each part of the step stand still for communication."""
+    stalls = defaultdict[str, float](float)
+    ends: dict[int, float] = {}
+    idle_from = dict.fromkeys(_DIRECTIONS, 0.0)
+    now, num_done = 0.0, 0
+    for event in record.link_events:
+        now += sum(durations[num_done : event.num_operations])
+        num_done = event.num_operations
+        if event.is_wait:
+            stall = max(0.0, ends[id(event.communication)] - now)
+            stalls[event.phase] += stall
+            now += stall
+            continue
+        directions = _directions(event.communication)
+        end = max(now, *(idle_from[direction] for direction in directions))
+        end += communication_seconds(event.communication, gpu)
+        ends[id(event.communication)] = end
+        idle_from |= dict.fromkeys(directions, end)
+    return stalls
+
+
+def _directions(communication: Communication) -> Sequence[str]:
+    """Return which ways of a link a communication takes: a collective both."""
+    return {"send": _DIRECTIONS[:1], "receive": _DIRECTIONS[1:]}.get(communication.call.operation, _DIRECTIONS)

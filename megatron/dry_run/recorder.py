@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron.core.process_group import CollectiveCall
 from megatron.dry_run.live_memory import HOLDERS, LiveMemory
-from megatron.dry_run.step_record import Communication, HostWait, Operation, StepRecord
+from megatron.dry_run.step_record import Communication, HostWait, LinkEvent, Operation, StepRecord
 
 _PROJECT = Path(__file__).resolve().parents[2]
 _OWN_FOLDER = str(Path(__file__).resolve().parent)
@@ -43,6 +43,8 @@ _IN_PLACE = ("_fused_sgd_",)
 """Operations that change their arguments only, for which torch has no form without values."""
 _OVERWRITE = ("copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_")
 _CROSSING = ("_to_copy", "copy_")
+_HEADS_BEHIND = "_flash_attention_"
+"""Kernels that take ``[b, s, heads, d]``, where all others of attention take ``[b, heads, s, d]``."""
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
@@ -58,12 +60,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.memory = LiveMemory()
         self.phase = "begin"
         self.is_crossing_machines: dict[tuple[str, ...], bool] = {}
+        self.axes_of_ranks: dict[tuple[int, ...], tuple[str, ...]] = {}
         self._where_of_node: dict[int, str] = {}
         self._last_listing: FrameType | None = None
+        self._announced: Communication | None = None
+        self._under_way: dict[int, tuple[Any, Communication]] = {}
 
     def start(self) -> None:
-        """Forget what was recorded; what is live stays."""
-        self.record = StepRecord()
+        """Forget what was recorded; what is live stays, and what is under way."""
+        carried = [communication for _, communication in self._under_way.values()]
+        self.record = StepRecord(link_events=[LinkEvent(self.phase, 0, each, is_wait=False) for each in carried])
         self._note_memory(is_peak=True)
 
     def wait(self, what: str, where: str | None = None) -> None:
@@ -73,12 +79,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def communicate(self, call: CollectiveCall) -> None:
         """Note a communication; to be given to the groups as their observer."""
         crosses = self.is_crossing_machines.get(call.axes, False)
-        self.record.communications.append(Communication(self.phase, self._where(), call, crosses))
+        self._announced = Communication(self.phase, self._where(), call, crosses)
+        self.record.communications.append(self._announced)
 
-    def launch(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+    def begin_transfer(self, work: Any) -> None:
+        """Note that the communication that was told of last is under way; ``work`` is what waits for it."""
+        if self._announced is None or work is None:
+            return
+        self._under_way[id(work)] = work, self._announced
+        self._note_link(self._announced, is_wait=False)
+        self._announced = None
+
+    def end_transfer(self, work: Any) -> None:
+        """Note that what is launched from here on waits for a communication; the host does not."""
+        _, communication = self._under_way.pop(id(work), (None, None))
+        if communication is not None:
+            self._note_link(communication, is_wait=True)
+
+    def launch(
+        self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], flops: float = 0.0
+    ) -> None:
         """Note a kernel that a CUDA build has and this one has not."""
         num_bytes = sum(map(_spanned_bytes, (*read, *written)))
-        self._note(name, [*read, *written], num_bytes, 0.0, self._where())
+        self._note(name, [*read, *written], num_bytes, flops, self._named_after_forward(self._where()))
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -123,13 +146,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [tensor for tensor in returned if tensor.device.type == "cuda"]
         num_bytes = _moved_bytes(func, name, args, kwargs, cuda, made)
         flops = _flops(func, args, kwargs, result)
+        if flops:
+            # A result that is written over is no operand, and may be wider than those.
+            given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        if name.startswith(_HEADS_BEHIND):
+            given = [tensor.transpose(1, 2) for tensor in given if tensor.dim() == 4]
         self._note(name, given or made, num_bytes, flops, self._named_after_forward(where))
         return result
 
     def _note(self, name: str, tensors: Sequence[torch.Tensor], num_bytes: int, flops: float, where: str) -> None:
         shapes = tuple(tuple(tensor.shape) for tensor in tensors[:4])
-        itemsize = tensors[0].element_size() if tensors else 1
+        # Of a sum that is wider than the product that is added to it, the product's.
+        sizes = [tensor.element_size() for tensor in tensors[:4] if tensor.dtype.is_floating_point]
+        itemsize = min(sizes, default=tensors[0].element_size() if tensors else 1)
         self.record.operations.append(Operation(self.phase, name, where, shapes, itemsize, num_bytes, flops))
+
+    def _note_link(self, communication: Communication, *, is_wait: bool) -> None:
+        self.record.link_events.append(LinkEvent(self.phase, len(self.record.operations), communication, is_wait))
 
     def _note_value(self) -> None:
         """Note that the host reads a value; all values of one ``tolist`` come in one copy."""
@@ -214,6 +247,23 @@ def _moved_bytes(
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
     if func._overloadpacket not in flop_registry:
         return 0.0
-    flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
     values = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    name = func._schema.name.removeprefix("aten::")
+    if name.startswith(_HEADS_BEHIND):
+        return _flash_flops(name, values)
+    operands = [value for value in args if not isinstance(value, torch.dtype)]
+    flops = float(flop_registry[func._overloadpacket](*operands, **kwargs, out_val=result))
     return flops / 2 if values.get("is_causal") else flops
+
+
+def _flash_flops(name: str, values: dict[str, Any]) -> float:
+    """Return what torch's own flash kernel computes of the pairs of a query and a key that it may look at."""
+    batch, num_queries, heads, width = values["query"].shape
+    num_keys = values["key"].shape[1]
+    pairs: float = num_queries * num_keys
+    if values["is_causal"]:
+        window = values.get("window_size_left", -1)
+        widest = num_keys if window < 0 else window + 1
+        pairs = sum(min(widest, num_keys - num_queries + 1 + place) for place in range(num_queries))
+    num_products = 5 if name.endswith("backward") else 2
+    return float(2 * num_products * pairs * batch * heads * width)

@@ -62,6 +62,7 @@ def to_json(run: DryRun, gpu: Gpu, estimate: Estimate) -> dict[str, Any]:
         "bubble_ms": estimate.bubble_seconds * 1e3,
         "by_phase": {phase: part for phase in PHASES if (part := _phase(run, estimate, phase))["kernels"]},
         "by_kind": {kind: _kind(run, estimate, kind) for kind in sorted(estimate.by_kind)},
+        "by_operation": dict(Counter(operation.name for operation in record.operations)),
         "by_line": {where: seconds * 1e3 for where, seconds in _dearest_first(estimate)},
     }
 
@@ -125,6 +126,7 @@ def _kind(run: DryRun, estimate: Estimate, kind: str) -> dict[str, Any]:
     return {
         "kernels": sum(map(kernel_count, operations)),
         "bytes": sum(operation.num_bytes for operation in operations),
+        "flops": sum(operation.flops for operation in operations),
         "ms": estimate.by_kind[kind] * 1e3,
     }
 

@@ -19,6 +19,8 @@ _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85), (64, 256, 0.8), (2
 _MIN_SPLIT = 2048
 _KEYS_AT_FULL_RATE = 2048
 _SHORT_ATTENTION = 0.75
+_FLEX_SHARES = (0.9, 0.85)
+"""FlexAttention beside FlashAttention-2, forward and backward (pytorch.org/blog/flexattention, Performance)."""
 _EFFICIENT_SHARE = 0.6
 """Torch's memory-efficient kernels beside FlashAttention."""
 _LINK_SHARE = 0.8
@@ -30,6 +32,7 @@ KERNELS_OF: Mapping[str, int] = {
     "_scaled_dot_product_flash_attention_backward": 3,
     "_scaled_dot_product_efficient_attention_backward": 3,
     "_scaled_dot_product_cudnn_attention_backward": 3,
+    "_flash_attention_backward": 3,
     "_fused_adamw_": 10,
     "_fused_sgd_": 10,
     "_foreach_copy_": 10,
@@ -40,7 +43,7 @@ KERNELS_OF: Mapping[str, int] = {
 
 def is_attention(operation: Operation) -> bool:
     """Return whether an operation is an attention kernel."""
-    return operation.name.startswith("_scaled_dot_product_")
+    return operation.name.startswith(("_scaled_dot_product_", "_flash_attention_", "_flex_attention"))
 
 
 def operation_seconds(operation: Operation, gpu: Gpu) -> float:
@@ -79,9 +82,12 @@ def _attention_rate(operation: Operation, gpu: Gpu) -> float:
     query = operation.shapes[0]
     rates = gpu.cudnn if "cudnn" in operation.name else gpu.flash
     known = rates[128 if query[-1] > 64 else 64]
-    share = known.backward if "backward" in operation.name else known.forward
+    is_backward = "backward" in operation.name
+    share = known.backward if is_backward else known.forward
     if "efficient" in operation.name:
         share *= _EFFICIENT_SHARE
+    if "flex" in operation.name:
+        share *= _FLEX_SHARES[is_backward]
     if query[-2] < _KEYS_AT_FULL_RATE:
         share *= _SHORT_ATTENTION
     return share * (gpu.half_flops if operation.itemsize == 2 else gpu.single_flops)

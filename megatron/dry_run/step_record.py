@@ -50,13 +50,27 @@ class Communication:
     crosses_machines: bool
 
 
+@dataclass(frozen=True)
+class LinkEvent:
+    """Say that a communication begins after so many operations, or that those that follow wait for its end."""
+
+    phase: str
+    num_operations: int
+    communication: Communication
+    is_wait: bool
+
+
 @dataclass
 class StepRecord:
-    """Hold a step of one rank in order; ``memory`` has the bytes by holder after so many operations."""
+    """Hold a step of one rank in order; ``memory`` has the bytes by holder after so many operations.
+
+    ``link_events`` begin with what the step before has left under way.
+    """
 
     operations: list[Operation] = field(default_factory=list)
     waits: list[HostWait] = field(default_factory=list)
     communications: list[Communication] = field(default_factory=list)
+    link_events: list[LinkEvent] = field(default_factory=list)
     memory: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     peak_bytes: int = 0
     peak_holders: Mapping[str, int] = field(default_factory=dict)

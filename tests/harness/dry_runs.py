@@ -16,18 +16,20 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class DryRunCase:
-    """Name a command line, and the rank of its world that is run."""
+    """Name a command line, and the rank of its world that is run; the last of its steps is reported."""
 
     name: str
     flags: tuple[str, ...]
     world_size: int = 1
     rank: int = 0
     gpu: str = "h100-80gb"
+    num_steps: int = 1
+    has_triton: bool = True
 
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """Hold what a case recorded in its first step, or the error that ended it and the line of the project."""
+    """Hold what a case recorded in its last step, or the error that ended it and the line of the project."""
 
     report: dict[str, Any] = field(default_factory=dict)
     error: str = ""
@@ -73,7 +75,11 @@ def _report(case: DryRunCase) -> dict[str, Any]:
 
     config = with_known_vocabulary(resolve_arguments(case.flags, case.world_size).config)
     gpu = find_gpu(case.gpu)
-    run = dry_run(config, case.rank, gpu, pretrain_gpt.provide_model, pretrain_gpt.forward_step, num_steps=1)
+    run = dry_run(
+        *(config, case.rank, gpu, pretrain_gpt.provide_model, pretrain_gpt.forward_step),
+        num_steps=case.num_steps,
+        has_triton=case.has_triton,
+    )
     return to_json(run, gpu, estimate_step(run, gpu))
 
 

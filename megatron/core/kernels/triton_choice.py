@@ -18,12 +18,14 @@ def runs_on_triton(*tensors: torch.Tensor) -> bool:
     A subclass of a tensor goes to torch: it stands for memory that a program could not read.
     """
     return (
-        all(
-            x.device.type == _DEVICE and x.dtype in _DTYPES and type(x) in (torch.Tensor, torch.nn.Parameter)
-            for x in tensors
-        )
+        all(x.device.type == _DEVICE and x.dtype in _DTYPES and has_readable_memory(x) for x in tensors)
         and triton_works()
     )
+
+
+def has_readable_memory(x: torch.Tensor) -> bool:
+    """Return whether a program could read this tensor; a dry run, which launches none, says so of its own."""
+    return type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
 @functools.cache

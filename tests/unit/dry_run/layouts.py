@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron.verification.cells import EXCHANGES, RECOMPUTE, SHAPES, SHARDING, Layout, make_cell
 from tests.harness.dry_runs import DryRunCase
@@ -11,12 +12,14 @@ _SIZES = (
     *("--hidden-size", "64", "--ffn-hidden-size", "96", "--seq-length", "32", "--max-position-embeddings", "32"),
     *("--query-pre-attn-scalar", "16"),
 )
+_BLOCKS = ("--bf16", "--seq-length", "512", "--max-position-embeddings", "512")
+"""A sequence that FlexAttention takes: under context parallelism each rank has chunks of its blocks' length."""
 _DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 
 
 def layouts() -> list[DryRunCase]:
     """Return the cases."""
-    return [*_plain(), *_sharded(), *_features()]
+    return [*_plain(), *_sharded(), *_blocks(), *_features()]
 
 
 def _case(
@@ -27,7 +30,9 @@ def _case(
     sizes = _SIZES if shape == "gemma2" else _SIZES[:-2]
     batch = ("--global-batch-size", str(layout.dp * max(2, layout.pp)))
     name = " ".join([cell.name, *extra, *([f"rank {rank}"] if rank else [])])
-    return DryRunCase(name, (*cell.flags, *sizes, *batch, *extra), layout.world_size, rank)
+    # Rotary frequencies go to the device once, in the first step of a run.
+    num_steps = 2 if "rope" in cell.flags else 1
+    return DryRunCase(name, (*cell.flags, *sizes, *batch, *extra), layout.world_size, rank, num_steps=num_steps)
 
 
 def _plain() -> Iterator[DryRunCase]:
@@ -64,6 +69,18 @@ def _sharded() -> Iterator[DryRunCase]:
     yield _case(Layout(tp=2, sequence_parallel=True, pp=2, cp=2), "llama", "packed", rank=5)
 
 
+def _blocks() -> Iterator[DryRunCase]:
+    yield _case(Layout(), data="packed", extra=_BLOCKS)
+    yield _case(Layout(), "mistral", "packed", extra=_BLOCKS)
+    yield _case(Layout(), "gemma2", extra=_BLOCKS)
+    for exchange in EXCHANGES:
+        yield _case(Layout(cp=2, cp_comm_type=exchange), data="packed", extra=_BLOCKS)
+    yield _case(Layout(tp=2, sequence_parallel=True, pp=2), "llama", "packed", rank=2, extra=_BLOCKS)
+    for shape, data in (("llama", "plain"), ("llama", "packed")):
+        case = _case(Layout(), shape, data, extra=_BLOCKS)
+        yield replace(case, name=f"{case.name} without Triton", has_triton=False)
+
+
 def _features() -> Iterator[DryRunCase]:
     for extra in (
         _DROPOUT,
@@ -76,3 +93,5 @@ def _features() -> Iterator[DryRunCase]:
         yield _case(Layout(), extra=("--bf16", *extra))
     yield _case(Layout(tp=2, sequence_parallel=True), extra=("--bf16", *_DROPOUT))
     yield _case(Layout(), extra=("--fp16", *_DROPOUT, "--recompute-granularity", "selective"))
+    yield _case(Layout(), "llama", "packed", extra=(*_BLOCKS, *_DROPOUT))
+    yield _case(Layout(tp=2, sequence_parallel=True, pp=2), rank=1, extra=("--fp16", *_DROPOUT))

@@ -11,15 +11,18 @@ import pytest
 
 from megatron.dry_run.pretended_cuda import find_compiler
 from tests.harness.dry_runs import REPOSITORY
+from tests.unit.core.kernels.interpreted import needs_triton
 
 PROGRAM = """
 import json
+from importlib.util import find_spec
 from megatron.dry_run.pretended_cuda import load_pretended_cuda
 load_pretended_cuda()
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from megatron.dry_run.cuda_operators import CudaOperators
+from megatron.dry_run.pretended.operators import CudaOperators
+from megatron.dry_run.pretended.triton import recorded_programs
 from megatron.dry_run.recorder import Recorder
 
 recorder, seen = Recorder(), {}
@@ -56,6 +59,34 @@ with FakeTensorMode(allow_non_fake_inputs=True), recorder, CudaOperators(recorde
     recorder.start()
     F.silu(F.rms_norm(left @ right, (16,))).sum().backward()
     seen["operations"] = [(each.name, each.num_bytes, each.flops) for each in recorder.record.operations]
+    total = torch.empty(4, 16, device="cuda")
+    inner = torch.empty(8, 16, device="cuda", dtype=torch.bfloat16)
+    recorder.start()
+    torch.ops.aten.addmm.dtype_out(total, left.detach(), inner, torch.float32, out=total)
+    torch.ops.aten.mm.dtype_out(left.detach(), inner, torch.float32, out=total)
+    seen["wide"] = [(e.name, e.num_bytes, e.flops, e.itemsize, e.shapes[-2:]) for e in recorder.record.operations]
+    query = torch.empty(3, 8, 4, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    key = torch.empty(3, 12, 2, 16, device="cuda", dtype=torch.bfloat16)
+    recorder.start()
+    flash = (query, key, key, None, None, 8, 12, 0.0, True, False)
+    out = torch.ops.aten._flash_attention_forward(*flash, window_size_left=2, window_size_right=0)[0]
+    out.backward(out)
+    seen["flash"] = [(e.name, e.flops, e.shapes[0]) for e in recorder.record.operations if e.flops]
+    if find_spec("triton"):
+        from megatron.core.kernels.cross_entropy import overwrite_with_gradient
+        from megatron.core.kernels.gated_activation import gated_activation
+        from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary_to_both
+        logits = torch.empty(6, 32, device="cuda", dtype=torch.bfloat16)
+        labels = torch.empty(6, device="cuda", dtype=torch.int64)
+        rows = torch.empty(6, device="cuda")
+        heads = torch.empty(6, 1, 4, 16, device="cuda", dtype=torch.bfloat16)
+        angles = RotaryAngles(*torch.empty(2, 6, 1, 1, 16, device="cuda"), interleaved=False)
+        recorder.start()
+        with recorded_programs(recorder):
+            gated_activation(logits, "swiglu")
+            overwrite_with_gradient(logits, labels, 30, rows, rows, rows.clone())
+            apply_rotary_to_both(heads, heads[:, :, :2], angles)
+        seen["programs"] = [(e.name, e.num_bytes) for e in recorder.record.operations if "." in e.name]
 print(json.dumps(seen))
 """
 
@@ -102,3 +133,31 @@ def test_operations_have_the_kernels_of_cuda_with_their_bytes(seen: dict[str, An
     assert [name for name, *_ in seen["operations"]].count("mm") == 2
     assert operations["mm"] == (2 * (4 * 16 + 16 * 8 + 4 * 8), 2 * 4 * 8 * 16)
     assert "rsqrt" not in operations
+
+
+def test_a_product_summed_in_float32_is_one_product_of_16_bits(seen: dict[str, Any]) -> None:
+    operands, total = 2 * (4 * 8 + 8 * 16), 4 * 4 * 16
+    assert seen["wide"] == [
+        ["addmm", operands + 2 * total, 2 * 4 * 8 * 16, 2, [[4, 8], [8, 16]]],
+        ["mm", operands + total, 2 * 4 * 8 * 16, 2, [[4, 8], [8, 16]]],
+    ]
+
+
+def test_the_flash_kernel_computes_what_a_window_shows(seen: dict[str, Any]) -> None:
+    # Eight queries at the end of twelve keys see three keys each.
+    forward = 4 * 3 * 4 * 16 * 8 * 3
+    assert seen["flash"] == [
+        ["_flash_attention_forward", forward, [3, 4, 8, 16]],
+        ["_flash_attention_backward", 2.5 * forward, [3, 4, 8, 16]],
+    ]
+
+
+@needs_triton
+def test_a_program_moves_what_its_source_loads_and_stores(seen: dict[str, Any]) -> None:
+    logits, heads, angles = 2 * 6 * 32, 2 * 6 * (4 + 2) * 16, 2 * 4 * 6 * 16
+    assert seen["programs"] == [
+        ["gated_activation.forward_program", logits + logits // 2],
+        # The logits are read and written; the labels and two numbers a row are read.
+        ["cross_entropy.gradient_program", 2 * logits + 6 * (8 + 4 + 4)],
+        ["rotary.rotate_program", 2 * heads + angles],
+    ]

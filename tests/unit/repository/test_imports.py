@@ -41,6 +41,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/core/parallel_state.py",
         "megatron/core/pipeline_parallel/p2p_communication.py",
         "megatron/dry_run/dry_run.py",
+        "megatron/dry_run/pretended/links.py",
         "megatron/interop/huggingface/parallelize.py",
         "megatron/interop/torch_dist/metadata_writer.py",
         "megatron/training/process/initialize.py",
@@ -52,7 +53,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "flash_attn": ("megatron/core/kernels/flash_attn.py",),
     "flash_attn_interface": ("megatron/core/kernels/flash_attn.py",),
     "transformer_engine": ("megatron/core/kernels/transformer_engine.py",),
-    "triton": ("megatron/core/kernels/triton_programs/",),
+    "triton": ("megatron/core/kernels/triton_programs/", "megatron/dry_run/pretended/triton.py"),
     # What it computes is compared with: in tests, and after a conversion where that is asked for.
     "transformers": ("megatron/conversion/conversion_check.py",),
     # Checkpoints hold no pickles, Megatron's excepted: those are written by one file and never run.

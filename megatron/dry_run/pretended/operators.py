@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from megatron.dry_run.attention_kernel import AttentionCall, choose_attention_kernel
+from megatron.dry_run.pretended.attention_kernel import AttentionCall, choose_attention_kernel
 from megatron.dry_run.recorder import Recorder
 
 _aten = torch.ops.aten
