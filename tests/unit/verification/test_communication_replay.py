@@ -279,7 +279,8 @@ def test_the_command_replays_cells_and_refuses_what_cannot_be(
     assert verify_parallelism.main(command) == 0
     assert capsys.readouterr().out.splitlines() == [
         "passed  gpt2 plain tp1 pp2 zero-bubble cp1 dp1",
-        "1 passed, 0 failed, 0 refused at parse time",
+        "passed  gpt2 plain tp1 pp2 zero-bubble cp1 dp1 --hidden-dropout 0.2 --attention-dropout 0.15",
+        "2 passed, 0 failed, 0 refused at parse time",
     ]
     broken = replace(make_cell("gpt2", Layout(pp=3)), name="broken")
     monkeypatch.setattr(verify_parallelism, "matrix", lambda: [broken])
