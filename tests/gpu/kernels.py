@@ -13,8 +13,9 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.kernels.attention_block import AttentionBlocks, BlockMask
+from megatron.core.kernels.attention_choice import select_attention_core
 from megatron.core.kernels.attention_pattern import AttentionPattern
-from megatron.core.kernels.dot_product_attention import fused_attention, plain_attention, select_attention_core
+from megatron.core.kernels.dot_product_attention import fused_attention, plain_attention
 from megatron.core.kernels.flash_attn import load_flash_attention
 from megatron.core.kernels.matrix_product import linear
 from megatron.doctor.bandwidth import time_work
@@ -59,7 +60,7 @@ def kernel_pairs(device: Device, dtype: torch.dtype, sizes: KernelSizes) -> Iter
     packed = AttentionPattern(document_ids=is_second.long().expand(batch, length))
 
     def attention(core: Kernel, pattern: AttentionPattern) -> Kernel:
-        return lambda query, key, value: core(query, key, value, pattern, 0.0)
+        return lambda query, key, value: core(query, key, value, pattern, None)
 
     for name, pattern in (("causal", causal), ("documents", packed)):
         plain = attention(plain_attention, pattern)
