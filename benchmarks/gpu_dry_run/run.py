@@ -133,8 +133,8 @@ def to_table(results: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]
         "# Predicted steps",
         "",
         "Predictions of the dry run (docs/gpu_dry_run.md), not measurements. What a layer costs is of one micro-batch, "
-        "forward and backward; all kernels, and the GB outside products and attention. Figures of before are of the dry "
-        "run of then, whose estimate may have had other assumptions.",
+        "forward and backward; all kernels, and the GB outside products and attention. Figures of before are of the "
+        "dry run of then, whose estimate may have had other assumptions.",
         "",
         "| case | GPU | kernels a layer | GB a layer | GB a step | waits a step | peak GiB | step ms | MFU |",
         "|---|---|---|---|---|---|---|---|---|",
