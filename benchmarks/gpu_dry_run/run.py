@@ -1,9 +1,10 @@
 """Predict training steps on GPUs that are not there: what each layer launches and moves, memory, waits, time and MFU.
 
-    python benchmarks/gpu_dry_run/run.py --output benchmarks/results/gpu_dry_run_DATE
+    python benchmarks/gpu_dry_run/run.py --output benchmarks/results/gpu_dry_run_DATE [--before EARLIER.json]
 
 Every figure is a prediction of the dry run (docs/gpu_dry_run.md), for the tree as it is: run it before and after a
-change to see what the change is worth on paper. What a layer costs is the difference between four layers and two.
+change to see what the change is worth on paper. What a layer costs is the difference between four layers and two. With
+the figures of an earlier run, those of the same cases stand beside the new ones.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,10 @@ COMMON = (
 )
 
 
+_PHASES = ("forward", "backward")
+_NUM_LINES = 10
+
+
 @dataclass(frozen=True)
 class Case:
     """Name a model and a layout, of which rank 0 is run."""
@@ -52,6 +58,11 @@ class Case:
 
 CASES = (
     Case("GPT-2 345M, one GPU", 1, (*GPT2_345M, "--global-batch-size", "16")),
+    Case(
+        "GPT-2 345M without dropout",
+        1,
+        (*GPT2_345M, "--global-batch-size", "16", "--hidden-dropout", "0", "--attention-dropout", "0"),
+    ),
     Case("8B, TP 1 · DP 8", 8, (*LLAMA_8B, "--global-batch-size", "32")),
     Case(
         "8B, TP 2 + SP · DP 4",
@@ -67,6 +78,7 @@ def predict(case: Case, gpu_name: str, num_layers: int | None = None) -> dict[st
     from megatron.dry_run.dry_run import dry_run
     from megatron.dry_run.estimate import estimate_step, kernel_count, kind_of
     from megatron.dry_run.report import to_json
+    from megatron.dry_run.roofline import operation_seconds
 
     flags = [*case.flags, *COMMON] + ([] if num_layers is None else ["--num-layers", str(num_layers)])
     config = with_known_vocabulary(resolve_arguments(flags, case.world_size).config)
@@ -78,6 +90,9 @@ def predict(case: Case, gpu_name: str, num_layers: int | None = None) -> dict[st
     report["pass_memory_bytes"] = (
         sum(operation.num_bytes for operation in passes if kind_of(operation) == "memory") / run.num_microbatches
     )
+    report["line_ms"] = {phase: defaultdict[str, float](float) for phase in _PHASES}
+    for operation in passes:
+        report["line_ms"][operation.phase][operation.where] += operation_seconds(operation, gpu) * 1e3
     return report
 
 
@@ -102,29 +117,48 @@ def measure(case: Case, gpu_name: str) -> dict[str, Any]:
         "by_kind_ms": {kind: part["ms"] for kind, part in whole["by_kind"].items()},
         "by_phase": whole["by_phase"],
         "mfu": whole["mfu"],
-        "dearest_lines_ms": dict(list(whole["by_line"].items())[:15]),
+        "hidden_communication_ms": whole["hidden_communication_ms"],
+        "dearest_lines_ms": {phase: _dearest(whole["line_ms"][phase]) for phase in _PHASES},
     }
 
 
-def to_table(results: Sequence[dict[str, Any]]) -> str:
-    """Return the figures as a Markdown table."""
+def _dearest(lines: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(lines.items(), key=lambda line: -line[1])[:_NUM_LINES])
+
+
+def to_table(results: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> str:
+    """Return the figures as Markdown: a table, with those of before above the new ones, and the dearest lines."""
+    earlier = {result["case"]: result for result in before}
     lines = [
         "# Predicted steps",
         "",
         "Predictions of the dry run (docs/gpu_dry_run.md), not measurements. What a layer costs is of one micro-batch, "
-        "forward and backward; GB and kernels outside products and attention.",
+        "forward and backward; all kernels, and the GB outside products and attention. Figures of before are of the "
+        "dry run of then, whose estimate may have had other assumptions.",
         "",
-        "| case | GPU | kernels a layer | GB a layer | waits a step | peak GiB | step ms | MFU |",
-        "|---|---|---|---|---|---|---|---|",
+        "| case | GPU | kernels a layer | GB a layer | GB a step | waits a step | peak GiB | step ms | MFU |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
-        lines.append(
-            f"| {result['case']} | {result['gpu']} | {result['kernels_a_layer']:.0f} | "
-            f"{result['gb_outside_products_and_attention_a_layer']:.2f} | {result['waits_a_step']} | "
-            f"{result['peak_gib']:.2f}{'' if result['fits'] else ' (does not fit)'} | {result['predicted_ms']:.1f} | "
-            f"{result['mfu']:.1%} |"
-        )
+        if result["case"] in earlier:
+            lines.append(_row(f"{result['case']}, before", earlier[result["case"]]))
+        lines.append(_row(result["case"], result))
+    for result in results:
+        lines += ["", f"{result['case']}: milliseconds of a step by line."]
+        for phase, dearest in result["dearest_lines_ms"].items():
+            lines += ["", f"| {phase} | ms |", "|---|---|"]
+            lines += [f"| {where or 'autograd'} | {milliseconds:.1f} |" for where, milliseconds in dearest.items()]
     return "\n".join(lines) + "\n"
+
+
+def _row(name: str, result: Mapping[str, Any]) -> str:
+    return (
+        f"| {name} | {result['gpu']} | {result['kernels_a_layer']:.0f} | "
+        f"{result['gb_outside_products_and_attention_a_layer']:.2f} | "
+        f"{result['gb_outside_products_and_attention_a_step']:.0f} | {result['waits_a_step']} | "
+        f"{result['peak_gib']:.2f}{'' if result['fits'] else ' (does not fit)'} | {result['predicted_ms']:.1f} | "
+        f"{result['mfu']:.1%} |"
+    )
 
 
 def main() -> None:
@@ -132,10 +166,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--gpu", default="h100-80gb")
     parser.add_argument("--output", type=Path, help="path without its ending")
+    parser.add_argument("--before", type=Path, help="the JSON file of an earlier run")
     arguments = parser.parse_args()
+    before = [] if arguments.before is None else json.loads(arguments.before.read_text())
     load_pretended_cuda()
     results = [measure(case, arguments.gpu) for case in CASES]
-    table = to_table(results)
+    table = to_table(results, before)
     print(table)
     if arguments.output is not None:
         arguments.output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
