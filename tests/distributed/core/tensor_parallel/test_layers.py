@@ -66,10 +66,11 @@ def row(tp: Group, sequence_parallel: bool) -> RowParallelLinear:
     return layer
 
 
-def column_then_row(sequence_parallel: bool) -> dict[str, Any]:
+def column_then_row(sequence_parallel: bool, brings_bias_into_sum: bool = False) -> dict[str, Any]:
     """Run the pair as a feed-forward layer does; the gradient that comes back is not contiguous either."""
     tp = tensor_parallel_group()
     first, second = column(tp, sequence_parallel), row(tp, sequence_parallel)
+    second.brings_bias_into_sum = brings_bias_into_sum
     x = torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     grad = torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     if sequence_parallel:
@@ -90,10 +91,10 @@ def column_then_row(sequence_parallel: bool) -> dict[str, Any]:
     return {"output": output.detach().clone(), "x_grad": x.grad, "gradients": fragments(partial)}
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_column_then_row_equals_one_rank(sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(("sequence_parallel", "brings_bias_into_sum"), [(False, False), (True, False), (True, True)])
+def test_column_then_row_equals_one_rank(sequence_parallel: bool, brings_bias_into_sum: bool) -> None:
     expected = column_then_row(False)
-    results = run_distributed(2, column_then_row, sequence_parallel)
+    results = run_distributed(2, column_then_row, sequence_parallel, brings_bias_into_sum)
     for name in ("output", "x_grad"):
         if sequence_parallel:
             torch.testing.assert_close(torch.cat([result[name] for result in results]), expected[name])
