@@ -47,14 +47,15 @@ def programs() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]
         sizes = {"BLOCK": gated_activation._BLOCK, "IS_GELU": is_gelu}
         yield f"gate {is_gelu}", gated_activation.forward_program, {"width": "i32"}, sizes, 4
         yield f"gate gradient {is_gelu}", gated_activation.backward_program, {"width": "i32"}, sizes, 4
-    kinds = dict.fromkeys(rotary.rotate_program.arg_names[6:], "i32")
-    kinds |= dict.fromkeys(("query", "key", "query_out", "key_out"), "*bf16")
-    kinds |= {"cos": "*fp32", "sin": "*fp32", "batch": "odd", "query_heads": "odd", "key_heads": "odd"}
+    kinds = dict.fromkeys(rotary.rotate_program.arg_names[8:], "i32")
+    kinds |= {"cos": "*fp32", "sin": "*fp32", "batch": "odd", "num_groups": "odd", "heads_per_group": "odd"}
     for rotary_dim, head_dim in ((128, 128), (32, 80)):
         for is_interleaved in (False, True):
             sizes = rotary.block_sizes(rotary_dim, head_dim)
             sizes |= {"IS_INTERLEAVED": is_interleaved, "IS_INVERSE": True}
-            yield f"rotary {rotary_dim} {is_interleaved}", rotary.rotate_program, kinds, sizes, 4
+            name = f"rotary {rotary_dim} {is_interleaved}"
+            yield name, rotary.rotate_program, kinds | {"value": None, "value_out": None}, sizes, 4
+            yield f"{name} of a projection", rotary.rotate_program, kinds, sizes, 4
     kinds = dict.fromkeys(("weight_parts", "bias_parts", "means", "scales"), "*fp32")
     kinds |= dict.fromkeys(("epsilon", "weight_offset", "kept_scale"), "fp32")
     kinds |= {
@@ -119,7 +120,7 @@ def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) ->
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability: int, tmp_path: Path) -> None:
     (results,) = run_distributed(1, compile_programs, capability, tmp_path, timeout_s=120.0)
-    assert len(results) == 18
+    assert len(results) == 22
     for result in results:
         assert result.stack_bytes == 0, result
         is_norm_gradient = "Norm" in result.name and "gradient" in result.name
@@ -134,4 +135,4 @@ def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability:
 
 def test_programs_compile_for_one_row_one_sample_and_one_head(tmp_path: Path) -> None:
     (results,) = run_distributed(1, compile_programs, 90, tmp_path, odd_is_one=True, timeout_s=120.0)
-    assert len(results) == 18
+    assert len(results) == 22
