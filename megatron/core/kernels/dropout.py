@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of two keys for each row and of the column, in plain torch.
+"""Dropout whose mask is a function of two keys for each row and of the column.
 
 No generator is drawn from and no mask is kept: the backward pass computes it again from the keys. The mask of a column
 ``c`` follows from 32-bit words, all products and sums wrapping around and all shifts bringing in zeros::
@@ -14,6 +14,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+
+from megatron.core.kernels.triton_choice import runs_on_triton
 
 _COLUMN_STEP = 0x9E3779B1
 _FIRST_FACTOR = 0x21F0AAAD
@@ -43,6 +45,22 @@ def keyed_dropout(
     """
     output: torch.Tensor = _KeyedDropout.apply(x, *keys, columns, probability)  # type: ignore[no-untyped-call]
     return output
+
+
+def drop_hidden(
+    x: torch.Tensor, keys: RowKeys, probability: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return what keyed dropout leaves of hidden states, added to the ``residual`` stream where that is given.
+
+    Shapes: ``x, residual: […, h]``; keys ``[…]`` ``-> […, h]``.
+    """
+    tensors = (x,) if residual is None else (x, residual)
+    if tensors[-1].dtype == x.dtype and runs_on_triton(*tensors):
+        from megatron.core.kernels.triton_programs import dropout as programs
+
+        return programs.drop_hidden(x, keys, probability, residual)
+    dropped = keyed_dropout(x, keys, probability)
+    return dropped if residual is None else residual + dropped
 
 
 def drop_elements(

@@ -102,6 +102,8 @@ class RowParallelLinear(nn.Module):
         self.tp = tp
         self.library = library
         self.sequence_parallel = sequence_parallel
+        # On a CPU the bias is added to a scattered sum: runs there keep their last bits.
+        self.brings_bias_into_sum = torch.device(device).type == "cuda"
         shape = (out_features, in_features)
         spec = ParamSpec("weight", shape, even_pieces(shape, 1, tp.rank, tp.size), init_std=init_std)
         self.weight = make_parameter((out_features, in_features // tp.size), spec, dtype, device)
@@ -116,17 +118,20 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the summed output: this rank's part of the sequence under sequence parallelism."""
-        if self.sequence_parallel and self.tp.size > 1:
-            partial = tensor_parallel_linear(x, self.weight, None, InputRegion.SPLIT, self.tp, library=self.library)
-            output = reduce_scatter_to_sequence_parallel_region(partial, self.tp)
-            # Its gradient is of this rank's part of the sequence, as other replicated parameters' are.
-            return output if self.bias is None else output + self.bias
+        scatters = self.sequence_parallel and self.tp.size > 1
         # One rank brings the bias into the sum: a product adds it for nothing, a pass of its own costs memory traffic.
-        adds_bias = self.tp.rank == 0
+        in_product: torch.Tensor | None = self.bias
+        in_sum: torch.Tensor | None = None
+        if self.bias is not None and scatters:
+            # Its gradient is of this rank's part of the sequence, as other replicated parameters' are.
+            in_product, in_sum = (self.bias.detach(), self.bias) if self.brings_bias_into_sum else (None, None)
         partial = tensor_parallel_linear(
-            x, self.weight, self.bias, InputRegion.SPLIT, self.tp, adds_bias=adds_bias, library=self.library
+            x, self.weight, in_product, InputRegion.SPLIT, self.tp, adds_bias=self.tp.rank == 0, library=self.library
         )
-        return reduce_from_tensor_parallel_region(partial, self.tp)
+        if not scatters:
+            return reduce_from_tensor_parallel_region(partial, self.tp)
+        output = reduce_scatter_to_sequence_parallel_region(partial, self.tp, in_sum)
+        return output if self.bias is None or in_sum is not None else output + self.bias
 
 
 class _EmbeddingLookup(torch.autograd.Function):

@@ -46,7 +46,7 @@ class _Linear(torch.autograd.Function):
         library: str,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.region, ctx.tp, ctx.has_bias, ctx.library = region, tp, bias is not None, library
+        ctx.region, ctx.tp, ctx.library = region, tp, library
         # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
         ctx.main_grad = main_grad_of(weight)
         full_x = all_gather_first_dim(x, tp) if region is InputRegion.SEQUENCE else x
@@ -60,7 +60,7 @@ class _Linear(torch.autograd.Function):
         region: InputRegion = ctx.region
         tp: Group = ctx.tp
         library: str = ctx.library
-        needs_x_grad, needs_weight_grad = ctx.needs_input_grad[:2]
+        needs_x_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[:3]
         full_x, gathering = x, None
         if region is InputRegion.SEQUENCE and tp.size > 1 and needs_weight_grad:
             full_x = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
@@ -82,7 +82,7 @@ class _Linear(torch.autograd.Function):
         weight_grad = None
         if needs_weight_grad:
             weight_grad = _accumulate_weight_grad(ctx.main_grad, rows, full_x.reshape(-1, full_x.shape[-1]), library)
-        bias_grad = rows.sum(dim=0) if ctx.has_bias else None
+        bias_grad = rows.sum(dim=0) if needs_bias_grad else None
         if reducing is not None:
             reducing.wait()
         return x_grad, weight_grad, bias_grad, None, None, None, None

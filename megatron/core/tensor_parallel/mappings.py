@@ -55,19 +55,20 @@ class _GatherFromSequence(torch.autograd.Function):
 
 class _ReduceScatterToSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
-        ctx.tp = tp
+    def forward(ctx: Any, tensor: torch.Tensor, tp: Group, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.tp, ctx.has_bias = tp, bias is not None
         return reduce_scatter_first_dim(tensor, tp)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather_first_dim(grad, ctx.tp), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None]:
+        bias_grad = grad.reshape(-1, grad.shape[-1]).sum(dim=0) if ctx.has_bias else None
+        return all_gather_first_dim(grad, ctx.tp), None, bias_grad
 
 
-def _apply(function: type[torch.autograd.Function], tensor: torch.Tensor, tp: Group) -> torch.Tensor:
+def _apply(function: type[torch.autograd.Function], tensor: torch.Tensor, tp: Group, *others: Any) -> torch.Tensor:
     if tp.size == 1:
         return tensor
-    result: torch.Tensor = function.apply(tensor, tp)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = function.apply(tensor, tp, *others)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -95,9 +96,14 @@ def gather_from_sequence_parallel_region(tensor: torch.Tensor, tp: Group) -> tor
     return _apply(_GatherFromSequence, tensor, tp)
 
 
-def reduce_scatter_to_sequence_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
+def reduce_scatter_to_sequence_parallel_region(
+    tensor: torch.Tensor, tp: Group, bias_in_sum: torch.Tensor | None = None
+) -> torch.Tensor:
     """Leave a tensor-parallel region into a sequence-parallel one.
+
+    ``bias_in_sum`` is one that the group's sum has in it, brought by one rank (of several). Its gradient is that of
+    this rank's part of the sequence, as if it were added to the result.
 
     Forward: reduce-scatter along s; backward: all-gather along s. Shapes: ``[s, ...] -> [s/tp, ...]``.
     """
-    return _apply(_ReduceScatterToSequence, tensor, tp)
+    return _apply(_ReduceScatterToSequence, tensor, tp, bias_in_sum)

@@ -24,7 +24,12 @@ from megatron.core.transformer.dropout import require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.query_key_value import make_query_key_value
-from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary_to_both
+from megatron.core.transformer.rotary_pos_embedding import (
+    RotaryAngles,
+    apply_rotary_to_both,
+    split_and_rotate,
+    split_projection,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -148,11 +153,9 @@ class SelfAttention(nn.Module):
             ConfigurationError: weights are dropped in training, and there are no keys.
         """
         assert self.cp.size == 1 or (cache is None and pattern.mask is None), "a cache or a mask is of whole sequences"
-        query, key, value = self._query_key_value(x)
-        if angles is not None:
-            if self.window is not None and angles.local is not None:
-                angles = angles.local
-            query, key = apply_rotary_to_both(query, key, angles)
+        if angles is not None and self.window is not None and angles.local is not None:
+            angles = angles.local
+        query, key, value = self._query_key_value(x, angles)
         if self.score_factor is not None:
             query = query * self.score_factor
         if cache is not None:
@@ -168,16 +171,17 @@ class SelfAttention(nn.Module):
             context = self._attend(query, key, value, pattern, of_weights)
         return LayerOutput(self.linear_proj(context))
 
-    def _query_key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _query_key_value(
+        self, x: torch.Tensor, angles: RotaryAngles | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         mixed = self.linear_qkv(x)
-        length, batch = mixed.shape[:2]
-        heads_per_group = self.num_heads // self.num_groups
-        mixed = mixed.view(length, batch, self.num_groups, heads_per_group + 2, self.head_dim)
-        query, key, value = mixed.split((heads_per_group, 1, 1), dim=3)
-        query = query.reshape(length, batch, self.num_heads, self.head_dim)
-        key, value = key.squeeze(3), value.squeeze(3)
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        mixed = mixed.view(*mixed.shape[:2], self.num_groups, self.num_heads // self.num_groups + 2, self.head_dim)
+        if self.q_layernorm is None or self.k_layernorm is None:
+            return split_projection(mixed) if angles is None else split_and_rotate(mixed, angles)
+        query, key, value = split_projection(mixed)
+        query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if angles is not None:
+            query, key = apply_rotary_to_both(query, key, angles)
         return query, key, value
 
     def _attend(

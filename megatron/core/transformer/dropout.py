@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.core.context_parallel.partition import positions_of
 from megatron.core.errors import ConfigurationError
-from megatron.core.kernels.dropout import RowKeys, keyed_dropout
+from megatron.core.kernels.dropout import RowKeys, drop_hidden
 from megatron.core.kernels.dropout_keys import DropoutKeys, DropoutSamples
 from megatron.core.process_group import Group
 
@@ -31,7 +31,7 @@ class HiddenDropout(nn.Module):
         if not self.is_active:
             return x
         assert keys is not None, "active dropout is keyed"
-        return keyed_dropout(x, keys, self.probability)
+        return drop_hidden(x, keys, self.probability)
 
 
 def require_keys(dropout: DropoutKeys | None) -> DropoutKeys:

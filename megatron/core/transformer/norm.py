@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import overload
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.kernels.transformer_engine import EngineNorm, transformer_engine_for
-from megatron.core.kernels.triton_choice import runs_on_triton
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
@@ -57,34 +54,9 @@ class Norm(nn.Module):
         if engine is not None:
             self.of_engine = engine.make_norm(kind, width, epsilon, centred_weight=centred_weight)
 
-    @overload
-    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    @overload
-    def forward(self, x: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def forward(
-        self, x: torch.Tensor, branch: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the normalised input in its own dtype; with a ``branch`` return ``x + branch`` and its norm."""
-        if branch is None:
-            return self._normalise(x)
-        is_alike = x.dtype == branch.dtype == self.weight.dtype and self.kind in ("LayerNorm", "RMSNorm")
-        if is_alike and runs_on_triton(x, branch, self.weight):
-            from megatron.core.kernels.triton_programs import residual_norm as programs
-
-            if self.shape[0] <= programs.MAX_WIDTH:
-                return programs.add_and_normalise(
-                    branch,
-                    x,
-                    self.weight,
-                    self.bias,
-                    self.epsilon,
-                    subtracts_mean=self.kind == "LayerNorm",
-                    weight_offset=1.0 if self.centred_weight else 0.0,
-                )
-        total = x + branch
-        return total, self._normalise(total)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised input in its own dtype."""
+        return self._normalise(x)
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
         if self.of_engine is not None and self.of_engine.takes(x, self.weight):

@@ -139,3 +139,25 @@ def apply_rotary_to_both(
 
         return programs.rotate_query_and_key(query, key, angles.cos, angles.sin, angles.interleaved)
     return apply_rotary(query, angles), apply_rotary(key, angles)
+
+
+def split_projection(mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values of a projection that has the query heads of a group, its key and its value.
+
+    Shapes: ``[s, b, groups, heads/groups + 2, d] -> [s, b, heads, d], [s, b, groups, d], [s, b, groups, d]``.
+    """
+    query, key, value = mixed.split_with_sizes((mixed.shape[3] - 2, 1, 1), dim=3)
+    return query.reshape(*mixed.shape[:2], -1, mixed.shape[-1]), key.squeeze(3), value.squeeze(3)
+
+
+def split_and_rotate(mixed: torch.Tensor, angles: RotaryAngles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return rotated queries, rotated keys, and values of a projection.
+
+    Shapes: as for `split_projection`.
+    """
+    if runs_on_triton(mixed, angles.cos, angles.sin):
+        from megatron.core.kernels.triton_programs import rotary as programs
+
+        return programs.split_and_rotate(mixed, angles.cos, angles.sin, angles.interleaved)
+    query, key, value = split_projection(mixed)
+    return *apply_rotary_to_both(query, key, angles), value

@@ -15,13 +15,14 @@ from megatron.core.transformer.dropout import HiddenDropout, require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.residual_norm import ResidualNorm, ResidualSum, add_branch
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def make_norm(config: TransformerConfig, tp: Group, device: torch.device | str) -> Norm:
+def make_norm(config: TransformerConfig, tp: Group, device: torch.device | str, kind: type[Norm] = Norm) -> Norm:
     """Return the configured normalisation of hidden states."""
-    return Norm(
+    return kind(
         config.normalization,
         config.hidden_size,
         config.norm_epsilon,
@@ -71,14 +72,13 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.layer_number = layer_number
         has_before, has_after = config.norm_placement != "after", config.norm_placement != "before"
-        self.input_layernorm = make_norm(config, tp, device) if has_before else nn.Identity()
+        self.input_layernorm = make_norm(config, tp, device, ResidualNorm) if has_before else ResidualSum()
         self.self_attention = make_attention(config, layer_number, tp, device, cp)
         self.post_self_attn_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
-        self.pre_mlp_layernorm = make_norm(config, tp, device) if has_before else nn.Identity()
+        self.pre_mlp_layernorm = make_norm(config, tp, device, ResidualNorm) if has_before else ResidualSum()
         self.mlp = make_feed_forward(config, layer_number, tp, device)
         self.post_mlp_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
         self.is_parallel = config.use_parallel_residual
-        self.adds_in_norm = has_before and not self.is_parallel
         self.hidden_dropout = HiddenDropout(config.hidden_dropout)
 
     def forward(
@@ -94,17 +94,20 @@ class TransformerLayer(nn.Module):
         Raises:
             ConfigurationError: the layer drops something in training, and is given no keys.
         """
-        attended, losses = self.self_attention(self.input_layernorm(x), pattern, angles, cache, dropout)
         attended_keys = fed_keys = None
         if self.hidden_dropout.is_active:
             keys = require_keys(dropout)
             attended_keys = keys.after_attention(self.layer_number)
             fed_keys = keys.after_feed_forward(self.layer_number)
-        branch = self.hidden_dropout(self.post_self_attn_layernorm(attended), attended_keys)
-        if self.adds_in_norm:
-            after, normalised = self.pre_mlp_layernorm(x, branch)
+        probability = self.hidden_dropout.probability
+        x, normalised = self.input_layernorm(x)
+        attended, losses = self.self_attention(normalised, pattern, angles, cache, dropout)
+        branch = self.post_self_attn_layernorm(attended)
+        if self.is_parallel:
+            x, normalised = self.pre_mlp_layernorm(x)
+            x = add_branch(x, branch, attended_keys, probability)
         else:
-            after = x + branch
-            normalised = self.pre_mlp_layernorm(x if self.is_parallel else after)
+            x, normalised = self.pre_mlp_layernorm(x, branch, attended_keys, probability)
         fed, more_losses = self.mlp(normalised)
-        return LayerOutput(after + self.hidden_dropout(self.post_mlp_layernorm(fed), fed_keys), losses + more_losses)
+        branch = self.post_mlp_layernorm(fed)
+        return LayerOutput(add_branch(x, branch, fed_keys, probability), losses + more_losses)

@@ -12,28 +12,16 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.kernels.triton_programs.dropout import keeps, threshold_and_scale
+
 MAX_WIDTH = 8192
 """Wider rows do not fit into the registers of one program."""
 _MAX_PARTS = 512
 
 
 @triton.jit
-def _keeps(first_key, second_key, row, column, threshold):
-    """Return which channels of a row dropout keeps, by the rule of `megatron.core.kernels.dropout`."""
-    x = tl.load(first_key + row).to(tl.uint32) + (column + 1).to(tl.uint32) * 0x9E3779B1
-    x ^= x >> 16
-    x *= 0x21F0AAAD
-    x ^= x >> 15
-    x ^= tl.load(second_key + row).to(tl.uint32)
-    x *= 0x735A2D97
-    x ^= x >> 15
-    return (x >> 8) >= threshold
-
-
-@triton.jit
 def forward_program(
     branch: tl.tensor,
-    branch_bias: tl.tensor,
     first_key: tl.tensor,
     second_key: tl.tensor,
     residual: tl.tensor,
@@ -50,20 +38,22 @@ def forward_program(
     kept_scale: tl.tensor,
     BLOCK: tl.constexpr,
 ):
-    """Write one row of the sum and of its norm. Without ``means`` the norm is RMSNorm, without keys all is kept."""
+    """Write one row of the sum and of its norm.
+
+    Without ``means`` the norm is RMSNorm, without keys all is kept, and without a branch the sum is the residual.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    x = tl.load(branch + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    if branch_bias is not None:
-        x += tl.load(branch_bias + column, mask=inside, other=0.0).to(tl.float32)
-    if first_key is not None:
-        x = tl.where(_keeps(first_key, second_key, row, column, threshold), x * kept_scale, 0.0)
-    x += tl.load(residual + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    # What is normalised is the stream as it is stored.
-    rounded = x.to(total.dtype.element_ty)
-    tl.store(total + row * width + column, rounded, mask=inside)
-    x = rounded.to(tl.float32)
+    x = tl.load(residual + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    if branch is not None:
+        added = tl.load(branch + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        if first_key is not None:
+            added = tl.where(keeps(first_key, second_key, row, column, threshold), added * kept_scale, 0.0)
+        # What is normalised is the stream as it is stored.
+        rounded = (x + added).to(total.dtype.element_ty)
+        tl.store(total + row * width + column, rounded, mask=inside)
+        x = rounded.to(tl.float32)
     if means is not None:
         mean = tl.sum(x, axis=0) / width
         x = tl.where(inside, x - mean, 0.0)
@@ -90,7 +80,6 @@ def backward_program(
     branch_grad: tl.tensor,
     weight_parts: tl.tensor,
     bias_parts: tl.tensor,
-    branch_bias_parts: tl.tensor,
     num_rows: tl.tensor,
     rows_per_part: tl.tensor,
     width: tl.tensor,
@@ -106,8 +95,6 @@ def backward_program(
     weight_sum = tl.zeros((BLOCK,), tl.float32)
     if bias_parts is not None:
         bias_sum = tl.zeros((BLOCK,), tl.float32)
-    if branch_bias_parts is not None:
-        branch_bias_sum = tl.zeros((BLOCK,), tl.float32)
     for row in range(part * rows_per_part, tl.minimum((part + 1) * rows_per_part, num_rows)):
         at = row * width + column
         scale = tl.load(scales + row)
@@ -127,15 +114,11 @@ def backward_program(
         x_grad = x_grad * scale + tl.load(total_grad + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(residual_grad + at, x_grad.to(residual_grad.dtype.element_ty), mask=inside)
         if first_key is not None:
-            x_grad = tl.where(_keeps(first_key, second_key, row, column, threshold), x_grad * kept_scale, 0.0)
+            x_grad = tl.where(keeps(first_key, second_key, row, column, threshold), x_grad * kept_scale, 0.0)
             tl.store(branch_grad + at, x_grad.to(branch_grad.dtype.element_ty), mask=inside)
-        if branch_bias_parts is not None:
-            branch_bias_sum += x_grad
     tl.store(weight_parts + part * width + column, weight_sum, mask=inside)
     if bias_parts is not None:
         tl.store(bias_parts + part * width + column, bias_sum, mask=inside)
-    if branch_bias_parts is not None:
-        tl.store(branch_bias_parts + part * width + column, branch_bias_sum, mask=inside)
 
 
 def warps(block: int) -> int:
@@ -147,9 +130,8 @@ class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        branch: torch.Tensor,
-        branch_bias: torch.Tensor | None,
         residual: torch.Tensor,
+        branch: torch.Tensor | None,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         first_key: torch.Tensor | None,
@@ -159,22 +141,24 @@ class _ResidualNorm(torch.autograd.Function):
         weight_offset: float,
         subtracts_mean: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        branch, residual = branch.contiguous(), residual.contiguous()
-        width = branch.shape[-1]
-        num_rows = branch.numel() // width
-        total, normalised = torch.empty_like(residual), torch.empty_like(residual)
-        scales = branch.new_empty(num_rows, dtype=torch.float32)
+        stream = residual.contiguous()
+        branch = None if branch is None else branch.contiguous()
+        width = stream.shape[-1]
+        num_rows = stream.numel() // width
+        total = stream if branch is None else torch.empty_like(stream)
+        normalised = torch.empty_like(stream)
+        scales = stream.new_empty(num_rows, dtype=torch.float32)
         means = torch.empty_like(scales) if subtracts_mean else None
-        ctx.arguments = weight_offset, round(probability * 2**24), 1.0 / (1.0 - probability)
+        ctx.arguments = weight_offset, *threshold_and_scale(probability)
         block = triton.next_power_of_2(width)
         if num_rows:
             forward_program[(num_rows,)](
-                branch, branch_bias, first_key, second_key, residual, weight, bias, total, normalised, means, scales,
+                branch, first_key, second_key, stream, weight, bias, total, normalised, means, scales,
                 width, epsilon, *ctx.arguments, BLOCK=block, num_warps=warps(block),
             )  # fmt: skip
         ctx.save_for_backward(total, weight, means, scales, first_key, second_key)
-        ctx.dtypes = tuple(None if x is None else x.dtype for x in (branch_bias, bias))
-        return total, normalised
+        ctx.has_branch, ctx.bias_dtype = branch is not None, None if bias is None else bias.dtype
+        return residual if branch is None else total, normalised
 
     @staticmethod
     def backward(ctx: Any, total_grad: torch.Tensor, normalised_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -183,9 +167,9 @@ class _ResidualNorm(torch.autograd.Function):
         num_rows = scales.shape[0]
         rows_per_part = max(1, triton.cdiv(num_rows, _MAX_PARTS))
         num_parts = triton.cdiv(num_rows, rows_per_part)
+        dtypes = weight.dtype, ctx.bias_dtype
         parts = [
-            None if dtype is None else total.new_empty((num_parts, width), dtype=torch.float32)
-            for dtype in (weight.dtype, ctx.dtypes[1], ctx.dtypes[0])
+            None if dtype is None else total.new_empty((num_parts, width), dtype=torch.float32) for dtype in dtypes
         ]
         residual_grad = torch.empty_like(total)
         branch_grad = residual_grad if first_key is None else torch.empty_like(total)
@@ -196,46 +180,31 @@ class _ResidualNorm(torch.autograd.Function):
                 first_key, second_key, residual_grad, branch_grad, *parts, num_rows, rows_per_part, width,
                 *ctx.arguments, BLOCK=block, num_warps=warps(block),
             )  # fmt: skip
-        weight_grad, bias_grad, branch_bias_grad = (
-            None if part is None else part.sum(0).to(dtype)
-            for part, dtype in zip(parts, (weight.dtype, ctx.dtypes[1], ctx.dtypes[0]))
-        )
-        return branch_grad, branch_bias_grad, residual_grad, weight_grad, bias_grad, *(None,) * 6
+        weight_grad, bias_grad = (None if part is None else part.sum(0).to(dtype) for part, dtype in zip(parts, dtypes))
+        return residual_grad, branch_grad if ctx.has_branch else None, weight_grad, bias_grad, *(None,) * 6
 
 
 def add_and_normalise(
-    branch: torch.Tensor,
     residual: torch.Tensor,
+    branch: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     epsilon: float,
     *,
     subtracts_mean: bool,
     weight_offset: float = 0.0,
-    branch_bias: torch.Tensor | None = None,
     keys: tuple[torch.Tensor, torch.Tensor] | None = None,
     probability: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``residual + dropout(branch + branch_bias)`` and its norm.
+    """Return ``residual + dropout(branch)`` and its norm; without a branch the residual itself and its norm.
 
     The norm is LayerNorm where it ``subtracts_mean`` and RMSNorm elsewhere; ``weight_offset`` is added to its weight.
     ``keys`` are two for each row, which decide what dropout keeps of it; without them nothing is dropped.
 
-    Shapes: ``branch, residual: [..., h]``, ``weight, bias, branch_bias: [h]``, ``keys: [...]`` twice in int32
-    ``-> [..., h]`` twice.
+    Shapes: ``residual, branch: [..., h]``, ``weight, bias: [h]``, ``keys: [...]`` twice in int32 ``-> [..., h]`` twice.
     """
     first_key, second_key = (None, None) if keys is None else (key.contiguous() for key in keys)
     result: tuple[torch.Tensor, torch.Tensor] = _ResidualNorm.apply(
-        branch,
-        branch_bias,
-        residual,
-        weight,
-        bias,
-        first_key,
-        second_key,
-        probability,
-        epsilon,
-        weight_offset,
-        subtracts_mean,
+        residual, branch, weight, bias, first_key, second_key, probability, epsilon, weight_offset, subtracts_mean
     )
     return result

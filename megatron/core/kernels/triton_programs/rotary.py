@@ -1,4 +1,7 @@
-"""Queries and keys rotated in one launch: one read and one write of each."""
+"""Queries and keys rotated in one launch, which may cut them and the values out of one projection: one read, one write.
+
+Heads lie in groups. A projection has, for every key-value head, its query heads, itself and its value.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +13,24 @@ import triton.language as tl
 
 _TILE = 1024
 """Pairs of channels that one program rotates."""
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Query, key and value. Shapes: ``[s, b, groups, heads of a group, d]``, ``[s, b, groups, d]`` twice."""
 
 
 @triton.jit
 def _rotate_tile(
     source,
     target,
-    first_head,
-    num_heads,
-    head_stride,
+    has_head,
     cos,
     sin,
     IS_INTERLEAVED: tl.constexpr,
     IS_INVERSE: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
-    PASSED: tl.constexpr,
 ):
-    """Rotate ``HEADS`` heads of one token; ``PAIRS`` and ``PASSED`` are the powers of two that hold the channels."""
-    head = first_head + tl.arange(0, HEADS)[:, None]
-    has_head = head < num_heads
-    source += head * head_stride
-    target += head * HEAD_DIM
+    """Rotate ``HEADS`` heads of one token; ``PAIRS`` is the power of two that holds their pairs of channels."""
     if IS_INTERLEAVED:
         channel = tl.arange(0, 2 * PAIRS)
         inside = has_head & (channel < ROTARY_DIM)[None, :]
@@ -58,29 +55,44 @@ def _rotate_tile(
     else:
         tl.store(target + channel[None, :], first, mask=inside)
         tl.store(target + ROTARY_DIM // 2 + channel[None, :], second, mask=inside)
-    if HEAD_DIM > ROTARY_DIM:
-        passed = ROTARY_DIM + tl.arange(0, PASSED)[None, :]
-        inside = has_head & (passed < HEAD_DIM)
-        tl.store(target + passed, tl.load(source + passed, mask=inside), mask=inside)
+
+
+@triton.jit
+def _copy_tile(source, target, has_head, FIRST: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
+    """Copy the channels from ``FIRST`` on of some heads; ``CHANNELS`` is a power of two that holds them."""
+    channel = FIRST + tl.arange(0, CHANNELS)[None, :]
+    inside = has_head & (channel < HEAD_DIM)
+    tl.store(target + channel, tl.load(source + channel, mask=inside), mask=inside)
 
 
 @triton.jit
 def rotate_program(
     query: tl.tensor,
     key: tl.tensor,
+    value: tl.tensor,
     query_out: tl.tensor,
     key_out: tl.tensor,
+    value_out: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
     batch: tl.tensor,
-    query_heads: tl.tensor,
-    key_heads: tl.tensor,
+    num_groups: tl.tensor,
+    heads_per_group: tl.tensor,
     query_stride_s: tl.tensor,
     query_stride_b: tl.tensor,
+    query_stride_g: tl.tensor,
     query_stride_h: tl.tensor,
     key_stride_s: tl.tensor,
     key_stride_b: tl.tensor,
-    key_stride_h: tl.tensor,
+    key_stride_g: tl.tensor,
+    value_stride_s: tl.tensor,
+    value_stride_b: tl.tensor,
+    value_stride_g: tl.tensor,
+    query_out_stride_t: tl.tensor,
+    query_out_stride_g: tl.tensor,
+    query_out_stride_h: tl.tensor,
+    key_out_stride_t: tl.tensor,
+    key_out_stride_g: tl.tensor,
     angle_stride_s: tl.tensor,
     angle_stride_b: tl.tensor,
     IS_INTERLEAVED: tl.constexpr,
@@ -90,49 +102,46 @@ def rotate_program(
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
     PASSED: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
-    """Rotate some heads of one token: programs along axis 1 take the query's heads first, then the key's."""
+    """Rotate some heads of one token: programs along axis 1 take the query's heads, the key's, then copy the value's.
+
+    Results have one distance between tokens, and the value's lie as the key's. ``PASSED`` and ``CHANNELS`` are powers
+    of two that hold a head's channels behind the rotated ones and all of them. Without a value nothing is copied.
+    """
     token = tl.program_id(0).to(tl.int64)
     position = token // batch
     sample = token % batch
     cos += position * angle_stride_s + sample * angle_stride_b
     sin += position * angle_stride_s + sample * angle_stride_b
     tile = tl.program_id(1)
-    query_tiles = tl.cdiv(query_heads, HEADS)
+    query_tiles = tl.cdiv(num_groups * heads_per_group, HEADS)
+    key_tiles = tl.cdiv(num_groups, HEADS)
     if tile < query_tiles:
-        _rotate_tile(
-            query + position * query_stride_s + sample * query_stride_b,
-            query_out + token * query_heads * HEAD_DIM,
-            tile * HEADS,
-            query_heads,
-            query_stride_h,
-            cos,
-            sin,
-            IS_INTERLEAVED,
-            IS_INVERSE,
-            ROTARY_DIM,
-            HEAD_DIM,
-            HEADS,
-            PAIRS,
-            PASSED,
-        )
-    else:
-        _rotate_tile(
-            key + position * key_stride_s + sample * key_stride_b,
-            key_out + token * key_heads * HEAD_DIM,
-            (tile - query_tiles) * HEADS,
-            key_heads,
-            key_stride_h,
-            cos,
-            sin,
-            IS_INTERLEAVED,
-            IS_INVERSE,
-            ROTARY_DIM,
-            HEAD_DIM,
-            HEADS,
-            PAIRS,
-            PASSED,
-        )
+        head = tile * HEADS + tl.arange(0, HEADS)[:, None]
+        has_head = head < num_groups * heads_per_group
+        group = head // heads_per_group
+        member = head % heads_per_group
+        query += position * query_stride_s + sample * query_stride_b
+        source = query + group * query_stride_g + member * query_stride_h
+        target = query_out + token * query_out_stride_t + group * query_out_stride_g + member * query_out_stride_h
+        _rotate_tile(source, target, has_head, cos, sin, IS_INTERLEAVED, IS_INVERSE, ROTARY_DIM, HEADS, PAIRS)
+        if HEAD_DIM > ROTARY_DIM:
+            _copy_tile(source, target, has_head, ROTARY_DIM, HEAD_DIM, PASSED)
+    elif tile < query_tiles + key_tiles:
+        group = (tile - query_tiles) * HEADS + tl.arange(0, HEADS)[:, None]
+        has_head = group < num_groups
+        source = key + position * key_stride_s + sample * key_stride_b + group * key_stride_g
+        target = key_out + token * key_out_stride_t + group * key_out_stride_g
+        _rotate_tile(source, target, has_head, cos, sin, IS_INTERLEAVED, IS_INVERSE, ROTARY_DIM, HEADS, PAIRS)
+        if HEAD_DIM > ROTARY_DIM:
+            _copy_tile(source, target, has_head, ROTARY_DIM, HEAD_DIM, PASSED)
+    elif value is not None:
+        group = (tile - query_tiles - key_tiles) * HEADS + tl.arange(0, HEADS)[:, None]
+        has_head = group < num_groups
+        source = value + position * value_stride_s + sample * value_stride_b + group * value_stride_g
+        target = value_out + token * key_out_stride_t + group * key_out_stride_g
+        _copy_tile(source, target, has_head, 0, HEAD_DIM, CHANNELS)
 
 
 def block_sizes(rotary_dim: int, head_dim: int) -> dict[str, int]:
@@ -144,44 +153,31 @@ def block_sizes(rotary_dim: int, head_dim: int) -> dict[str, int]:
         "HEADS": max(1, _TILE // pairs),
         "PAIRS": pairs,
         "PASSED": triton.next_power_of_2(head_dim - rotary_dim) if head_dim > rotary_dim else 0,
+        "CHANNELS": triton.next_power_of_2(head_dim),
     }
 
 
 def _launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    is_interleaved: bool,
-    is_inverse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
-    length, batch, query_heads, head_dim = query.shape
-    key_heads = key.shape[2]
-    query_out = query.new_empty(query.shape)
-    key_out = key.new_empty(key.shape)
+    sources: Heads, targets: Heads, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool, is_inverse: bool
+) -> None:
+    """Rotate the query and the key of ``sources`` into those of ``targets``, whose tokens lie at one distance."""
+    query, key, value = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in sources)
+    query_out, key_out, value_out = targets
+    assert query is not None
+    assert key is not None
+    length, batch, num_groups, heads_per_group, head_dim = query.shape
+    if query.numel() == 0:
+        return
     sizes = block_sizes(cos.shape[-1], head_dim)
-    tiles = triton.cdiv(query_heads, sizes["HEADS"]) + triton.cdiv(key_heads, sizes["HEADS"])
-    if query.numel():
-        rotate_program[(length * batch, tiles)](
-            query,
-            key,
-            query_out,
-            key_out,
-            cos,
-            sin,
-            batch,
-            query_heads,
-            key_heads,
-            *query.stride()[:3],
-            *key.stride()[:3],
-            cos.stride(0),
-            cos.stride(1) if cos.shape[1] > 1 else 0,
-            IS_INTERLEAVED=is_interleaved,
-            IS_INVERSE=is_inverse,
-            **sizes,
-        )
-    return query_out, key_out
+    group_tiles = triton.cdiv(num_groups, sizes["HEADS"])
+    tiles = triton.cdiv(num_groups * heads_per_group, sizes["HEADS"]) + group_tiles * (1 if value is None else 2)
+    rotate_program[(length * batch, tiles)](
+        query, key, value, query_out, key_out, value_out, cos, sin, batch, num_groups, heads_per_group,
+        *query.stride()[:4], *key.stride()[:3], *(key if value is None else value).stride()[:3],
+        *query_out.stride()[1:4], *key_out.stride()[1:3],
+        cos.stride(0), cos.stride(1) if cos.shape[1] > 1 else 0,
+        IS_INTERLEAVED=is_interleaved, IS_INVERSE=is_inverse, **sizes,
+    )  # fmt: skip
 
 
 class _Rotation(torch.autograd.Function):
@@ -192,20 +188,75 @@ class _Rotation(torch.autograd.Function):
         cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
         ctx.is_interleaved = is_interleaved
-        return _launch(query, key, cos, sin, is_interleaved, is_inverse=False)
+        return _rotated(query, key, cos, sin, is_interleaved, is_inverse=False)
 
     @staticmethod
     def backward(
         ctx: Any, query_grad: torch.Tensor, key_grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        grads = _launch(query_grad, key_grad, cos, sin, ctx.is_interleaved, is_inverse=True)
+        grads = _rotated(query_grad, key_grad, cos, sin, ctx.is_interleaved, is_inverse=True)
         return *grads, None, None, None
+
+
+def _rotated(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    is_interleaved: bool,
+    is_inverse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    query_out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
+    groups = key.shape[2]
+    sources, targets = ((q.unflatten(2, (groups, -1)), k, None) for q, k in ((query, key), (query_out, key_out)))
+    _launch(sources, targets, cos, sin, is_interleaved, is_inverse)
+    return query_out, key_out
+
+
+class _SplitAndRotation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        ctx.is_interleaved = is_interleaved
+        length, batch, groups, stacked, head_dim = mixed.shape
+        query = mixed.new_empty((length, batch, groups, stacked - 2, head_dim))
+        key, value = (mixed.new_empty((length, batch, groups, head_dim)) for _ in range(2))
+        _launch(_heads(mixed), (query, key, value), cos, sin, is_interleaved, is_inverse=False)
+        return query.flatten(2, 3), key, value
+
+    @staticmethod
+    def backward(
+        ctx: Any, query_grad: torch.Tensor, key_grad: torch.Tensor, value_grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        length, batch, groups, head_dim = key_grad.shape
+        query_grad = query_grad.unflatten(2, (groups, -1))
+        mixed_grad = key_grad.new_empty((length, batch, groups, query_grad.shape[3] + 2, head_dim))
+        grads = (query_grad, key_grad, value_grad)
+        _launch(grads, _heads(mixed_grad), cos, sin, ctx.is_interleaved, is_inverse=True)
+        return mixed_grad, None, None, None
+
+
+def _heads(mixed: torch.Tensor) -> Heads:
+    """Return the views of a projection."""
+    return mixed[..., :-2, :], mixed[..., -2, :], mixed[..., -1, :]
 
 
 def rotate_query_and_key(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what the torch twin of the same name does."""
+    """Return queries and keys rotated. Shapes: ``query: [s, b, heads, d]``, ``key: [s, b, groups, d]``."""
     result: tuple[torch.Tensor, torch.Tensor] = _Rotation.apply(query, key, cos, sin, is_interleaved)
+    return result
+
+
+def split_and_rotate(
+    mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do what the torch twin of the same name does; nothing that is returned keeps ``mixed`` in memory."""
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _SplitAndRotation.apply(mixed, cos, sin, is_interleaved)
     return result

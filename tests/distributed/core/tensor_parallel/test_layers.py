@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.main_grad import MainGrad, attach_main_grad
 from megatron.core.process_group import Group, single_rank_group
@@ -66,10 +67,11 @@ def row(tp: Group, sequence_parallel: bool) -> RowParallelLinear:
     return layer
 
 
-def column_then_row(sequence_parallel: bool) -> dict[str, Any]:
+def column_then_row(sequence_parallel: bool, brings_bias_into_sum: bool = False) -> dict[str, Any]:
     """Run the pair as a feed-forward layer does; the gradient that comes back is not contiguous either."""
     tp = tensor_parallel_group()
     first, second = column(tp, sequence_parallel), row(tp, sequence_parallel)
+    second.brings_bias_into_sum = brings_bias_into_sum
     x = torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     grad = torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     if sequence_parallel:
@@ -90,10 +92,10 @@ def column_then_row(sequence_parallel: bool) -> dict[str, Any]:
     return {"output": output.detach().clone(), "x_grad": x.grad, "gradients": fragments(partial)}
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_column_then_row_equals_one_rank(sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(("sequence_parallel", "brings_bias_into_sum"), [(False, False), (True, False), (True, True)])
+def test_column_then_row_equals_one_rank(sequence_parallel: bool, brings_bias_into_sum: bool) -> None:
     expected = column_then_row(False)
-    results = run_distributed(2, column_then_row, sequence_parallel)
+    results = run_distributed(2, column_then_row, sequence_parallel, brings_bias_into_sum)
     for name in ("output", "x_grad"):
         if sequence_parallel:
             torch.testing.assert_close(torch.cat([result[name] for result in results]), expected[name])
@@ -103,6 +105,31 @@ def test_column_then_row_equals_one_rank(sequence_parallel: bool) -> None:
     gradients = reassemble([result["gradients"] for result in results], copy_tolerance=1e-12)
     for name, gradient in reassemble([expected["gradients"]]).items():
         torch.testing.assert_close(torch.from_numpy(gradients[name]), torch.from_numpy(gradient))
+
+
+class Additions(TorchDispatchMode):
+    """Count additions that are passes of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.add.Tensor
+        return func(*args, **(kwargs or {}))
+
+
+def additions_of_row_layer() -> list[int]:
+    layer, counts = row(tensor_parallel_group(), True), []
+    for layer.brings_bias_into_sum in (False, True):
+        with Additions() as additions:
+            layer(torch.ones(LENGTH, BATCH, 8, dtype=torch.float64))
+        counts.append(additions.count)
+    return counts
+
+
+def test_a_bias_in_the_sum_costs_no_pass() -> None:
+    assert run_distributed(2, additions_of_row_layer) == [[1, 0]] * 2
 
 
 def stacked_output() -> torch.Tensor:

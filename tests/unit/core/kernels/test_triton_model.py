@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.process_group import single_rank_group
-from tests.harness.toy_model import make_model
+from megatron.core.kernels.dropout_keys import DropoutSamples
+from tests.harness.toy_model import make_batch, make_model, tensor_parallel_group
 from tests.unit.core.kernels.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
 
 pytestmark = needs_triton
@@ -21,10 +21,12 @@ LLAMA = {
     "add_bias_linear": False,
 }
 NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.4, "apply_layernorm_1p": True, "geglu": True}
+PARALLEL = {"use_parallel_residual": True}
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
 
 
 def check_model(settings: dict[str, Any]) -> None:
-    from megatron.core.kernels.triton_programs import cross_entropy, gated_activation, residual_norm, rotary
+    from megatron.core.kernels.triton_programs import cross_entropy, dropout, gated_activation, residual_norm, rotary
 
     launches: Counter[str] = Counter()
     for module, attribute, name in [
@@ -33,17 +35,18 @@ def check_model(settings: dict[str, Any]) -> None:
         (gated_activation, "backward_program", "gate gradient"),
         (residual_norm, "forward_program", "norm"),
         (residual_norm, "backward_program", "norm gradient"),
+        (dropout, "dropout_program", "dropout"),
         (cross_entropy, "normalizer_program", "normalizer"),
         (cross_entropy, "gradient_program", "loss gradient"),
     ]:
         setattr(module, attribute, Counted(getattr(module, attribute), launches, name))
-    model = make_model(single_rank_group(), **settings)
-    tokens = torch.randint(0, 53, (3, 8), generator=torch.Generator().manual_seed(1))
-    labels = tokens.roll(1, dims=1)
-    positions = torch.arange(8).expand(3, 8)
+    tp = tensor_parallel_group()
+    model = make_model(tp, sequence_parallel=tp.size > 1, **settings)
+    tokens, labels, positions, _ = make_batch(8, 3, 53)
+    samples = DropoutSamples.at(5, 0, 0, 3, "cpu")
 
     def step() -> list[torch.Tensor]:
-        losses = model(tokens, positions, labels=labels)
+        losses = model(tokens, positions, labels=labels, dropout_samples=samples)
         return [losses.detach(), *torch.autograd.grad(losses.mean(), list(model.parameters()))]
 
     expected = step()
@@ -51,12 +54,15 @@ def check_model(settings: dict[str, Any]) -> None:
     with cpu_runs_on_triton():
         launches.clear()
         actual = step()
+    # In both directions: behind the embedding, at the end of two layers, and where attention is added without a norm.
+    num_drops = 2 * (1 + 2 + 2 * settings.get("use_parallel_residual", False)) if "hidden_dropout" in settings else 0
     assert launches == {
         "rotate": 4,
         "gate": 2,
         "gate gradient": 2,
-        "norm": 2,
-        "norm gradient": 2,
+        "norm": 4,
+        "norm gradient": 4,
+        **({"dropout": num_drops} if num_drops else {}),
         "normalizer": 1,
         "loss gradient": 1,
     }
@@ -75,6 +81,10 @@ class Counted:
         return self.program[grid]
 
 
-@pytest.mark.parametrize("settings", [LLAMA, NEOX], ids=["llama", "neox"])
-def test_a_model_on_triton_equals_the_model_in_torch(settings: dict[str, Any]) -> None:
-    interpret(check_model, settings)
+@pytest.mark.parametrize(
+    ("settings", "world_size"),
+    [(LLAMA, 1), (LLAMA | DROPOUT, 2), (NEOX, 1), (NEOX | DROPOUT, 1), (NEOX | DROPOUT | PARALLEL, 2)],
+    ids=["llama", "llama, dropout, 2 ranks", "neox", "neox, dropout", "neox, parallel, dropout, 2 ranks"],
+)
+def test_a_model_on_triton_equals_the_model_in_torch(settings: dict[str, Any], world_size: int) -> None:
+    interpret(check_model, settings, world_size=world_size)

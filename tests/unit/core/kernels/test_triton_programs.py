@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +12,13 @@ import torch.nn.functional as F
 from megatron.core.kernels import cross_entropy
 from megatron.core.kernels.gated_activation import gated_activation
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary, apply_rotary_to_both
+from megatron.core.transformer.rotary_pos_embedding import (
+    RotaryAngles,
+    apply_rotary,
+    apply_rotary_to_both,
+    split_and_rotate,
+    split_projection,
+)
 from tests.harness.toy_model import tensor_parallel_group
 from tests.unit.core.kernels.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
 
@@ -103,26 +112,38 @@ def check_rotation(dtype: torch.dtype, interleaved: bool) -> None:
     torch.manual_seed(8)
     from megatron.core.kernels.triton_programs import rotary as programs
 
-    programs._TILE = 16
+    programs._TILE = 32
     # Queries and keys are views of one projection, as attention cuts them; 12 of 20 channels or all are rotated.
-    for rotary_dim, batch_of_angles in [(12, 1), (12, 3), (20, 3)]:
-        mixed = torch.randn(4, 3, 7, 20).to(dtype).requires_grad_()
-        query, key = mixed[:, :, :5], mixed[:, :, 5:]
-        half = 3 * torch.randn(4, batch_of_angles, 1, rotary_dim // 2)
+    for rotary_dim, batch_of_angles, groups, members in [(12, 1, 2, 3), (12, 2, 5, 1), (20, 2, 5, 1)]:
+        half = 3 * torch.randn(3, batch_of_angles, 1, rotary_dim // 2)
         full = half.repeat_interleave(2, -1) if interleaved else torch.cat((half, half), -1)
         angles = RotaryAngles(full.cos(), full.sin(), interleaved)
-        expected = apply_rotary(query, angles), apply_rotary(key, angles)
-        with cpu_runs_on_triton():
-            actual = apply_rotary_to_both(query, key, angles)
-            # As it comes from attention that has the heads before the sequence.
-            grads = [torch.randn(3, x.shape[2], 4, 20).to(dtype).permute(2, 0, 1, 3) for x in actual]
-            (actual_grad,) = torch.autograd.grad(actual, mixed, grads)
-        (expected_grad,) = torch.autograd.grad(expected, mixed, grads)
-        for one, other in zip((*actual, actual_grad), (*expected, expected_grad)):
-            close(one, other)
+        mixed = torch.randn(3, 2, groups, members + 2, 20).to(dtype).requires_grad_()
+        query, key, _ = split_projection(mixed)
+        compare_heads(
+            mixed,
+            (apply_rotary(query, angles), apply_rotary(key, angles)),
+            partial(apply_rotary_to_both, query, key, angles),
+        )
+        compare_heads(mixed, split_and_rotate(mixed, angles), partial(split_and_rotate, mixed, angles))
+
+
+def compare_heads(
+    mixed: torch.Tensor, expected: tuple[torch.Tensor, ...], rotate: Callable[[], tuple[torch.Tensor, ...]]
+) -> None:
+    with cpu_runs_on_triton():
+        actual = rotate()
+        # As they come from attention that has the heads before the sequence, but for one.
+        grads = [torch.randn(2, x.shape[2], 3, 20).to(x.dtype).permute(2, 0, 1, 3) for x in actual]
+        grads[-1] = grads[-1].contiguous()
+        (actual_grad,) = torch.autograd.grad(actual, mixed, grads, retain_graph=True)
+    assert all(x.is_contiguous() for x in (*actual, actual_grad))
+    (expected_grad,) = torch.autograd.grad(expected, mixed, grads, retain_graph=True)
+    for one, other in zip((*actual, actual_grad), (*expected, expected_grad), strict=True):
+        close(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotation_of_queries_and_keys(dtype: torch.dtype, interleaved: bool) -> None:
+def test_rotation_of_queries_and_keys_and_of_their_projection(dtype: torch.dtype, interleaved: bool) -> None:
     interpret(check_rotation, dtype, interleaved)

@@ -1,4 +1,4 @@
-"""A branch added to the residual stream and normalised by Triton, interpreted on the CPU."""
+"""A branch dropped, added to the residual stream and normalised by Triton, interpreted on the CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.unit.core.kernels.interpreted import close, interpret, needs_triton
+from megatron.core.kernels.dropout import RowKeys, drop_hidden
+from tests.unit.core.kernels.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
 
 pytestmark = needs_triton
 WIDTH = 70
@@ -31,9 +32,7 @@ def reference(
     inputs: dict[str, torch.Tensor], keys: tuple[torch.Tensor, torch.Tensor] | None, probability: float, rounded: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum and its norm in float64; the sum is ``rounded``, as the stream is."""
-    branch = inputs["branch"]
-    if "branch_bias" in inputs:
-        branch = branch + inputs["branch_bias"]
+    branch = inputs.get("branch", torch.zeros(()))
     if keys is not None:
         pairs = zip(*(key.flatten().tolist() for key in keys))
         kept = torch.tensor([[keeps(a, b, channel, probability) for channel in range(WIDTH)] for a, b in pairs])
@@ -54,26 +53,26 @@ def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
     residual_norm._MAX_PARTS = 5
     shapes = {"branch": (3, 3, WIDTH), "residual": (3, 3, WIDTH), "weight": (WIDTH,)}
     if is_layer_norm:
-        shapes |= {"bias": (WIDTH,), "branch_bias": (WIDTH,)}
-    inputs = {name: torch.randn(shape).to(dtype).requires_grad_() for name, shape in shapes.items()}
-    wide = {name: value.detach().double().requires_grad_() for name, value in inputs.items()}
+        shapes |= {"bias": (WIDTH,)}
+    values = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
     grads = tuple(torch.randn(3, 3, WIDTH).to(dtype) for _ in range(2))
     # Transposed, as they come from keys of samples and of positions.
     some_keys = tuple(torch.randint(-(2**31), 2**31, (3, 3)).to(torch.int32).t() for _ in range(2))
-    for keys, probability in [(None, 0.0), (some_keys, 0.3)]:
+    for has_branch, keys, probability in [(False, None, 0.0), (True, None, 0.0), (True, some_keys, 0.3)]:
+        inputs = {n: value.clone().requires_grad_() for n, value in values.items() if has_branch or n != "branch"}
+        wide = {name: value.detach().double().requires_grad_() for name, value in inputs.items()}
         expected = reference(wide, keys, probability, dtype)
         expected_grads = torch.autograd.grad(expected, list(wide.values()), [grad.double() for grad in grads])
         runs = []
         for _ in range(2):
             actual = residual_norm.add_and_normalise(
-                inputs["branch"],
                 inputs["residual"],
+                inputs.get("branch"),
                 inputs["weight"],
                 inputs.get("bias"),
                 EPSILON,
                 subtracts_mean=is_layer_norm,
                 weight_offset=1.0,
-                branch_bias=inputs.get("branch_bias"),
                 keys=keys,
                 probability=probability,
             )
@@ -84,6 +83,7 @@ def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
             assert one.dtype == dtype, name
             close(one, other)
             assert torch.equal(one, again), name
+        assert has_branch or torch.equal(runs[0][0], values["residual"])
         if keys is not None:
             # What was dropped has no gradient.
             dropped = runs[0][2] == 0
@@ -95,3 +95,33 @@ def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
 @pytest.mark.parametrize("is_layer_norm", [False, True])
 def test_sum_and_norm_with_their_gradients(dtype: torch.dtype, is_layer_norm: bool) -> None:
     interpret(check_sum_and_norm, dtype, is_layer_norm)
+
+
+def check_dropout(dtype: torch.dtype) -> None:
+    from megatron.core.kernels.triton_programs import dropout as programs
+
+    torch.manual_seed(10)
+    programs._BLOCK = 32
+    keys = RowKeys(*(torch.randint(-(2**31), 2**31, (3, 5)).to(torch.int32).t() for _ in range(2)))
+    x, residual = (torch.randn(5, 3, WIDTH).to(dtype).requires_grad_() for _ in range(2))
+    grad = torch.randn(3, 5, WIDTH).to(dtype).transpose(0, 1)
+    for others in ((), (residual,)):
+        wide = [tensor.double() for tensor in (x, *others)]
+        expected = drop_hidden(wide[0], keys, 0.3, *wide[1:])
+        with cpu_runs_on_triton():
+            actual = drop_hidden(x, keys, 0.3, *others)
+            actual_grads = torch.autograd.grad(actual, (x, *others), grad)
+        assert actual.dtype == dtype
+        close(actual, expected)
+        for one, other in zip(actual_grads, torch.autograd.grad(expected, (x, *others), grad.double())):
+            close(one, other)
+            assert torch.equal(one == 0, other == 0)
+    with cpu_runs_on_triton():
+        assert drop_hidden(x[:0], RowKeys(keys.k0[:0], keys.k1[:0]), 0.3).shape == (0, 3, WIDTH)
+        # A stream in another precision than the branch is torch's.
+        assert drop_hidden(x, keys, 0.3, residual.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dropout_and_its_sum_with_the_stream(dtype: torch.dtype) -> None:
+    interpret(check_dropout, dtype)

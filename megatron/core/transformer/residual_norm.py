@@ -1,0 +1,75 @@
+"""Where a layer reads the residual stream: a branch is added to it, and the sum is normalised or passed on as it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.core.kernels.dropout import RowKeys, drop_hidden
+from megatron.core.kernels.triton_choice import runs_on_triton
+from megatron.core.transformer.norm import Norm
+
+
+def add_branch(x: torch.Tensor, branch: torch.Tensor | None, keys: RowKeys | None, probability: float) -> torch.Tensor:
+    """Return the residual stream ``x`` with a branch added, of which dropout by ``keys`` leaves a part.
+
+    Without keys nothing is dropped, without a branch the stream is returned.
+
+    Shapes: ``x, branch: [s, b, h]``, keys ``[s, b]`` ``-> [s, b, h]``.
+    """
+    if branch is None:
+        return x
+    return x + branch if keys is None else drop_hidden(branch, keys, probability, x)
+
+
+class ResidualSum(nn.Module):
+    """Add a branch to the residual stream, which is read without a norm. Called as `ResidualNorm` is."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        branch: torch.Tensor | None = None,
+        keys: RowKeys | None = None,
+        probability: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the stream twice."""
+        total = add_branch(x, branch, keys, probability)
+        return total, total
+
+
+class ResidualNorm(Norm):
+    """Add a branch to the residual stream, and normalise the sum.
+
+    Shapes: ``x, branch: [s, b, h]``, keys ``[s, b]`` ``-> [s, b, h]`` twice.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        branch: torch.Tensor | None = None,
+        keys: RowKeys | None = None,
+        probability: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the stream, to be read further in place of ``x``, and its norm.
+
+        Triton does all of it in one pass, and in one the gradients of both results.
+        """
+        tensors = (x, self.weight) if branch is None else (x, self.weight, branch)
+        is_alike = all(tensor.dtype == x.dtype for tensor in tensors) and self.kind in ("LayerNorm", "RMSNorm")
+        if is_alike and runs_on_triton(*tensors):
+            from megatron.core.kernels.triton_programs import residual_norm as programs
+
+            if self.shape[0] <= programs.MAX_WIDTH:
+                return programs.add_and_normalise(
+                    x,
+                    branch,
+                    self.weight,
+                    self.bias,
+                    self.epsilon,
+                    subtracts_mean=self.kind == "LayerNorm",
+                    weight_offset=1.0 if self.centred_weight else 0.0,
+                    keys=keys,
+                    probability=probability,
+                )
+        total = add_branch(x, branch, keys, probability)
+        return total, self._normalise(total)
