@@ -79,8 +79,10 @@ def parse_arguments_or_exit(argv: Sequence[str], world_size: int = 1, rank: int 
         sys.exit(refuse(error.problems, rank))
 
 
-def resolve_arguments(argv: Sequence[str], world_size: int) -> ParsedArguments:
+def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool = True) -> ParsedArguments:
     """Turn a command line into a configuration, without any side effect.
+
+    Without ``needs_files`` the data and the tokenizer that it names need not be there.
 
     Raises:
         ConfigurationError: with every problem of the command line.
@@ -97,7 +99,7 @@ def resolve_arguments(argv: Sequence[str], world_size: int) -> ParsedArguments:
         broken |= {"tokenizer_type"}  # no other tokenizer is asked for in its place
     config = choose_tokenizer(resolution.config, "tokenizer_type" in given, notes, problems)
     notes += unused_flags(config.tokenizer.tokenizer_type, given)
-    problems += find_problems(config, broken)
+    problems += find_problems(config, broken, needs_files=needs_files)
     if problems:
         raise ConfigurationError(problems)
     notes += packing_notes(given, config.data)

@@ -28,12 +28,13 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/interop/huggingface/parallelize.py",
     ),
     "os.getenv": ("megatron/training/process/initialize.py", "megatron/core/device.py"),
-    "torch.cuda": ("megatron/core/device.py", "megatron/core/timers.py"),
+    "torch.cuda": ("megatron/core/device.py", "megatron/core/timers.py", "megatron/dry_run/dry_run.py"),
     "torch.distributed": (
         "megatron/core/collectives.py",
         "megatron/core/distributed/param_and_grad_buffer.py",
         "megatron/core/parallel_state.py",
         "megatron/core/pipeline_parallel/p2p_communication.py",
+        "megatron/dry_run/dry_run.py",
         "megatron/interop/huggingface/parallelize.py",
         "megatron/interop/torch_dist/metadata_writer.py",
         "megatron/training/process/initialize.py",
@@ -66,6 +67,9 @@ TORCH_FREE_PATTERNS = (
     "megatron/training/process/refusal.py",
     "megatron/training/config/*.py",
     "megatron/training/config/checks/*.py",
+    "megatron/dry_run/gpu.py",
+    "megatron/dry_run/pretended_cuda.py",
+    "megatron/dry_run/vocabulary.py",
 )
 
 

@@ -1,0 +1,146 @@
+"""Predict training steps on GPUs that are not there: what each layer launches and moves, memory, waits, time and MFU.
+
+    python benchmarks/gpu_dry_run/run.py --output benchmarks/results/gpu_dry_run_DATE
+
+Every figure is a prediction of the dry run (docs/gpu_dry_run.md), for the tree as it is: run it before and after a
+change to see what the change is worth on paper. What a layer costs is the difference between four layers and two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.dry_run.gpu import find_gpu
+from megatron.dry_run.pretended_cuda import load_pretended_cuda
+from megatron.dry_run.vocabulary import with_known_vocabulary
+from megatron.training.config.arguments import resolve_arguments
+
+GPT2_345M = (
+    *("--num-layers", "24", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "1024"),
+    *("--max-position-embeddings", "1024", "--micro-batch-size", "8", "--vocab-size", "50257"),
+)
+LLAMA_8B = (
+    *("--num-layers", "32", "--hidden-size", "4096", "--num-attention-heads", "32", "--group-query-attention"),
+    *("--num-query-groups", "8", "--ffn-hidden-size", "14336", "--swiglu", "--normalization", "RMSNorm"),
+    *("--disable-bias-linear", "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
+    *("--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", "8192", "--max-position-embeddings", "8192"),
+    *("--micro-batch-size", "1", "--vocab-size", "128256", "--make-vocab-size-divisible-by", "128"),
+    *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+)
+COMMON = (
+    *("--train-iters", "10", "--lr", "1e-4", "--bf16", "--mock-data", "--tokenizer-type", "NullTokenizer"),
+    *("--eval-iters", "0"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Name a model and a layout, of which rank 0 is run."""
+
+    name: str
+    world_size: int
+    flags: tuple[str, ...]
+
+
+CASES = (
+    Case("GPT-2 345M, one GPU", 1, (*GPT2_345M, "--global-batch-size", "16")),
+    Case("8B, TP 1 · DP 8", 8, (*LLAMA_8B, "--global-batch-size", "32")),
+    Case(
+        "8B, TP 2 + SP · DP 4",
+        8,
+        (*LLAMA_8B, "--global-batch-size", "16", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    ),
+)
+
+
+def predict(case: Case, gpu_name: str, num_layers: int | None = None) -> dict[str, Any]:
+    """Return the report of a dry run, with so many layers in place of the model's own."""
+    import pretrain_gpt
+    from megatron.dry_run.dry_run import dry_run
+    from megatron.dry_run.estimate import estimate_step, kernel_count, kind_of
+    from megatron.dry_run.report import to_json
+
+    flags = [*case.flags, *COMMON] + ([] if num_layers is None else ["--num-layers", str(num_layers)])
+    config = with_known_vocabulary(resolve_arguments(flags, case.world_size).config)
+    gpu = find_gpu(gpu_name)
+    run = dry_run(config, 0, gpu, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
+    report = to_json(run, gpu, estimate_step(run, gpu))
+    passes = [operation for operation in run.record.operations if operation.phase in ("forward", "backward")]
+    report["pass_kernels"] = sum(map(kernel_count, passes)) / run.num_microbatches
+    report["pass_memory_bytes"] = (
+        sum(operation.num_bytes for operation in passes if kind_of(operation) == "memory") / run.num_microbatches
+    )
+    return report
+
+
+def measure(case: Case, gpu_name: str) -> dict[str, Any]:
+    """Return the figures of one case."""
+    whole, four, two = (predict(case, gpu_name, num_layers) for num_layers in (None, 4, 2))
+    return {
+        "case": case.name,
+        "gpu": whole["gpu"],
+        "kernels_a_layer": (four["pass_kernels"] - two["pass_kernels"]) / 2,
+        "gb_outside_products_and_attention_a_layer": (four["pass_memory_bytes"] - two["pass_memory_bytes"]) / 2e9,
+        "gb_outside_products_and_attention_a_step": whole["by_kind"]["memory"]["bytes"] / 1e9,
+        "kernels_a_step": whole["kernels"],
+        "waits_a_step": len(whole["waits"]),
+        "waits": whole["waits"],
+        "peak_gib": whole["peak_bytes"] / 2**30,
+        "peak_holders_gib": {name: size / 2**30 for name, size in whole["peak_holders"].items()},
+        "fits": whole["fits"],
+        "predicted_ms": whole["predicted_ms"],
+        "kernel_ms": whole["kernel_ms"],
+        "communication_ms": whole["communication_ms"],
+        "by_kind_ms": {kind: part["ms"] for kind, part in whole["by_kind"].items()},
+        "by_phase": whole["by_phase"],
+        "mfu": whole["mfu"],
+        "dearest_lines_ms": dict(list(whole["by_line"].items())[:15]),
+    }
+
+
+def to_table(results: Sequence[dict[str, Any]]) -> str:
+    """Return the figures as a Markdown table."""
+    lines = [
+        "# Predicted steps",
+        "",
+        "Predictions of the dry run (docs/gpu_dry_run.md), not measurements. What a layer costs is of one micro-batch, "
+        "forward and backward; GB and kernels outside products and attention.",
+        "",
+        "| case | GPU | kernels a layer | GB a layer | waits a step | peak GiB | step ms | MFU |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        lines.append(
+            f"| {result['case']} | {result['gpu']} | {result['kernels_a_layer']:.0f} | "
+            f"{result['gb_outside_products_and_attention_a_layer']:.2f} | {result['waits_a_step']} | "
+            f"{result['peak_gib']:.2f}{'' if result['fits'] else ' (does not fit)'} | {result['predicted_ms']:.1f} | "
+            f"{result['mfu']:.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Predict all cases, and write the figures to OUTPUT.json and OUTPUT.md."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--gpu", default="h100-80gb")
+    parser.add_argument("--output", type=Path, help="path without its ending")
+    arguments = parser.parse_args()
+    load_pretended_cuda()
+    results = [measure(case, arguments.gpu) for case in CASES]
+    table = to_table(results)
+    print(table)
+    if arguments.output is not None:
+        arguments.output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+        arguments.output.with_suffix(".md").write_text(table)
+
+
+if __name__ == "__main__":
+    main()

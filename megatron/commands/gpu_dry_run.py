@@ -1,0 +1,88 @@
+"""Run one training step of one rank on a GPU that is not there.
+
+python tools/gpu_dry_run.py TRAINING-FLAGS --world-size 8 --rank 0 --gpu h100-80gb
+
+The flags are those of pretrain_gpt.py. Nothing is computed: the step's kernels, memory, host waits and communication
+are recorded, and its time is estimated from the GPU's published figures. No GPU, no data and no tokenizer are needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from pathlib import Path
+
+from megatron.commands.command_line import Parser, exit_status_of
+from megatron.core.errors import ConfigurationError
+from megatron.dry_run.gpu import GPUS, find_gpu
+from megatron.dry_run.pretended_cuda import load_pretended_cuda
+from megatron.dry_run.vocabulary import with_known_vocabulary
+from megatron.training.config.arguments import resolve_arguments
+
+# Torch is imported by the function that needs it: the library that stands in for CUDA must be loaded before.
+
+
+def build_parser() -> Parser:
+    """Declare the flags beside those of a training."""
+    parser = Parser(
+        prog="gpu_dry_run.py",
+        usage="%(prog)s TRAINING-FLAGS [--world-size N] [--rank R] [--gpu TYPE] [--json FILE] [--memory-picture FILE]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the run (1)")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to run, from 0 on (0)")
+    parser.add_argument("--gpu", default="h100-80gb", metavar="TYPE", help=f"one of {', '.join(GPUS)} (h100-80gb)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was recorded to this file")
+    parser.add_argument(
+        "--memory-picture", type=Path, metavar="FILE", help="draw the memory over the step to this file (.svg)"
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    arguments, training_flags = build_parser().parse_known_args(argv)
+    return exit_status_of(functools.partial(dry_run_step, arguments, training_flags))
+
+
+def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> None:
+    """Dry-run one step and report it.
+
+    Raises:
+        ConfigurationError: the flags are wrong, or this machine cannot pretend to have CUDA.
+    """
+    _check(arguments)
+    gpu = find_gpu(arguments.gpu)
+    parsed = resolve_arguments(training_flags, arguments.world_size, needs_files=False)
+    config = with_known_vocabulary(parsed.config)
+    for note in parsed.notes:
+        print(note)
+    load_pretended_cuda()
+    import pretrain_gpt
+    from megatron.dry_run.dry_run import dry_run
+    from megatron.dry_run.estimate import estimate_step
+    from megatron.dry_run.memory_picture import draw_memory
+    from megatron.dry_run.report import to_json, to_text
+
+    run = dry_run(config, arguments.rank, gpu, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
+    estimate = estimate_step(run, gpu)
+    print(to_text(run, gpu, estimate))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(to_json(run, gpu, estimate), indent=1) + "\n")
+    if arguments.memory_picture is not None:
+        arguments.memory_picture.write_text(draw_memory(run, gpu))
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.world_size < 1:
+        raise ConfigurationError(f"--world-size {arguments.world_size} is not positive")
+    if not 0 <= arguments.rank < arguments.world_size:
+        raise ConfigurationError(
+            f"--rank {arguments.rank} is not in 0..{arguments.world_size - 1}; change it or --world-size"
+        )
+    picture = arguments.memory_picture
+    if picture is not None and picture.suffix != ".svg":
+        raise ConfigurationError(f"--memory-picture {picture}: the picture is SVG; give a name that ends in .svg")

@@ -1,0 +1,51 @@
+// Lets a CPU build of torch run autograd over fake tensors whose device is CUDA.
+//
+// Autograd asks for a guard of the device, for hooks, and sometimes for a generator. None of these do anything here: no
+// tensor has memory. Loaded before torch is imported, since torch asks for the hooks once.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace {
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::DeviceType;
+using c10::Stream;
+
+const Device kOnlyDevice(DeviceType::CUDA, 0);
+
+struct IdleGuard : public c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
+  Device exchangeDevice(Device) const override { return kOnlyDevice; }
+  Device getDevice() const override { return kOnlyDevice; }
+  Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, kOnlyDevice); }
+  Stream exchangeStream(Stream) const noexcept override { return Stream(Stream::DEFAULT, kOnlyDevice); }
+  void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+};
+C10_REGISTER_GUARD_IMPL(CUDA, IdleGuard);
+
+struct IdleGenerator : public at::CPUGeneratorImpl {
+  IdleGenerator() { device_ = kOnlyDevice; }
+};
+
+}  // namespace
+
+namespace at {
+
+struct IdleHooks : public CUDAHooksInterface {
+  explicit IdleHooks(CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return false; }
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  bool isPinnedPtr(const void*) const override { return false; }
+  Generator getNewGenerator(DeviceIndex) const override { return make_generator<IdleGenerator>(); }
+};
+C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", IdleHooks)
+
+}  // namespace at

@@ -1,0 +1,215 @@
+"""Run a training step of any rank of any layout on a GPU that is not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.core.datasets.samples.gpt_dataset import GPTSample
+from megatron.core.models.model import Model
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.timers import Timer, Timers
+from megatron.dry_run.cuda_operators import CudaOperators
+from megatron.dry_run.gpu import Gpu
+from megatron.dry_run.pretended_device import PretendedDevice
+from megatron.dry_run.recorder import Recorder
+from megatron.dry_run.step_record import StepRecord
+from megatron.training.config.run_config import RunConfig
+from megatron.training.data.batch_source import BatchSource
+from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
+from megatron.training.process.initialize import Runtime, make_runtime
+from megatron.training.train_state import TrainState
+from megatron.training.training_step import ForwardStep, TrainingStep
+
+_GPUS_A_MACHINE = 8
+_PHASE_OF_TIMER: Mapping[str, str] = {
+    "forward-backward": "backward",
+    "batch-generator": "batch",
+    "forward-compute": "forward",
+    "all-grads-sync": "reduction",
+    "optimizer": "optimizer",
+}
+"""The step's own timers say which part of it runs; what is left of the schedule is the backward pass."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Hold what was recorded of one rank, and what the rank is.
+
+    ``model_flops`` is a step's work for one rank of all, recomputation left out, and ``num_microbatches`` how often its
+    forward and backward passes run.
+    """
+
+    record: StepRecord
+    rank: int
+    world_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    is_half: bool
+    num_parameters: int
+    num_layers: int
+    num_microbatches: int
+    num_chunks: int
+    model_flops: float
+
+
+def dry_run(
+    config: RunConfig, rank: int, gpu: Gpu, model_provider: ModelProvider, forward_step: ForwardStep, num_steps: int = 2
+) -> DryRun:
+    """Run steps of one rank and return the record of the last.
+
+    The vocabulary's size is that of the configuration's model. No other process, no memory of a device and no data are
+    needed: communication succeeds at once, and the samples are empty. An operation on tensors of different devices
+    raises.
+    """
+    recorder = Recorder()
+    # The samples are read in this thread: another one would know nothing of fake tensors.
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=0))
+    device = PretendedDevice("cuda", gpu=gpu, on_wait=recorder.wait)
+    with (
+        _world(rank, config.world_size),
+        _without_driver(gpu),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        recorder,
+        CudaOperators(recorder, gpu.capability),
+    ):
+        runtime = make_runtime(config, device, observer=recorder.communicate)
+        recorder.is_crossing_machines = _machine_crossings(runtime.state)
+        parts = build_training_parts(config, runtime, _without_values(model_provider), log=lambda line: None)
+        _name_memory(recorder, config, parts)
+        step = TrainingStep(config, runtime, parts, forward_step, _PhaseTimers(recorder))
+        source = BatchSource(_EmptySamples(config), config, runtime, config.model.vocab_size, 0)
+        batch_size, train_state = config.training.global_batch_size, TrainState()
+        with closing(source):
+            for _ in range(num_steps):
+                recorder.phase = "begin"
+                recorder.start()
+                step.run(train_state, source, batch_size, None)
+    model = parts.chunks[0].config
+    return DryRun(
+        record=recorder.record,
+        rank=rank,
+        world_size=config.world_size,
+        pipeline_rank=runtime.state.pp.rank,
+        pipeline_size=runtime.state.pp.size,
+        is_half=config.model.params_dtype in ("float16", "bfloat16"),
+        num_parameters=sum(parameter.numel() for chunk in parts.chunks for parameter in chunk.parameters()),
+        num_layers=sum(len(chunk.layer_numbers) for chunk in config.stage_layout.chunks(runtime.state.pp.rank)),
+        num_microbatches=batch_size // (config.training.micro_batch_size * config.data_parallel_size),
+        num_chunks=len(parts.chunks),
+        model_flops=3.0 * model.forward_flops_per_sequence(config.data.seq_length) * batch_size / config.world_size,
+    )
+
+
+def _without_values(model_provider: ModelProvider) -> ModelProvider:
+    """Return a provider of models whose parameters have no initial values: drawing them takes minutes."""
+
+    def provide(config: RunConfig, runtime: Runtime, contents: StageContents) -> Model:
+        seedless = dataclasses.replace(config.initialization, seed=cast(int, None))
+        return model_provider(dataclasses.replace(config, initialization=seedless), runtime, contents)
+
+    return provide
+
+
+@contextmanager
+def _world(rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a world of processes that do not exist."""
+    if world_size == 1:
+        yield
+        return
+    hook = sys.excepthook
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    # Torch would name the rank before every line of an error from now on, and once more for each world.
+    sys.excepthook = hook
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _without_driver(gpu: Gpu) -> Iterator[None]:
+    """Answer what torch's own code asks of a driver or of the bytes of a message: fake tensors have none."""
+    with (
+        patch.object(torch.cuda, "get_device_capability", lambda device=None: gpu.capability),
+        patch.object(dist, "all_gather_object", _gather_own_object),
+    ):
+        yield
+
+
+def _gather_own_object(values: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
+    values[:] = [value] * len(values)
+
+
+def _machine_crossings(state: ParallelState) -> dict[tuple[str, ...], bool]:
+    """Return by axes which groups of this rank leave a machine of eight GPUs."""
+    groups = (state.tp, state.cp, state.dp, state.pp, state.dp_cp, state.model_parallel, state.embedding, state.world)
+    return {group.axes: len({rank // _GPUS_A_MACHINE for rank in group.ranks}) > 1 for group in groups}
+
+
+def _name_memory(recorder: Recorder, config: RunConfig, parts: TrainingParts) -> None:
+    """Say what the memory is for that stays from step to step."""
+    recorder.memory.logits_width = config.model.padded_vocab_size // config.model.tensor_model_parallel_size
+    recorder.memory.assign((tensor for _, tensor in parts.optimizer.sharded_state().values()), "optimizer")
+    recorder.memory.assign((parameter for chunk in parts.chunks for parameter in chunk.parameters()), "weights")
+
+
+class _PhaseTimers(Timers):
+    """Tell the recorder which part of the step runs; measure nothing."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __call__(self, name: str, log_level: int = 0) -> Timer:
+        """Return what sets the phase while the timed part runs."""
+        phase = _PHASE_OF_TIMER.get(name)
+        return super().__call__(name, log_level) if phase is None else _PhaseTimer(name, phase, self._recorder)
+
+
+class _PhaseTimer(Timer):
+    def __init__(self, name: str, phase: str, recorder: Recorder) -> None:
+        super().__init__(name, lambda: None, lambda: None, lambda: 0.0, is_active=False)
+        self._phase = phase
+        self._recorder = recorder
+        self._outer = ""
+
+    def start(self, barrier: bool = False) -> None:
+        self._outer = self._recorder.phase
+        self._recorder.phase = self._phase
+
+    def stop(self, barrier: bool = False) -> None:
+        self._recorder.phase = "end" if self._phase == "optimizer" else self._outer
+
+
+class _EmptySamples:
+    """Give samples of token 0; where documents are packed, two in each."""
+
+    def __init__(self, config: RunConfig) -> None:
+        length = config.data.seq_length
+        zeros, positions = np.zeros(length, dtype=np.int64), np.arange(length)
+        is_second = positions >= length // 2
+        self._sample: GPTSample = {"tokens": zeros, "labels": zeros, "loss_mask": np.ones(length, dtype=np.float32)}
+        if config.data.reset_position_ids:
+            self._sample["position_ids"] = np.where(is_second, positions - length // 2, positions)
+        if config.data.reset_attention_mask:
+            self._sample["document_ids"] = is_second.astype(np.int64)
+
+    def read_microbatches(
+        self, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
+    ) -> Iterator[Sequence[GPTSample]]:
+        """Yield micro-batches without end."""
+        while True:
+            yield [self._sample] * micro_batch_size

@@ -1,0 +1,138 @@
+"""The GPU types that a step is estimated for, with the published figures that the estimate rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron.core.errors import ConfigurationError
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class AttentionRate:
+    """Hold the share of the matrix peak that an attention kernel reaches, forward and backward."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Hold one GPU type: what its maker publishes, and what others have measured on it.
+
+    ``half_flops`` and ``single_flops`` are dense peaks a second of 16-bit and float32 products. ``product_share`` is
+    the part of the peak that large products reach. ``link_bandwidth`` is NVLink's in one direction and
+    ``network_bandwidth`` that of one network port a GPU, in bytes a second. ``flash`` and ``cudnn`` are the rates of
+    these attention kernels by the size of a head, in causal attention to 8,192 keys.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    num_sms: int
+    half_flops: float
+    single_flops: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+    product_share: float
+    flash: Mapping[int, AttentionRate]
+    cudnn: Mapping[int, AttentionRate]
+    sources: tuple[str, ...]
+
+
+_PRODUCTS = (
+    "best measured products, share of peak: github.com/stas00/ml-engineering, compute/accelerator, table of maximum "
+    "achievable matmul FLOPS (A100 271.2, H100 794.5, B200 1745.0 TFLOP/s)"
+)
+_FLASH = "FlashAttention-2, arXiv 2307.08691, figures 5 to 7"
+_HOPPER_ATTENTION = "FlashAttention-3, arXiv 2407.08608, figures 5 and 6 (FlashAttention-2 and cuDNN beside it)"
+# A step's products are neither the best shape nor as short as that benchmark: 8192³ of random numbers reach 258 TFLOP/s
+# on an A100 (95 % of the best shape; thonking.ai/p/strangely-matrix-multiplications), and a hot GPU lowers its clock.
+_SUSTAINED = 0.92
+
+A100 = Gpu(
+    name="a100-80gb",
+    capability=(8, 0),
+    memory_bytes=80 * _GIB,
+    num_sms=108,
+    half_flops=312e12,
+    single_flops=19.5e12,
+    memory_bandwidth=2039e9,
+    link_bandwidth=300e9,
+    network_bandwidth=25e9,
+    product_share=271.2 / 312 * _SUSTAINED,
+    flash={64: AttentionRate(0.54, 0.45), 128: AttentionRate(0.60, 0.52)},
+    cudnn={64: AttentionRate(0.54, 0.45), 128: AttentionRate(0.60, 0.52)},
+    sources=("NVIDIA A100 80GB SXM data sheet (nvidia-a100-datasheet)", _PRODUCTS, _FLASH),
+)
+_HOPPER_FLASH = {64: AttentionRate(0.28, 0.22), 128: AttentionRate(0.36, 0.30)}
+_HOPPER_CUDNN = {64: AttentionRate(0.38, 0.29), 128: AttentionRate(0.55, 0.42)}
+H100 = Gpu(
+    name="h100-80gb",
+    capability=(9, 0),
+    memory_bytes=80 * _GIB,
+    num_sms=132,
+    half_flops=989e12,
+    single_flops=67e12,
+    memory_bandwidth=3350e9,
+    link_bandwidth=450e9,
+    network_bandwidth=50e9,
+    product_share=794.5 / 989 * _SUSTAINED,
+    flash=_HOPPER_FLASH,
+    cudnn=_HOPPER_CUDNN,
+    sources=("NVIDIA H100 SXM data sheet", _PRODUCTS, _HOPPER_ATTENTION),
+)
+H200 = Gpu(
+    name="h200",
+    capability=(9, 0),
+    memory_bytes=141 * 10**9,
+    num_sms=132,
+    half_flops=989e12,
+    single_flops=67e12,
+    memory_bandwidth=4800e9,
+    link_bandwidth=450e9,
+    network_bandwidth=50e9,
+    product_share=794.5 / 989 * _SUSTAINED,
+    flash=_HOPPER_FLASH,
+    cudnn=_HOPPER_CUDNN,
+    sources=("NVIDIA H200 SXM data sheet; products and attention as on the H100", _PRODUCTS, _HOPPER_ATTENTION),
+)
+B200 = Gpu(
+    name="b200",
+    capability=(10, 0),
+    memory_bytes=180 * 10**9,
+    num_sms=148,
+    half_flops=2250e12,
+    single_flops=75e12,
+    memory_bandwidth=7700e9,
+    link_bandwidth=900e9,
+    network_bandwidth=50e9,
+    product_share=1745 / 2250 * _SUSTAINED,
+    # FlashAttention-2 has no kernels for this generation's tensor cores: its rate is the H100's.
+    flash={64: AttentionRate(0.13, 0.10), 128: AttentionRate(0.17, 0.13)},
+    cudnn={64: AttentionRate(0.35, 0.27), 128: AttentionRate(0.55, 0.42)},
+    sources=("NVIDIA HGX B200 data sheet, for one GPU; attention shares as cuDNN's on the H100", _PRODUCTS),
+)
+
+GPUS: Mapping[str, Gpu] = {
+    "a100-80gb": A100,
+    "h100-80gb": H100,
+    "h100": H100,
+    "h200": H200,
+    "b200": B200,
+}
+"""GPU types by the names that ``--gpu`` takes."""
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return a GPU type by name.
+
+    Raises:
+        ConfigurationError: no figures are known for this name.
+    """
+    if name not in GPUS:
+        raise ConfigurationError(f"--gpu {name}: no figures are known for it; possible: {', '.join(GPUS)}")
+    return GPUS[name]

@@ -1,0 +1,208 @@
+"""Record what a step asks of the device, operation by operation, while none of it is computed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from megatron.core.process_group import CollectiveCall
+from megatron.dry_run.live_memory import HOLDERS, LiveMemory
+from megatron.dry_run.step_record import Communication, HostWait, Operation, StepRecord
+
+_PROJECT = Path(__file__).resolve().parents[2]
+_OWN_FOLDER = str(Path(__file__).resolve().parent)
+_VIEWS = frozenset(
+    (
+        *("view", "_unsafe_view", "t", "transpose", "permute", "slice", "select", "split", "split_with_sizes", "unbind"),
+        *("expand", "detach", "alias", "squeeze", "unsqueeze", "as_strided", "narrow", "chunk", "unfold", "movedim"),
+        *("lift_fresh", "diagonal", "_reshape_alias", "view_as_real", "is_same_size", "record_stream"),
+    )
+)
+_ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "set_", "resize_")
+_IN_PLACE = ("_fused_sgd_",)
+"""Operations that change their arguments only, for which torch has no form without values."""
+_OVERWRITE = ("copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_")
+_CROSSING = ("_to_copy", "copy_")
+_INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keep a record of the operations on fake CUDA tensors; operations of the CPU alone are computed.
+
+    A value that the host asks of the device is 1. ``phase`` is set from outside as the step goes on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.record = StepRecord()
+        self.memory = LiveMemory()
+        self.phase = "begin"
+        self.is_crossing_machines: dict[tuple[str, ...], bool] = {}
+        self._where_of_node: dict[int, str] = {}
+        self._last_listing: FrameType | None = None
+
+    def start(self) -> None:
+        """Forget what was recorded; what is live stays."""
+        self.record = StepRecord()
+        self._note_memory(is_peak=True)
+
+    def wait(self, what: str, where: str | None = None) -> None:
+        """Note that the host waits."""
+        self.record.waits.append(HostWait(self.phase, where or self._where(), what))
+
+    def communicate(self, call: CollectiveCall) -> None:
+        """Note a communication; to be given to the groups as their observer."""
+        crosses = self.is_crossing_machines.get(call.axes, False)
+        self.record.communications.append(Communication(self.phase, self._where(), call, crosses))
+
+    def launch(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+        """Note a kernel that a CUDA build has and this one has not."""
+        num_bytes = sum(map(_spanned_bytes, (*read, *written)))
+        self._note(name, [*read, *written], num_bytes, 0.0, self._where())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation without values, and note it."""
+        kwargs = kwargs or {}
+        namespace, name = func._schema.name.split("::")
+        # Operations are many: nothing more is asked of those of which there is nothing to note.
+        with torch._C.DisableTorchFunction():
+            if namespace == "prim" or name in _VIEWS:
+                return func(*args, **kwargs)
+            return self._run(func, namespace, name, args, kwargs)
+
+    def _run(self, func: Any, namespace: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        is_on_host = not any(isinstance(tensor, FakeTensor) for tensor in given)
+        if is_on_host and namespace != "c10d" and torch.device(kwargs.get("device") or "cpu").type == "cpu":
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if name == "_local_scalar_dense":
+            self._note_value()
+            return 1.0 if given[0].dtype.is_floating_point else 1
+        result = None if name in _IN_PLACE else func(*args, **kwargs)
+        returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        where = self._where()
+        is_new = [self.memory.see(tensor, self.phase, where) for tensor in returned]
+        if any(is_new):
+            self._note_memory()
+        if namespace == "c10d":
+            return result
+        devices = {tensor.device.type for tensor in (*given, *returned)}
+        if name in _CROSSING and len(devices) > 1:
+            is_async = kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
+            if not is_async:
+                ends = f"{given[-1].device.type} to {returned[0].device.type}"
+                self.wait(f"copy from {ends}", where)
+        if name in _INDEXING and any(tensor.dtype is torch.bool and tensor.is_cuda for tensor in given[1:]):
+            self.wait("index by a mask", where)
+        if "cuda" not in devices or name in _ALLOCATIONS:
+            return result
+        cuda = [tensor for tensor in given if tensor.device.type == "cuda"]
+        made = [tensor for tensor in returned if tensor.device.type == "cuda"]
+        num_bytes = _moved_bytes(func, name, args, kwargs, cuda, made)
+        flops = _flops(func, args, kwargs, result)
+        self._note(name, given or made, num_bytes, flops, self._named_after_forward(where))
+        return result
+
+    def _note(self, name: str, tensors: Sequence[torch.Tensor], num_bytes: int, flops: float, where: str) -> None:
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors[:4])
+        itemsize = tensors[0].element_size() if tensors else 1
+        self.record.operations.append(Operation(self.phase, name, where, shapes, itemsize, num_bytes, flops))
+
+    def _note_value(self) -> None:
+        """Note that the host reads a value; all values of one ``tolist`` come in one copy."""
+        frame: FrameType | None = sys._getframe(2)
+        listing = None
+        while frame is not None and listing is None:
+            listing = frame if frame.f_code.co_name == "tolist" else None
+            frame = frame.f_back
+        if listing is None or listing is not self._last_listing:
+            self.wait("value read")
+        self._last_listing = listing
+
+    def _note_memory(self, is_peak: bool = False) -> None:
+        by_holder = tuple(self.memory.bytes_by_holder)
+        self.record.memory.append((len(self.record.operations), by_holder))
+        if is_peak or sum(by_holder) > self.record.peak_bytes:
+            self.record.peak_bytes = sum(by_holder)
+            self.record.peak_holders = dict(zip(HOLDERS, by_holder))
+            self.record.peak_phase = self.phase
+
+    def _where(self) -> str:
+        """Return the line of this project that runs, or nothing within autograd's own operations."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            path = frame.f_code.co_filename
+            if path.startswith(str(_PROJECT)) and not path.startswith(_OWN_FOLDER):
+                return f"{Path(path).relative_to(_PROJECT).as_posix()}:{frame.f_lineno}"
+            if frame.f_code.co_name == "_engine_run_backward":
+                return ""
+            frame = frame.f_back
+        return ""
+
+    def _named_after_forward(self, where: str) -> str:
+        """Return where an operation comes from; that of a gradient is the line of its forward pass."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            self._where_of_node[torch._C._autograd._get_sequence_nr()] = where
+            return where
+        number = node._sequence_nr()
+        known = self._where_of_node.get(number) or self._where_of_node.get(number + 1)
+        return where or f"gradient of {known or node.name()}"
+
+
+def _spanned_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor covers, each element of an expanded one once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        count *= size if stride else 1
+    return count * tensor.element_size()
+
+
+def _moved_bytes(
+    func: Any,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    given: Sequence[torch.Tensor],
+    returned: Sequence[torch.Tensor],
+) -> int:
+    """Return the bytes that an operation reads and writes at least."""
+    values = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    if name in ("index_add_", "index_add"):
+        return 3 * _spanned_bytes(values["source"])
+    if name == "embedding":
+        return 2 * _spanned_bytes(returned[0])
+    if name in ("gather", "scatter_", "scatter_add_"):
+        return int(3 * values["index"].numel() * values["self"].element_size())
+    changed = {
+        id(tensor)
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tree_leaves(values.get(argument.name))
+        if isinstance(tensor, torch.Tensor)
+    }
+    times = 1 if name in _OVERWRITE or "out" in func._overloadname else 2
+    total = sum(_spanned_bytes(tensor) * (times if id(tensor) in changed else 1) for tensor in given)
+    total += sum(_spanned_bytes(tensor) for tensor in returned if id(tensor) not in changed)
+    # A wide row does not stay in a multiprocessor: it is read for its maximum, for the sum, and for the result.
+    return total + (2 * _spanned_bytes(given[0]) if name in ("softmax", "_softmax") else 0)
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    if func._overloadpacket not in flop_registry:
+        return 0.0
+    flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
+    values = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    return flops / 2 if values.get("is_causal") else flops

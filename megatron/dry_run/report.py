@@ -1,0 +1,133 @@
+"""A dry run as text for a reader, and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.dry_run.dry_run import DryRun
+from megatron.dry_run.estimate import ASSUMPTIONS, Estimate, kernel_count, kind_of
+from megatron.dry_run.gpu import Gpu
+from megatron.dry_run.roofline import communication_seconds
+from megatron.dry_run.step_record import PHASES
+
+_NUM_LINES = 12
+_GIB = 2**30
+LABEL = "estimate of a dry run, not a measurement"
+
+
+def to_json(run: DryRun, gpu: Gpu, estimate: Estimate) -> dict[str, Any]:
+    """Return everything that is known of the step as JSON-ready values; times are in milliseconds."""
+    record = run.record
+    return {
+        "label": LABEL,
+        "assumptions": list(ASSUMPTIONS),
+        "gpu": gpu.name,
+        "sources": list(gpu.sources),
+        "rank": run.rank,
+        "world_size": run.world_size,
+        "pipeline_rank": run.pipeline_rank,
+        "parameters": run.num_parameters,
+        "layers": run.num_layers,
+        "microbatches": run.num_microbatches,
+        "kernels": sum(map(kernel_count, record.operations)),
+        "operations": len(record.operations),
+        "bytes": sum(operation.num_bytes for operation in record.operations),
+        "flops": sum(operation.flops for operation in record.operations),
+        "model_flops": run.model_flops,
+        "waits": [{"phase": wait.phase, "where": wait.where, "what": wait.what} for wait in record.waits],
+        "collectives": [
+            {
+                "phase": each.phase,
+                "where": each.where,
+                "operation": each.call.operation,
+                "axes": list(each.call.axes),
+                "ranks": each.call.group_size,
+                "bytes": each.call.num_bytes,
+                "predicted_ms": communication_seconds(each, gpu) * 1e3,
+            }
+            for each in record.communications
+        ],
+        "peak_bytes": record.peak_bytes,
+        "peak_phase": record.peak_phase,
+        "peak_holders": dict(record.peak_holders),
+        "fits": record.peak_bytes <= gpu.memory_bytes,
+        "predicted_ms": estimate.seconds * 1e3,
+        "mfu": estimate.mfu,
+        "tflops": estimate.tflops,
+        "kernel_ms": estimate.kernel_seconds * 1e3,
+        "communication_ms": estimate.communication_seconds * 1e3,
+        "hidden_communication_ms": estimate.hidden_communication_seconds * 1e3,
+        "bubble_ms": estimate.bubble_seconds * 1e3,
+        "by_phase": {phase: part for phase in PHASES if (part := _phase(run, estimate, phase))["kernels"]},
+        "by_kind": {kind: _kind(run, estimate, kind) for kind in sorted(estimate.by_kind)},
+        "by_line": {where: seconds * 1e3 for where, seconds in _dearest_first(estimate)},
+    }
+
+
+def to_text(run: DryRun, gpu: Gpu, estimate: Estimate) -> str:
+    """Return the report for a reader, the assumptions last."""
+    return "\n".join(_lines(run, gpu, estimate))
+
+
+def _lines(run: DryRun, gpu: Gpu, estimate: Estimate) -> Iterator[str]:
+    record = run.record
+    yield (
+        f"rank {run.rank} of {run.world_size} on {gpu.name}: {run.num_parameters:,} parameters, {run.num_layers} "
+        f"layers, {run.num_microbatches} micro-batches ({LABEL})"
+    )
+    yield (
+        f"step {estimate.seconds * 1e3:.1f} ms predicted, {estimate.tflops:.0f} TFLOP/s, MFU {estimate.mfu:.1%}: "
+        f"kernels {estimate.kernel_seconds * 1e3:.1f} ms, communication {estimate.communication_seconds * 1e3:.1f} ms "
+        f"(and {estimate.hidden_communication_seconds * 1e3:.1f} ms behind the passes), pipeline idle "
+        f"{estimate.bubble_seconds * 1e3:.1f} ms"
+    )
+    holders = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in record.peak_holders.items() if size)
+    fits = "fits in" if record.peak_bytes <= gpu.memory_bytes else "DOES NOT FIT in"
+    yield (
+        f"peak memory {record.peak_bytes / _GIB:.2f} GiB in the {record.peak_phase} part ({holders}); it {fits} "
+        f"{gpu.memory_bytes / _GIB:.0f} GiB"
+    )
+    for phase in PHASES:
+        part = _phase(run, estimate, phase)
+        if part["kernels"]:
+            yield f"  {phase:<10} {part['kernels']:7,} kernels {part['bytes'] / 1e9:10.2f} GB {part['ms']:10.2f} ms"
+    for kind in sorted(estimate.by_kind):
+        part = _kind(run, estimate, kind)
+        yield f"  {kind:<10} {part['kernels']:7,} kernels {part['bytes'] / 1e9:10.2f} GB {part['ms']:10.2f} ms"
+    yield "dearest lines:"
+    for where, seconds in _dearest_first(estimate)[:_NUM_LINES]:
+        yield f"  {seconds * 1e3:10.2f} ms  {where or 'autograd'}"
+    yield f"host waits: {len(record.waits)}"
+    for wait, count in Counter(record.waits).items():
+        yield f"  {count:4} x {wait.phase}: {wait.what} at {wait.where}"
+    yield f"communication: {len(record.communications)}"
+    sent = Counter((each.phase, each.call.operation, "_".join(each.call.axes)) for each in record.communications)
+    for (phase, operation, axes), count in sent.items():
+        yield f"  {count:4} x {phase}: {operation} over {axes}"
+    yield "assumptions:"
+    yield from (f"  {assumption}" for assumption in ASSUMPTIONS)
+    yield from (f"  source: {source}" for source in gpu.sources)
+
+
+def _phase(run: DryRun, estimate: Estimate, phase: str) -> dict[str, Any]:
+    operations = [operation for operation in run.record.operations if operation.phase == phase]
+    return {
+        "kernels": sum(map(kernel_count, operations)),
+        "bytes": sum(operation.num_bytes for operation in operations),
+        "ms": estimate.by_phase.get(phase, 0.0) * 1e3,
+    }
+
+
+def _kind(run: DryRun, estimate: Estimate, kind: str) -> dict[str, Any]:
+    operations = [operation for operation in run.record.operations if kind_of(operation) == kind]
+    return {
+        "kernels": sum(map(kernel_count, operations)),
+        "bytes": sum(operation.num_bytes for operation in operations),
+        "ms": estimate.by_kind[kind] * 1e3,
+    }
+
+
+def _dearest_first(estimate: Estimate) -> list[tuple[str, float]]:
+    return sorted(estimate.by_line.items(), key=lambda item: -item[1])

@@ -1,0 +1,96 @@
+"""How long an operation takes on a GPU: products by their tiles, attention by its rate, the rest by bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from megatron.dry_run.gpu import Gpu
+from megatron.dry_run.step_record import Communication, Operation
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "dot")
+_BANDWIDTH_SHARE = 0.85
+"""Part of the memory's bandwidth that simple kernels reach (BabelStream on A100 and H100 reaches 0.85 to 0.93)."""
+_KERNEL_S = 2.5e-6
+"""The shortest kernel, its start and its end."""
+_WAVE_S = 1.5e-6
+_TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85), (64, 256, 0.8), (256, 64, 0.8))
+"""Tiles of a product that one multiprocessor computes, and the share of its best rate that each reaches."""
+_MIN_SPLIT = 2048
+_KEYS_AT_FULL_RATE = 2048
+_SHORT_ATTENTION = 0.75
+_EFFICIENT_SHARE = 0.6
+"""Torch's memory-efficient kernels beside FlashAttention."""
+_LINK_SHARE = 0.8
+"""Part of a link's bandwidth that NCCL reaches with large messages."""
+_COLLECTIVE_S = 15e-6
+KERNELS_OF: Mapping[str, int] = {
+    "native_layer_norm_backward": 3,
+    "_fused_rms_norm_backward": 3,
+    "_scaled_dot_product_flash_attention_backward": 3,
+    "_scaled_dot_product_efficient_attention_backward": 3,
+    "_scaled_dot_product_cudnn_attention_backward": 3,
+    "_fused_adamw_": 10,
+    "_fused_sgd_": 10,
+    "_foreach_copy_": 10,
+    "embedding_dense_backward": 4,
+}
+"""Operations that are several kernels; the number is about that of a model of billions of parameters."""
+
+
+def is_attention(operation: Operation) -> bool:
+    """Return whether an operation is an attention kernel."""
+    return operation.name.startswith("_scaled_dot_product_")
+
+
+def operation_seconds(operation: Operation, gpu: Gpu) -> float:
+    """Return the time of an operation on a GPU."""
+    shortest = _KERNEL_S * KERNELS_OF.get(operation.name, 1)
+    by_bytes = operation.num_bytes / (gpu.memory_bandwidth * _BANDWIDTH_SHARE)
+    if is_attention(operation) and operation.flops:
+        rate = _attention_rate(operation, gpu)
+        return max(shortest, by_bytes, operation.flops / rate)
+    if operation.name in PRODUCTS and operation.flops:
+        return max(shortest, by_bytes, _product_seconds(operation, gpu))
+    return max(shortest, by_bytes)
+
+
+def _product_seconds(operation: Operation, gpu: Gpu) -> float:
+    """Return the time of a product at the best choice of tiles, waves and parts of the inner dimension."""
+    left, right = [shape for shape in operation.shapes if len(shape) >= 2][-2:]
+    batch = math.prod(left[:-2])
+    rows, inner, columns = left[-2], left[-1], right[-1]
+    peak = gpu.half_flops if operation.itemsize == 2 else gpu.single_flops
+    rate = peak * gpu.product_share / gpu.num_sms
+    best = math.inf
+    for tile_rows, tile_columns, share in _TILES:
+        tiles = batch * math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
+        for parts in (1, 2, 4):
+            if parts > 1 and (inner < _MIN_SPLIT or tiles >= gpu.num_sms):
+                continue
+            waves = math.ceil(tiles * parts / gpu.num_sms)
+            tile_s = 2 * tile_rows * tile_columns * math.ceil(inner / parts) / (rate * share)
+            sums_s = 0.0 if parts == 1 else 8.0 * batch * rows * columns * parts / gpu.memory_bandwidth
+            best = min(best, waves * (tile_s + _WAVE_S) + sums_s)
+    return best + _KERNEL_S
+
+
+def _attention_rate(operation: Operation, gpu: Gpu) -> float:
+    query = operation.shapes[0]
+    rates = gpu.cudnn if "cudnn" in operation.name else gpu.flash
+    known = rates[128 if query[-1] > 64 else 64]
+    share = known.backward if "backward" in operation.name else known.forward
+    if "efficient" in operation.name:
+        share *= _EFFICIENT_SHARE
+    if query[-2] < _KEYS_AT_FULL_RATE:
+        share *= _SHORT_ATTENTION
+    return share * (gpu.half_flops if operation.itemsize == 2 else gpu.single_flops)
+
+
+def communication_seconds(communication: Communication, gpu: Gpu) -> float:
+    """Return the time of a communication: the bytes that leave or reach a rank at the links' bandwidth."""
+    call = communication.call
+    link = gpu.network_bandwidth if communication.crosses_machines else gpu.link_bandwidth
+    others = (call.group_size - 1) / call.group_size
+    volume = {"all_reduce": 2 * others, "all_gather": others, "reduce_scatter": others, "all_to_all": others}
+    return _COLLECTIVE_S + volume.get(call.operation, 1.0) * call.num_bytes / (link * _LINK_SHARE)

@@ -1,0 +1,63 @@
+"""What a dry run saw of one step: operations, waits, communication and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron.core.process_group import CollectiveCall
+
+PHASES = ("begin", "batch", "forward", "backward", "reduction", "optimizer", "end")
+"""The parts of a step in their order."""
+PASSES = ("batch", "forward", "backward")
+"""The parts that come with every micro-batch."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Describe one operation that launches kernels.
+
+    ``shapes`` and ``itemsize`` are of its tensors in their order, ``num_bytes`` what it reads and writes, ``flops``
+    what it computes of a product or of attention (masked scores left out), and ``where`` the line of this project that
+    asked for it; for an operation of autograd, the line whose gradient it computes.
+    """
+
+    phase: str
+    name: str
+    where: str
+    shapes: tuple[tuple[int, ...], ...]
+    itemsize: int
+    num_bytes: int
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class HostWait:
+    """Describe one place in which the host waits for the device."""
+
+    phase: str
+    where: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Describe one communication of a step, and whether it leaves the machine."""
+
+    phase: str
+    where: str
+    call: CollectiveCall
+    crosses_machines: bool
+
+
+@dataclass
+class StepRecord:
+    """Hold a step of one rank in order; ``memory`` has the bytes by holder after so many operations."""
+
+    operations: list[Operation] = field(default_factory=list)
+    waits: list[HostWait] = field(default_factory=list)
+    communications: list[Communication] = field(default_factory=list)
+    memory: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    peak_bytes: int = 0
+    peak_holders: Mapping[str, int] = field(default_factory=dict)
+    peak_phase: str = ""

@@ -1,0 +1,87 @@
+"""Many dry runs in one process of their own: the library that stands in for CUDA must come before torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class DryRunCase:
+    """Name a command line, and the rank of its world that is run."""
+
+    name: str
+    flags: tuple[str, ...]
+    world_size: int = 1
+    rank: int = 0
+    gpu: str = "h100-80gb"
+
+
+@dataclass(frozen=True)
+class DryRunResult:
+    """Hold what a case recorded in its first step, or the error that ended it and the line of the project."""
+
+    report: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+def run_dry_runs(cases: Sequence[DryRunCase], cache: Path) -> dict[str, DryRunResult]:
+    """Return the results by name; ``cache`` keeps the library that is built."""
+    given = json.dumps({"cache": str(cache), "cases": [asdict(case) for case in cases]})
+    command = [sys.executable, "-m", "tests.harness.dry_runs"]
+    done = subprocess.run(command, input=given, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {name: DryRunResult(**result) for name, result in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def main() -> None:
+    """Run the cases that standard input has, and print the results."""
+    from megatron.dry_run.pretended_cuda import load_pretended_cuda
+
+    given = json.load(sys.stdin)
+    load_pretended_cuda(Path(given["cache"]))
+    import torch
+
+    torch.set_num_threads(1)
+    print(json.dumps(dict(_results([DryRunCase(**case) for case in given["cases"]]))))
+
+
+def _results(cases: Sequence[DryRunCase]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for case in cases:
+        try:
+            yield case.name, {"report": _report(case)}
+        except Exception as error:  # noqa: BLE001 the test of the case fails by it
+            yield case.name, {"error": f"{_last_line_of_project(error)}: {type(error).__name__}: {error}"}
+
+
+def _report(case: DryRunCase) -> dict[str, Any]:
+    import pretrain_gpt
+    from megatron.dry_run.dry_run import dry_run
+    from megatron.dry_run.estimate import estimate_step
+    from megatron.dry_run.gpu import find_gpu
+    from megatron.dry_run.report import to_json
+    from megatron.dry_run.vocabulary import with_known_vocabulary
+    from megatron.training.config.arguments import resolve_arguments
+
+    config = with_known_vocabulary(resolve_arguments(case.flags, case.world_size).config)
+    gpu = find_gpu(case.gpu)
+    run = dry_run(config, case.rank, gpu, pretrain_gpt.provide_model, pretrain_gpt.forward_step, num_steps=1)
+    return to_json(run, gpu, estimate_step(run, gpu))
+
+
+def _last_line_of_project(error: Exception) -> str:
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if str(REPOSITORY) in frame.filename]
+    frames = [frame for frame in own if "dry_run" not in frame.filename]
+    return f"{Path(frames[-1].filename).relative_to(REPOSITORY)}:{frames[-1].lineno}" if frames else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Layouts and features that are dry-run on an H100, tiny models all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.verification.cells import EXCHANGES, RECOMPUTE, SHAPES, SHARDING, Layout, make_cell
+from tests.harness.dry_runs import DryRunCase
+
+_SIZES = (
+    *("--hidden-size", "64", "--ffn-hidden-size", "96", "--seq-length", "32", "--max-position-embeddings", "32"),
+    *("--query-pre-attn-scalar", "16"),
+)
+_DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+
+
+def layouts() -> list[DryRunCase]:
+    """Return the cases."""
+    return [*_plain(), *_sharded(), *_features()]
+
+
+def _case(
+    layout: Layout, shape: str = "gpt2", data: str = "plain", *, rank: int = 0, extra: tuple[str, ...] = ("--bf16",)
+) -> DryRunCase:
+    num_layers = 2 if layout.pp * layout.virtual_stages <= 2 and shape != "gemma3" else 4
+    cell = make_cell(shape, layout, data, num_layers=num_layers)
+    sizes = _SIZES if shape == "gemma2" else _SIZES[:-2]
+    batch = ("--global-batch-size", str(layout.dp * max(2, layout.pp)))
+    name = " ".join([cell.name, *extra, *([f"rank {rank}"] if rank else [])])
+    return DryRunCase(name, (*cell.flags, *sizes, *batch, *extra), layout.world_size, rank)
+
+
+def _plain() -> Iterator[DryRunCase]:
+    for precision in ((), ("--bf16",), ("--fp16",)):
+        yield _case(Layout(), extra=precision)
+    for shape in SHAPES:
+        if shape != "gpt2":
+            yield _case(Layout(), shape)
+    for recompute in RECOMPUTE[1:]:
+        yield _case(Layout(recompute=recompute))
+    yield _case(Layout(), data="packed")
+    yield _case(Layout(), data="uneven")
+
+
+def _sharded() -> Iterator[DryRunCase]:
+    yield _case(Layout(tp=2))
+    yield _case(Layout(tp=2, sequence_parallel=True), rank=1)
+    yield _case(Layout(tp=2, sequence_parallel=True), "llama", "packed")
+    for rank in (0, 1):
+        yield _case(Layout(pp=2), rank=rank)
+        yield _case(Layout(pp=2, virtual_stages=2), rank=rank)
+        yield _case(Layout(pp=2, schedule="zero-bubble"), rank=rank)
+    yield _case(Layout(pp=4), rank=2)
+    for exchange in EXCHANGES:
+        yield _case(Layout(cp=2, cp_comm_type=exchange))
+        yield _case(Layout(cp=2, cp_comm_type=exchange), data="packed", rank=1)
+        yield _case(Layout(cp=2, cp_comm_type=exchange), extra=("--bf16", *_DROPOUT))
+    yield _case(Layout(cp=2), "mistral")
+    yield _case(Layout(cp=2), "gemma2")
+    for sharding in SHARDING:
+        yield _case(Layout(dp=4, sharding=sharding))
+        yield _case(Layout(dp=4, sharding=sharding, overlap=True), rank=3)
+    yield _case(Layout(tp=2, sequence_parallel=True, pp=2, dp=2, sharding=SHARDING[1], overlap=True), rank=7)
+    yield _case(Layout(tp=2, sequence_parallel=True, pp=2, cp=2), "llama", "packed", rank=5)
+
+
+def _features() -> Iterator[DryRunCase]:
+    for extra in (
+        _DROPOUT,
+        ("--attention-backend", "unfused"),
+        ("--optimizer", "sgd"),
+        ("--clip-grad", "0"),
+        ("--log-num-zeros-in-grad",),
+        ("--log-params-norm",),
+    ):
+        yield _case(Layout(), extra=("--bf16", *extra))
+    yield _case(Layout(tp=2, sequence_parallel=True), extra=("--bf16", *_DROPOUT))
+    yield _case(Layout(), extra=("--fp16", *_DROPOUT, "--recompute-granularity", "selective"))

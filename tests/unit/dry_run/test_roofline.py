@@ -1,0 +1,100 @@
+"""The roofline against a published run, and against what is certain about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from megatron.core.process_group import CollectiveCall
+from megatron.dry_run.gpu import A100, GPUS, H100
+from megatron.dry_run.roofline import communication_seconds, operation_seconds
+from megatron.dry_run.step_record import Communication, Operation
+
+LAYERS, HIDDEN, HEADS, LENGTH, ROWS, VOCAB = 24, 1024, 16, 1024, 64 * 1024, 50304
+NUM_PARAMETERS = 354_823_168
+PUBLISHED_S = 0.820
+"""A step of 524,288 tokens of GPT-2 350M on 8 A100 80GB SXM: github.com/karpathy/llm.c, scripts/run_gpt2_350M.sh."""
+
+
+def product(rows: int, inner: int, columns: int) -> Operation:
+    num_bytes = 2 * (rows * inner + inner * columns + rows * columns)
+    shapes = ((rows, inner), (inner, columns))
+    return Operation("", "mm", "", shapes, 2, num_bytes, 2.0 * rows * inner * columns)
+
+
+def linear(inputs: int, outputs: int) -> Iterator[Operation]:
+    """Yield the products of a linear map: forward, gradient of its input, gradient of its weight."""
+    yield product(ROWS, inputs, outputs)
+    yield product(ROWS, outputs, inputs)
+    yield product(outputs, ROWS, inputs)
+
+
+def attention(name: str, num_tensors: int, flops: float) -> Operation:
+    shape = (ROWS // LENGTH, HEADS, LENGTH, HIDDEN // HEADS)
+    return Operation("", name, "", (shape, shape, shape), 2, 2 * num_tensors * ROWS * HIDDEN, flops)
+
+
+def pass_over(num_tensors: int, width: int = HIDDEN) -> Operation:
+    """Return a kernel that reads and writes so many tensors of 16 bits with a row for each token."""
+    return Operation("", "kernel", "", (), 2, 2 * num_tensors * ROWS * width)
+
+
+def published_step() -> Iterator[Operation]:
+    """Yield the kernels of that run on one of its 8 GPUs, as its source has them: one micro-batch, nothing recomputed.
+
+    Residual and norm are one kernel, as are cross-entropy and its gradient; GELU and bias gradients are their own.
+    """
+    causal_flops = 2.0 * ROWS * LENGTH * HIDDEN
+    for _ in range(LAYERS):
+        for inputs, outputs in ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN), (4 * HIDDEN, HIDDEN)):
+            yield from linear(inputs, outputs)
+            yield pass_over(1, outputs)
+        yield attention("_scaled_dot_product_cudnn_attention", 4, causal_flops)
+        yield attention("_scaled_dot_product_cudnn_attention_backward", 8, 2.5 * causal_flops)
+        yield from (pass_over(4), pass_over(4), pass_over(2, 4 * HIDDEN), pass_over(3, 4 * HIDDEN))
+        yield from (pass_over(4), pass_over(4))
+    yield from linear(HIDDEN, VOCAB)
+    yield pass_over(2, VOCAB)
+    # AdamW on an eighth of the parameters: 16-bit gradient and weight, float32 moments and main weight.
+    yield Operation("", "adam", "", (), 4, (2 + 2 + 2 * 12) * NUM_PARAMETERS // 8)
+
+
+def test_a_published_step_is_predicted_within_a_tenth() -> None:
+    seconds = sum(operation_seconds(operation, A100) for operation in published_step())
+    # Gradients are reduced behind the backward pass, but for the embedding; the shards are gathered after the update.
+    for operation, num_bytes in (("reduce_scatter", 2 * VOCAB * HIDDEN), ("all_gather", 2 * NUM_PARAMETERS)):
+        call = CollectiveCall(operation, ("dp",), 8, num_bytes)
+        seconds += communication_seconds(Communication("", "", call, crosses_machines=False), A100)
+    assert seconds == pytest.approx(PUBLISHED_S, rel=0.1)
+
+
+def test_no_operation_is_faster_than_the_published_peaks() -> None:
+    for gpu in GPUS.values():
+        for operation in published_step():
+            seconds = operation_seconds(operation, gpu)
+            assert operation.flops / seconds < gpu.half_flops
+            assert operation.num_bytes / seconds < gpu.memory_bandwidth
+
+
+def test_one_tile_more_than_the_multiprocessors_takes_another_wave() -> None:
+    one_less, full, one_more = (operation_seconds(product(128 * n, 4096, 256), H100) for n in (131, 132, 133))
+    assert one_less == full
+    assert one_more > 1.25 * full
+
+
+def test_single_precision_and_a_kernel_that_does_nothing() -> None:
+    half = product(4096, 4096, 4096)
+    assert operation_seconds(replace(half, itemsize=4), H100) > 10 * operation_seconds(half, H100)
+    assert operation_seconds(Operation("", "add", "", (), 2, 0), H100) == 2.5e-6
+
+
+def test_communication_is_priced_by_what_leaves_a_rank() -> None:
+    def seconds(operation: str, ranks: int, crosses: bool = False) -> float:
+        call = CollectiveCall(operation, ("tp",), ranks, 10**9)
+        return communication_seconds(Communication("", "", call, crosses), H100)
+
+    assert seconds("all_reduce", 2) == pytest.approx(2 * seconds("all_gather", 2), rel=0.01)
+    assert seconds("all_gather", 8) == pytest.approx(7 / 4 * seconds("all_gather", 2), rel=0.01)
+    assert seconds("send", 2, crosses=True) == pytest.approx(9 * seconds("send", 2), rel=0.02)

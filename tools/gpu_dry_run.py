@@ -1,0 +1,13 @@
+"""Run a training step on a GPU that is not there: its kernels, memory, waits and communication, and an estimate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.commands.gpu_dry_run import main
+
+if __name__ == "__main__":
+    sys.exit(main())
