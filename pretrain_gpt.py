@@ -79,7 +79,13 @@ def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> Chu
 
     pattern, losses = AttentionPattern(document_ids=batch.document_ids), list[AuxiliaryLoss]()
     output: torch.Tensor = model(
-        batch.tokens, batch.position_ids, labels=batch.labels, pattern=pattern, hidden=hidden, losses=losses
+        batch.tokens,
+        batch.position_ids,
+        labels=batch.labels,
+        pattern=pattern,
+        hidden=hidden,
+        losses=losses,
+        dropout_samples=batch.dropout_samples,
     )
     if not model.post_process:
         return LayerOutput(output, tuple(losses))

@@ -88,12 +88,14 @@ def run(workload: Workload, num_warmup: int, num_steps: int, output: Path) -> No
     import torch
 
     from megatron.core.timers import Timers
+    from megatron.training.cpu_matmul import choose_library
     from megatron.training.data.batch_source import BatchSource
     from megatron.training.model_setup import build_training_parts
     from megatron.training.train_state import TrainState
     from megatron.training.training_step import TrainingStep
     from pretrain_gpt import forward_step, provide_model
 
+    config = choose_library(config, runtime, print)
     timers = Timers(config.logging.timing_log_level, synchronize=runtime.device.synchronize)
     parts = build_training_parts(config, runtime, provide_model, lambda line: None)
     dataset = WorkloadDataset(workload, (num_warmup + num_steps) * workload.micro_batch_size)

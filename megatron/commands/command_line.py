@@ -7,10 +7,13 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+from megatron.core.config_base import field_docs
 from megatron.core.errors import InputError, MegatronError
+from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer, unused_flags
 from megatron.core.tokenizers.tiktoken_tokenizer import DEFAULT_NUM_SPECIAL_TOKENS
 from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.interop.torchtitan.told_settings import told_specs
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,6 +45,23 @@ def report_unused(
     for name in names:
         if getattr(arguments, name) != parser.get_default(name):
             print(f"--{name.replace('_', '-')} has no effect without {needed}", file=sys.stderr)
+
+
+def add_told_settings(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of what a torchtitan folder does not say of its model."""
+    docs = field_docs(GPTConfig)
+    group = parser.add_argument_group("model of a torchtitan folder, whose files do not say this")
+    for spec in told_specs():
+        if spec.is_bool:
+            group.add_argument(spec.flags[0], action="store_const", const=True, help=docs.get(spec.name))
+        else:
+            group.add_argument(spec.flags[0], type=spec.item_type, metavar=spec.metavar, help=docs.get(spec.name))
+
+
+def told_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Take the values of these flags out of the others, and return those that were given."""
+    values = {spec.name: vars(arguments).pop(spec.name) for spec in told_specs()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 TOKENIZER_KEYWORDS = (

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron.commands.command_line import add_tokenizer_source
+from megatron.commands.command_line import add_tokenizer_source, add_told_settings, told_settings
 from megatron.core.errors import InputError
 from megatron.serving.generation_setup import ModelRequest
 from megatron.training.process.initialize import LaunchEnvironment
@@ -48,6 +48,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="stages over which the layers are spread (1)",
     )
     add_tokenizer_source(parser, None, "tokenizer, in place of the checkpoint's own")
+    add_told_settings(parser)
 
 
 def model_request(arguments: argparse.Namespace) -> ModelRequest:
@@ -59,6 +60,7 @@ def model_request(arguments: argparse.Namespace) -> ModelRequest:
         tensor_parallel_size=arguments.tensor_model_parallel_size,
         pipeline_parallel_size=arguments.pipeline_model_parallel_size,
         tokenizer={name: value for name in TOKENIZER_FLAGS if (value := getattr(arguments, name)) is not None},
+        told=told_settings(arguments),
     )
 
 

@@ -1,12 +1,14 @@
 """Prove on this machine that parallel layouts compute what one process computes.
 
 Every cell of a matrix of layouts trains a tiny model for three steps on up to eight CPU processes and is held against
-one process: loss, gradient norm, every parameter's gradient, and the parameters after the steps.
+one process: loss, gradient norm, every parameter's gradient, and the parameters after the steps. With --communication
+nothing is computed twice: what all ranks ask of torch.distributed is recorded and held against NCCL's rules.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -15,12 +17,13 @@ from collections.abc import Sequence
 # One thread a process: eight processes that each take all cores would wait for one another.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+from megatron.commands.command_line import Parser, report_unused
 from megatron.verification.cells import MAX_WORLD_SIZE, SHAPES, Cell, fuzz, matrix
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
+    parser = Parser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
     parser.add_argument(
         "--filter",
         default="",
@@ -31,12 +34,27 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-world-size", type=int, default=MAX_WORLD_SIZE, metavar="N", help="only cells of up to N")
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")
     parser.add_argument("--tolerance", type=float, metavar="X", help="relative; by default what fits the dtype")
-    parser.add_argument(
-        "--fuzz", type=int, default=0, metavar="N", help="N random configurations in place of the matrix"
-    )
+    parser.add_argument("--fuzz", type=int, metavar="N", help="N random configurations in place of the matrix")
     parser.add_argument("--seed", type=int, default=0, help="of --fuzz")
+    parser.add_argument(
+        "--communication", action="store_true", help="replay each cell's communication under NCCL's rules instead"
+    )
     parser.add_argument("--list", action="store_true", help="print the cells and stop")
     return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the values of the command line; a wrong one ends the program with status 2 and one line."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.fuzz is None:
+        report_unused(parser, arguments, "--fuzz", ("seed",))
+    elif arguments.fuzz < 1:
+        parser.error(f"--fuzz {arguments.fuzz} asks for no configuration; give 1 or more, or leave it out")
+    tolerance = arguments.tolerance
+    if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
+        parser.error(f"--tolerance {tolerance} is not a number that is 0 or more")
+    return arguments
 
 
 def choose_cells(arguments: argparse.Namespace) -> list[Cell]:
@@ -59,7 +77,7 @@ def fits(cell: Cell, word: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Verify and return the exit status: 0 where every cell passed, 1 where one failed, 2 for wrong usage."""
-    arguments = build_parser().parse_args(argv)
+    arguments = parse_arguments(argv)
     cells = choose_cells(arguments)
     if not cells:
         print("error: no cell fits; --list prints all of them", file=sys.stderr)
@@ -67,7 +85,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.list:
         print("\n".join(cell.name for cell in cells))
         return 0
+    if arguments.communication:
+        return replay_communication(cells, is_random=arguments.fuzz > 0)
     return verify(cells, arguments)
+
+
+def replay_communication(cells: Sequence[Cell], is_random: bool) -> int:
+    """Record and replay the cells, and print one line each, with a line more for each rule that is broken."""
+    import pretrain_gpt
+    from megatron.core.errors import ConfigurationError
+    from megatron.verification.collective_recorder import record_cell
+    from megatron.verification.communication_replay import communication_problems
+
+    counts = {"passed": 0, "failed": 0, "refused": 0}
+    for cell in cells:
+        try:
+            logs = record_cell(cell, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
+        except ConfigurationError as error:
+            outcome, reasons = "refused", list(error.problems)
+        else:
+            reasons = communication_problems(logs)
+            outcome = "failed" if reasons else "passed"
+        counts[outcome] += 1
+        print("\n".join((f"{outcome:8}{cell.name}", *(f"        {reason}" for reason in reasons))), flush=True)
+    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['refused']} refused at parse time")
+    return 1 if counts["failed"] or (counts["refused"] and not is_random) else 0
 
 
 def verify(cells: Sequence[Cell], arguments: argparse.Namespace) -> int:

@@ -41,8 +41,8 @@ def find_checkpoint(
     if found is None:
         raise CheckpointError(
             f"{folder} holds no checkpoint: neither a file {TRACKER_FILE}, nor the files of the native format "
-            "(index.json), of Megatron's torch format (mp_rank_00) or torch_dist (.metadata), or of Hugging Face's "
-            "(config.json)"
+            "(index.json), of Megatron's torch format (mp_rank_00) or torch_dist (common.pt), of torchtitan's "
+            "(.metadata), or of Hugging Face's (config.json)"
         )
     if found not in expected:
         names = " or ".join(FORMAT_NAMES[name] for name in expected)

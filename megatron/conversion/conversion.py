@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -42,6 +42,7 @@ _LOADED: dict[str, tuple[CheckpointFormat, ...]] = {
     "torch": ("torch",),
     "torch_dist": ("torch_dist",),
     "hf": ("hf",),
+    "torchtitan": ("torchtitan",),
 }
 
 
@@ -65,7 +66,7 @@ def convert(request: ConversionRequest, log: Log = say) -> None:
     for line in idle_flags(request, found.format, saver):
         log(line)
     formats = (found.format, saver)
-    source = open_for(formats, found.folder, request.true_vocab_size)
+    source = open_for(formats, found.folder, request.true_vocab_size, request.told)
     try:
         target = read_target(request, source, saver)
         common = retarget(source.common, target, has_random_streams=any(map(is_random_stream, source.tensors)))
@@ -79,7 +80,10 @@ def convert(request: ConversionRequest, log: Log = say) -> None:
 
 
 def open_for(
-    formats: tuple[CheckpointFormat, CheckpointFormat], folder: Path, vocab_size: int | None = None
+    formats: tuple[CheckpointFormat, CheckpointFormat],
+    folder: Path,
+    vocab_size: int | None = None,
+    told: Mapping[str, Any] | None = None,
 ) -> CheckpointSource:
     """Open either side of a conversion; random number streams have a place in the native format only.
 
@@ -88,7 +92,7 @@ def open_for(
     """
     if formats == ("native", "native"):
         return NativeSource(folder, with_random_streams=True)
-    return open_checkpoint(folder, vocab_size=vocab_size)
+    return open_checkpoint(folder, vocab_size=vocab_size, told=told)
 
 
 def target_format(loader: str, saver: str, found: CheckpointFormat) -> CheckpointFormat:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.interop.torchtitan.told_settings import idle_lines
+
 FORMATS = {
     "megatron": "megatron",
     "native": "native",
@@ -16,6 +18,7 @@ FORMATS = {
     "mcore": "torch",
     "legacy": "torch",
     "hf": "hf",
+    "torchtitan": "torchtitan",
     "llama_mistral": "hf",
 }
 """Names of loaders and savers, Megatron's own among them, and what each stands for."""
@@ -44,6 +47,7 @@ class ConversionRequest:
         target: what is changed; the optimizer's state is kept only where both formats can hold it.
         true_vocab_size: rows of the vocabulary that are no padding, in Megatron's files.
         tokenizer: keywords of `build_tokenizer` for the tokenizer to record; empty for the checkpoint's own.
+        told: what a torchtitan folder does not say of its model.
         verify: read the result again and compare it.
         test_logits: compare the logits with the transformers package's.
     """
@@ -56,6 +60,7 @@ class ConversionRequest:
     target: Target
     true_vocab_size: int | None
     tokenizer: Mapping[str, Any]
+    told: Mapping[str, Any]
     verify: bool
     test_logits: bool
 
@@ -84,4 +89,4 @@ def idle_flags(request: ConversionRequest, found: str, saver: str) -> list[str]:
         lines += [f"{flag} changes the recorded configuration only: native files load at any layout" for flag in given]
     if found not in ("torch", "torch_dist") and request.true_vocab_size is not None:
         lines.append(f"--true-vocab-size {request.true_vocab_size} has no effect: only Megatron's files hold padding")
-    return lines
+    return lines + (idle_lines(request.told) if found != "torchtitan" else [])

@@ -13,6 +13,7 @@ from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.comparison import compare_sources
 from megatron.interop.open_checkpoint import open_checkpoint
 from megatron.interop.source_view import SourceView
+from megatron.interop.torchtitan.told_settings import idle_lines
 from megatron.training.checkpointing.config_changes import compare_configs
 from megatron.training.config.run_config import RunConfig
 
@@ -24,20 +25,25 @@ def diff_checkpoints(
     ckpt_step: int | None = None,
     weights_only: bool = False,
     tolerance: float = 0.0,
+    told: Mapping[str, Any] | None = None,
     log: Callable[[str], None] = print,
 ) -> bool:
     """Print every difference and return whether the checkpoints are equal.
 
     Equal are two that hold the same tensors, stand at the same point of the same schedule, and are of one model. The
-    rest of the configuration, layout and files included, is shown and does not count.
+    rest of the configuration, layout and files included, is shown and does not count. ``told`` is what a torchtitan
+    folder does not say of its model.
 
     Raises:
         CheckpointError: one of them is not there or damaged.
     """
-    folders = [find_checkpoint(path, ckpt_step).folder for path in (first, second)]
-    left = open_checkpoint(folders[0])
+    found = [find_checkpoint(path, ckpt_step) for path in (first, second)]
+    for line in () if any(each.format == "torchtitan" for each in found) else idle_lines(told or {}):
+        log(line)
+    folders = [each.folder for each in found]
+    left = open_checkpoint(folders[0], told=told)
     try:
-        right = open_checkpoint(folders[1])
+        right = open_checkpoint(folders[1], told=told)
         try:
             log(f"first:  {folders[0]}")
             log(f"second: {folders[1]}")

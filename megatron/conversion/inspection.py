@@ -17,6 +17,7 @@ from megatron.interop.comparison import MAX_BOX_BYTES
 from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.native.native_source import NativeSource
 from megatron.interop.open_checkpoint import open_checkpoint
+from megatron.interop.torchtitan.told_settings import idle_lines
 
 _GIGABYTE = 1e9
 
@@ -28,15 +29,20 @@ def inspect_checkpoint(
     config: bool = False,
     no_tensors: bool = False,
     verify: bool = False,
+    told: Mapping[str, Any] | None = None,
     log: Callable[[str], None] = print,
 ) -> None:
     """Print a checkpoint's description; with ``verify`` also read all of it.
+
+    ``told`` is what a torchtitan folder does not say of its model.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
     found = find_checkpoint(directory, ckpt_step)
-    source = open_checkpoint(found.folder, verify=verify)
+    source = open_checkpoint(found.folder, verify=verify, told=told)
+    for line in () if found.format == "torchtitan" else idle_lines(told or {}):
+        log(line)
     try:
         for line in describe(found, source, config):
             log(line)

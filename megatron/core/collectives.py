@@ -36,11 +36,21 @@ def _is_alone(group: Group) -> bool:
     return group.size == 1
 
 
+def averages_addends(group: Group, dtype: torch.dtype) -> bool:
+    """Return whether "avg" over the group multiplies each addend by 1/size, as a pass before the sum would.
+
+    NCCL does, with a factor of the tensors' own dtype: in 16 bits it is rounded, and the answer no.
+    """
+    if group.size == 1 or dtype not in (torch.float32, torch.float64):
+        return False
+    return dist.get_backend(group.handle) == "nccl"
+
+
 def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False) -> dist.Work | None:
     """Reduce ``tensor`` in place over the group; return a handle to wait for when ``async_op``."""
     if _is_alone(group):
         return None
-    group.observe("all_reduce", tensor.nbytes)
+    group.observe("all_reduce", tensor.nbytes, op)
     work: dist.Work | None = dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=group.handle, async_op=async_op)
     return work
 
@@ -64,7 +74,7 @@ def reduce_scatter_into(
     if _is_alone(group):
         output.view_as(tensor).copy_(tensor)
         return None
-    group.observe("reduce_scatter", tensor.nbytes)
+    group.observe("reduce_scatter", tensor.nbytes, op)
     work: dist.Work | None = _reduce_scatter_single(
         output, tensor, op=_REDUCE_OPS[op], group=group.handle, async_op=async_op
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -69,16 +71,25 @@ class Device:
         if self.is_cuda:
             torch.cuda.synchronize(self.index)
 
+    def make_deterministic(self) -> None:
+        """Let torch use only algorithms that give the same bits again; call it before anything is computed."""
+        if self.is_cuda:
+            # cuBLAS asks for a workspace of its own for each stream, and torch refuses to multiply without.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # Fills whatever is allocated, for programs that read memory before they write it.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
     def seed_default_generator(self, seed: int) -> None:
         """Seed torch's default generators."""
         torch.manual_seed(seed)
 
     def get_rng_state(self) -> torch.Tensor:
-        """Return the state of the default generator that dropout on this device draws from."""
+        """Return the state of the device's default generator."""
         return torch.cuda.get_rng_state(self.index) if self.is_cuda else torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Set the state of the default generator that dropout on this device draws from."""
+        """Set the state of the device's default generator."""
         if self.is_cuda:
             torch.cuda.set_rng_state(state, self.index)
         else:
@@ -118,10 +129,30 @@ class Device:
             torch.cuda.empty_cache()
 
 
+@contextmanager
+def seeded_generator(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed a device's default generator inside the context; after it, it goes on as if nothing had been drawn.
+
+    No work on the device is waited for: CUDA's generators have their state, a seed and a count, on the host.
+    """
+    generator = torch.default_generator
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    outer = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(outer)
+
+
 def select_device(local_rank: int) -> Device:
     """Return the CUDA device of this local rank, or the CPU of a machine that has none.
 
-    ``MEGATRON_DEVICE=cpu`` in the environment keeps a run on the CPU of a machine that has GPUs.
+    ``MEGATRON_DEVICE=cpu`` in the environment keeps a run on the CPU of a machine that has GPUs. A launcher may show
+    each process one device, its own (SLURM's ``--gpus-per-task 1``): that is device 0 whatever the local rank. It
+    counts as the process's own where ``CUDA_VISIBLE_DEVICES`` names one device and torchrun, whose processes share
+    their environment, did not start them.
 
     Raises:
         ConfigurationError: more processes were started on this machine than it has CUDA devices.
@@ -130,12 +161,25 @@ def select_device(local_rank: int) -> Device:
         return Device("cpu")
     num_processes = max(local_rank + 1, _local_world_size())
     num_devices = torch.cuda.device_count()
+    if num_devices == 1 and _has_device_of_its_own():
+        return Device("cuda", 0)
     if num_processes > num_devices:
         raise ConfigurationError(
             f"{num_processes} processes on this machine, which has {num_devices} CUDA devices; start at most "
-            f"{num_devices} with --nproc-per-node, or set MEGATRON_DEVICE=cpu to run them all on the CPU"
+            f"{num_devices} with --nproc-per-node, or set MEGATRON_DEVICE=cpu to run them all on the CPU (where each "
+            "has a device of its own, CUDA_VISIBLE_DEVICES must name it, and torchrun must not start them)"
         )
     return Device("cuda", local_rank)
+
+
+def _has_device_of_its_own() -> bool:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return len(visible.split(",")) == 1 and visible.strip() != "" and "TORCHELASTIC_RUN_ID" not in os.environ
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA device, or None where there is no driver to ask."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
 def _local_world_size() -> int:

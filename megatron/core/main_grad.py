@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 
-from megatron.core.kernels.matrix_product import prefers_onednn, product
+from megatron.core.kernels.accumulation import add_rows, add_wide_product
+from megatron.core.kernels.matrix_product import product, uses_onednn
 
 
 class MainGrad:
@@ -22,7 +23,8 @@ class MainGrad:
     ``tensor`` has the parameter's shape and the accumulation dtype; usually it is a view into a flat buffer.
     ``num_uses`` is how many contributions one backward pass brings (two for a word embedding that is also the output
     layer); ``on_complete`` is called when all of them have arrived. ``on_begin`` is called before the first one after a
-    reset: an owner that keeps no memory in between sets ``tensor`` there.
+    reset: an owner that keeps no memory in between sets ``tensor`` there. ``fuses_products`` says that the device sums
+    products of the parameter's dtype in that of ``tensor`` (see `adds_wide_products`).
     """
 
     def __init__(
@@ -31,11 +33,13 @@ class MainGrad:
         num_uses: int = 1,
         on_complete: Callable[[], None] | None = None,
         on_begin: Callable[[], None] | None = None,
+        fuses_products: bool = False,
     ) -> None:
         self.tensor = tensor
         self.num_uses = num_uses
         self.on_complete = on_complete
         self.on_begin = on_begin
+        self.fuses_products = fuses_products
         self.queue: WeightGradQueue | None = None
         self.is_empty = True
         self._num_arrived = 0
@@ -65,22 +69,24 @@ class MainGrad:
             self.tensor.add_(grad)
         self._arrived()
 
-    def add_matmul(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add the matrix product ``left @ right``.
+    def add_matmul(self, left: torch.Tensor, right: torch.Tensor, library: str = "auto") -> None:
+        """Add the matrix product ``left @ right``, computed on CPU by a library (see `linear`).
 
         Shapes: ``left: [out, n]``, ``right: [n, in]``.
         """
         # Detached: the products of the queue are run outside of a backward pass, where autograd would record them.
         left, right = left.detach(), right.detach()
-        if not self._defer(self._add_matmul_now, left, right):
-            self._add_matmul_now(left, right)
+        if not self._defer(self._add_matmul_now, left, right, library):
+            self._add_matmul_now(left, right, library)
 
-    def _add_matmul_now(self, left: torch.Tensor, right: torch.Tensor) -> None:
+    def _add_matmul_now(self, left: torch.Tensor, right: torch.Tensor, library: str) -> None:
         self._begin()
-        if self.tensor.dtype != left.dtype or prefers_onednn(left):
-            self._add_now(product(left, right))
+        if self.fuses_products:
+            add_wide_product(self.tensor, left, right, overwrite=self.is_empty)
+        elif self.tensor.dtype != left.dtype or uses_onednn(left, library):
+            self._add_now(product(left, right, library))
             return
-        if self.is_empty:
+        elif self.is_empty:
             torch.mm(left, right, out=self.tensor)
         else:
             self.tensor.addmm_(left, right)
@@ -98,14 +104,14 @@ class MainGrad:
         self._begin()
         if self.is_empty:
             self.tensor.zero_()
-        self.tensor.index_add_(0, indices, rows.to(self.tensor.dtype))
+        add_rows(self.tensor, indices, rows)
         self._arrived()
 
     def _begin(self) -> None:
         if self.is_empty and self.on_begin is not None:
             self.on_begin()
 
-    def _defer(self, contribution: Callable[..., None], *tensors: torch.Tensor) -> bool:
+    def _defer(self, contribution: Callable[..., None], *operands: Any) -> bool:
         """Defer a contribution if the queue is collecting, and return whether it was deferred.
 
         Only matrix products are worth it. A parameter with several uses defers all its contributions, since otherwise
@@ -113,7 +119,7 @@ class MainGrad:
         """
         if self.queue is None or not self.queue.is_collecting:
             return False
-        self.queue.put(functools.partial(contribution, *tensors))
+        self.queue.put(functools.partial(contribution, *operands))
         return True
 
     def _arrived(self) -> None:

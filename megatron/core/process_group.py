@@ -15,13 +15,15 @@ class CollectiveCall:
     """Describe one communication of this rank: what it does, over which axes, and how much.
 
     ``num_bytes`` is the size of the whole tensor that the operation is about: what every rank holds before an
-    all-reduce or a reduce-scatter and after an all-gather, and what one rank sends otherwise.
+    all-reduce or a reduce-scatter and after an all-gather, and what one rank sends otherwise. ``reduction`` is ``sum``,
+    ``max`` and the like, and empty where nothing is reduced.
     """
 
     operation: str
     axes: tuple[str, ...]
     group_size: int
     num_bytes: int
+    reduction: str = ""
 
 
 Observer = Callable[[CollectiveCall], None]
@@ -43,10 +45,10 @@ class Group:
     handle: dist.ProcessGroup | None = None
     observer: Observer | None = None
 
-    def observe(self, operation: str, num_bytes: int) -> None:
+    def observe(self, operation: str, num_bytes: int, reduction: str = "") -> None:
         """Tell the observer, if there is one, of a communication that is about to start."""
         if self.observer is not None:
-            self.observer(CollectiveCall(operation, self.axes, self.size, num_bytes))
+            self.observer(CollectiveCall(operation, self.axes, self.size, num_bytes, reduction))
 
     @property
     def size(self) -> int:

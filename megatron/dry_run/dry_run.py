@@ -161,7 +161,9 @@ def _machine_crossings(state: ParallelState) -> dict[tuple[str, ...], bool]:
 
 def _name_memory(recorder: Recorder, config: RunConfig, parts: TrainingParts) -> None:
     """Say what the memory is for that stays from step to step."""
-    recorder.memory.logits_width = config.model.padded_vocab_size // config.model.tensor_model_parallel_size
+    width = config.model.padded_vocab_size // config.model.tensor_model_parallel_size
+    num_dummies = config.model.padded_vocab_size - config.model.vocab_size
+    recorder.memory.logits_widths = range(width - num_dummies, width + 1)
     recorder.memory.assign((tensor for _, tensor in parts.optimizer.sharded_state().values()), "optimizer")
     recorder.memory.assign((parameter for chunk in parts.chunks for parameter in chunk.parameters()), "weights")
 

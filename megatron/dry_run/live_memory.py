@@ -23,7 +23,7 @@ class LiveMemory:
 
     def __init__(self) -> None:
         self.bytes_by_holder = [0] * len(HOLDERS)
-        self.logits_width = 0
+        self.logits_widths = range(0)
         self._live: dict[int, tuple[int, int]] = {}
 
     @property
@@ -56,7 +56,7 @@ class LiveMemory:
     def _holder(self, tensor: torch.Tensor, phase: str, where: str) -> str:
         if _GRADIENT_FILES in where:
             return "gradients"
-        if phase in ("forward", "backward") and self.logits_width in tensor.shape[-1:]:
+        if phase in ("forward", "backward") and tensor.dim() and tensor.shape[-1] in self.logits_widths:
             return "logits"
         return "activations" if phase == "forward" else "buffers"
 

@@ -59,6 +59,11 @@ def _built_library(torch_folder: Path, cache: Path) -> Path:
     version = (torch_folder / "version.py").read_bytes()
     key = hashlib.sha256(_SOURCE.read_bytes() + version + os.fsencode(torch_folder)).hexdigest()[:16]
     library = cache / f"cuda_guard-{key}.so"
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if cache.stat().st_uid != os.getuid():
+        raise ConfigurationError(
+            f"{cache} belongs to another user, whose library is not loaded; set TMPDIR to a folder"
+        )
     if library.exists():
         return library
     compiler = find_compiler()
@@ -67,7 +72,6 @@ def _built_library(torch_folder: Path, cache: Path) -> Path:
             "the dry run needs a C++ compiler with this CPU build of torch, and none was found; install g++, or use a "
             "CUDA build of torch"
         )
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         built = Path(folder) / library.name
         command = [compiler, "-shared", "-fPIC", "-O0", "-std=c++20", f"-I{torch_folder / 'include'}", str(_SOURCE)]

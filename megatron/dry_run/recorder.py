@@ -22,7 +22,18 @@ _PROJECT = Path(__file__).resolve().parents[2]
 _OWN_FOLDER = str(Path(__file__).resolve().parent)
 _VIEWS = frozenset(
     (
-        *("view", "_unsafe_view", "t", "transpose", "permute", "slice", "select", "split", "split_with_sizes", "unbind"),
+        *(
+            "view",
+            "_unsafe_view",
+            "t",
+            "transpose",
+            "permute",
+            "slice",
+            "select",
+            "split",
+            "split_with_sizes",
+            "unbind",
+        ),
         *("expand", "detach", "alias", "squeeze", "unsqueeze", "as_strided", "narrow", "chunk", "unfold", "movedim"),
         *("lift_fresh", "diagonal", "_reshape_alias", "view_as_real", "is_same_size", "record_stream"),
     )
@@ -77,7 +88,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         namespace, name = func._schema.name.split("::")
         # Operations are many: nothing more is asked of those of which there is nothing to note.
         with torch._C.DisableTorchFunction():
-            if namespace == "prim" or name in _VIEWS:
+            if (namespace == "prim" or name in _VIEWS) and args and isinstance(args[0], FakeTensor):
                 return func(*args, **kwargs)
             return self._run(func, namespace, name, args, kwargs)
 

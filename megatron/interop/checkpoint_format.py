@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.core.dist_checkpointing.index import INDEX_FILE
-from megatron.interop.torch_dist.folder_files import COMMON_FILE, METADATA_FILE
+from megatron.interop.torch_dist.folder_files import BACKEND_FILE, COMMON_FILE, METADATA_FILE
 
-CheckpointFormat = Literal["native", "torch", "torch_dist", "hf"]
+CheckpointFormat = Literal["native", "torch", "torch_dist", "torchtitan", "hf"]
 
 FORMAT_MARKS: tuple[tuple[str, CheckpointFormat], ...] = (
     (INDEX_FILE, "native"),
     ("mp_rank_*", "torch"),
-    (METADATA_FILE, "torch_dist"),
     (COMMON_FILE, "torch_dist"),
+    (METADATA_FILE, "torchtitan"),
     ("config.json", "hf"),
 )
 """Names of files, as patterns, and the format whose folders have them; the first that is there decides."""
@@ -25,6 +25,7 @@ FORMAT_NAMES: dict[CheckpointFormat, str] = {
     "native": "the native format",
     "torch": "Megatron's torch format",
     "torch_dist": "Megatron's torch_dist format",
+    "torchtitan": "torchtitan's format",
     "hf": "Hugging Face's format",
 }
 
@@ -34,5 +35,6 @@ def detect_format(folder: str | Path) -> CheckpointFormat | None:
     folder = Path(folder)
     for pattern, name in FORMAT_MARKS:
         if next(folder.glob(pattern), None) is not None:
-            return name
+            # Both are written by torch.distributed.checkpoint; the one of Megatron has another file that says so.
+            return "torch_dist" if name == "torchtitan" and (folder / BACKEND_FILE).exists() else name
     return None

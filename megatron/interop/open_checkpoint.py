@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron.core.errors import CheckpointError
 from megatron.interop.checkpoint_format import FORMAT_MARKS, detect_format
@@ -11,12 +13,19 @@ from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 from megatron.interop.native.native_source import NativeSource
 from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
+from megatron.interop.torchtitan.torchtitan_source import TorchtitanSource
 
 
-def open_checkpoint(folder: str | Path, verify: bool = True, vocab_size: int | None = None) -> CheckpointSource:
+def open_checkpoint(
+    folder: str | Path,
+    verify: bool = True,
+    vocab_size: int | None = None,
+    told: Mapping[str, Any] | None = None,
+) -> CheckpointSource:
     """Open a folder that holds the files of one checkpoint, of any format; without ``verify`` checksums are ignored.
 
-    ``vocab_size`` is the number of tokens without padding, for a torch file that does not tell it.
+    ``vocab_size`` is the number of tokens without padding, for a torch file that does not tell it; ``told`` is what a
+    torchtitan folder does not say of its model.
 
     Raises:
         CheckpointError: there is no checkpoint in it, or it is damaged.
@@ -26,16 +35,16 @@ def open_checkpoint(folder: str | Path, verify: bool = True, vocab_size: int | N
     if found == "native":
         return NativeSource(folder, verify)
     if found in ("torch", "torch_dist"):
-        return _open_megatron(MegatronTorchSource if found == "torch" else TorchDistSource, folder, verify, vocab_size)
+        megatron_source = MegatronTorchSource if found == "torch" else TorchDistSource
+        return _checked(megatron_source(folder, vocab_size), verify)
+    if found == "torchtitan":
+        return _checked(TorchtitanSource(folder, told), verify)
     if found == "hf":
         return HuggingFaceSource(folder)
     raise CheckpointError(f"{folder} holds no checkpoint: no {', '.join(mark for mark, _ in FORMAT_MARKS)} is in it")
 
 
-def _open_megatron(
-    format_source: type[MegatronTorchSource | TorchDistSource], folder: Path, verify: bool, vocab_size: int | None
-) -> CheckpointSource:
-    source = format_source(folder, vocab_size)
+def _checked(source: MegatronTorchSource | TorchDistSource | TorchtitanSource, verify: bool) -> CheckpointSource:
     try:
         if verify:
             source.check_storages()

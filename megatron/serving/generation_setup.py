@@ -22,6 +22,7 @@ from megatron.core.tokenizers.tokenizer_record import (
     describe_tokenizer,
     load_recorded_tokenizer,
 )
+from megatron.interop.torchtitan.told_settings import idle_lines
 from megatron.training.config.checks import layout
 from megatron.training.config.data_config import TokenizerConfig
 from megatron.training.config.run_config import RunConfig
@@ -51,6 +52,7 @@ class ModelRequest:
         ckpt_step: iteration to load; None is the newest.
         tensor_parallel_size: None is all ranks that the pipeline leaves.
         tokenizer: keywords of `build_tokenizer` that stand in place of the checkpoint's own.
+        told: what a torchtitan folder does not say of its model.
 
     Raises:
         CheckpointError: the folder does not exist.
@@ -63,6 +65,7 @@ class ModelRequest:
     tensor_parallel_size: int | None
     pipeline_parallel_size: int
     tokenizer: Mapping[str, Any]
+    told: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not Path(self.folder).is_dir():
@@ -124,9 +127,19 @@ def open_checkpoint(request: ModelRequest, launch: LaunchEnvironment) -> Checkpo
     """
     sizes = layout_sizes(request, launch.world_size)
     folder = _folder_of_other_format(request)
+    if request.told:
+        _report_idle(request.told, folder, _log_once(launch))
     if folder is not None:
         return _open_source(request, folder, sizes)
     return _open_native(request, sizes, _log_once(launch))
+
+
+def _report_idle(told: Mapping[str, Any], folder: Path | None, log: Log) -> None:
+    from megatron.interop.checkpoint_format import detect_format
+
+    if folder is None or detect_format(folder) != "torchtitan":
+        for line in idle_lines(told):
+            log(line)
 
 
 def _folder_of_other_format(request: ModelRequest) -> Path | None:
@@ -147,7 +160,7 @@ def _folder_of_other_format(request: ModelRequest) -> Path | None:
         return folder
     candidates = candidate_folders(folder, request.ckpt_step)
     if candidates:
-        return candidates[0] if detect_format(candidates[0]) in ("torch", "torch_dist", "hf") else None
+        return candidates[0] if detect_format(candidates[0]) not in ("native", None) else None
     return None if detect_format(folder) is None else folder
 
 
@@ -176,8 +189,9 @@ def _open_source(request: ModelRequest, folder: Path, sizes: tuple[int, int]) ->
     from megatron.interop.inference_model import load_model_from
     from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
     from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
+    from megatron.interop.torchtitan.torchtitan_source import TorchtitanSource
 
-    source: CheckpointSource = _source_of(folder)
+    source: CheckpointSource = _source_of(folder, request.told)
     config = RunConfig.from_dict(source.common["config"])
     copies = source.common["tokenizer"]
     tokenizer = load_tokenizer(request, config.tokenizer, None if copies is None else folder / copies)
@@ -193,7 +207,7 @@ def _open_source(request: ModelRequest, folder: Path, sizes: tuple[int, int]) ->
     def load_model(state: ParallelState, device: Device) -> GPTModel:
         failure = None
         try:
-            if isinstance(source, (MegatronTorchSource, TorchDistSource)):
+            if isinstance(source, (MegatronTorchSource, TorchDistSource, TorchtitanSource)):
                 source.check_storages(state.rank, state.world_size)
             model = load_model_from(source, state, device)
         except InputError as error:
@@ -206,17 +220,20 @@ def _open_source(request: ModelRequest, folder: Path, sizes: tuple[int, int]) ->
     return Checkpoint(config.model, tokenizer, load_model)
 
 
-def _source_of(folder: Path) -> CheckpointSource:
-    """Open a folder; the checksums of Megatron's files are compared later, by all ranks together."""
+def _source_of(folder: Path, told: Mapping[str, Any]) -> CheckpointSource:
+    """Open a folder; checksums are compared later, by all ranks together."""
     from megatron.interop.checkpoint_format import detect_format
     from megatron.interop.huggingface.source import HuggingFaceSource
     from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
     from megatron.interop.native.native_source import NativeSource
     from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
+    from megatron.interop.torchtitan.torchtitan_source import TorchtitanSource
 
     found = detect_format(folder)
     if found in ("torch", "torch_dist"):
         return MegatronTorchSource(folder) if found == "torch" else TorchDistSource(folder)
+    if found == "torchtitan":
+        return TorchtitanSource(folder, told)
     return HuggingFaceSource(folder) if found == "hf" else NativeSource(folder)
 
 
@@ -315,7 +332,7 @@ def load_engine(checkpoint: Checkpoint, launch: LaunchEnvironment) -> InferenceE
     config = checkpoint.config
     state = create_parallel_state(config.parallel_sizes)
     model = checkpoint.load_model(state, device)
-    links = create_pipeline_links(state.pp) if state.pp.size > 1 else None
+    links = create_pipeline_links(state.pp, device=device.torch_device) if state.pp.size > 1 else None
     return InferenceEngine(model, state, links)
 
 

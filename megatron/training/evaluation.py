@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.core.models.model import Model
+from megatron.core.pipeline_parallel.action import Action
 from megatron.core.pipeline_parallel.executor import ModelChunk, run_schedule
 from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.training.config.run_config import RunConfig
@@ -29,16 +32,16 @@ def evaluate(
 
     for model in parts.chunks:
         model.eval()
+    group_size = config.model.microbatch_group_size_per_virtual_pipeline_stage
+
+    def actions_of(rank: int) -> Sequence[Action]:
+        return forward_only(pp.size, rank, num_microbatches, len(parts.chunks), group_size)
+
     result = run_schedule(
-        forward_only(
-            pp.size,
-            pp.rank,
-            num_microbatches,
-            len(parts.chunks),
-            config.model.microbatch_group_size_per_virtual_pipeline_stage,
-        ),
+        actions_of(pp.rank),
         [runnable(model) for model in parts.chunks],
         device=runtime.device.torch_device,
         connection=parts.connection,
+        order=None if parts.connection is None else parts.connection.order_of(actions_of),
     )
     return agree(result, None, runtime).lm_loss

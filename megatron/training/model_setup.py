@@ -9,7 +9,7 @@ from datetime import timedelta
 from megatron.core.collectives import all_gather_objects
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.kernels.apex import load_fused_adam
-from megatron.core.kernels.dot_product_attention import describe_missing_flash
+from megatron.core.kernels.attention_choice import describe_missing_flash
 from megatron.core.main_grad import WeightGradQueue
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.model import Model
@@ -18,9 +18,11 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, ScheduleConfig
 from megatron.core.pipeline_parallel.action import StagePlace
 from megatron.core.pipeline_parallel.executor import PipelineConnection
+from megatron.core.pipeline_parallel.message_order import MessageOrders
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
 from megatron.core.precision import dtype_from_name
+from megatron.core.transformer.attention import describe_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.interop.huggingface.families import describe_missing_family
 from megatron.training.config.run_config import RunConfig
@@ -55,12 +57,12 @@ def build_training_parts(
     chunks = tuple(model_provider(config, runtime, contents) for contents in layout.chunks(runtime.state.pp.rank))
     for line in describe_parameter_counts(chunks, runtime):
         log(line)
-    # With packed documents and with capped scores the reason was given with the command line's.
-    reason_is_known = config.data.reset_attention_mask or config.model.attn_logit_softcapping is not None
-    without_flash = describe_missing_flash(
-        config.model.attention_backend, config.model.params_dtype, runtime.device.kind
-    )
-    if without_flash is not None and not reason_is_known:
+    device = runtime.device.torch_device
+    has_documents = config.data.reset_attention_mask
+    log(describe_attention(chunks[0].config, device, config.data.seq_length, has_documents=has_documents))
+    # With packed documents the reason was given with the command line's.
+    without_flash = describe_missing_flash(config.model.attention_backend, config.model.params_dtype, device)
+    if without_flash is not None and not has_documents:
         log(without_flash)
     model = chunks[0].config
     without_family = describe_missing_family(model) if config.checkpoint.save and isinstance(model, GPTConfig) else None
@@ -92,10 +94,12 @@ def connect_pipeline(
     if pp.size == 1:
         return None
     timeout = timedelta(minutes=config.initialization.distributed_timeout_minutes)
-    links = create_pipeline_links(pp, wraps_around=layout.num_chunks > 1, timeout=timeout)
+    device = runtime.device.torch_device
+    links = create_pipeline_links(pp, wraps_around=layout.num_chunks > 1, timeout=timeout, device=device)
     shape = model.hidden_shape(config.data.seq_length, config.training.micro_batch_size)
     place = StagePlace(pp.size, pp.rank, layout.num_chunks)
-    return PipelineConnection(place, links, lambda microbatch: shape, dtype_from_name(model.params_dtype))
+    orders = None if links.post_receives_ahead else MessageOrders(place)
+    return PipelineConnection(place, links, lambda microbatch: shape, dtype_from_name(model.params_dtype), orders)
 
 
 def schedule_of(config: RunConfig) -> ScheduleConfig:

@@ -19,6 +19,7 @@ from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
 from megatron.training.config.argument_block import format_arguments
 from megatron.training.config.run_config import RunConfig
+from megatron.training.cpu_matmul import choose_library
 from megatron.training.data.batch_source import BatchSource
 from megatron.training.data.data_plan import DatasetsProvider, sample_targets
 from megatron.training.data.data_setup import build_datasets, sample_order
@@ -83,6 +84,7 @@ def pretrain(
         log(format_arguments(config))
         config = with_vocabulary(config, tokenizer, log)
         runtime = initialize_runtime(config, launch)
+        config = choose_library(config, runtime, log)
         _run(Application(config, runtime, tokenizer, model_provider, datasets_provider, forward_step, log), start_time)
     except InputError as error:
         return refuse_in_run(reasons_of(error), launch)

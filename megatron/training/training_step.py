@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -15,8 +15,10 @@ from megatron.core.collectives import all_reduce
 from megatron.core.datasets.samples.batch import Batch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
+from megatron.core.kernels.dropout_keys import DropoutSamples
 from megatron.core.models.model import Model
 from megatron.core.optimizer.optimizer import StepOutcome
+from megatron.core.pipeline_parallel.action import Action
 from megatron.core.pipeline_parallel.executor import (
     ChunkForward,
     ChunkResult,
@@ -57,13 +59,17 @@ class SampleSource(MicrobatchSource, Protocol):
 
 @dataclass(frozen=True)
 class Agreement:
-    """Hold what all ranks have summed over the world after a step; ``auxiliary`` are means by name."""
+    """Hold what all ranks have summed over the world after a step; ``auxiliary`` are means by name.
+
+    ``read_along`` are numbers of this rank's own that were read from the device in the same go.
+    """
 
     loss_sum: float
     num_tokens: float
     signal_received: bool
     time_is_up: bool
     auxiliary: Mapping[str, float] = field(default_factory=dict)
+    read_along: tuple[float, ...] = ()
 
     @property
     def lm_loss(self) -> float:
@@ -72,12 +78,19 @@ class Agreement:
 
 
 def agree(
-    result: ScheduleResult, exit_request: ExitRequest | None, runtime: Runtime, auxiliary_names: Sequence[str] = ()
+    result: ScheduleResult,
+    exit_request: ExitRequest | None,
+    runtime: Runtime,
+    auxiliary_names: Sequence[str] = (),
+    read_along: torch.Tensor | None = None,
 ) -> Agreement:
     """Sum losses and reasons to exit over all ranks, in one collective, so that every rank decides alike.
 
     Of the ranks that computed the same loss only the first tensor-parallel rank counts. ``auxiliary_names`` are the
-    auxiliary losses that are reported, the same on every rank.
+    auxiliary losses that are reported, the same on every rank. This is where the host waits for the device: what else
+    it has to know comes with the sums, as ``read_along``.
+
+    Shapes: ``read_along: [n]`` float64.
     """
     signal_received = exit_request is not None and exit_request.signal_received
     time_is_up = exit_request is not None and exit_request.time_is_up
@@ -88,11 +101,16 @@ def agree(
         for index, name in enumerate(auxiliary_names, start=2):
             if name in result.auxiliary:
                 values[2 * index : 2 * index + 2] = result.auxiliary[name]
-    values[2], values[3] = float(signal_received), float(time_is_up)
+    # Not by assignment, which would copy a number from the host and wait for the copy.
+    values[2].fill_(signal_received)
+    values[3].fill_(time_is_up)
     all_reduce(values, runtime.state.world)
-    loss_sum, num_tokens, signals, times, *sums_and_counts = values.tolist()
+    num_values = len(values)
+    read = (values if read_along is None else torch.cat((values, read_along))).tolist()
+    loss_sum, num_tokens, signals, times, *sums_and_counts = read[:num_values]
     means = (total / max(count, 1.0) for total, count in zip(sums_and_counts[::2], sums_and_counts[1::2]))
-    return Agreement(loss_sum, num_tokens, signals > 0, times > 0, dict(zip(auxiliary_names, means)))
+    auxiliary = dict(zip(auxiliary_names, means))
+    return Agreement(loss_sum, num_tokens, signals > 0, times > 0, auxiliary, tuple(read[num_values:]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +118,7 @@ class _Begun:
     """Hold what an iteration begins with."""
 
     start_time: float
+    iteration: int
     global_batch_size: int
     sample_ids_hash: str | None
     learning_rate: float
@@ -147,8 +166,9 @@ class TrainingStep:
             self.runtime.device.empty_cache()
         self._finish_gradients(result)
         with self.timers("optimizer", log_level=1):
-            outcome = self._update(train_state, source, global_batch_size)
-        agreement = agree(result, exit_request, self.runtime, self.parts.chunks[0].auxiliary_loss_names)
+            totals = self.parts.optimizer.begin_step()
+        agreement = agree(result, exit_request, self.runtime, self.parts.chunks[0].auxiliary_loss_names, totals)
+        outcome = self._outcome(agreement, train_state, source, global_batch_size)
         if outcome.success:
             self.parts.scheduler.step(global_batch_size)
         train_state.iteration += 1
@@ -165,6 +185,7 @@ class TrainingStep:
             sample_ids_hash = source.sample_ids_hash(ids)
         return _Begun(
             start_time=start_time,
+            iteration=train_state.iteration,
             global_batch_size=global_batch_size,
             sample_ids_hash=sample_ids_hash,
             learning_rate=self.parts.scheduler.learning_rate,
@@ -210,40 +231,56 @@ class TrainingStep:
         per_microbatch = config.training.micro_batch_size * config.data_parallel_size
         microbatches = Microbatches(source, len(parts.chunks))
         chunks = [
-            ModelChunk(self._forward(microbatches, chunk), ddp_chunk.no_sync, weight_grad_queue)
+            ModelChunk(self._forward(microbatches, chunk, begun.iteration), ddp_chunk.no_sync, weight_grad_queue)
             for chunk, ddp_chunk, weight_grad_queue in zip(parts.chunks, parts.ddp_chunks, parts.weight_grad_queues)
         ]
-        actions = SCHEDULES[config.pipeline_schedule](
-            pp.size,
-            pp.rank,
-            begun.global_batch_size // per_microbatch,
-            len(chunks),
-            config.model.microbatch_group_size_per_virtual_pipeline_stage,
-        )
+
+        def actions_of(rank: int) -> Sequence[Action]:
+            return SCHEDULES[config.pipeline_schedule](
+                pp.size,
+                rank,
+                begun.global_batch_size // per_microbatch,
+                len(chunks),
+                config.model.microbatch_group_size_per_virtual_pipeline_stage,
+            )
+
         for model in parts.chunks:
-            model.train()
+            if not model.training:
+                model.train()
         with self.timers("forward-backward", log_level=1):
             return run_schedule(
-                actions,
+                actions_of(pp.rank),
                 chunks,
                 device=self.runtime.device.torch_device,
                 connection=parts.connection,
+                order=None if parts.connection is None else parts.connection.order_of(actions_of),
                 calculate_per_token_loss=config.training.calculate_per_token_loss,
                 loss_scale=begun.loss_scale,
             )
 
-    def _forward(self, microbatches: Microbatches, model: Model) -> ChunkForward:
+    def _forward(self, microbatches: Microbatches, model: Model, iteration: int) -> ChunkForward:
         def forward(microbatch: int, hidden: torch.Tensor | None) -> ChunkResult:
             with self.timers("batch-generator", log_level=2):
                 batch = microbatches.take(microbatch)
+                if model.config.has_dropout:
+                    batch = replace(batch, dropout_samples=self._dropout_samples(iteration, microbatch))
             with self.timers("forward-compute", log_level=2):
                 return self.forward_step(batch, model, hidden)
 
         return forward
 
-    def _update(self, train_state: TrainState, source: SampleSource, global_batch_size: int) -> StepOutcome:
+    def _dropout_samples(self, iteration: int, microbatch: int) -> DropoutSamples:
+        """Return the samples of this rank's micro-batch by their places in the iteration's global batch."""
+        config, size = self.config, self.config.training.micro_batch_size
+        first = (microbatch * config.data_parallel_size + self.runtime.state.dp.rank) * size
+        device = self.runtime.device.torch_device
+        return DropoutSamples.at(config.initialization.seed, iteration, first, size, device)
+
+    def _outcome(
+        self, agreement: Agreement, train_state: TrainState, source: SampleSource, global_batch_size: int
+    ) -> StepOutcome:
         try:
-            return self.parts.optimizer.step()
+            return self.parts.optimizer.finish_step(agreement.read_along)
         except TrainingError as error:
             ids = source.sample_ids(train_state.consumed_train_samples, min(global_batch_size, _NUM_NAMED_SAMPLES))
             named = ", ".join(map(str, ids.tolist()))

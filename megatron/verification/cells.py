@@ -160,6 +160,8 @@ class Layout:
         return tuple(flags)
 
 
+DROPOUT: tuple[str, ...] = ("--hidden-dropout", "0.2", "--attention-dropout", "0.15")
+"""What a cell adds to drop hidden states and attention weights: every layout must drop the same ones."""
 RECOMPUTE: tuple[tuple[str, ...], ...] = ((), ("selective",), ("full", "uniform", "1"), ("full", "block", "1"))
 SHARDING: tuple[str, ...] = ("no_shard", "optim", "optim_grads")
 EXCHANGES: tuple[str, ...] = ("p2p", "all_gather", "a2a")
@@ -174,9 +176,15 @@ def make_cell(shape: str, layout: Layout, data: str = "plain", extra: Sequence[s
     return Cell(name, layout.world_size, (*SHAPES[shape], *extra), layout.to_flags(num_layers), data)
 
 
+def with_micro_batch_size(cell: Cell, size: int) -> Cell:
+    """Return the cell with another micro-batch size than its reference, which takes the same samples."""
+    flags = ("--micro-batch-size", str(size))
+    return replace(cell, name=f"{cell.name} {' '.join(flags)}", layout_flags=(*cell.layout_flags, *flags))
+
+
 def matrix() -> list[Cell]:
     """Return the layouts that every release must pass, each once."""
-    cells = [cell for family in (_tensor, _pipeline, _context, _data, _mixed, _families) for cell in family()]
+    cells = [cell for family in (_tensor, _pipeline, _context, _data, _mixed, _families, _dropout) for cell in family()]
     return list({cell.name: cell for cell in cells}.values())
 
 
@@ -243,6 +251,27 @@ def _families() -> Iterator[Cell]:
         for exchange in EXCHANGES:
             yield make_cell(shape, Layout(cp=2, cp_comm_type=exchange), "packed")
             yield make_cell(shape, Layout(tp=2, sequence_parallel=True, pp=2, cp=2, cp_comm_type=exchange))
+
+
+def _dropout() -> Iterator[Cell]:
+    for shape in ("gpt2", "llama"):
+        for sequence_parallel, recompute in itertools.product((False, True), RECOMPUTE):
+            layout = Layout(tp=2, sequence_parallel=sequence_parallel, recompute=recompute)
+            yield make_cell(shape, layout, extra=DROPOUT)
+        for layout in (Layout(pp=2), Layout(pp=2, virtual_stages=2), Layout(pp=2, schedule="zero-bubble")):
+            yield make_cell(shape, layout, extra=DROPOUT)
+        for cp, exchange in itertools.product((2, 4), EXCHANGES if shape == "gpt2" else EXCHANGES[:2]):
+            yield make_cell(shape, Layout(cp=cp, cp_comm_type=exchange), "packed", extra=DROPOUT)
+        yield make_cell(shape, Layout(cp=2, cp_comm_type="a2a"), extra=DROPOUT)
+        yield make_cell(shape, Layout(tp=2, pp=2, cp=2), extra=DROPOUT)
+        yield make_cell(shape, Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=RECOMPUTE[2]), extra=DROPOUT)
+    for sharding in SHARDING:
+        yield make_cell("gpt2", Layout(dp=2, sharding=sharding), extra=DROPOUT)
+    # The reference takes one sample at a time: these ranks drop the same of each by its place in the global batch.
+    yield with_micro_batch_size(make_cell("gpt2", Layout(dp=2), extra=DROPOUT), 2)
+    yield with_micro_batch_size(make_cell("llama", Layout(tp=2, pp=2), extra=DROPOUT), 4)
+    for shape in ("llama-one-group", "mistral", "gemma2"):
+        yield make_cell(shape, Layout(tp=2, cp=2), "packed", extra=DROPOUT)
 
 
 def fuzz(seed: int, count: int) -> list[Cell]:

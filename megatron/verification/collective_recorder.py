@@ -1,37 +1,57 @@
-"""Count what a layout sends: every communication of a training step of any rank of any world, without a network."""
+"""Record what a layout sends: every communication of any rank of any world, without a network."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from megatron.core.collectives import any_rank
 from megatron.core.device import Device
+from megatron.core.distributed.replica_check import check_replicas_equal
 from megatron.core.process_group import CollectiveCall
 from megatron.core.timers import Timers
 from megatron.planning.closed_forms import Traffic, Volume
 from megatron.training.config.run_config import RunConfig
-from megatron.training.model_setup import ModelProvider, build_training_parts
-from megatron.training.process.initialize import make_runtime
+from megatron.training.evaluation import evaluate
+from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
+from megatron.training.process.initialize import Runtime, make_runtime
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import ForwardStep, TrainingStep
-from megatron.verification.run_cell import make_source
+from megatron.verification.cells import Cell
+from megatron.verification.communication_replay import Call, Operation
+from megatron.verification.run_cell import make_source, resolve_cell
 
 
 class CollectiveRecorder:
-    """Keep every communication that it is told of, in order; give it to groups as their observer."""
+    """Keep every communication that it is told of, in order.
+
+    ``calls`` are what groups tell it as their observer, ``operations`` what reaches torch inside `recording`: with
+    the making of groups, the receives, and what is inside or beside the library's own collectives.
+    """
 
     def __init__(self) -> None:
         self.calls: list[CollectiveCall] = []
+        self.operations: list[Operation] = []
+        self._thread = threading.get_ident()
+        self._reduction = ""
+        self._together: list[Call] | None = None
 
     def __call__(self, call: CollectiveCall) -> None:
         """Note a communication."""
         self.calls.append(call)
+        self._reduction = call.reduction
+        if threading.get_ident() != self._thread:
+            other = Call(call.operation, "_".join(call.axes), (), call.num_bytes, in_other_thread=True)
+            self.operations.append((other,))
 
     def traffic(self) -> Traffic:
         """Return how many communications there were and their bytes, summed by operation and axes."""
@@ -40,6 +60,46 @@ class CollectiveRecorder:
             key = (call.operation, call.axes)
             totals[key] = totals.get(key, Volume(0, 0)) + Volume(1, call.num_bytes)
         return totals
+
+    def note(self, call: Call) -> None:
+        """Note what reaches torch: an operation of its own, or a part of one."""
+        if self._together is None:
+            self.operations.append((call,))
+        else:
+            self._together.append(call)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Make one operation of what is noted inside."""
+        self._together = []
+        try:
+            yield
+        finally:
+            if self._together:
+                self.operations.append(tuple(self._together))
+            self._together = None
+
+    def note_dispatched(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Note an operator of torch's distributed library."""
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args)}
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        # Where there is an input, the outputs are of its size on the ranks that have them.
+        sent = given.get("input_tensors", args)
+        tensors = [leaf for leaf in tree_leaves(sent) if isinstance(leaf, torch.Tensor)]
+        ranks = tuple(dist.get_process_group_ranks(group))
+        peer = given.get("dst", given.get("src"))
+        details = [f"root {ranks[given['root_rank']]}"] if "root_rank" in given else []
+        details += [self._reduction] if "reduce_op" in given else []
+        call = Call(
+            kind=func.overloadpacket.__name__.strip("_"),
+            communicator=group.group_name,
+            ranks=ranks,
+            num_bytes=sum(tensor.nbytes for tensor in tensors),
+            dtype="+".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})),
+            detail=" ".join(details),
+            peer=None if peer is None else ranks[peer],
+        )
+        self.note(call)
 
 
 def record_step(
@@ -63,18 +123,120 @@ def record_step(
     return recorder.traffic()
 
 
+def record_run(
+    config: RunConfig,
+    rank: int,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+    data: str = "plain",
+    num_steps: int = 1,
+) -> list[Operation]:
+    """Return what ``rank`` of the configuration's world asks of torch.distributed in a short run, in order.
+
+    The run is the set-up, ``num_steps`` training steps, an evaluation, and what a training loop asks of all ranks
+    between steps. Pipelines take the path of backends other than gloo.
+    """
+    recorder = CollectiveRecorder()
+    with stand_in(rank, config.world_size, recorder):
+        runtime = make_runtime(config, Device("cpu"), observer=recorder)
+        parts = build_training_parts(config, runtime, model_provider, log=lambda line: None)
+        timers = Timers()
+        step = TrainingStep(config, runtime, parts, forward_step, timers)
+        train_state = TrainState()
+        with closing(make_source(config, runtime, data)) as source:
+            for _ in range(num_steps):
+                step.run(train_state, source, config.training.global_batch_size, None)
+        with closing(make_source(config, runtime, data)) as source:
+            evaluate(config, runtime, parts, forward_step, source, 2)
+        _check(runtime, parts, timers)
+    return recorder.operations
+
+
+def record_cell(
+    cell: Cell, model_provider: ModelProvider, forward_step: ForwardStep, dtype: str = "bfloat16"
+) -> list[list[Operation]]:
+    """Return what each rank of a cell asks of torch.distributed in a short run.
+
+    Raises:
+        ConfigurationError: the configuration is refused.
+    """
+    config = resolve_cell(cell.flags, cell.world_size, dtype)
+    return [record_run(config, rank, model_provider, forward_step, cell.data) for rank in range(cell.world_size)]
+
+
+def _check(runtime: Runtime, parts: TrainingParts, timers: Timers) -> None:
+    """Ask of all ranks what a training loop does between steps."""
+    for chunk in parts.ddp_chunks:
+        chunk.finish_param_gather()
+    parameters = [parameter for chunk in parts.chunks for parameter in chunk.parameters()]
+    check_replicas_equal(parameters, runtime.state.dp_cp)
+    parts.optimizer.params_norm()
+    timers.report(runtime.state.world)
+    any_rank(False, runtime.state.world)
+
+
 @contextmanager
-def stand_in(rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of a world that does not exist: every communication succeeds at once and brings zeros."""
-    with _ZeroedMemory():  # type: ignore[no-untyped-call]
+def recording(recorder: CollectiveRecorder) -> Iterator[None]:
+    """Tell a recorder of everything that this thread asks of torch.distributed, on any backend."""
+    new_group, batch = dist.new_group, dist.batch_isend_irecv
+
+    def make_group(ranks: Sequence[int], **options: Any) -> Any:
+        recorder.note(_call("new_group", None, new_ranks=tuple(sorted(ranks))))
+        return new_group(ranks, **options)
+
+    def batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
+        with recorder.together():
+            return batch(operations)
+
+    replacements = patch.multiple(dist, new_group=make_group, batch_isend_irecv=batch_isend_irecv)
+    with _Noting(recorder), replacements:
+        yield
+
+
+@contextmanager
+def stand_in(rank: int, world_size: int, recorder: CollectiveRecorder | None = None) -> Iterator[None]:
+    """Be one rank of a world that does not exist: every communication succeeds at once and brings zeros.
+
+    ``recorder`` is told of all that reaches torch.
+    """
+    with _ZeroedMemory(), ExitStack() as stack:  # type: ignore[no-untyped-call]
         if world_size == 1:
             yield
             return
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        if recorder is not None:
+            stack.enter_context(recording(recorder))
+            stack.enter_context(_objects_of_nobody(recorder))
         try:
             yield
         finally:
             dist.destroy_process_group()
+
+
+@contextmanager
+def _objects_of_nobody(recorder: CollectiveRecorder) -> Iterator[None]:
+    """Answer object collectives with this rank's own: their bytes differ from rank to rank, and zeros are no object."""
+
+    def all_gather(values: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
+        recorder.note(_call("all_gather_object", group))
+        values[:] = [value] * len(values)
+
+    def broadcast(values: list[Any], src: int, group: dist.ProcessGroup | None = None) -> None:
+        recorder.note(_call("broadcast_object_list", group, detail=f"from {src}"))
+
+    def gather(value: Any, values: list[Any] | None, dst: int, group: dist.ProcessGroup | None = None) -> None:
+        recorder.note(_call("gather_object", group, detail=f"to {dst}"))
+        if values is not None:
+            values[:] = [value] * len(values)
+
+    with patch.multiple(dist, all_gather_object=all_gather, broadcast_object_list=broadcast, gather_object=gather):
+        yield
+
+
+def _call(kind: str, group: dist.ProcessGroup | None, **details: Any) -> Call:
+    group = group or dist.group.WORLD
+    assert group is not None
+    return Call(kind, group.group_name, tuple(dist.get_process_group_ranks(group)), **details)
 
 
 _ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided}
@@ -88,3 +250,18 @@ class _ZeroedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         return result.zero_() if func.overloadpacket in _ALLOCATIONS else result
+
+
+class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tell a recorder of every operator of torch's distributed library."""
+
+    def __init__(self, recorder: CollectiveRecorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            self._recorder.note_dispatched(func, args)
+        return func(*args, **(kwargs or {}))

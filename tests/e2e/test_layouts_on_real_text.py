@@ -25,7 +25,6 @@ LAYOUTS = {
     "tp2-dp2": (4, "--tensor-model-parallel-size 2"),
     "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
 }
-# Dropout masks are drawn per rank, so that only runs without dropout can be equal.
 MODEL = """
     --num-layers 4 --num-attention-heads 4 --hidden-dropout 0 --attention-dropout 0
     --tokenizer-type GPT2BPETokenizer --split 900,80,20 --seed 1234 --distributed-backend gloo --log-interval 20

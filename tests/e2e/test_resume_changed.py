@@ -66,6 +66,19 @@ def test_samples_are_named_where_the_run_counts_in_them(stopped: Path, tmp_path:
     assert "(--lr-decay-samples 80 → 96); give --lr-decay-samples 80 to go on" in run.errors[0]
 
 
+def test_a_wsd_decay_under_way_names_the_checkpoints_that_can_grow(tmp_path: Path) -> None:
+    flags = f"{WARM} --lr-decay-style WSD --lr-wsd-decay-iters 3 --save-interval 2 --train-iters"
+    fork_training(toy_args(tmp_path, flags, "6 --exit-interval 4")).check()
+    words = toy_args(tmp_path, flags, "9 --exit-interval 5", save=False)
+    words += ["--load", str(tmp_path / "checkpoints")]
+    (line,) = fork_training(words).errors[0].splitlines()
+    assert "(--lr-decay-iters 6 → 9); give --lr-decay-iters 6 to go on as it was, " in line
+    assert "; its WSD decay began after 3 iterations: a checkpoint from before (--ckpt-step) goes on" in line
+    metrics = ["--metrics-jsonl", str(tmp_path / "metrics.jsonl")]
+    earlier = fork_training([*words, *metrics, "--ckpt-step", "2"]).check()
+    assert [line["learning_rate"] for line in earlier.iterations()] == [3e-3] * 3
+
+
 @pytest.mark.parametrize("style", ["constant", "WSD --lr-wsd-decay-iters 5"])
 def test_a_schedule_that_stands_still_grows_with_the_run(style: str, tmp_path: Path) -> None:
     flags = f"{WARM} --lr-decay-style {style} --lr-warmup-fraction 0.1 --lr-warmup-iters 0"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import pretrain_gpt
 from megatron.commands.checkpoint.diff import main as diff
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.index import read_index
+from megatron.core.dist_checkpointing.index import StoredTensor, read_index
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
 from megatron.training.model_setup import build_training_parts
@@ -59,11 +60,22 @@ def load_and_save(flags: list[str], world_size: int) -> None:
     checkpoints.check_last()
 
 
+def values_of(tensor: StoredTensor) -> tuple[Any, ...]:
+    """Return all that is recorded of a tensor but where in its files it stands."""
+    pieces = [(piece.box, piece.file, piece.key, piece.num_bytes, piece.checksum) for piece in tensor.pieces]
+    return (tensor.global_shape, tensor.dtype, *pieces)
+
+
 def test_what_is_loaded_is_saved_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     processes, layout = LAYOUTS["same"]
     flags = [*FLAGS.split(), *layout.split(), "--load", str(FOLDER), "--save", str(tmp_path)]
     run_distributed(processes, load_and_save, flags, processes)
     assert diff([str(FOLDER), str(tmp_path)]) == 0, capsys.readouterr().out
     ours, theirs = read_index(tmp_path / "iter_0000004"), read_index(FOLDER / "iter_0000004")
-    assert ours.tensors == theirs.tensors
-    assert ours.files == theirs.files
+    assert set(ours.files) == set(theirs.files)
+    # Dropout needs no state: its streams in the older checkpoint are passed over.
+    wanted = {name for name in theirs.tensors if not name.endswith((".replicated", ".tensor-parallel"))}
+    assert set(ours.tensors) == wanted
+    assert len(theirs.tensors) - len(wanted) == 2 * processes
+    for name in wanted:
+        assert values_of(ours.tensors[name]) == values_of(theirs.tensors[name]), name

@@ -10,7 +10,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,13 @@ class RankFailure(AssertionError):
 
 
 class ForkServer:
-    """Own the process that forks ranks; started by the first job, and anew after a job that broke it."""
+    """Own the process that forks ranks; started by the first job, and anew after a job that broke it.
 
-    def __init__(self) -> None:
+    ``settings`` are variables of its environment.
+    """
+
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
@@ -75,6 +79,7 @@ class ForkServer:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(path for path in (str(REPOSITORY), *sys.path) if path),
+            **self._settings,
         }
         # Ranks meet over the loopback device: a container's own name often resolves to nothing.
         if sys.platform == "linux":
@@ -94,8 +99,8 @@ class ForkServer:
 
 
 @functools.cache
-def _server() -> ForkServer:
-    server = ForkServer()
+def _server(settings: tuple[tuple[str, str], ...]) -> ForkServer:
+    server = ForkServer(dict(settings))
     atexit.register(server.close)
     return server
 
@@ -106,13 +111,15 @@ def run_distributed(
     *args: Any,
     timeout_s: float = 20.0,
     backend: str = "gloo",
+    settings: tuple[tuple[str, str], ...] = (),
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on ``world_size`` ranks and return their results in rank order.
 
     Every rank is a process of its own in which ``torch.distributed`` is initialised before the call and
     destroyed after it; ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set. ``function`` is a module-level
-    function of a test file or of the package; its arguments and its result must pickle.
+    function of a test file or of the package; its arguments and its result must pickle. ``settings`` are variables
+    that must be in the environment before torch is imported: ranks with the same settings are forked from one process.
 
     Raises:
         RankFailure: a rank raised (the first one's traceback is in the message, and its exception is the
@@ -132,7 +139,7 @@ def run_distributed(
             folder=folder,
             timeout_s=timeout_s,
         )
-        outcome = _server().run(job)
+        outcome = _server(settings).run(job)
         if any(outcome.exit_codes):
             raise _failure(job, outcome)
         return [pickle.loads((Path(folder) / f"rank_{rank}.result").read_bytes()) for rank in range(world_size)]

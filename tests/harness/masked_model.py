@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.precision import dtype_from_name
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.dropout import keys_of_rank
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training.config.arguments import parse_arguments_or_exit
 from megatron.training.config.run_config import RunConfig
@@ -52,12 +53,11 @@ class MaskedModel(Model):
     def __init__(self, config: GPTConfig, runtime: Runtime, contents: StageContents, seed: int | None) -> None:
         super().__init__()
         tp, device = runtime.state.tp, runtime.device.torch_device
+        self.cp, self.layer_numbers = runtime.state.cp, contents.layer_numbers
         self.config, self.tp, self.vocab_size = EncoderConfig(**vars(config)), tp, config.vocab_size
         self.pre_process, self.post_process = contents.has_embedding, contents.has_loss
-        self.embedding = GPTEmbedding(config, tp, runtime.rng, device) if self.pre_process else None
-        self.encoder = TransformerBlock(
-            config, contents.layer_numbers, self.post_process, tp, runtime.rng, device, runtime.state.cp
-        )
+        self.embedding = GPTEmbedding(config, tp, device) if self.pre_process else None
+        self.encoder = TransformerBlock(config, contents.layer_numbers, self.post_process, tp, device, runtime.state.cp)
         self.head: ColumnParallelLinear | None = None
         if self.post_process:
             self.head = ColumnParallelLinear(
@@ -75,12 +75,15 @@ class MaskedModel(Model):
         self.initialize_parameters(seed)
 
     def forward(
-        self, tokens: Any, positions: Any, labels: Any, hidden: Any
+        self, tokens: Any, positions: Any, labels: Any, hidden: Any, dropout_samples: Any = None
     ) -> tuple[torch.Tensor, tuple[AuxiliaryLoss, ...]]:
         """Return the loss of every token, or the chunk's hidden states; and the layers' auxiliary losses."""
+        is_split, size = self.config.sequence_parallel, self.tp.size
+        length = hidden.shape[0] * (size if is_split else 1) if self.embedding is None else tokens.shape[1]
+        dropout = keys_of_rank(dropout_samples, self.layer_numbers, length, self.tp, self.cp, is_split)
         if self.embedding is not None:
-            hidden = self.embedding(tokens, positions)
-        hidden, losses = self.encoder(hidden, BOTH_DIRECTIONS, None)
+            hidden = self.embedding(tokens, positions, dropout)
+        hidden, losses = self.encoder(hidden, BOTH_DIRECTIONS, None, dropout=dropout)
         if self.head is None:
             return hidden, losses
         logits = self.head(hidden)
@@ -94,7 +97,7 @@ def provide_model(config: RunConfig, runtime: Runtime, contents: StageContents) 
 
 def forward_step(batch: Any, model: Model, hidden: torch.Tensor | None) -> ChunkResult:
     """Return the loss of the masked positions."""
-    output, losses = model(batch.tokens, batch.position_ids, batch.labels, hidden)
+    output, losses = model(batch.tokens, batch.position_ids, batch.labels, hidden, batch.dropout_samples)
     if not model.post_process:
         return LayerOutput(output, losses)
     num_tokens = batch.num_tokens / model.config.context_parallel_size

@@ -32,7 +32,7 @@ torch.manual_seed(3)
 x = torch.randn(5, 1, plain.model.hidden_size)
 added = []
 for config in (plain, halved):
-    layer = TransformerLayer(config.model, 0, single_rank_group(), None, "cpu").eval()
+    layer = TransformerLayer(config.model, 0, single_rank_group(), "cpu").eval()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(7))
     torch.nn.init.zeros_(layer.mlp.linear_fc2.weight)

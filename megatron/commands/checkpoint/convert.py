@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.commands.command_line import Parser, exit_status_of
+from megatron.commands.command_line import Parser, add_told_settings, exit_status_of, told_settings
 from megatron.conversion.conversion_request import FORMATS, ConversionRequest, Target
 
 _CHECKPOINT_DECIDES = "the checkpoint's own configuration says it"
@@ -73,6 +73,7 @@ def build_parser() -> Parser:
     content.add_argument("--tokenizer-model", metavar="PATH", help="its model file, or folder with tokenizer.json")
     content.add_argument("--vocab-file", metavar="FILE", help="its vocabulary (GPT2BPETokenizer)")
     content.add_argument("--merge-file", metavar="FILE", help="its byte-pair merges (GPT2BPETokenizer)")
+    add_told_settings(parser)
     check = parser.add_argument_group("check of the result")
     check.add_argument(
         "--verify",
@@ -110,6 +111,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ConversionReques
             nearest = difflib.get_close_matches(given, FORMATS, n=1, cutoff=0.4)
             hint = f"did you mean {nearest[0]}?" if nearest else f"one of {', '.join(FORMATS)}"
             parser.error(f"unknown --{name} {given}; {hint}")
+    if FORMATS[values.saver] == "torchtitan":
+        parser.error("--saver torchtitan: its folders are read only; give --saver hf, which torchtitan reads")
     for name in SINGLE_ONLY:
         size = getattr(values, _field(name))
         if size not in (None, 1):
@@ -138,6 +141,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ConversionReques
         ),
         true_vocab_size=values.true_vocab_size,
         tokenizer={name: value for name in TOKENIZER_FLAGS if (value := getattr(values, name)) is not None},
+        told=told_settings(values),
         verify=values.verify,
         test_logits=values.test_logits,
     )

@@ -7,7 +7,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command, by default on the words of the command line, and return its exit status."""
     from pathlib import Path
 
-    from megatron.commands.command_line import Parser, exit_status_of
+    from megatron.commands.command_line import Parser, add_told_settings, exit_status_of, told_settings
 
     parser = Parser(prog="diff.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("first", type=Path, metavar="A", help="a run's folder, an iteration's, or a model's")
@@ -21,12 +21,14 @@ def main(argv: list[str] | None = None) -> int:
         metavar="R",
         help="largest difference, relative to the tensor's largest value, that counts as equal (0: every bit)",
     )
+    add_told_settings(parser)
     arguments = parser.parse_args(argv)
+    told = told_settings(arguments)
     if not 0 <= arguments.tolerance < float("inf"):
         parser.error(f"--tolerance {arguments.tolerance} is not a number that is 0 or more")
     from megatron.conversion.difference import diff_checkpoints
 
     is_equal: list[bool] = []
-    if exit_status_of(lambda: is_equal.append(diff_checkpoints(**vars(arguments)))) != 0:
+    if exit_status_of(lambda: is_equal.append(diff_checkpoints(**vars(arguments), told=told))) != 0:
         return 2  # 1 means that they differ, which a file that cannot be read does not show.
     return 0 if all(is_equal) else 1

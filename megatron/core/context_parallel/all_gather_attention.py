@@ -9,6 +9,7 @@ import torch
 from megatron.core.context_parallel.partition import chunk_length, chunks_of, to_sequence_order
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dot_product_attention import AttentionCore
+from megatron.core.kernels.dropout_keys import AttentionDropout
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
@@ -18,7 +19,8 @@ class AllGatherAttention:
     """Attend with this rank's queries to the gathered keys and values of the whole sequence.
 
     Each of the rank's two chunks is given to ``core`` with the keys that it may look at: up to its own end where
-    attention is causal, and from where its first query's window begins. Forward: all-gather of keys and values along s;
+    attention is causal, and from where its first query's window begins. No mask is made of positions: the core is told
+    which part of the pattern it is. Forward: all-gather of keys and values along s;
     backward: reduce-scatter of their gradients.
 
     Shapes: ``query: [s/cp, b, n, d]``, ``key, value: [s/cp, b, g, d]`` ``-> [s/cp, b, n, d]``.
@@ -33,7 +35,7 @@ class AllGatherAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         pattern: AttentionPattern,
-        dropout: float,
+        dropout: AttentionDropout | None,
     ) -> torch.Tensor:
         """Return the attention output."""
         both = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), self.cp)
@@ -44,9 +46,9 @@ class AllGatherAttention:
             start, end = index * chunk, (index + 1) * chunk
             first = 0 if pattern.window is None else max(0, start + 1 - pattern.window)
             last = end if pattern.is_causal else keys.shape[0]
-            part = pattern
-            if not pattern.is_plain:
-                positions = torch.arange(keys.shape[0], device=query.device)
-                part = AttentionPattern(mask=pattern.visible(positions[start:end], positions[first:last]))
-            context.append(self.core(queries, keys[first:last], values[first:last], part, dropout))
+            part, of_part = pattern.part(range(start, end), range(first, last)), None
+            if dropout:
+                positions = torch.arange(last, device=query.device)
+                of_part = dropout.of_chunk(index, positions[start:end], positions[first:])
+            context.append(self.core(queries, keys[first:last], values[first:last], part, of_part))
         return torch.cat(context)

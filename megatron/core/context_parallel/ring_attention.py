@@ -6,7 +6,7 @@ every step is half a block of work on every rank, whatever the step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,10 +15,9 @@ from megatron.core.collectives import start_ring_exchange
 from megatron.core.context_parallel.partition import positions_of
 from megatron.core.kernels.attention_block import AttentionBlocks, BlockMask, merge_block
 from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.kernels.dropout_keys import AttentionDropout
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
-
-_SEED_LIMIT = 2**62
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,10 @@ class RingAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         pattern: AttentionPattern,
-        dropout: float,
+        dropout: AttentionDropout | None,
     ) -> torch.Tensor:
-        """Return the attention output; dropout draws its seed from torch's default generator."""
-        seed = 0
-        if dropout:
-            seed = int(torch.randint(_SEED_LIMIT, (), device=query.device).item())
-        ring = _Ring(self.cp, self.blocks, pattern, dropout, seed)
+        """Return the attention output."""
+        ring = _Ring(self.cp, self.blocks, pattern, dropout)
         output: torch.Tensor = _RingFunction.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
         return output
 
@@ -68,8 +64,7 @@ class _Ring:
     cp: Group
     blocks: AttentionBlocks
     pattern: AttentionPattern
-    dropout: float
-    seed: int
+    dropout: AttentionDropout | None
 
     def step(self, number: int, query: torch.Tensor) -> _Step:
         """Return the work of a step for ``query: [s/cp, …]``; keys and values are those of rank ``cp.rank − number``.
@@ -83,13 +78,15 @@ class _Ring:
         if pattern.is_causal:
             first_query = local_length // 2 if source > rank else 0
             end_key = local_length // 2 if source < rank else local_length
-        visible = None
-        if not pattern.is_plain:
+        visible, dropout = None, self.dropout
+        if not pattern.is_plain or dropout:
             length = size * local_length
             queries, keys = (positions_of(holder, size, length, query.device) for holder in (rank, source))
-            visible = pattern.visible(queries[first_query:], keys[:end_key])
+            queries, keys = queries[first_query:], keys[:end_key]
+            visible = None if pattern.is_plain else pattern.visible(queries, keys)
+            dropout = replace(dropout, queries=queries, keys=keys) if dropout else None
         is_causal = pattern.is_plain_causal and number == 0
-        return _Step(first_query, end_key, BlockMask(visible, is_causal, self.dropout, self.seed + number))
+        return _Step(first_query, end_key, BlockMask(visible, is_causal, dropout))
 
 
 class _RingFunction(torch.autograd.Function):

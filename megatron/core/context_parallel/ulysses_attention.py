@@ -5,7 +5,7 @@ Jacobs et al. 2023, https://arxiv.org/abs/2309.14509.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from megatron.core.context_parallel.head_sharing import copies_of_key_value_head
 from megatron.core.context_parallel.partition import to_rank_order, to_sequence_order
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dot_product_attention import AttentionCore
+from megatron.core.kernels.dropout_keys import AttentionDropout
 from megatron.core.process_group import Group
 
 
@@ -37,7 +38,7 @@ class UlyssesAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         pattern: AttentionPattern,
-        dropout: float,
+        dropout: AttentionDropout | None,
     ) -> torch.Tensor:
         """Return the attention output."""
         size, num_heads, num_groups = self.cp.size, query.shape[2], key.shape[2]
@@ -50,6 +51,9 @@ class UlyssesAttention:
         # [s/cp, b, cp, heads/cp, d] with the receiving rank first; what arrives has the sending rank first.
         received = _all_to_all(torch.cat(shares, dim=3).movedim(2, 0), self.cp).flatten(0, 1)
         queries, keys, values = torch.split(to_sequence_order(received, size, dim=0), widths, dim=2)
+        if dropout:
+            positions = torch.arange(size * local_length, device=query.device)
+            dropout = replace(dropout, queries=positions, heads=dropout.heads.chunk(size)[self.cp.rank])
         context = to_rank_order(self.core(queries, keys, values, pattern, dropout), size, dim=0)
         received = _all_to_all(context.view(size, local_length, *context.shape[1:]), self.cp)
         return received.movedim(0, 2).flatten(2, 3)

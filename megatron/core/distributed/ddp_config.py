@@ -32,6 +32,11 @@ class DistributedDataParallelConfig(Config, role="layout", in_args=True):
     """Average gradients in the collective in place of scaling them before it."""
     grad_reduce_in_bf16: bool = flag(False, role="run", needs="bf16")
     """Accumulate and reduce the gradients of a bfloat16 model in bfloat16."""
+    gradient_accumulation_fusion: bool = flag(
+        True, negative="--no-gradient-accumulation-fusion", role="run", in_args=False
+    )
+    """Add the gradients of 16-bit weights to their float32 sums within the matrix product, on CUDA. Off: round the
+    gradients of 16-bit weights to 16 bits before they are added to their float32 sums, as a CPU does."""
     check_for_nan_in_loss_and_grad: bool = flag(
         True, negative="--no-check-for-nan-in-loss-and-grad", role="run", in_args=False
     )

@@ -52,6 +52,7 @@ class DistributedDataParallel(nn.Module):
             average_in_collective=config.ddp_average_in_collective,
             overlap=config.overlap_grad_reduce and self.group.size > 1,
             record_local_norms=config.check_for_nan_in_loss_and_grad,
+            fuse_accumulation=config.gradient_accumulation_fusion,
             shard=self.is_sharded,
         )
         self.grad_buffers = self._make_grad_buffers(plan)

@@ -80,8 +80,7 @@ def _reduce_in_slots(parts: Sequence[ParamPart], dtype: torch.dtype, tp: Group) 
         slots.append((grad, start, start + grad.numel()))
         length += tp.size // spec.num_replicas * grad.numel()
     flat = torch.zeros(length, dtype=dtype, device=slots[0][0].device)
-    for grad, start, end in slots:
-        flat[start:end].copy_(grad)
+    gradients, own = [grad for grad, _, _ in slots], [flat[start:end] for _, start, end in slots]
+    torch._foreach_copy_(own, gradients)
     all_reduce(flat, tp)
-    for grad, start, end in slots:
-        grad.copy_(flat[start:end])
+    torch._foreach_copy_(gradients, own)

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.collectives import all_reduce, reduce_scatter_into
+from megatron.core.collectives import all_reduce, averages_addends, reduce_scatter_into
 from megatron.core.distributed.flat_parameters import FlatParameters, ParamPart
 from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, parts_of_range
+from megatron.core.kernels.accumulation import adds_wide_products
 from megatron.core.main_grad import MainGrad, attach_main_grad, gradient_uses_of
 from megatron.core.process_group import Group
 
@@ -25,6 +26,8 @@ class ReductionPlan:
     - ``overlap`` starts reducing a bucket as soon as its last gradient has arrived.
     - ``record_local_norms`` keeps the norm of each parameter's gradient before the reduction: afterwards no rank could
       tell which one brought a value that is not finite.
+    - ``fuse_accumulation`` adds a weight's product to its gradient in one kernel and without rounding it to 16 bits
+      first, where the device can.
     - ``shard`` leaves each rank with the sum of its own shard of each bucket (reduce-scatter). The parameters then lie
       in a flat buffer of the same layout, and are gathered from the shards after the update.
     """
@@ -33,6 +36,7 @@ class ReductionPlan:
     average_in_collective: bool = False
     overlap: bool = False
     record_local_norms: bool = False
+    fuse_accumulation: bool = False
     shard: bool = False
 
 
@@ -101,7 +105,9 @@ class ParamAndGradBuffer:
         self.plan = plan
         self._counts_as_last_microbatch = counts_as_last_microbatch
         self.flat_parameters = FlatParameters(parameters, layout, group) if plan.shard else None
-        self.grad_data = torch.zeros(self._grad_length(), dtype=grad_dtype, device=parameters[0].device)
+        first = parameters[0]
+        self._fuses_products = plan.fuse_accumulation and adds_wide_products(first.dtype, grad_dtype, first.device)
+        self.grad_data = torch.zeros(self._grad_length(), dtype=grad_dtype, device=first.device)
         self.buckets = tuple(self._make_bucket(index, bucket) for index, bucket in enumerate(layout.buckets))
         self.segments = tuple(self._make_segments())
         self.parts = tuple(part for segment in self.segments for part in self._parts_of(segment))
@@ -157,6 +163,7 @@ class ParamAndGradBuffer:
             self.grad_data[start:end].view(parameter.shape),
             gradient_uses_of(parameter),
             on_complete=functools.partial(self._gradient_completed, bucket_index, parameter_index),
+            fuses_products=self._fuses_products,
         )
 
     def _make_segments(self) -> Iterable[GradSegment]:
@@ -208,10 +215,12 @@ class ParamAndGradBuffer:
         if self.plan.record_local_norms:
             bucket.add_local_norms()
         op = "sum"
-        if self.plan.average and self.plan.average_in_collective:
-            op = "avg"
-        elif self.plan.average:
-            whole.mul_(1.0 / self.group.size)
+        if self.plan.average:
+            # Where the collective multiplies as the pass would, the pass is spared.
+            if self.plan.average_in_collective or averages_addends(self.group, whole.dtype):
+                op = "avg"
+            else:
+                whole.mul_(1.0 / self.group.size)
         if self.plan.shard:
             return reduce_scatter_into(shard, whole, self.group, op, async_op=self.plan.overlap)
         return all_reduce(whole, self.group, op, async_op=self.plan.overlap)

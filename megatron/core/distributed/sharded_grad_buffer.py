@@ -125,6 +125,7 @@ class ShardedGradBuffer(ParamAndGradBuffer):
             gradient_uses_of(self.parameters[parameter_index]),
             on_complete=functools.partial(self._gradient_completed, bucket_index, parameter_index),
             on_begin=functools.partial(self._borrow, bucket_index),
+            fuses_products=self._fuses_products,
         )
 
     def _make_segments(self) -> Iterable[GradSegment]:

@@ -7,13 +7,17 @@ https://arxiv.org/abs/2205.14135), and a block's gradients need nothing of the o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
+from megatron.core.kernels.dropout_keys import AttentionDropout
 from megatron.core.precision import arithmetic_dtype
 
 _MAX_FLASH_HEAD_DIM = 256
+MAX_SCORES = 2**24
+"""Scores that are in memory at once where no kernel computes a block: 64 MiB of float32."""
 
 
 @dataclass(frozen=True)
@@ -21,25 +25,34 @@ class BlockMask:
     """Say what a block's queries may look at.
 
     ``visible`` of bool, True where a query may look (``[b or 1, 1, sq, sk]``), or None: then everything, or, if
-    ``is_causal``, the keys up to the query's own place in a block of as many keys as queries. With ``dropout`` above 0,
-    ``seed`` decides which weights are dropped, the same in both directions.
+    ``is_causal``, the keys up to the query's own place in a block of as many keys as queries. ``dropout`` is that of
+    the block's queries and keys.
     """
 
     visible: torch.Tensor | None = None
     is_causal: bool = False
-    dropout: float = 0.0
-    seed: int = 0
+    dropout: AttentionDropout | None = None
+
+    def rows(self, start: int, end: int, num_keys: int, device: torch.device) -> BlockMask:
+        """Return the mask of some of the queries."""
+        visible = None if self.visible is None else self.visible[:, :, start:end]
+        if visible is None and self.is_causal:
+            visible = torch.ones(end - start, num_keys, dtype=torch.bool, device=device).tril(start)[None, None]
+        dropout = replace(self.dropout, queries=self.dropout.queries[start:end]) if self.dropout else None
+        return BlockMask(visible, dropout=dropout)
 
 
 @dataclass(frozen=True)
 class AttentionBlocks:
     """Compute blocks: by torch's flash kernels where they can, unless ``plain`` asks for every step written out.
 
-    With ``softcap`` every step is, and scores are kept within that number of 0, by a tanh.
+    With ``softcap`` every step is, and scores are kept within that number of 0, by a tanh. Written out, so many queries
+    at a time are computed that about ``max_scores`` scores are in memory.
     """
 
     plain: bool = False
     softcap: float | None = None
+    max_scores: int = MAX_SCORES
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask
@@ -49,8 +62,12 @@ class AttentionBlocks:
         Shapes: ``query: [b, n, sq, d]``, ``key, value: [b, g, sk, d]`` ``-> [b, n, sq, d]``, ``[b, n, sq]`` in at
         least float32.
         """
-        if self.plain or self.softcap is not None or not _has_flash_kernel(query, mask):
-            return plain_block(query, key, value, mask, self.softcap)
+        if not self._has_kernel(query, mask):
+            parts = [
+                plain_block(query[:, :, rows], key, value, part, self.softcap)
+                for rows, part in self._parts(query, key, mask)
+            ]
+            return torch.cat([part[0] for part in parts], dim=2), torch.cat([part[1] for part in parts], dim=2)
         if query.device.type == "cuda":
             output, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
                 query, key, value, 0.0, mask.is_causal
@@ -80,8 +97,8 @@ class AttentionBlocks:
 
         ``output`` and ``logsumexp`` are those of the queries' attention to all blocks together.
         """
-        if self.plain or self.softcap is not None or not _has_flash_kernel(query, mask):
-            return plain_block_backward(grad, query, key, value, output, logsumexp, mask, self.softcap)
+        if not self._has_kernel(query, mask):
+            return self._plain_backward(grad, query, key, value, output, logsumexp, mask)
         if query.device.type == "cuda":
             unused = torch.empty((), dtype=torch.uint64, device=query.device)
             grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -95,6 +112,59 @@ class AttentionBlocks:
             )
         grad_query, grad_key, grad_value = grads
         return grad_query, grad_key, grad_value
+
+    def _plain_backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        logsumexp: torch.Tensor,
+        mask: BlockMask,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        wide = arithmetic_dtype(query.dtype)
+        grad_queries = []
+        grad_key, grad_value = (torch.zeros_like(tensor, dtype=wide) for tensor in (key, value))
+        for rows, part in self._parts(query, key, mask):
+            grads = plain_block_backward(
+                *(grad[:, :, rows], query[:, :, rows], key, value, output[:, :, rows], logsumexp[:, :, rows]),
+                *(part, self.softcap),
+            )
+            grad_queries.append(grads[0])
+            grad_key += grads[1]
+            grad_value += grads[2]
+        return torch.cat(grad_queries, dim=2), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+    def has_kernel(
+        self, device_type: str, dtype: torch.dtype, head_dim: int, *, has_mask: bool, has_dropout: bool
+    ) -> bool:
+        """Tell whether a flash kernel computes blocks; the others are written out."""
+        if self.plain or self.softcap is not None or has_dropout:
+            return False
+        if device_type == "cpu":
+            return True
+        is_half = dtype in (torch.float16, torch.bfloat16)
+        fits = head_dim % 8 == 0 and head_dim <= _MAX_FLASH_HEAD_DIM
+        return device_type == "cuda" and is_half and fits and not has_mask
+
+    def _has_kernel(self, query: torch.Tensor, mask: BlockMask) -> bool:
+        return self.has_kernel(
+            *(query.device.type, query.dtype, query.shape[-1]),
+            has_mask=mask.visible is not None,
+            has_dropout=mask.dropout is not None,
+        )
+
+    def _parts(self, query: torch.Tensor, key: torch.Tensor, mask: BlockMask) -> Iterator[tuple[slice, BlockMask]]:
+        """Yield the rows that are computed at once, and their mask."""
+        length, num_keys = query.shape[2], key.shape[2]
+        at_once = max(1, self.max_scores // (query.shape[0] * query.shape[1] * num_keys))
+        if at_once >= length:
+            yield slice(0, length), mask
+            return
+        for start in range(0, length, at_once):
+            end = min(start + at_once, length)
+            yield slice(start, end), mask.rows(start, end, num_keys, query.device)
 
 
 def merge_block(
@@ -123,7 +193,7 @@ def plain_block(
     logsumexp = scores.logsumexp(dim=-1)
     weights = (scores - _finite(logsumexp)[..., None]).exp()
     if mask.dropout:
-        weights = weights * _kept(weights, mask)
+        weights = mask.dropout.drop(weights)
     return weights.to(query.dtype) @ value, logsumexp
 
 
@@ -146,8 +216,7 @@ def plain_block_backward(
     grad_weights = (grad @ value.mT).to(wide)
     kept = weights
     if mask.dropout:
-        factor = _kept(weights, mask)
-        kept, grad_weights = weights * factor, grad_weights * factor
+        kept, grad_weights = mask.dropout.drop(weights), mask.dropout.drop(grad_weights)
     row_sums = (grad.to(wide) * output.to(wide)).sum(dim=-1, keepdim=True)
     grad_scores = weights * (grad_weights - row_sums) * query.shape[-1] ** -0.5
     if softcap is not None:
@@ -178,26 +247,8 @@ def _finite(logsumexp: torch.Tensor) -> torch.Tensor:
     return logsumexp.masked_fill(logsumexp.isneginf(), 0.0)
 
 
-def _kept(weights: torch.Tensor, mask: BlockMask) -> torch.Tensor:
-    """Return the factor of every weight under dropout: 0, or 1 / (1 − dropout)."""
-    generator = torch.Generator(weights.device).manual_seed(mask.seed)
-    kept = torch.empty_like(weights).bernoulli_(1.0 - mask.dropout, generator=generator)
-    return kept / (1.0 - mask.dropout)
-
-
 def _additive(mask: BlockMask, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the mask in the only form that the CPU kernel takes: numbers of the queries' type, added to the scores."""
     if mask.visible is None:
         return None
     return torch.zeros_like(mask.visible, dtype=dtype).masked_fill(~mask.visible, -torch.inf)
-
-
-def _has_flash_kernel(query: torch.Tensor, mask: BlockMask) -> bool:
-    if mask.dropout:
-        return False
-    if query.device.type == "cpu":
-        return True
-    head_dim = query.shape[-1]
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
-    fits = head_dim % 8 == 0 and head_dim <= _MAX_FLASH_HEAD_DIM
-    return query.device.type == "cuda" and is_half and fits and mask.visible is None

@@ -1,4 +1,4 @@
-"""The flash-attn package, where it is installed and works on this machine."""
+"""The flash-attn packages, version 3 and version 2, where they are installed and work on this machine."""
 
 from __future__ import annotations
 
@@ -6,36 +6,87 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 
-FlashAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+_BROKEN = (ImportError, OSError, AttributeError, RuntimeError)
+
+
+class FlashAttention(Protocol):
+    """Attention over a flash-attn package, in float16 or bfloat16 on CUDA."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_causal: bool,
+        window: int | None,
+        softcap: float | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        """Return the attention output; the queries are the last positions of the keys.
+
+        With a ``window`` a query looks back at so many keys, its own among them.
+
+        Shapes: ``query: [sq, b, n, d]``, ``key, value: [sk, b, g, d]`` ``-> [sq, b, n, d]``.
+        """
 
 
 @functools.cache
 def load_flash_attention() -> FlashAttention | None:
-    """Return causal attention over flash-attn, or None where the package is not to be had.
-
-    It takes (query, key, value, dropout) of ``[s, b, heads, d]`` in float16 or bfloat16 on CUDA.
+    """Return attention over flash-attn 2, or None where the package is not to be had.
 
     A package that is installed but cannot be imported (a broken shared object, a missing package that it needs) is
     named in one warning, however many layers ask.
     """
+    return _load("flash_attn", "flash-attn", takes_dropout=True)
+
+
+@functools.cache
+def load_flash_attention_3() -> FlashAttention | None:
+    """Return attention over flash-attn 3, which has no dropout, or None where the package is not to be had.
+
+    A broken package is named in one warning.
+    """
+    return _load("flash_attn_interface", "flash-attn 3", takes_dropout=False)
+
+
+def _load(module_name: str, package: str, *, takes_dropout: bool) -> FlashAttention | None:
     try:
-        module = importlib.import_module("flash_attn")
-        flash_attn_func = module.flash_attn_func
-    except (ImportError, OSError, AttributeError, RuntimeError) as error:
-        is_absent = isinstance(error, ModuleNotFoundError) and error.name == "flash_attn"
+        module: ModuleType = importlib.import_module(module_name)
+        flash_attn_func: Callable[..., Any] = module.flash_attn_func
+    except _BROKEN as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == module_name
         if not is_absent:
             warnings.warn(
-                f"flash-attn is installed but cannot be used, torch's attention is taken: {error}", stacklevel=2
+                f"{package} is installed but cannot be used, torch's attention is taken: {error}", stacklevel=3
             )
         return None
 
-    def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
-        context: torch.Tensor = flash_attn_func(
-            query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), dropout_p=dropout, causal=True
-        )
-        return context.transpose(0, 1)
+    def flash_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_causal: bool,
+        window: int | None,
+        softcap: float | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        options: dict[str, Any] = {"causal": is_causal}
+        if takes_dropout:
+            options["dropout_p"] = dropout
+        if window is not None:
+            options["window_size"] = (window - 1, 0 if is_causal else -1)
+        if softcap is not None:
+            options["softcap"] = softcap
+        context = flash_attn_func(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), **options)
+        # Early versions of flash-attn 3 return the log-sum-exps too.
+        output: torch.Tensor = context[0] if isinstance(context, tuple) else context
+        return output.transpose(0, 1)
 
     return flash_attention

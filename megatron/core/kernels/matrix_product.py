@@ -1,7 +1,9 @@
-"""Matrix products of linear layers, by the quickest kernel that torch has for them.
+"""Matrix products of linear layers on CPU, by one of the two libraries that torch has for them.
 
-In float32 on CPU that is oneDNN's, which torch reaches through an operator of its own only: ``torch.mm`` calls MKL.
-Measured on one core of a Zen 5 with 2048 rows and 384 to 1536 features: MKL 94 GFLOP/s, oneDNN 160 to 210.
+oneDNN is reached through an operator of its own; ``torch.mm`` calls MKL in float32, and oneDNN in bfloat16 but with
+other memory layouts. Which is quicker depends on the processor. One core, 2048 rows, 384 to 1536 features, float32:
+on a Zen 5 MKL has 94 GFLOP/s and oneDNN 160 to 210; on a Xeon with AMX 150 and 140, and 145 and 80 for weight
+gradients. There, bfloat16 weight gradients have 450 by ``torch.mm`` and 670 by the operator.
 """
 
 from __future__ import annotations
@@ -14,36 +16,50 @@ _MIN_ROWS = 32
 """With fewer rows oneDNN takes longer to rearrange the weight than to multiply by it."""
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, library: str = "auto"
+) -> torch.Tensor:
     """Return ``x @ weight.T + bias``.
+
+    ``library`` is ``onednn``, ``mkl``, or ``auto``: oneDNN in float32, and what torch itself calls otherwise. It counts
+    where both can compute the product.
 
     Shapes: ``x: [..., in]``, ``weight: [out, in]``, ``bias: [out] -> [..., out]``.
     """
-    if prefers_onednn(x):
+    if uses_onednn(x, library):
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return result
     return F.linear(x, weight, bias)
 
 
-def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return ``left @ right``, not necessarily contiguous.
+def product(left: torch.Tensor, right: torch.Tensor, library: str = "auto") -> torch.Tensor:
+    """Return ``left @ right``, not necessarily contiguous, by a ``library`` as `linear` does.
 
     Shapes: ``left: [a, n]``, ``right: [n, b] -> [a, b]``.
     """
-    if not prefers_onednn(left):
+    if not uses_onednn(left, library):
         return left.matmul(right)
     # oneDNN copies its first operand if it is transposed: let it be the smaller one.
     if left.shape[0] > right.shape[1]:
-        return linear(right.t(), left).t()
-    return linear(left, right.t())
+        return linear(right.t(), left, library=library).t()
+    return linear(left, right.t(), library=library)
 
 
-def prefers_onednn(x: torch.Tensor) -> bool:
-    """Return whether products whose first operand is ``x`` are oneDNN's."""
+def uses_onednn(x: torch.Tensor, library: str = "auto") -> bool:
+    """Return whether a product whose first operand is ``x`` is computed by oneDNN's operator."""
     return (
-        _HAS_ONEDNN
-        and x.dtype is torch.float32
+        (library == "onednn" or (library == "auto" and x.dtype is torch.float32))
         and x.device.type == "cpu"
         and x.numel() >= _MIN_ROWS * x.shape[-1]
         and x.numel() > 0
+        and has_library("onednn", x.dtype)
     )
+
+
+def has_library(library: str, dtype: torch.dtype) -> bool:
+    """Return whether this torch, on this processor, computes products of a dtype by a library."""
+    if library != "onednn":
+        return dtype is not torch.float32 or torch._C.has_mkl
+    if dtype is torch.bfloat16:
+        return _HAS_ONEDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return _HAS_ONEDNN and dtype is torch.float32

@@ -34,17 +34,26 @@ class GradStatistics:
         """Return whether every gradient of the model is finite."""
         return math.isfinite(self.norm)
 
+    @classmethod
+    def from_totals(cls, totals: Sequence[float]) -> GradStatistics:
+        """Return what the totals of `GradMeter.measure` say, once they are read."""
+        return cls(math.sqrt(totals[0]), int(totals[1]) if len(totals) > 1 else None)
+
 
 def is_counted(spec: ParamSpec, state: ParallelState) -> bool:
     """Return whether this rank's copy of a parameter is the one that counts in sums over the model."""
     return spec.is_owner and all(state.place[axis] == 0 for axis in spec.replicated_axes)
 
 
-def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return the factor, at most 1, that brings a gradient of ``norm`` down to ``max_norm``; 0 means no clipping."""
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return the factor, at most 1, that brings a gradient of ``norm`` down to ``max_norm``; 0 means no clipping.
+
+    Shapes: ``norm: [] -> []``.
+    """
     if max_norm <= 0.0:
-        return 1.0
-    return min(1.0, max_norm / (norm + 1.0e-6))
+        return torch.ones_like(norm)
+    # A number divided by a tensor would be multiplied by its reciprocal, and be rounded twice.
+    return torch.full_like(norm, max_norm).div_(norm + 1.0e-6).clamp_(max=1.0)
 
 
 def counting_group(model_chunks: Sequence[DistributedDataParallel], state: ParallelState) -> Group:
@@ -79,19 +88,25 @@ class GradMeter:
                 weights[part.position // PARAM_ALIGNMENT : -(-end // PARAM_ALIGNMENT)] = 0.0
         return None if bool(weights.all()) else weights.to(segment.gradient.device)
 
-    def measure(self, count_zeros: bool = False) -> GradStatistics:
-        """Return the statistics over the whole model; every rank that holds a part of it must call."""
+    def measure(self, count_zeros: bool = False) -> torch.Tensor:
+        """Return the sum of squares and, if asked for, the number of zeros over the whole model, on the device.
+
+        Every rank that holds a part of the model must call. Nothing waits for the device; see
+        `GradStatistics.from_totals`.
+
+        Shapes: ``-> [1 or 2]`` float64.
+        """
         device = self._segments[0][0].device
         totals = torch.zeros(2 if count_zeros else 1, dtype=torch.float64, device=device)
+        square_sum = totals[0]
         for gradient, weights in self._segments:
-            totals[0] += sum_of_squares(gradient, weights)
+            square_sum.add_(sum_of_squares(gradient, weights))
         if count_zeros:
             for part in self._parts:
                 if is_counted(part.spec, self._state):
-                    totals[1] += _num_zeros(part)
+                    totals[1].add_(_num_zeros(part))
         all_reduce(totals, self._group)
-        values = totals.tolist()
-        return GradStatistics(math.sqrt(values[0]), int(values[1]) if count_zeros else None)
+        return totals
 
 
 def _num_zeros(part: ParamPart) -> torch.Tensor | int:

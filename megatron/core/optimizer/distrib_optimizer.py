@@ -27,11 +27,11 @@ class DistributedOptimizer(MegatronOptimizer):
     full-size buckets where gradients are sharded too.
     """
 
-    def _update(self, grad_multiplier: float) -> None:
+    def _update(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
         for chunk in self._chunks:
             # A module that no forward pass has called has not waited for its parameters.
             chunk.finish_param_gather()
-        super()._update(grad_multiplier)
+        super()._update(is_finite, grad_multiplier)
         for chunk in self._chunks:
             chunk.start_param_gather()
 

@@ -42,6 +42,9 @@ class InnerOptimizer:
         self.num_steps = 0
         # The fused kernels read the scale as a float32, which would round a float64 run's gradients.
         self._scales_in_kernel = self._is_torch and all(p.dtype is torch.float32 for p in parameters)
+        # On CPU the host reads for nothing, and then spares the kernel a division and a store.
+        is_fused = bool(self._torch_optimizer.defaults.get("fused")) and all(p.is_cuda for p in parameters)
+        self.decides_on_device = self._scales_in_kernel and is_fused
         for parameter in parameters:
             state: dict[str, Any] = {name: torch.zeros_like(parameter) for name in self.state_names}
             if config.optimizer == "adam" and self._is_torch:
@@ -55,18 +58,39 @@ class InnerOptimizer:
             group["lr"] = learning_rate
             group["weight_decay"] = weight_decay * multiplier
 
+    def step_if(
+        self, is_finite: torch.Tensor, parameters: Sequence[torch.Tensor], grad_multiplier: torch.Tensor
+    ) -> None:
+        """Make a ``step`` where ``is_finite`` is true, and change nothing where it is not.
+
+        The fused kernels on CUDA find out by themselves (``decides_on_device``), so that the host need not wait for
+        them; it must count the step, in ``num_steps``, when it knows.
+
+        Shapes: ``is_finite: []`` of bool, ``grad_multiplier: []`` float64.
+        """
+        if not self.decides_on_device:
+            if bool(is_finite):
+                self.step(parameters, float(grad_multiplier))
+            return
+        if not parameters:
+            return
+        # torch's own GradScaler hands the fused optimizers the divisor and the verdict through these attributes.
+        optimizer: Any = self._torch_optimizer
+        optimizer.grad_scale = grad_multiplier.reciprocal().float()
+        optimizer.found_inf = is_finite.logical_not().float()
+        optimizer.step()
+        optimizer.grad_scale = optimizer.found_inf = None
+
     def step(self, parameters: Sequence[torch.Tensor], grad_multiplier: float) -> None:
         """Update every parameter with its gradient times ``grad_multiplier``, in the same pass where possible.
 
         Afterwards the gradients may or may not hold the product. A rank whose shards are padding has none.
         """
-        self.num_steps += 1
         if not parameters:
             return
         if grad_multiplier != 1.0 and not self._scales_in_kernel:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], grad_multiplier)
         elif grad_multiplier != 1.0:
-            # torch's own GradScaler hands the fused optimizers the divisor through this attribute.
             self._torch_optimizer.grad_scale = torch.tensor(  # type: ignore[attr-defined]
                 1.0 / grad_multiplier, dtype=torch.float32, device=parameters[0].device
             )

@@ -15,6 +15,7 @@ from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.errors import TrainingError
 from megatron.core.optimizer.clip_grads import (
     GradMeter,
+    GradStatistics,
     clip_coefficient,
     counting_group,
     is_counted,
@@ -52,10 +53,11 @@ class _OptimizedPart:
 class MegatronOptimizer:
     """Update the parameters of model chunks from their reduced gradients.
 
-    ``step`` passes over the gradients twice: once for the norm, which is not finite exactly where some gradient is
-    not, and once for the update, which applies the loss scale and the clipping as one factor. Half-precision
-    parameters have float32 main parameters that are updated and then rounded into the model. No update is made from a
-    gradient that is not finite. ``fused_adam`` (apex's class, see ``core.kernels.apex``) is used on CUDA.
+    A step passes over the gradients twice: once for the norm, which is not finite exactly where some gradient is not,
+    and once for the update, which applies the loss scale and the clipping as one factor. Half-precision parameters have
+    float32 main parameters that are updated and then rounded into the model. No update is made from a gradient that is
+    not finite: the device decides that, so that the host reads the norm when it reads the loss. ``fused_adam`` (apex's
+    class, see ``core.kernels.apex``) is used on CUDA.
     """
 
     def __init__(
@@ -103,24 +105,45 @@ class MegatronOptimizer:
         self.learning_rate = learning_rate
         self._inner.set_learning_rate(learning_rate, weight_decay)
 
-    @torch.no_grad()
     def step(self) -> StepOutcome:
         """Update the parameters, or skip the update where a float16 gradient has overflowed.
+
+        Raises:
+            TrainingError: as `finish_step` does.
+        """
+        return self.finish_step(self.begin_step().tolist())
+
+    @torch.no_grad()
+    def begin_step(self) -> torch.Tensor:
+        """Update the parameters unless a gradient is not finite, and return what `finish_step` has to be told.
+
+        On CUDA nothing waits for the device.
+
+        Shapes: ``-> [1 or 2]`` float64.
+        """
+        totals = self._meter.measure(self.config.log_num_zeros_in_grad)
+        norm = totals[0].sqrt()
+        scale = self._scaler.scale
+        self._update(norm.isfinite(), clip_coefficient(norm / scale, self.config.clip_grad) / scale)
+        return totals
+
+    @torch.no_grad()
+    def finish_step(self, totals: Sequence[float]) -> StepOutcome:
+        """Adapt the loss scale and the count of steps to a step that was begun, and say what has become of it.
 
         Raises:
             TrainingError: a gradient is not finite, nothing is float16, and the check for it is on; the message names
                 the parameters and the ranks. All ranks raise.
         """
-        statistics = self._meter.measure(self.config.log_num_zeros_in_grad)
+        statistics = GradStatistics.from_totals(totals)
         scale = self._scaler.scale
         self._scaler.update(found_inf=not statistics.is_finite)
         if not statistics.is_finite:
             if self.config.params_dtype != "float16" and self._checks_for_nan:
                 self._raise_not_finite()
             return StepOutcome(success=False, grad_norm=None, num_zeros=None)
-        norm = statistics.norm / scale
-        self._update(clip_coefficient(norm, self.config.clip_grad) / scale)
-        return StepOutcome(success=True, grad_norm=norm, num_zeros=statistics.num_zeros)
+        self._inner.num_steps += 1
+        return StepOutcome(success=True, grad_norm=statistics.norm / scale, num_zeros=statistics.num_zeros)
 
     @torch.no_grad()
     def params_norm(self) -> float:
@@ -177,12 +200,12 @@ class MegatronOptimizer:
     def _checks_for_nan(self) -> bool:
         return any(chunk.config.check_for_nan_in_loss_and_grad for chunk in self._chunks)
 
-    def _update(self, grad_multiplier: float) -> None:
-        """Update the model from the gradients times a factor."""
+    def _update(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
+        """Update the model from the gradients times a factor, if they are finite."""
         for part in self._parts:
             # A view of where the gradient was reduced, except where gradients are kept in bf16.
             part.main_param.grad = part.part.gradient.to(part.main_param.dtype)
-        self._inner.step(self._main_params, grad_multiplier)
+        self._inner.step_if(is_finite, self._main_params, grad_multiplier)
         for main_param in self._main_params:
             main_param.grad = None
         if self._with_copy:

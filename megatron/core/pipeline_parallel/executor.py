@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.core.collectives import all_gather_objects
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.main_grad import WeightGradQueue
-from megatron.core.pipeline_parallel.action import Action, Pass, StagePlace, sends_in_flight
+from megatron.core.pipeline_parallel.action import RECEIVES_AHEAD, Action, Pass, StagePlace, sends_in_flight
+from megatron.core.pipeline_parallel.message_order import MessageOrders, Transfer
 from megatron.core.pipeline_parallel.p2p_communication import (
     HandOver,
     Link,
@@ -99,12 +101,18 @@ class PipelineConnection:
     """Hold where this rank stands in the pipeline and how it reaches its neighbours.
 
     ``message_shape`` and ``dtype`` describe what travels; a gradient has the shape and dtype of its activation.
+    ``orders`` is there where the ranks keep one order of all messages; without it receives are posted ahead.
     """
 
     place: StagePlace
     links: PipelineLinks
     message_shape: MessageShape
     dtype: torch.dtype
+    orders: MessageOrders | None = None
+
+    def order_of(self, actions_of: Callable[[int], Sequence[Action]]) -> Sequence[Transfer] | None:
+        """Return this rank's part of the order of all messages, given each rank's actions; None where there is none."""
+        return None if self.orders is None else self.orders.of(actions_of)
 
 
 @dataclass
@@ -127,6 +135,7 @@ def run_schedule(
     *,
     device: torch.device,
     connection: PipelineConnection | None = None,
+    order: Sequence[Transfer] | None = None,
     calculate_per_token_loss: bool = False,
     loss_scale: float = 1.0,
     clock: Callable[[], float] | None = None,
@@ -136,12 +145,14 @@ def run_schedule(
     A micro-batch's gradient is that of its mean loss divided by the number of micro-batches, or of its loss sum with
     ``calculate_per_token_loss`` (the caller then divides by the number of tokens of the whole batch); ``loss_scale``
     multiplies it. Auxiliary losses have their gradients where they arise, each by its own number of tokens. Without
-    backward passes in the list nothing is kept. ``connection`` is needed where the pipeline has more than one rank.
+    backward passes in the list nothing is kept. ``connection`` is needed where the pipeline has more than one rank, and
+    its ``order_of`` these actions with it.
     ``clock`` records when each action's computation starts and ends: on a device that works asynchronously it must wait
     for the device.
     """
     assert connection is None or connection.place.num_chunks == len(chunks)
-    run = _Run(actions, chunks, device, connection, calculate_per_token_loss, loss_scale)
+    assert connection is None or (connection.orders is None) == (order is None), "the order of the messages is missing"
+    run = _Run(actions, chunks, device, connection, order, calculate_per_token_loss, loss_scale)
     return run.run(clock)
 
 
@@ -159,6 +170,7 @@ class _Run:
         chunks: Sequence[ModelChunk],
         device: torch.device,
         connection: PipelineConnection | None,
+        order: Sequence[Transfer] | None,
         calculate_per_token_loss: bool,
         loss_scale: float,
     ) -> None:
@@ -175,6 +187,7 @@ class _Run:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.num_tokens = torch.zeros((), dtype=torch.float64, device=device)
         self.auxiliary: dict[str, torch.Tensor] = {}
+        self._order = None if order is None else deque(order)
         self.activations_in: ReceiveQueue | HandOver
         self.activations_out: SendQueue | HandOver
         self.gradients_in: ReceiveQueue | HandOver
@@ -204,7 +217,8 @@ class _Run:
             for action in self.actions
             if (action.kind is not Pass.FORWARD) == is_gradient and self.place.receives(action.kind, action.chunk)
         ]
-        return ReceiveQueue(link, expected, connection.dtype, device)
+        ahead = RECEIVES_AHEAD if self._order is None else 0
+        return ReceiveQueue(link, expected, connection.dtype, device, ahead)
 
     def run(self, clock: Callable[[], float] | None) -> ScheduleResult:
         """Run every action and wait until what was sent has gone."""
@@ -217,6 +231,8 @@ class _Run:
             del message
             ends.append(now())
             if leaving is not None:
+                if self._order is not None:
+                    self._post_receives_before_send(self._order)
                 out = self.activations_out if action.kind is Pass.FORWARD else self.gradients_out
                 out.send(leaving)
             del leaving
@@ -229,7 +245,20 @@ class _Run:
     def _receive(self, action: Action) -> torch.Tensor | None:
         if not self.place.receives(action.kind, action.chunk):
             return None
-        return (self.activations_in if action.kind is Pass.FORWARD else self.gradients_in).take()
+        queue = self.activations_in if action.kind is Pass.FORWARD else self.gradients_in
+        while self._order is not None and isinstance(queue, ReceiveQueue) and not queue.is_posted:
+            self._post_receive(self._order.popleft())
+        return queue.take()
+
+    def _post_receives_before_send(self, order: deque[Transfer]) -> None:
+        while (transfer := order.popleft()) is not Transfer.SEND:
+            self._post_receive(transfer)
+
+    def _post_receive(self, transfer: Transfer) -> None:
+        queue = self.activations_in if transfer is Transfer.RECEIVE_ACTIVATION else self.gradients_in
+        assert transfer is not Transfer.SEND, "the order is not that of these actions"
+        assert isinstance(queue, ReceiveQueue)
+        queue.post()
 
     def _compute(self, index: int, action: Action, message: torch.Tensor | None) -> torch.Tensor | None:
         """Run an action and return what it leaves for a neighbour."""
@@ -283,8 +312,9 @@ class _Run:
         return roots
 
     def _scaled(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        divisor = 1.0 if self.calculate_per_token_loss else _nonzero(num_tokens) * self.num_microbatches
-        return loss_sum / divisor * self.loss_scale
+        if not self.calculate_per_token_loss:
+            loss_sum = loss_sum / (_nonzero(num_tokens) * self.num_microbatches)
+        return loss_sum if self.loss_scale == 1.0 else loss_sum * self.loss_scale
 
     def _backward(self, action: Action, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Run a backward pass and return the gradient of the chunk's input."""
@@ -298,4 +328,4 @@ class _Run:
 
 def _nonzero(num_tokens: torch.Tensor) -> torch.Tensor:
     """Return the divisor of a loss sum: 1 where no token counts, and the sum is 0."""
-    return torch.where(num_tokens > 0, num_tokens, 1)
+    return num_tokens.masked_fill(num_tokens <= 0, 1)

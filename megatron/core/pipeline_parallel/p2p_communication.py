@@ -36,13 +36,27 @@ class PipelineLinks:
     gradients_in: Link | None = None
     gradients_out: Link | None = None
 
+    @property
+    def post_receives_ahead(self) -> bool:
+        """Return whether a receive may be posted before its message is due: where links progress independently.
+
+        Gloo moves each message by itself. With NCCL a receive is a kernel, which holds multiprocessors until it is
+        matched, and the kernels of two communicators need not run at the same time.
+        """
+        handles = (link.handle for link in (self.activations_in, self.activations_out) if link is not None)
+        return all(handle is None or dist.get_backend(handle) == "gloo" for handle in handles)
+
 
 MessageShape = Callable[[int], tuple[int, ...]]
 """Return the shape of a micro-batch's activations between stages: ``[s/cp/tp, b, h]``."""
 
 
-def create_pipeline_links(pp: Group, *, wraps_around: bool = False, timeout: timedelta | None = None) -> PipelineLinks:
+def create_pipeline_links(
+    pp: Group, *, wraps_around: bool = False, timeout: timedelta | None = None, device: torch.device | None = None
+) -> PipelineLinks:
     """Make the communicators of the pipeline's links and return this rank's; every rank of the group must call it.
+
+    One element of ``device``, where the messages will lie (the CPU by default), has gone along every link on return.
 
     Neighbouring links alternate between two communicators for each direction, each over all ranks of the pipeline.
     The reason is that a communicator runs its operations in order: if both directions shared one, two ranks that send
@@ -65,12 +79,28 @@ def create_pipeline_links(pp: Group, *, wraps_around: bool = False, timeout: tim
                 ends = pp.ranks[index], pp.ranks[(index + 1) % pp.size]
                 sender, receiver = ends[::-1] if is_gradient else ends
                 links[is_gradient, index] = Link(sender, receiver, handles[_turn_of(pp)(index)], pp)
+    # All ranks share the order of the keys: the first use of a link may hold both ends until the other one comes.
+    for key in sorted(links):
+        _connect(links[key], pp.ranks[own], device)
     return PipelineLinks(
         activations_in=links.get((False, previous)),
         activations_out=links.get((False, own)),
         gradients_in=links.get((True, own)),
         gradients_out=links.get((True, previous)),
     )
+
+
+def _connect(link: Link, rank: int, device: torch.device | None) -> None:
+    """Send one element along a link that exists, so that its first message finds it connected."""
+    if link.handle is None:
+        return
+    element = torch.zeros(1, device=device)
+    if rank == link.sender:
+        work = dist.isend(element, dst=link.receiver, group=link.handle)
+    else:
+        work = dist.irecv(element, src=link.sender, group=link.handle)
+    assert work is not None
+    work.wait()
 
 
 def _turn_of(pp: Group) -> Callable[[int], int]:
@@ -86,25 +116,43 @@ def _make_communicator(pp: Group, timeout: timedelta | None) -> dist.ProcessGrou
 
 
 class ReceiveQueue:
-    """Receive the messages of one iteration along one link in order, with receives posted ahead."""
+    """Receive the messages of one iteration along one link in order, with ``receives_ahead`` receives posted ahead.
 
-    def __init__(self, link: Link, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+    Where that is 0, the caller posts each receive before it takes the message.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        shapes: Iterable[tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        receives_ahead: int = RECEIVES_AHEAD,
+    ) -> None:
         self._link = link
         self._shapes = iter(shapes)
         self._dtype = dtype
         self._device = device
         self._posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        for _ in range(RECEIVES_AHEAD):
-            self._post_next()
+        self._receives_ahead = receives_ahead
+        for _ in range(receives_ahead):
+            self.post()
+
+    @property
+    def is_posted(self) -> bool:
+        """Return whether the receive of the next message is posted."""
+        return bool(self._posted)
 
     def take(self) -> torch.Tensor:
-        """Wait for the next message and return it, after posting the receive of a later one."""
+        """Wait for the next message and return it, after posting the receive of a later one where that is ahead."""
         work, buffer = self._posted.popleft()
         work.wait()
-        self._post_next()
+        if self._receives_ahead:
+            self.post()
         return buffer
 
-    def _post_next(self) -> None:
+    def post(self) -> None:
+        """Post the receive of the next message that has none; do nothing after the last."""
         shape = next(self._shapes, None)
         if shape is None:
             return

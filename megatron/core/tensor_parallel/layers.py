@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.kernels.accumulation import add_rows
 from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
@@ -52,9 +53,11 @@ class ColumnParallelLinear(nn.Module):
         device: torch.device | str,
         num_stacked: int = 1,
         padded_out_features: int | None = None,
+        library: str = "auto",
     ) -> None:
         super().__init__()
         self.tp = tp
+        self.library = library
         self.region = InputRegion.SEQUENCE if sequence_parallel else InputRegion.REPLICATED
         out_per_rank = (padded_out_features or out_features) // tp.size
 
@@ -73,7 +76,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's output features."""
-        return tensor_parallel_linear(x, self.weight, self.bias, self.region, self.tp)
+        return tensor_parallel_linear(x, self.weight, self.bias, self.region, self.tp, library=self.library)
 
 
 class RowParallelLinear(nn.Module):
@@ -93,9 +96,11 @@ class RowParallelLinear(nn.Module):
         init_std: float,
         dtype: torch.dtype,
         device: torch.device | str,
+        library: str = "auto",
     ) -> None:
         super().__init__()
         self.tp = tp
+        self.library = library
         self.sequence_parallel = sequence_parallel
         shape = (out_features, in_features)
         spec = ParamSpec("weight", shape, even_pieces(shape, 1, tp.rank, tp.size), init_std=init_std)
@@ -112,13 +117,15 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the summed output: this rank's part of the sequence under sequence parallelism."""
         if self.sequence_parallel and self.tp.size > 1:
-            partial = tensor_parallel_linear(x, self.weight, None, InputRegion.SPLIT, self.tp)
+            partial = tensor_parallel_linear(x, self.weight, None, InputRegion.SPLIT, self.tp, library=self.library)
             output = reduce_scatter_to_sequence_parallel_region(partial, self.tp)
             # Its gradient is of this rank's part of the sequence, as other replicated parameters' are.
             return output if self.bias is None else output + self.bias
         # One rank brings the bias into the sum: a product adds it for nothing, a pass of its own costs memory traffic.
         adds_bias = self.tp.rank == 0
-        partial = tensor_parallel_linear(x, self.weight, self.bias, InputRegion.SPLIT, self.tp, adds_bias=adds_bias)
+        partial = tensor_parallel_linear(
+            x, self.weight, self.bias, InputRegion.SPLIT, self.tp, adds_bias=adds_bias, library=self.library
+        )
         return reduce_from_tensor_parallel_region(partial, self.tp)
 
 
@@ -141,7 +148,8 @@ class _EmbeddingLookup(torch.autograd.Function):
             main_grad.add_rows(indices.reshape(-1), rows)
             return None, None
         dense = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        return None, dense.index_add_(0, indices.reshape(-1), rows.to(dense.dtype)).to(weight.dtype)
+        add_rows(dense, indices.reshape(-1), rows)
+        return None, dense.to(weight.dtype)
 
 
 def embedding_lookup(indices: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -187,9 +195,10 @@ class VocabParallelEmbedding(nn.Module):
         tokens = tokens.t()
         if self.tp.size == 1:
             return embedding_lookup(tokens, self.weight)
-        local = tokens - self.tp.rank * self.rows_per_rank
-        elsewhere = (local < 0) | (local >= self.rows_per_rank)
-        rows = embedding_lookup(local.masked_fill(elsewhere, 0), self.weight)
+        elsewhere = tokens.div(self.rows_per_rank, rounding_mode="floor") != self.tp.rank
+        # Another rank's token looks up some row, of which nothing is taken. Were it one row for all of them, that row
+        # would be given most of the gradient's rows, all zero, one after the other.
+        rows = embedding_lookup(tokens.remainder(self.rows_per_rank), self.weight)
         partial = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(partial, self.tp)

@@ -43,21 +43,23 @@ class _Linear(torch.autograd.Function):
         region: InputRegion,
         tp: Group,
         adds_bias: bool,
+        library: str,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.region, ctx.tp, ctx.has_bias = region, tp, bias is not None
+        ctx.region, ctx.tp, ctx.has_bias, ctx.library = region, tp, bias is not None, library
         # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
         ctx.main_grad = main_grad_of(weight)
         full_x = all_gather_first_dim(x, tp) if region is InputRegion.SEQUENCE else x
-        return linear(full_x, weight, bias if adds_bias else None)
+        return linear(full_x, weight, bias if adds_bias else None, library)
 
     @staticmethod
     def backward(
         ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
         x, weight = ctx.saved_tensors
         region: InputRegion = ctx.region
         tp: Group = ctx.tp
+        library: str = ctx.library
         needs_x_grad, needs_weight_grad = ctx.needs_input_grad[:2]
         full_x, gathering = x, None
         if region is InputRegion.SEQUENCE and tp.size > 1 and needs_weight_grad:
@@ -66,7 +68,7 @@ class _Linear(torch.autograd.Function):
 
         x_grad, reducing = None, None
         if needs_x_grad:
-            x_grad = linear(grad, weight.t())
+            x_grad = linear(grad, weight.t(), library=library)
             if region is InputRegion.REPLICATED:
                 reducing = all_reduce(x_grad, tp, async_op=True)
             elif region is InputRegion.SEQUENCE and tp.size > 1:
@@ -79,17 +81,19 @@ class _Linear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         weight_grad = None
         if needs_weight_grad:
-            weight_grad = _accumulate_weight_grad(ctx.main_grad, rows, full_x.reshape(-1, full_x.shape[-1]))
+            weight_grad = _accumulate_weight_grad(ctx.main_grad, rows, full_x.reshape(-1, full_x.shape[-1]), library)
         bias_grad = rows.sum(dim=0) if ctx.has_bias else None
         if reducing is not None:
             reducing.wait()
-        return x_grad, weight_grad, bias_grad, None, None, None
+        return x_grad, weight_grad, bias_grad, None, None, None, None
 
 
-def _accumulate_weight_grad(main_grad: MainGrad | None, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+def _accumulate_weight_grad(
+    main_grad: MainGrad | None, grad: torch.Tensor, x: torch.Tensor, library: str
+) -> torch.Tensor | None:
     if main_grad is None:
-        return product(grad.t(), x)
-    main_grad.add_matmul(grad.t(), x)
+        return product(grad.t(), x, library)
+    main_grad.add_matmul(grad.t(), x, library)
     return None
 
 
@@ -101,14 +105,16 @@ def tensor_parallel_linear(
     tp: Group,
     *,
     adds_bias: bool = True,
+    library: str = "auto",
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias`` on this rank's shard of the weight.
 
     Where the ranks' results are to be summed, only one of them ``adds_bias``; the bias has its gradient on all.
+    ``library`` computes the products on CPU (see `linear`).
 
     Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` where the region is SEQUENCE) ``-> [s, b, out]`` with the shard's own
     ``in`` and ``out``. Backward: the input's gradient is all-reduced (REPLICATED) or reduce-scattered along s
     (SEQUENCE) while the weight's gradient is computed.
     """
-    result: torch.Tensor = _Linear.apply(x, weight, bias, region, tp, adds_bias)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Linear.apply(x, weight, bias, region, tp, adds_bias, library)  # type: ignore[no-untyped-call]
     return result

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.merge_check import check_merges
-from megatron.core.tokenizers.tokenizer_file import read_json_object, read_text, require_file, with_companions
+from megatron.core.tokenizers.tokenizer_file import (
+    read_added_tokens,
+    read_json_object,
+    read_text,
+    require_file,
+    with_companions,
+)
 from megatron.core.tokenizers.tokenizers_engine import EngineTokenizer, TokenizersEngine
 
 END_OF_TEXT = "<|endoftext|>"
@@ -32,7 +38,8 @@ class GPT2BPETokenizer(EngineTokenizer):
         numbered = _read_merges(merge_path)
         merges = [merge for _, merge in numbered]
         names = (str(vocab_path), str(merge_path))
-        check_merges(vocabulary, merges, byte_characters(), names, lambda i: f"{merge_path}:{numbered[i][0]}")
+        known = {*byte_characters(), *read_added_tokens(vocab_path.parent)}
+        check_merges(vocabulary, merges, known, names, lambda i: f"{merge_path}:{numbered[i][0]}")
         super().__init__(TokenizersEngine.byte_level_bpe(vocabulary, merges, self.name))
         self.vocab_size = max(vocabulary.values()) + 1 + extra_vocab_size
         self.eod_id = vocabulary.get(END_OF_TEXT)

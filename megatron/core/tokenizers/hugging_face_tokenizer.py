@@ -11,7 +11,12 @@ from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import byte_characters
 from megatron.core.tokenizers.merge_check import check_merges
 from megatron.core.tokenizers.patch_tokenizer import patched_vocab_size
-from megatron.core.tokenizers.tokenizer_file import read_json_object, require_path, with_companions
+from megatron.core.tokenizers.tokenizer_file import (
+    read_added_tokens,
+    read_json_object,
+    require_path,
+    with_companions,
+)
 from megatron.core.tokenizers.tokenizers_engine import EngineTokenizer, TokenizersEngine
 
 _TOKENIZER_FILE = "tokenizer.json"
@@ -79,7 +84,8 @@ def _check_byte_level(path: Path) -> None:
     if model.get("type", "BPE") != "BPE" or not is_byte_level or model.get("ignore_merges"):
         return
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
-    known = {*byte_characters(), *(token["content"] for token in content.get("added_tokens", ()))}
+    added = (token["content"] for token in content.get("added_tokens", ()))
+    known = {*byte_characters(), *added, *read_added_tokens(path.parent)}
     check_merges(model["vocab"], merges, known, (str(path), str(path)), lambda i: f"{path}: merge {i}")
 
 

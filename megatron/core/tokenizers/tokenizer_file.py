@@ -8,12 +8,14 @@ from typing import Any
 
 from megatron.core.errors import TokenizerError
 
+ADDED_TOKENS_FILE = "added_tokens.json"
+"""Tokens that were added to a vocabulary, with their ids."""
 MODEL_FOLDER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "generation_config.json",
-    "added_tokens.json",
+    ADDED_TOKENS_FILE,
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
@@ -46,6 +48,24 @@ def with_companions(*paths: Path) -> tuple[Path, ...]:
         return paths
     beside = [paths[0].parent / name for name in MODEL_FOLDER_FILES if name not in names]
     return (*paths, *(path for path in beside if path.is_file()))
+
+
+def read_added_tokens(folder: Path) -> set[str]:
+    """Return the tokens that the files of a model folder list as added to its vocabulary; none where they say nothing.
+
+    Raises:
+        TokenizerError: one of the files is not a JSON object.
+    """
+    names = (ADDED_TOKENS_FILE, "tokenizer_config.json", "special_tokens_map.json")
+    by_token, settings, special = (
+        read_json_object(folder / name) if (folder / name).is_file() else {} for name in names
+    )
+    added = set(by_token)
+    for entries in (settings.get("added_tokens_decoder"), special):
+        for entry in entries.values() if isinstance(entries, dict) else ():
+            for token in entry if isinstance(entry, list) else [entry]:
+                added.add(str(token.get("content") if isinstance(token, dict) else token))
+    return added
 
 
 def require_file(value: str | Path | None, flag: str, tokenizer_type: str) -> Path:

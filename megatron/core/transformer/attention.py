@@ -2,25 +2,65 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from megatron.core.context_parallel.exchange import with_context_parallel
 from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
+from megatron.core.kernels.attention_block import AttentionBlocks
+from megatron.core.kernels.attention_choice import PLAIN_BACKENDS, AttentionCall, select_attention_core
 from megatron.core.kernels.attention_pattern import AttentionPattern
-from megatron.core.kernels.dot_product_attention import PLAIN_BACKENDS, select_attention_core
+from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutKeys
 from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.tensor_parallel.layers import RowParallelLinear
-from megatron.core.tensor_parallel.random import TENSOR_PARALLEL, RngStreams
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.across_heads_norm import AcrossHeadsNorm
+from megatron.core.transformer.dropout import require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.query_key_value import make_query_key_value
-from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary
+from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary_to_both
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def describe_attention(
+    config: TransformerConfig, device: torch.device | str, seq_length: int, *, has_documents: bool
+) -> str:
+    """Return one line that names the kernels by which the layers compute attention in training."""
+    device = torch.device(device)
+    softcap, size = config.attn_logit_softcapping, config.context_parallel_size
+    kernels = select_attention_core(config.attention_backend, device, softcap)
+    blocks = AttentionBlocks(config.attention_backend in PLAIN_BACKENDS, softcap)
+    dtype, head_dim = dtype_from_name(config.params_dtype), config.kv_channels
+    pattern = AttentionPattern(document_ids=torch.empty(0) if has_documents else None)
+    names: Counter[str] = Counter()
+    for number, window in enumerate(config.layer_windows):
+        exchange = config.cp_exchange(number) if size > 1 else ""
+        has_window = window is not None and window < seq_length
+        if exchange == "p2p":
+            has_kernel = blocks.has_kernel(
+                *(device.type, dtype, head_dim),
+                has_mask=has_documents or has_window,
+                has_dropout=config.attention_dropout > 0.0,
+            )
+            names["torch's flash kernel, block by block" if has_kernel else "step by step, block by block"] += 1
+            continue
+        call = AttentionCall(
+            *(dtype, head_dim, seq_length // (2 * size if exchange == "all_gather" else 1), seq_length),
+            replace(pattern, window=window if has_window else None),
+            has_groups=config.num_query_groups != config.num_attention_heads,
+            has_dropout=config.attention_dropout > 0.0,
+            has_softcap=softcap is not None,
+        )
+        names[kernels.choose(call).name] += 1
+    if len(names) == 1:
+        return f"attention kernel: {names.popitem()[0]}"
+    return "attention kernels: " + "; ".join(f"{name} ({count} layers)" for name, count in names.items())
 
 
 class SelfAttention(nn.Module):
@@ -36,15 +76,14 @@ class SelfAttention(nn.Module):
         config: TransformerConfig,
         layer_number: int,
         tp: Group,
-        rng: RngStreams,
         device: torch.device | str,
         cp: Group | None = None,
     ) -> None:
         super().__init__()
         self.layer_number = layer_number
-        self.rng = rng
         self.head_dim = config.kv_channels
         self.num_heads = config.num_attention_heads // tp.size
+        self.heads = range(tp.rank * self.num_heads, (tp.rank + 1) * self.num_heads)
         self.num_groups = key_value_heads_of_rank(config.num_query_groups, tp.size)
         self.window = config.layer_windows[layer_number]
         # The cores divide scores by the root of the head's width.
@@ -55,7 +94,7 @@ class SelfAttention(nn.Module):
         self.recompute_core = config.recompute_granularity == "selective"
         self.cp = single_rank_group(("cp",)) if cp is None else cp
         self.core = with_context_parallel(
-            select_attention_core(config.attention_backend, torch.device(device).type, config.attn_logit_softcapping),
+            select_attention_core(config.attention_backend, device, config.attn_logit_softcapping),
             config.cp_exchange(layer_number),
             self.cp,
             plain_blocks=config.attention_backend in PLAIN_BACKENDS,
@@ -71,6 +110,7 @@ class SelfAttention(nn.Module):
             init_std=config.output_init_method_std,
             dtype=dtype_from_name(config.params_dtype),
             device=device,
+            library=config.cpu_matmul,
         )
         self.linear_qkv = make_query_key_value(config, tp, device)
         self.q_layernorm = self._norm(config, config.num_attention_heads, tp, device) if config.qk_layernorm else None
@@ -97,24 +137,32 @@ class SelfAttention(nn.Module):
         pattern: AttentionPattern,
         angles: RotaryAngles | None,
         cache: KeyValueCache | None = None,
+        dropout: DropoutKeys | None = None,
     ) -> LayerOutput:
-        """Return the attention output."""
+        """Return the attention output.
+
+        Raises:
+            ConfigurationError: weights are dropped in training, and there are no keys.
+        """
         assert self.cp.size == 1 or (cache is None and pattern.mask is None), "a cache or a mask is of whole sequences"
         query, key, value = self._query_key_value(x)
         if angles is not None:
             if self.window is not None and angles.local is not None:
                 angles = angles.local
-            query, key = apply_rotary(query, angles), apply_rotary(key, angles)
+            query, key = apply_rotary_to_both(query, key, angles)
         if self.score_factor is not None:
             query = query * self.score_factor
         if cache is not None:
             key, value = cache.update(self.layer_number, key, value)
         if self.window is not None and self.window < key.shape[0] * self.cp.size:
             pattern = pattern.within(self.window)
+        of_weights = None
+        if self.training and self.dropout > 0.0:
+            of_weights = require_keys(dropout).of_attention(self.layer_number, self.dropout, self.heads)
         if self.recompute_core and self.training:
-            context = recompute(self._attend, self.rng, query, key, value, pattern)
+            context = recompute(self._attend, query, key, value, pattern, of_weights)
         else:
-            context = self._attend(query, key, value, pattern)
+            context = self._attend(query, key, value, pattern, of_weights)
         return LayerOutput(self.linear_proj(context))
 
     def _query_key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -130,12 +178,13 @@ class SelfAttention(nn.Module):
         return query, key, value
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: AttentionPattern
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pattern: AttentionPattern,
+        dropout: AttentionDropout | None,
     ) -> torch.Tensor:
         """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * d]``."""
-        if self.training and self.dropout > 0.0:
-            with self.rng.fork(TENSOR_PARALLEL):
-                context = self.core(query, key, value, pattern, self.dropout)
-        else:
-            context = self.core(query, key, value, pattern, 0.0)
+        context = self.core(query, key, value, pattern, dropout)
         return context.reshape(*context.shape[:2], -1)

@@ -1,4 +1,4 @@
-"""The feed-forward layer, plain or gated (SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+"""The feed-forward layer, plain or gated."""
 
 from __future__ import annotations
 
@@ -9,29 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.kernels.gated_activation import gated_activation
 from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-
-def _swiglu(x: torch.Tensor) -> torch.Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def _geglu(x: torch.Tensor) -> torch.Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "squared_relu": lambda x: F.relu(x).square(),
-    "swiglu": _swiglu,
-    "geglu": _geglu,
+    "swiglu": partial(gated_activation, kind="swiglu"),
+    "geglu": partial(gated_activation, kind="geglu"),
 }
 
 
@@ -56,6 +46,7 @@ class MLP(nn.Module):
             dtype=dtype,
             device=device,
             num_stacked=num_stacked,
+            library=config.cpu_matmul,
         )
         self.linear_fc2 = RowParallelLinear(
             config.ffn_hidden_size,
@@ -66,6 +57,7 @@ class MLP(nn.Module):
             init_std=config.output_init_method_std,
             dtype=dtype,
             device=device,
+            library=config.cpu_matmul,
         )
 
     def forward(self, x: torch.Tensor) -> LayerOutput:

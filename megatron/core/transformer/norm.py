@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.kernels.triton_choice import runs_on_triton
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
@@ -47,8 +50,36 @@ class Norm(nn.Module):
                 self.shape, replicated_spec("bias", self.shape, tp, partial_gradient), dtype, device
             )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalised input in its own dtype."""
+    @overload
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    @overload
+    def forward(self, x: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def forward(
+        self, x: torch.Tensor, branch: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return the normalised input in its own dtype; with a ``branch`` return ``x + branch`` and its norm."""
+        if branch is None:
+            return self._normalise(x)
+        is_alike = x.dtype == branch.dtype == self.weight.dtype and self.kind in ("LayerNorm", "RMSNorm")
+        if is_alike and runs_on_triton(x, branch, self.weight):
+            from megatron.core.kernels.triton_programs import residual_norm as programs
+
+            if self.shape[0] <= programs.MAX_WIDTH:
+                return programs.add_and_normalise(
+                    branch,
+                    x,
+                    self.weight,
+                    self.bias,
+                    self.epsilon,
+                    subtracts_mean=self.kind == "LayerNorm",
+                    weight_offset=1.0 if self.centred_weight else 0.0,
+                )
+        total = x + branch
+        return total, self._normalise(total)
+
+    def _normalise(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight + 1 if self.centred_weight else self.weight
         if self.kind == "LayerNorm":
             # torch's kernel accumulates low precisions in float32.

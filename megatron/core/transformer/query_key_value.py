@@ -32,6 +32,7 @@ def make_query_key_value(config: TransformerConfig, tp: Group, device: torch.dev
             init_std=config.init_method_std,
             dtype=dtype_from_name(config.params_dtype),
             device=device,
+            library=config.cpu_matmul,
         )
     return SharedGroupQueryKeyValue(config, tp, device)
 
@@ -48,6 +49,7 @@ class SharedGroupQueryKeyValue(nn.Module):
     def __init__(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
         super().__init__()
         self.tp = tp
+        self.library = config.cpu_matmul
         self.region = InputRegion.SEQUENCE if config.sequence_parallel else InputRegion.REPLICATED
         dtype = dtype_from_name(config.params_dtype)
         width = config.hidden_size
@@ -88,4 +90,4 @@ class SharedGroupQueryKeyValue(nn.Module):
         bias = None
         if self.query_bias is not None and self.key_value_bias is not None:
             bias = torch.cat((self.query_bias, self.key_value_bias))
-        return tensor_parallel_linear(x, weight, bias, self.region, self.tp)
+        return tensor_parallel_linear(x, weight, bias, self.region, self.tp, library=self.library)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.kernels.triton_choice import runs_on_triton
 from megatron.core.precision import arithmetic_dtype
 
 
@@ -33,6 +34,9 @@ class RotaryEmbedding:
     With ``scaling_factor`` the frequencies are scaled as in Llama 3.1: wavelengths longer than
     ``original_length / low_frequency_factor`` are divided by the factor, those shorter than
     ``original_length / high_frequency_factor`` stay, and those between are blended.
+
+    The last angles are kept: every micro-batch of a run is given the same tensor of positions, unless documents begin
+    anew, and then neither the device nor the host has anything to do.
     """
 
     def __init__(
@@ -58,20 +62,51 @@ class RotaryEmbedding:
             blend = blend.clamp(0.0, 1.0)
             frequencies = frequencies * blend + frequencies / scaling_factor * (1 - blend)
         self.frequencies = frequencies
+        self._last: _Computed | None = None
 
     def angles(self, position_ids: torch.Tensor, dtype: torch.dtype) -> RotaryAngles:
         """Return the angles of the positions, computed in float64 and kept in at least float32.
 
+        Rows that share their memory have one row of angles.
+
         Shapes: ``position_ids: [b or 1, s] -> cos, sin: [s, b or 1, 1, rotary_dim]``.
         """
+        # A tensor made for inference may not be kept for a backward pass, and has no version.
+        if torch.is_inference_mode_enabled() or position_ids.is_inference():
+            return self._compute(position_ids, dtype)
+        last = self._last
+        if last is None or not last.is_of(position_ids, dtype):
+            last = _Computed(position_ids, position_ids._version, dtype, self._compute(position_ids, dtype))
+            self._last = last
+        return last.angles
+
+    def _compute(self, position_ids: torch.Tensor, dtype: torch.dtype) -> RotaryAngles:
+        if position_ids.stride(0) == 0:
+            position_ids = position_ids[:1]
+        if self.frequencies.device != position_ids.device:
+            # Once: a copy from the host waits for the device.
+            self.frequencies = self.frequencies.to(position_ids.device)
         positions = position_ids.t().to(torch.float64)
         if self.interpolation_factor is not None:
             positions = positions / self.interpolation_factor
-        half = positions[..., None] * self.frequencies.to(position_ids.device)
+        half = positions[..., None] * self.frequencies
         full = half.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((half, half), dim=-1)
         full = full.unsqueeze(2)
         wide = arithmetic_dtype(dtype)
         return RotaryAngles(full.cos().to(wide), full.sin().to(wide), self.interleaved)
+
+
+@dataclass(frozen=True, eq=False)
+class _Computed:
+    """Hold angles with what they were computed from."""
+
+    position_ids: torch.Tensor
+    version: int
+    dtype: torch.dtype
+    angles: RotaryAngles
+
+    def is_of(self, position_ids: torch.Tensor, dtype: torch.dtype) -> bool:
+        return self.position_ids is position_ids and self.version == position_ids._version and self.dtype is dtype
 
 
 def apply_rotary(x: torch.Tensor, angles: RotaryAngles) -> torch.Tensor:
@@ -90,3 +125,17 @@ def apply_rotary(x: torch.Tensor, angles: RotaryAngles) -> torch.Tensor:
     wide = wide * angles.cos + turned * angles.sin
     result = wide.to(x.dtype)
     return torch.cat((result, passed), dim=-1) if passed.shape[-1] else result
+
+
+def apply_rotary_to_both(
+    query: torch.Tensor, key: torch.Tensor, angles: RotaryAngles
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries and keys.
+
+    Shapes: ``query: [s, b, heads, d]``, ``key: [s, b, groups, d]``, and so the results.
+    """
+    if runs_on_triton(query, key, angles.cos, angles.sin):
+        from megatron.core.kernels.triton_programs import rotary as programs
+
+        return programs.rotate_query_and_key(query, key, angles.cos, angles.sin, angles.interleaved)
+    return apply_rotary(query, angles), apply_rotary(key, angles)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.kernels.dropout_keys import DropoutKeys
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
@@ -32,15 +32,13 @@ class TransformerBlock(nn.Module):
         layer_numbers: Sequence[int],
         has_final_norm: bool,
         tp: Group,
-        rng: RngStreams,
         device: torch.device | str,
         cp: Group | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.rng = rng
         self.layers = nn.ModuleDict(
-            {str(number): TransformerLayer(config, number, tp, rng, device, cp) for number in layer_numbers}
+            {str(number): TransformerLayer(config, number, tp, device, cp) for number in layer_numbers}
         )
         self.final_layernorm = make_norm(config, tp, device) if has_final_norm else None
 
@@ -50,20 +48,25 @@ class TransformerBlock(nn.Module):
         pattern: AttentionPattern,
         angles: RotaryAngles | None,
         cache: KeyValueCache | None = None,
+        dropout: DropoutKeys | None = None,
     ) -> LayerOutput:
-        """Return the hidden states after the last of these layers, and the auxiliary losses of all."""
+        """Return the hidden states after the last of these layers, and the auxiliary losses of all.
+
+        Raises:
+            ConfigurationError: layers drop something in training, and ``dropout`` is not given.
+        """
         losses: list[AuxiliaryLoss] = []
 
         def run(group: list[nn.Module], hidden: torch.Tensor) -> LayerOutput:
             losses_of_group: list[AuxiliaryLoss] = []
             for layer in group:
-                hidden, found = layer(hidden, pattern, angles, cache)
+                hidden, found = layer(hidden, pattern, angles, cache, dropout)
                 losses_of_group += found
             return LayerOutput(hidden, tuple(losses_of_group))
 
         recomputed, kept = self._groups()
         for group in recomputed:
-            x, found = recompute(lambda hidden, group=group: run(group, hidden), self.rng, x)
+            x, found = recompute(lambda hidden, group=group: run(group, hidden), x)
             losses += found
         x, found = run(kept, x)
         losses += found

@@ -62,7 +62,8 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     use_parallel_residual: bool = flag(False, role="meaning", in_args=False)
     """Add attention and feed-forward to the same hidden states, in place of one after the other."""
     attn_logit_softcapping: float | None = flag(None, role="meaning", bounds=POSITIVE, in_args=False)
-    """Keep attention scores within this number of 0, by a tanh; no fused kernel does it."""
+    """Keep attention scores within this number of 0, by a tanh; of the fused kernels only flash-attn and
+    FlexAttention on CUDA do it."""
     query_pre_attn_scalar: int | None = flag(
         None, role="meaning", bounds=POSITIVE, seen_as="score_scalar", in_args=False
     )
@@ -90,6 +91,10 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     """Give the linear layers biases. Off: leave the biases out of the linear layers."""
     add_qkv_bias: bool = flag(False, role="weights", seen_as="has_qkv_bias")
     """Give the query/key/value projection a bias even where the other linear layers have none."""
+    disable_qkv_bias: bool = flag(
+        False, role="weights", excludes=("add_qkv_bias",), seen_as="has_qkv_bias", in_args=False
+    )
+    """Leave the bias of the query/key/value projection out where the other linear layers have theirs."""
 
     hidden_dropout: float = flag(0.1, role="recipe", bounds=BELOW_ONE)
     """Dropout probability of the hidden states."""
@@ -98,9 +103,11 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     attention_backend: str = flag(
         "auto", choices=("auto", "flash", "fused", "unfused", "local"), role="run", in_args=False
     )
-    """Attention kernel: auto takes the fastest at hand, unfused and local the plain reference."""
+    """Attention kernel: auto takes the fastest at hand, flash-attn first; fused keeps to torch's own; unfused
+    and local take the plain reference. One line at the start names the kernel."""
     use_flash_attn: bool = flag(False, role="run", in_args=False)
-    """Use FlashAttention where it is found (same as --attention-backend flash); one line says where it is not."""
+    """Same as --attention-backend flash: take what auto takes, and say in one line where flash-attn is not
+    used."""
 
     init_method_std: float = flag(0.02, role="run", bounds=NOT_NEGATIVE)
     """Standard deviation of the initial weights; layers that end a residual branch take it / sqrt(2 x
@@ -150,6 +157,11 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
         return self.swiglu or self.geglu
 
     @property
+    def has_dropout(self) -> bool:
+        """Return whether anything is dropped in training."""
+        return self.hidden_dropout > 0.0 or self.attention_dropout > 0.0
+
+    @property
     def score_scalar(self) -> int:
         """Return the number by whose root attention scores are divided."""
         return self.kv_channels if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar
@@ -157,7 +169,7 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     @property
     def has_qkv_bias(self) -> bool:
         """Tell whether the query/key/value projection has a bias."""
-        return self.add_bias_linear or self.add_qkv_bias
+        return (self.add_bias_linear and not self.disable_qkv_bias) or self.add_qkv_bias
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.kernels.dropout_keys import DropoutKeys
 from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.random import REPLICATED, TENSOR_PARALLEL, RngStreams
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dropout import HiddenDropout, require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
@@ -33,33 +33,15 @@ def make_norm(config: TransformerConfig, tp: Group, device: torch.device | str) 
     )
 
 
-class HiddenDropout(nn.Module):
-    """Drop hidden states: equally on all tensor-parallel ranks, or independently where each holds a part of s."""
-
-    def __init__(self, probability: float, sequence_parallel: bool, rng: RngStreams) -> None:
-        super().__init__()
-        self.probability = probability
-        self.stream = TENSOR_PARALLEL if sequence_parallel else REPLICATED
-        self.rng = rng
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` with elements dropped while training."""
-        if not self.training or self.probability == 0.0:
-            return x
-        with self.rng.fork(self.stream):
-            return F.dropout(x, self.probability)
-
-
 def make_attention(
     config: TransformerConfig,
     layer_number: int,
     tp: Group,
-    rng: RngStreams,
     device: torch.device | str,
     cp: Group | None,
 ) -> nn.Module:
     """Return the attention that a layer is configured with: called as `SelfAttention` is, it gives a `LayerOutput`."""
-    return SelfAttention(config, layer_number, tp, rng, device, cp)
+    return SelfAttention(config, layer_number, tp, device, cp)
 
 
 def make_feed_forward(config: TransformerConfig, layer_number: int, tp: Group, device: torch.device | str) -> nn.Module:
@@ -82,20 +64,21 @@ class TransformerLayer(nn.Module):
         config: TransformerConfig,
         layer_number: int,
         tp: Group,
-        rng: RngStreams,
         device: torch.device | str,
         cp: Group | None = None,
     ) -> None:
         super().__init__()
+        self.layer_number = layer_number
         has_before, has_after = config.norm_placement != "after", config.norm_placement != "before"
         self.input_layernorm = make_norm(config, tp, device) if has_before else nn.Identity()
-        self.self_attention = make_attention(config, layer_number, tp, rng, device, cp)
+        self.self_attention = make_attention(config, layer_number, tp, device, cp)
         self.post_self_attn_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
         self.pre_mlp_layernorm = make_norm(config, tp, device) if has_before else nn.Identity()
         self.mlp = make_feed_forward(config, layer_number, tp, device)
         self.post_mlp_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
         self.is_parallel = config.use_parallel_residual
-        self.hidden_dropout = HiddenDropout(config.hidden_dropout, config.sequence_parallel, rng)
+        self.adds_in_norm = has_before and not self.is_parallel
+        self.hidden_dropout = HiddenDropout(config.hidden_dropout)
 
     def forward(
         self,
@@ -103,9 +86,24 @@ class TransformerLayer(nn.Module):
         pattern: AttentionPattern,
         angles: RotaryAngles | None,
         cache: KeyValueCache | None = None,
+        dropout: DropoutKeys | None = None,
     ) -> LayerOutput:
-        """Return the layer's output."""
-        attended, losses = self.self_attention(self.input_layernorm(x), pattern, angles, cache)
-        after = x + self.hidden_dropout(self.post_self_attn_layernorm(attended))
-        fed, more_losses = self.mlp(self.pre_mlp_layernorm(x if self.is_parallel else after))
-        return LayerOutput(after + self.hidden_dropout(self.post_mlp_layernorm(fed)), losses + more_losses)
+        """Return the layer's output.
+
+        Raises:
+            ConfigurationError: the layer drops something in training, and is given no keys.
+        """
+        attended, losses = self.self_attention(self.input_layernorm(x), pattern, angles, cache, dropout)
+        attended_keys = fed_keys = None
+        if self.hidden_dropout.is_active:
+            keys = require_keys(dropout)
+            attended_keys = keys.after_attention(self.layer_number)
+            fed_keys = keys.after_feed_forward(self.layer_number)
+        branch = self.hidden_dropout(self.post_self_attn_layernorm(attended), attended_keys)
+        if self.adds_in_norm:
+            after, normalised = self.pre_mlp_layernorm(x, branch)
+        else:
+            after = x + branch
+            normalised = self.pre_mlp_layernorm(x if self.is_parallel else after)
+        fed, more_losses = self.mlp(normalised)
+        return LayerOutput(after + self.hidden_dropout(self.post_mlp_layernorm(fed), fed_keys), losses + more_losses)

@@ -55,7 +55,7 @@ def read_tar(stream: IO[bytes], keys: Sequence[str]) -> Iterator[bytes]:
         tarfile.TarError: it is damaged or cut short.
     """
     with tarfile.open(fileobj=stream, mode="r|") as archive:
-        members = (member for member in archive if member.isfile())
+        members = (member for member in _each_member(archive) if member.isfile())
         for _, group in itertools.groupby(members, lambda member: _sample_name(member.name)):
             sample: dict[str, bytes] = {}
             for member in group:
@@ -66,6 +66,13 @@ def read_tar(stream: IO[bytes], keys: Sequence[str]) -> Iterator[bytes]:
         # An archive ends with empty blocks, of which the first one was read; the package does not ask for them.
         if archive.fileobj is not None and archive.fileobj.tell() == archive.offset:
             raise tarfile.ReadError("it ends without the mark of its end; copy it again")
+
+
+def _each_member(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of an archive, which would remember all of them."""
+    while (member := archive.next()) is not None:
+        archive.members.clear()  # type: ignore[attr-defined]
+        yield member
 
 
 def read_table(path: str, kind: str, keys: Sequence[str]) -> Iterator[bytes]:
@@ -100,7 +107,8 @@ def load_pyarrow(path: str) -> Any:
 
 def _parquet_batches(path: str, keys: Sequence[str]) -> Iterator[Any]:
     parquet = importlib.import_module("pyarrow.parquet")
-    with parquet.ParquetFile(path, buffer_size=1 << 20) as file:
+    # Buffered ahead, all columns of a file would stay in memory to its end.
+    with parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
         _check_columns(path, file.schema_arrow.names, keys)
         yield from file.iter_batches(_ROWS, columns=list(keys), use_threads=False)
 

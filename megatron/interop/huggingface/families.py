@@ -11,6 +11,7 @@ from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.interop.huggingface.architectures.gemma2 import Gemma2Family
 from megatron.interop.huggingface.architectures.gemma3 import Gemma3Family
 from megatron.interop.huggingface.architectures.gpt2 import GPT2Family
+from megatron.interop.huggingface.architectures.gpt_neo import GPTNeoFamily
 from megatron.interop.huggingface.architectures.gpt_neox import GPTNeoXFamily
 from megatron.interop.huggingface.architectures.llama import LlamaFamily
 from megatron.interop.huggingface.architectures.mistral import MistralFamily
@@ -28,6 +29,7 @@ FAMILIES: tuple[Family, ...] = (
     Qwen2Family(),
     Qwen3Family(),
     MistralFamily(),
+    GPTNeoFamily(),
     GPTNeoXFamily(),
     Olmo2Family(),
     Phi3Family(),

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from megatron.core.config_base import config_to_dict
 from megatron.core.dist_checkpointing.save_plan import MAX_PIECE_BYTES
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.sharding import Box, split_box
 from megatron.interop.checkpoint_source import TensorInfo
 from megatron.interop.huggingface.families import read_model
@@ -22,6 +20,7 @@ from megatron.interop.huggingface.settings import CONFIG_FILE, read_settings
 from megatron.interop.huggingface.tensor_link import TensorLink, shapes_of
 from megatron.interop.huggingface.tokenizer_files import copy_into_checkpoint, tokenizer_settings
 from megatron.interop.huggingface.weight_files import OUTPUT_LAYER, WeightFiles
+from megatron.interop.untrained_model import untrained_common
 
 _MOST_NAMED = 8
 
@@ -52,7 +51,8 @@ class HuggingFaceSource:
         self._check_tied_copy()
         files = {name: FileRecord(self.files.names_in(name), texts) for name, texts in self.files.metadata.items()}
         record = record_model(self.folder, self.files.index_text, files, self.family.is_buffer)
-        self.common: Mapping[str, Any] = _common(self.folder, self.config) | {MODEL_RECORD: record.encode()}
+        tokenizer = tokenizer_settings(self.folder, self.config.vocab_size)
+        self.common: Mapping[str, Any] = untrained_common(self.config, tokenizer) | {MODEL_RECORD: record.encode()}
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Return a box of a tensor, or all of it, contiguous on the CPU.
@@ -143,35 +143,3 @@ def _find_names(family: Family, config: GPTConfig, links: list[TensorLink], file
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more
-
-
-def _common(folder: Path, config: GPTConfig) -> dict[str, Any]:
-    """Return what a native checkpoint would say beside its tensors: a run that has not begun."""
-    length = config.max_position_embeddings
-    return {
-        "progress": {
-            "iteration": 0,
-            "consumed_train_samples": 0,
-            "consumed_valid_samples": 0,
-            "skipped_iterations": 0,
-            "floating_point_operations_so_far": 0,
-        },
-        "config": {
-            "model": config_to_dict(config),
-            "training": {"micro_batch_size": 1},
-            "optimizer": {},
-            "scheduler": {},
-            "ddp": {},
-            "data": {"seq_length": length},
-            "tokenizer": tokenizer_settings(folder, config.vocab_size),
-            "validation": {},
-            "checkpoint": {},
-            "logging": {},
-            "initialization": {},
-            "world_size": 1,
-        },
-        "layout": ONE_RANK.record(),
-        "optimizer": None,
-        "scheduler": None,
-        "tokenizer": None,
-    }

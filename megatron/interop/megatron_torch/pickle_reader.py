@@ -213,6 +213,8 @@ class _Interpreter:
             CheckpointError: it is not on the list.
         """
         if name.module == "torch":
+            if name.name == "complex64":
+                return torch.complex64  # of rotary positions that are stored beside the weights, and never read
             with suppress(KeyError):
                 return dtype_of(name.name)
         if str(name) in (*_MAKERS, _TENSOR_WITH_ATTRIBUTES) or name in self.records or name.module in _INERT_MODULES:

@@ -15,7 +15,7 @@ from megatron.interop.megatron_torch.pickle_reader import NAMESPACE
 from megatron.interop.megatron_torch.stored_values import Record
 from megatron.interop.megatron_torch.torch_file import TorchFile
 from megatron.interop.torch_dist.bucket_states import GROUP_PREFIX
-from megatron.interop.torch_dist.folder_files import COMMON_FILE, METADATA_FILE
+from megatron.interop.torch_dist.folder_files import COMMON_FILE
 from megatron.interop.torch_dist.stored_metadata import StoredMetadata
 
 Complete = Callable[[Any, TorchFile], Any]
@@ -32,11 +32,6 @@ def read_common(folder: Path) -> dict[str, Any]:
         DamagedCheckpointError: the file is missing or damaged.
         CheckpointError: it holds something else, or records no ``args``.
     """
-    if not (folder / COMMON_FILE).exists():
-        raise DamagedCheckpointError(
-            f"{folder / COMMON_FILE}: No such file or directory; without it {METADATA_FILE} is of another trainer than "
-            "Megatron, such as torchtitan: save the model there as a Hugging Face folder"
-        )
     file = TorchFile(folder / COMMON_FILE)
     try:
         values = file.with_tensors(file.value)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,23 @@ class StoredMetadata:
             for chunk in entry.chunks:
                 yield key, chunk.segment
         yield from self.objects.items()
+
+    def check_storages(self, keys: Collection[str] | None = None, index: int = 0, count: int = 1) -> None:
+        """Compare the checksums of every ``count``-th entry, from number ``index`` on; only ``keys`` where given.
+
+        Raises:
+            DamagedCheckpointError: an entry does not match the checksum beside it; the tensor is named.
+        """
+        chosen = (item for item in self.segments() if keys is None or item[0] in keys)
+        for key, segment in itertools.islice(chosen, index, None, count):
+            file = segment.open()
+            try:
+                for storage in file.places:
+                    file.check_storage(storage)
+            except DamagedCheckpointError as error:
+                raise DamagedCheckpointError(f"{error}; it holds {key}") from error
+            finally:
+                file.close()
 
 
 def read_metadata(folder: Path) -> StoredMetadata:

@@ -89,16 +89,7 @@ class TorchDistSource:
         Raises:
             DamagedCheckpointError: an entry does not match the checksum beside it; the tensor is named.
         """
-        for place, (key, segment) in enumerate(self.metadata.segments()):
-            if place % count == index:
-                file = segment.open()
-                try:
-                    for storage in file.places:
-                        file.check_storage(storage)
-                except DamagedCheckpointError as error:
-                    raise DamagedCheckpointError(f"{error}; it holds {key}") from error
-                finally:
-                    file.close()
+        self.metadata.check_storages(None, index, count)
 
     def close(self) -> None:
         """Close the files; the source cannot be read afterwards."""

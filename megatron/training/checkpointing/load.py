@@ -23,7 +23,9 @@ from megatron.core.dist_checkpointing.state_dict import (
 from megatron.core.dist_checkpointing.strictness import STRICT, STRICTNESS, Strictness
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
+from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.huggingface.model_record import MODEL_RECORD
+from megatron.interop.torchtitan.told_settings import describe_told
 from megatron.training.checkpointing.choice import (
     Log,
     agree_on_candidates,
@@ -180,6 +182,8 @@ def _load_folder(
         _check_untouched(folder, described, stored.index, filled, state)
         filled.update(stored.index.tensors)
     loaded = stored.load(described, change.namespaces, strictness, allow_cast=change.is_needed)
+    if detect_format(folder) == "torchtitan":
+        log(describe_told(config["model"], folder))
     for field in changes:
         log(f"configuration changed since the checkpoint: {field}")
     if change.line is not None:

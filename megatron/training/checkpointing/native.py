@@ -7,14 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron.core.collectives import run_on_all_ranks
+from megatron.core.config_base import IDENTITY, field_specs
 from megatron.core.dist_checkpointing.index import CheckpointIndex
 from megatron.core.dist_checkpointing.load import LoadedTensors, load_index, load_tensors
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strictness import STRICT, Strictness
+from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.interop.checkpoint_format import detect_format
+from megatron.interop.checkpoint_source import CheckpointSource
+from megatron.interop.huggingface.source import HuggingFaceSource
+from megatron.interop.torchtitan.torchtitan_source import TorchtitanSource
 from megatron.training.checkpointing.folder import RELEASE
-from megatron.training.checkpointing.torch_format import open_hugging_face, open_torch_checkpoint
+from megatron.training.checkpointing.torch_format import SourceCheckpoint, index_of, open_torch_checkpoint
 
 
 class StoredCheckpoint(Protocol):
@@ -67,7 +73,7 @@ class NativeCheckpoint:
 
 def is_release(folder: Path) -> bool:
     """Return whether a folder holds a model and no run that could go on."""
-    return folder.name == RELEASE or detect_format(folder) == "hf"
+    return folder.name == RELEASE or detect_format(folder) in ("hf", "torchtitan")
 
 
 def open_stored(
@@ -84,6 +90,41 @@ def open_stored(
     found = detect_format(folder)
     if found in ("torch", "torch_dist"):
         return open_torch_checkpoint(folder, state, verify, model)
+    if found == "torchtitan":
+        return _open_torchtitan(folder, state, verify, model)
     if found == "hf":
-        return open_hugging_face(folder, state)
+        return _open_hugging_face(folder, state)
     return NativeCheckpoint(folder, load_index(folder, state.world, verify), state, verify)
+
+
+def _open_hugging_face(folder: Path, state: ParallelState) -> SourceCheckpoint:
+    """Open a Hugging Face folder on every rank.
+
+    Raises:
+        InputError: it lacks files, or is of a model that is not supported. On every rank alike.
+    """
+    return _offer_model(run_on_all_ranks(lambda: HuggingFaceSource(folder), state.world), state)
+
+
+def _open_torchtitan(
+    folder: Path, state: ParallelState, verify: bool, model: Mapping[str, Any] | None
+) -> SourceCheckpoint:
+    """Open a torchtitan folder on every rank, checked as by `open_torch_checkpoint`.
+
+    ``model`` is the run's configuration of it, which has what the files do not say.
+
+    Raises:
+        CheckpointError: a file is damaged, or of another model. On every rank alike.
+    """
+    source = run_on_all_ranks(lambda: TorchtitanSource(folder, model), state.world)
+    if verify:
+        run_on_all_ranks(lambda: source.check_storages(state.world.rank, state.world.size), state.world)
+    return _offer_model(source, state)
+
+
+def _offer_model(source: CheckpointSource, state: ParallelState) -> SourceCheckpoint:
+    """Return a model that no run can go on from; its configuration is known as far as it makes the model."""
+    model = source.common["config"]["model"]
+    fields = (spec.name for spec in field_specs(GPTConfig) if spec.options.role in IDENTITY)
+    config = {"model": {name: model[name] for name in fields}}
+    return SourceCheckpoint(source, index_of(source, {}), {}, state, config)

@@ -63,6 +63,24 @@ def check_schedule(state: Mapping[str, Any], config: RunConfig) -> None:
     raise CheckpointError(
         f"the schedule differs from the checkpoint's ({'; '.join(map(str, conflicts))}); give {remedy}"
         "--override-opt-param-scheduler to use the new one or --use-checkpoint-opt-param-scheduler to keep the old one"
+        f"{_earlier_checkpoint(stored, given, int(state['num_samples']), config)}"
+    )
+
+
+def _earlier_checkpoint(stored: ScheduleConfig, given: ScheduleConfig, num_samples: int, config: RunConfig) -> str:
+    """Say from which checkpoints the given schedule goes on by itself, where this one is already in the decay of WSD.
+
+    A decay that is under way cannot begin again later without a leap of the learning rate.
+    """
+    if stored.lr_decay_style != "WSD" or stored.wsd_decay_steps is None:
+        return ""
+    start = stored.lr_decay_steps - stored.wsd_decay_steps
+    if num_samples <= start or conflicting_fields(stored, given, start):
+        return ""
+    by_samples = bool(config.training.train_samples)
+    place = f"{start} samples" if by_samples else f"{start / config.training.global_batch_size:.10g} iterations"
+    return (
+        f"; its WSD decay began after {place}: a checkpoint from before (--ckpt-step) goes on with the new one as it is"
     )
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from megatron.core.collectives import all_gather_objects, raise_on_all_ranks, run_on_all_ranks
-from megatron.core.config_base import IDENTITY, field_specs
 from megatron.core.dist_checkpointing.background import StagingArea
 from megatron.core.dist_checkpointing.disk import sync_folder, write_error
 from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredTensor
@@ -22,13 +21,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_name
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX, rng_name
 from megatron.core.dist_checkpointing.strictness import STRICT, Strictness, find_misfits
 from megatron.core.errors import CheckpointError
-from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.sharding import Box
-from megatron.core.tensor_parallel.random import DEFAULT, REPLICATED, TENSOR_PARALLEL
+from megatron.core.tensor_parallel.random import DEFAULT
 from megatron.interop.checkpoint_source import CheckpointSource
-from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 from megatron.interop.megatron_torch.pickle_writer import given_tensor
 from megatron.interop.megatron_torch.rank_planner import PlannedFile, RankExtras, RankPlanner
@@ -41,12 +38,11 @@ MegatronSource = MegatronTorchSource | TorchDistSource
 
 STREAM_PLACES: Mapping[str, tuple[str, ...]] = {
     DEFAULT: ("cuda_rng_state",),
-    REPLICATED: ("rng_tracker_states", "data-parallel-rng"),
-    TENSOR_PARALLEL: ("rng_tracker_states", "model-parallel-rng"),
 }
 """Where a stream of random numbers stands in an entry of ``rng_state``."""
 _SEED_STEP_OF_STAGE = 100
 _EXPERT_SEED = 1024
+_MODEL_PARALLEL_SEED = 2718
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,23 +125,11 @@ def open_torch_checkpoint(
     stored = {
         name: StoredTensor(name, tuple(values.shape), dtype_name(values.dtype), ()) for name, values in streams.items()
     }
-    return SourceCheckpoint(source, _index_of(source, stored), streams, state, source.config)
+    return SourceCheckpoint(source, index_of(source, stored), streams, state, source.config)
 
 
-def open_hugging_face(folder: Path, state: ParallelState) -> SourceCheckpoint:
-    """Open a Hugging Face folder on every rank.
-
-    Raises:
-        InputError: it lacks files, or is of a model that is not supported. On every rank alike.
-    """
-    source = run_on_all_ranks(lambda: HuggingFaceSource(folder), state.world)
-    model = source.common["config"]["model"]
-    fields = (spec.name for spec in field_specs(GPTConfig) if spec.options.role in IDENTITY)
-    config = {"model": {name: model[name] for name in fields}}
-    return SourceCheckpoint(source, _index_of(source, {}), {}, state, config)
-
-
-def _index_of(source: CheckpointSource, streams: Mapping[str, StoredTensor]) -> CheckpointIndex:
+def index_of(source: CheckpointSource, streams: Mapping[str, StoredTensor]) -> CheckpointIndex:
+    """Return what a source holds as the index of a native checkpoint would say it, with ``streams`` beside."""
     tensors = {
         name: StoredTensor(name, info.global_shape, dtype_name(info.dtype), ()) for name, info in source.tensors.items()
     }
@@ -331,7 +315,7 @@ def _find_gap(share: TorchShare, state: ParallelState) -> CheckpointError | None
 
 
 def stored_random_states(content: Mapping[str, Any], rng: Mapping[str, torch.Tensor], state: ParallelState) -> Any:
-    """Return Megatron's ``rng_state``: that of the first rank of a place, or of all where they draw their own dropout.
+    """Return Megatron's ``rng_state``: that of the first rank of a place, or of all where the run has dropout.
 
     Generators that are not used here stand where Megatron's seeds put them at the start of a run.
     """
@@ -341,24 +325,26 @@ def stored_random_states(content: Mapping[str, Any], rng: Mapping[str, torch.Ten
     draws = bool(model["hidden_dropout"] or model["attention_dropout"])
     everybody = all_gather_objects(dict(rng), state.dp_cp)
     seed = content["config"]["initialization"]["seed"] + _SEED_STEP_OF_STAGE * state.pp.rank
-    expert_seed = seed + _EXPERT_SEED + state.tp.rank
-    return [_rng_entry(streams, seed, expert_seed) for streams in (everybody if draws else everybody[:1])]
+    return [_rng_entry(streams[DEFAULT], seed, state.tp.rank) for streams in (everybody if draws else everybody[:1])]
 
 
-def _rng_entry(streams: Mapping[str, torch.Tensor], seed: int, expert_seed: int) -> dict[str, Any]:
-    unused = torch.Generator().manual_seed(expert_seed).get_state()
-    if unused.shape != streams[DEFAULT].shape:
-        # A CUDA generator's state is its seed and how far it has come.
-        unused = torch.tensor([expert_seed, 0]).view(torch.uint8)
+def _rng_entry(own: torch.Tensor, seed: int, tp_rank: int) -> dict[str, Any]:
+    def unused(seed: int) -> Any:
+        state = torch.Generator().manual_seed(seed).get_state()
+        if state.shape != own.shape:
+            # A CUDA generator's state is its seed and how far it has come.
+            state = torch.tensor([seed, 0]).view(torch.uint8)
+        return given_tensor(state)
+
     return {
         "random_rng_state": random.Random(seed).getstate(),
         "np_rng_state": np.random.RandomState(seed % 2**32).get_state(),
         "torch_rng_state": given_tensor(torch.get_rng_state()),
-        "cuda_rng_state": given_tensor(streams[DEFAULT]),
+        "cuda_rng_state": given_tensor(own),
         "rng_tracker_states": {
-            "data-parallel-rng": given_tensor(streams[REPLICATED]),
-            "model-parallel-rng": given_tensor(streams[TENSOR_PARALLEL]),
-            "expert-parallel-rng": given_tensor(unused),
+            "data-parallel-rng": unused(seed),
+            "model-parallel-rng": unused(seed + _MODEL_PARALLEL_SEED + tp_rank),
+            "expert-parallel-rng": unused(seed + _EXPERT_SEED + tp_rank),
         },
     }
 

@@ -63,21 +63,26 @@ def read_checkpoint_arguments(directory: str, ckpt_step: int | None) -> Checkpoi
     return CheckpointArguments(None, {})
 
 
-def _config_of(folder: Path) -> Mapping[str, Any]:
+def recorded_config(folder: Path) -> Mapping[str, Any]:
+    """Return what a checkpoint of any format records of its run's configuration; other fields are unknown."""
     found = detect_format(folder)
     if found == "torch_dist":
-        from megatron.interop.torch_dist.shared_values import recorded_config as recorded_args
+        from megatron.interop.torch_dist.shared_values import recorded_config as recorded_shared
 
-        return recorded_args(folder)
+        return recorded_shared(folder)
+    if found == "torchtitan":
+        from megatron.interop.torchtitan.stored_names import recorded_config as recorded_shapes
+
+        return recorded_shapes(folder)
     if found == "hf":
         from megatron.interop.huggingface.families import recorded_config as recorded_model
 
         return recorded_model(folder)
     if found == "torch":
         # Megatron keeps these values beside its tensors: no format but the native one can be read without torch.
-        from megatron.interop.megatron_torch.common_state import recorded_config
+        from megatron.interop.megatron_torch.common_state import recorded_config as recorded_args
 
-        return recorded_config(folder)
+        return recorded_args(folder)
     config: Mapping[str, Any] = read_index_file(folder)["common"]["config"]
     return config
 
@@ -93,7 +98,7 @@ def _tokenizer_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _values_of(folder: Path) -> dict[str, Any]:
     try:
-        config = _config_of(folder)
+        config = recorded_config(folder)
         sections = {**config, "tokenizer": _tokenizer_of(folder, config)}
         recorded = [
             (spec, dict(sections[part]))

@@ -40,7 +40,8 @@ class NotSupported:
 _TOKEN_FILES = ("mmap", "lazy", "cached", "infer")
 _FUSION = "the same numbers are computed with and without this fusion"
 _ONE_LOGGER = "there is no one-logger service here"
-_NATIVE = "the native checkpoint format has no such choice"
+_CKPT_FORMAT = "--ckpt-format alone says which format is written, and the format of what is loaded is detected"
+_WRITERS = "the format of a checkpoint decides which rank writes what"
 _TP_OVERLAP = "tensor-parallel communication overlaps with the weight gradient as far as the device allows"
 
 NO_EFFECT: dict[str, NoEffect] = {
@@ -75,7 +76,6 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--no-bias-swiglu-fusion": NoEffect(0, _FUSION),
     "--no-bias-dropout-fusion": NoEffect(0, _FUSION),
     "--no-rope-fusion": NoEffect(0, _FUSION),
-    "--no-gradient-accumulation-fusion": NoEffect(0, _FUSION),
     "--cross-entropy-loss-fusion": NoEffect(0, _FUSION),
     "--cross-entropy-fusion-impl": NoEffect(1, _FUSION, accepted=("native", "te")),
     "--no-persist-layer-norm": NoEffect(0, _FUSION),
@@ -122,17 +122,17 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--disable-gloo-process-groups": NoEffect(0, "only the groups that are needed are made"),
     "--enable-gloo-process-groups": NoEffect(0, "only the groups that are needed are made"),
     # checkpoints
-    "--flash-save": NoEffect(0, "every rank writes its own part of a checkpoint at once"),
+    "--flash-save": NoEffect(0, _WRITERS),
     "--flash-load": NoEffect(0, "every rank reads only its own part of a checkpoint"),
-    "--use-dist-ckpt": NoEffect(0, "the native checkpoint format is always distributed"),
-    "--dist-ckpt-format": NoEffect(1, _NATIVE, accepted=("torch_dist",)),
+    "--use-dist-ckpt": NoEffect(0, _CKPT_FORMAT),
+    "--dist-ckpt-format": NoEffect(1, _CKPT_FORMAT, accepted=("torch_dist",)),
     "--auto-detect-ckpt-format": NoEffect(0, "the format of a checkpoint is always detected"),
-    "--ckpt-fully-parallel-save": NoEffect(0, "saving is always spread over the ranks"),
-    "--no-ckpt-fully-parallel-save": NoEffect(0, "saving is always spread over the ranks"),
+    "--ckpt-fully-parallel-save": NoEffect(0, _WRITERS),
+    "--no-ckpt-fully-parallel-save": NoEffect(0, _WRITERS),
     "--ckpt-fully-parallel-load": NoEffect(0, "loading is always spread over the ranks"),
-    "--ckpt-assume-constant-structure": NoEffect(0, _NATIVE),
-    "--use-persistent-ckpt-worker": NoEffect(0, _NATIVE),
-    "--dist-ckpt-save-pre-mcore-014": NoEffect(0, _NATIVE),
+    "--ckpt-assume-constant-structure": NoEffect(0, "the native format keeps the plan of a save, the others plan each"),
+    "--use-persistent-ckpt-worker": NoEffect(0, "--async-save writes in a thread of each rank"),
+    "--dist-ckpt-save-pre-mcore-014": NoEffect(0, "torch_dist folders are written in one form"),
     "--dist-ckpt-optim-fully-reshardable": NoEffect(0, "the optimizer's state can always be resharded"),
     "--no-use-tokenizer-model-from-checkpoint-args": NoEffect(0, "training takes its tokenizer from the command line"),
     # running and reporting

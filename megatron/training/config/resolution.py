@@ -46,6 +46,7 @@ def resolve(config: RunConfig) -> Resolution:
     config = _resolve_precision(config)
     config = _resolve_weight_decay(config)
     notes.extend(_attention_notes(config))
+    notes.extend(_window_notes(config))
     notes.extend(_condition_notes(config))
     notes.extend(_checkpoint_notes(config))
     notes.extend(_validation_notes(config))
@@ -186,18 +187,25 @@ def _resolve_weight_decay(config: RunConfig) -> RunConfig:
 
 def _attention_notes(config: RunConfig) -> list[str]:
     model = config.model
-    if model.attention_backend in ("flash", "fused") and model.attn_logit_softcapping is not None:
-        return [
-            f"--attention-backend {model.attention_backend} has no effect with --attn-logit-softcapping "
-            f"{model.attn_logit_softcapping}: no fused kernel caps scores, attention is computed step by step"
-        ]
     if model.attention_backend != "flash":
         return []
     if config.data.reset_attention_mask:
         return ["flash-attn is not used with packed documents: --reset-attention-mask takes torch's own attention"]
-    if model.window_size is not None:
-        return ["flash-attn is not used in layers with a window: --window-size takes torch's own attention there"]
+    if model.context_parallel_size > 1 and "p2p" in model.cp_comm_type:
+        return ["flash-attn is not used with --cp-comm-type p2p: blocks that are merged take torch's own attention"]
     return []
+
+
+def _window_notes(config: RunConfig) -> list[str]:
+    model = config.model
+    try:
+        is_idle = model.window_size is not None and not any(model.layer_windows)
+    except ValueError:
+        return []  # The checks say what is wrong.
+    if not is_idle:
+        return []
+    pattern = model.window_attn_skip_freq
+    return [f"--window-size {model.window_size} has no effect: --window-attn-skip-freq {pattern} gives it to no layer"]
 
 
 def _condition_notes(config: RunConfig) -> list[str]:

@@ -154,7 +154,6 @@ def initialize_distributed(launch: LaunchEnvironment, device: Device, backend: s
 
 def initialize_runtime(config: RunConfig, launch: LaunchEnvironment) -> Runtime:
     """Set up device, process groups and random streams, and say so as Megatron does."""
-    import torch
 
     if launch.local_rank is None:
         launch = replace(launch, local_rank=config.initialization.local_rank)
@@ -166,7 +165,7 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment) -> Runtime:
         config.initialization.distributed_timeout_minutes,
     )
     if config.initialization.deterministic_mode:
-        torch.use_deterministic_algorithms(True)
+        device.make_deterministic()
     runtime = make_runtime(config, device, launch.local_rank or 0)
     if runtime.is_reporter:
         if warning is not None:

@@ -15,7 +15,7 @@ from tests.unit.training.config.command_lines import MINIMAL
 
 def events_of_a_run(level: int) -> list[str]:
     events: list[str] = []
-    step = MegatronOptimizer.step
+    step = MegatronOptimizer.begin_step
 
     def counted_step(optimizer: MegatronOptimizer) -> object:
         events.append("step")
@@ -24,7 +24,7 @@ def events_of_a_run(level: int) -> list[str]:
     words = ["--train-iters", "2", "--eval-iters", "0", "--empty-unused-memory-level", str(level)]
     with (
         patch.object(Device, "empty_cache", lambda device: events.append("empty")),
-        patch.object(MegatronOptimizer, "step", counted_step),
+        patch.object(MegatronOptimizer, "begin_step", counted_step),
         patch("megatron.training.pretrain.shut_down"),  # the process group is the test's
     ):
         assert pretrain_gpt.main([*MINIMAL, *words]) == 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import pretrain_gpt
+from megatron.core.kernels.dropout_keys import DropoutKeys
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import attach_spec, spec_of
@@ -54,6 +56,20 @@ def one_weight_starts_otherwise(config: RunConfig, runtime: Runtime, contents: S
     if 1 < runtime.state.world_size == runtime.state.rank + 1:
         with torch.no_grad():
             model.decoder.layers["3"].mlp.linear_fc2.weight[5, 7] += 1e-5
+    return model
+
+
+def last_rank_keys_dropout_one_position_late(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+    """Drop what belongs to the next position, on the last rank of a world of several."""
+    model = pretrain_gpt.provide_model(config, runtime, contents)
+    keys_of_rank = model._dropout
+
+    def late(*args: Any) -> DropoutKeys | None:
+        keys = keys_of_rank(*args)
+        return None if keys is None else replace(keys, positions=keys.positions + 1)
+
+    if 1 < runtime.state.world_size == runtime.state.rank + 1:
+        model._dropout = late
     return model
 
 

@@ -12,7 +12,16 @@ import pytest
 import pretrain_gpt
 from megatron.core.errors import TrainingError
 from megatron.training.model_setup import ModelProvider
-from megatron.verification.cells import MAX_WORLD_SIZE, Cell, Layout, fuzz, make_cell, matrix
+from megatron.verification.cells import (
+    DROPOUT,
+    MAX_WORLD_SIZE,
+    Cell,
+    Layout,
+    fuzz,
+    make_cell,
+    matrix,
+    with_micro_batch_size,
+)
 from megatron.verification.verifier import CellReport, Verifier
 from megatron.verification.worker_pool import WorkerPool
 from tests.distributed.verification import planted_faults
@@ -64,6 +73,19 @@ REPRESENTATIVE = (
         for shape in ("neox", "olmo2", "gemma2")
     ),
     *(make_cell(shape, Layout(tp=2, cp=2), "packed") for shape in ("mistral", "gemma3")),
+    # Dropout: the reference is run once for each shape and kind of data.
+    *(
+        make_cell("gpt2", layout, extra=DROPOUT)
+        for layout in (
+            Layout(tp=2),
+            Layout(tp=2, sequence_parallel=True, recompute=("full", "uniform", "1")),
+            Layout(pp=2, schedule="zero-bubble"),
+            Layout(pp=2, virtual_stages=2, recompute=("selective",)),
+            *(Layout(cp=2, cp_comm_type=exchange) for exchange in ("p2p", "all_gather", "a2a")),
+        )
+    ),
+    with_micro_batch_size(make_cell("gpt2", Layout(dp=2, sharding="optim_grads"), extra=DROPOUT), 2),
+    make_cell("llama", Layout(tp=2, pp=2, cp=2), "packed", extra=DROPOUT),
 )
 
 
@@ -120,6 +142,13 @@ def test_a_weight_that_starts_otherwise_is_found(pool: WorkerPool) -> None:
     report = check_fault(pool, planted_faults.one_weight_starts_otherwise, make_cell("gpt2", Layout(pp=2)))
     assert any(reason.startswith("losses [") for reason in report.reasons)
     assert any("decoder.layers.3.mlp.linear_fc2.weight: rank 1" in reason for reason in report.reasons)
+
+
+def test_dropout_keyed_by_a_wrong_position_is_found(pool: WorkerPool) -> None:
+    cell = make_cell("gpt2", SP, extra=("--hidden-dropout", "0.2"))
+    report = check_fault(pool, planted_faults.last_rank_keys_dropout_one_position_late, cell)
+    assert any(reason.startswith("losses [") for reason in report.reasons)
+    assert report.gradient_difference > 1e-3
 
 
 def test_workers_that_fail_are_reported_and_replaced() -> None:

@@ -183,6 +183,8 @@ def test_shortcuts() -> None:
     assert make(use_flash_attn=True).attention_backend == "flash"
     assert make(add_bias_linear=False, add_qkv_bias=True).has_qkv_bias
     assert not make(add_bias_linear=False).has_qkv_bias
+    assert make().has_qkv_bias
+    assert not make(disable_qkv_bias=True).has_qkv_bias
 
 
 def test_padded_vocab_size_is_megatrons() -> None:

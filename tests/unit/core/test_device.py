@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
-from megatron.core.device import Device, select_device
+from megatron.core.device import Device, seeded_generator, select_device
 from megatron.core.errors import ConfigurationError
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 
@@ -39,6 +41,21 @@ def test_random_state_round_trip() -> None:
     assert torch.equal(torch.rand(5), first)
 
 
+def test_a_seeded_generator_leaves_no_trace() -> None:
+    CPU.seed_default_generator(7)
+    expected = torch.rand(5)
+    CPU.seed_default_generator(7)
+    drawn = []
+    for seed in (3, 4, 3):
+        with seeded_generator(CPU.torch_device, seed):
+            drawn.append(torch.rand(5))
+    with pytest.raises(ValueError), seeded_generator(CPU.torch_device, 3):
+        raise ValueError
+    assert torch.equal(torch.rand(5), expected)
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
+
+
 def test_memory_of_the_process_is_counted_in_mib() -> None:
     before = CPU.memory_use()
     block = torch.ones(64 * 1024 * 1024 // 4)
@@ -58,6 +75,7 @@ def test_without_proc_the_peak_stands_for_what_is_resident(monkeypatch: pytest.M
 def test_device_follows_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGATRON_DEVICE", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [select_device(rank) for rank in range(2)] == [Device("cuda", 0), Device("cuda", 1)]
@@ -84,6 +102,35 @@ def test_more_processes_than_devices_are_refused_on_every_rank(monkeypatch: pyte
         select_device(2)
 
 
+@pytest.mark.parametrize("visible", ["0", "3", "GPU-8c1f-77"])
+def test_a_process_that_is_shown_one_device_takes_it(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    """SLURM's --gpus-per-task 1 shows local rank 1 one device, which is its number 0."""
+    for name in ("MEGATRON_DEVICE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [select_device(rank) for rank in range(4)] == [Device("cuda", 0)] * 4
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert select_device(1) == Device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "none"}]
+)
+def test_one_device_for_all_processes_is_refused(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    for name in ("MEGATRON_DEVICE", "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"LOCAL_WORLD_SIZE": "2", **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for rank in range(2):
+        with pytest.raises(ConfigurationError, match="2 processes on this machine, which has 1 CUDA devices"):
+            select_device(rank)
+
+
 @pytest.mark.parametrize(
     ("name", "tflops"), [("NVIDIA H100 80GB HBM3", (989.0, 67.0)), ("NVIDIA A100-SXM4-80GB", (312.0, 19.5))]
 )
@@ -104,3 +151,20 @@ def test_arithmetic_is_never_below_float32() -> None:
         "float32": torch.float32,
         "float64": torch.float64,
     }
+
+
+def test_deterministic_multiplication_finds_its_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    CPU.make_deterministic()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    Device("cuda").make_deterministic()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    Device("cuda").make_deterministic()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert calls == [True] * 3
+    assert torch.utils.deterministic.fill_uninitialized_memory is False

@@ -111,9 +111,9 @@ def test_tied_weight_gets_two_contributions_and_reports_once() -> None:
     calls: list[str] = []
 
     class Recorder(MainGrad):
-        def add_matmul(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        def add_matmul(self, left: torch.Tensor, right: torch.Tensor, library: str = "auto") -> None:
             calls.append("output layer")
-            super().add_matmul(left, right)
+            super().add_matmul(left, right, library)
 
         def add_rows(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
             calls.append("embedding")

@@ -29,14 +29,17 @@ ALLOWED: dict[Wait, tuple[int, str]] = {
         2,
         "the host's reasons to exit go to the device; avoidable",
     ),
-    ("end", "megatron/training/training_step.py", "value read"): (1, "the loss is logged and the ranks' exit agreed on"),
+    ("end", "megatron/training/training_step.py", "value read"): (
+        1,
+        "the loss is logged and the ranks' exit agreed on",
+    ),
     ("end", "megatron/core/optimizer/optimizer.py", "value read"): (1, "--log-params-norm is logged"),
 }
 """Waits of one step by phase, file and kind: how many at most, and why."""
 
 FORWARD_WAITS: dict[str, str] = {
     "megatron/core/transformer/rotary_pos_embedding.py": "rotary frequencies are made on the CPU in each forward pass",
-    "megatron/core/models/gpt/gpt_embedding.py": "the factor of --scale-embeddings is a CPU tensor in each forward pass",
+    "megatron/core/models/gpt/gpt_embedding.py": "the factor of --scale-embeddings is a CPU tensor in each pass",
     "megatron/core/context_parallel/ring_attention.py": "the seed of attention dropout is read from the device",
 }
 """Files that make the host wait in a forward pass today, and should not."""
@@ -46,7 +49,15 @@ BUDGETS: dict[str, tuple[DryRunCase, int, float]] = {
     "8B": (
         DryRunCase(
             "8B",
-            (*LLAMA_8B, *COMMON, "--global-batch-size", "4", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+            (
+                *LLAMA_8B,
+                *COMMON,
+                "--global-batch-size",
+                "4",
+                "--tensor-model-parallel-size",
+                "2",
+                "--sequence-parallel",
+            ),
             8,
         ),
         2679,
@@ -129,3 +140,5 @@ def test_memory_and_parameters_of_345m(results: dict[str, DryRunResult]) -> None
     # Weights of 16 bits, gradients of 32, and main weights and two moments of 32; buffers are padded a little.
     for holder, width in (("weights", 2), ("gradients", 4), ("optimizer", 12)):
         assert report["peak_holders"][holder] == pytest.approx(width * parameters, rel=0.01)
+    # The logits themselves at least, and at most with two copies of them in float32.
+    assert 2 * 8192 * 50304 <= report["peak_holders"]["logits"] <= 10 * 8192 * 50304

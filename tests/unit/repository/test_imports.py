@@ -44,6 +44,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
     # Optional or heavy packages: each is known to one file, so that its absence is handled in one place.
     "apex": ("megatron/core/kernels/apex.py",),
     "flash_attn": ("megatron/core/kernels/flash_attn.py",),
+    "flash_attn_interface": ("megatron/core/kernels/flash_attn.py",),
+    "triton": ("megatron/core/kernels/triton_programs/",),
     # What it computes is compared with: in tests, and after a conversion where that is asked for.
     "transformers": ("megatron/conversion/conversion_check.py",),
     # Checkpoints hold no pickles, Megatron's excepted: those are written by one file and never run.

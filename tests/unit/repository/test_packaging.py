@@ -64,7 +64,16 @@ def test_no_accelerated_package_is_a_dependency() -> None:
 
 def test_nothing_imported_at_run_time_is_undeclared() -> None:
     declared = {Requirement(text).name for text in project_metadata()["dependencies"]}
-    for extra in ("gpu", "tokenizers-extra", "preprocessing", "data-cleaning", "conversion", "plotting", "adopt"):
+    for extra in (
+        "gpu",
+        "kernels",
+        "tokenizers-extra",
+        "preprocessing",
+        "data-cleaning",
+        "conversion",
+        "plotting",
+        "adopt",
+    ):
         declared |= {Requirement(text).name for text in project_metadata()["optional-dependencies"][extra]}
     distributions = importlib.metadata.packages_distributions()
     known = {name.replace("-", "_") for name in declared} | {"apex", "megatron", "pretrain_gpt", "__future__"}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.commands.verify_parallelism import main
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
@@ -88,6 +89,31 @@ def test_the_command_lists_the_cells_that_every_word_fits() -> None:
     assert 0 < len(listed) < len(everything)
     assert tool("--list", "--fuzz", "3").stdout.splitlines() == [cell.name for cell in fuzz(0, 3)]
     assert tool("--list", "--fuzz", "30", "--filter", "#2").stdout.splitlines() == [fuzz(0, 3)[2].name]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--fuzz 0", "--fuzz 0 asks for no configuration; give 1 or more, or leave it out"),
+        ("--fuzz -3", "--fuzz -3 asks for no configuration"),
+        ("--tolerance nan", "--tolerance nan is not a number that is 0 or more"),
+        ("--tolerance -1", "--tolerance -1.0 is not a number that is 0 or more"),
+        ("--tolerance inf", "--tolerance inf is not a number that is 0 or more"),
+    ],
+)
+def test_a_wrong_value_is_answered_in_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_seed_without_random_cells_says_that_it_has_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list", "--seed", "3"]) == 0
+    assert capsys.readouterr().err == "--seed has no effect without --fuzz\n"
+    assert main(["--list", "--seed", "3", "--fuzz", "1"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_the_command_says_that_no_cell_fits() -> None:

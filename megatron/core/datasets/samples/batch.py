@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
 from megatron.core.errors import DataError
+from megatron.core.kernels.dropout_keys import DropoutSamples
 
 _TORCH_DTYPES = {np.dtype(np.uint8): torch.uint8, np.dtype(np.uint16): torch.uint16, np.dtype(np.int32): torch.int32}
 _NUM_TOKENS_BYTES = 8
@@ -31,6 +32,7 @@ class Batch:
         document_ids: int64 ``[b, s]`` of the whole sequences, or None where a sample is attended to as a whole.
             Positions with different ids must not attend to each other.
         num_tokens: int64 ``[]``, how many positions of the whole micro-batch count, on all context-parallel ranks.
+        dropout_samples: what dropout knows of the samples; None where nothing is dropped.
     """
 
     tokens: torch.Tensor | None = None
@@ -39,6 +41,7 @@ class Batch:
     position_ids: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
     num_tokens: torch.Tensor | None = None
+    dropout_samples: DropoutSamples | None = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class BatchLayout:
 
     def unpack(self, memory: torch.Tensor, position_ids: torch.Tensor | None = None) -> Batch:
         """Return what was packed, wide again; ``position_ids`` stand in where none were."""
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Any] = {}
         for field in self._fields:
             small = memory[field.offset : field.end].view(_TORCH_DTYPES[field.dtype]).view(field.shape)
             tensors[field.name] = small.to(torch.float32 if field.name == "loss_mask" else torch.int64)

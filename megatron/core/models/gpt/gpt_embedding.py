@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from megatron.core.kernels.dropout_keys import DropoutKeys
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
@@ -14,8 +15,7 @@ from megatron.core.tensor_parallel.layers import (
     make_parameter,
     replicated_spec,
 )
-from megatron.core.tensor_parallel.random import RngStreams
-from megatron.core.transformer.transformer_layer import HiddenDropout
+from megatron.core.transformer.dropout import HiddenDropout, require_keys
 
 
 class PositionEmbedding(nn.Module):
@@ -47,7 +47,7 @@ class GPTEmbedding(nn.Module):
     Shapes: ``tokens, position_ids: [b, s] -> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
     """
 
-    def __init__(self, config: GPTConfig, tp: Group, rng: RngStreams, device: torch.device | str) -> None:
+    def __init__(self, config: GPTConfig, tp: Group, device: torch.device | str) -> None:
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
@@ -59,20 +59,30 @@ class GPTEmbedding(nn.Module):
             dtype=dtype_from_name(config.params_dtype),
             device=device,
         )
-        self.scale = config.hidden_size**0.5 if config.scale_embeddings else None
+        self.scale: float | None = None
+        if config.scale_embeddings:
+            # Rounded to the embeddings' own precision, as models are trained with it; a number, which no step copies.
+            dtype = dtype_from_name(config.params_dtype)
+            self.scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
         self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(config, tp, device)
-        self.dropout = HiddenDropout(config.hidden_dropout, config.sequence_parallel, rng)
+        self.dropout = HiddenDropout(config.hidden_dropout)
 
-    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
-        """Return the first hidden states; positions are for those that are learned."""
+    def forward(
+        self, tokens: torch.Tensor, position_ids: torch.Tensor | None, dropout: DropoutKeys | None = None
+    ) -> torch.Tensor:
+        """Return the first hidden states; positions are for those that are learned.
+
+        Raises:
+            ConfigurationError: the embedding drops something in training, and is given no keys.
+        """
         hidden = self.word_embeddings(tokens)
         if self.scale is not None:
-            # Rounded to the embeddings' own precision first, as models are trained with it.
-            hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype, device=hidden.device)
+            hidden = hidden * self.scale
         if self.position_embeddings is not None:
             assert position_ids is not None, "learned positions are looked up"
             hidden = hidden + self.position_embeddings(position_ids)
-        output: torch.Tensor = self.dropout(hidden)
+        keys = require_keys(dropout).of_embedding if self.dropout.is_active else None
+        output: torch.Tensor = self.dropout(hidden, keys)
         return output

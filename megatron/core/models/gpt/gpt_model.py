@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
+from megatron.core.kernels.dropout_keys import DropoutKeys, DropoutSamples
 from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.main_grad import set_gradient_uses
 from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -21,6 +22,7 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
 from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.transformer.dropout import keys_of_rank
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -54,12 +56,13 @@ class GPTModel(Model):
         super().__init__()
         self.config = config
         self.tp = tp
+        self.rng = rng
         self.cp = single_rank_group(("cp",)) if cp is None else cp
         self.pre_process = pre_process
         self.post_process = post_process
-        self.embedding = GPTEmbedding(config, tp, rng, device) if pre_process else None
-        layers = range(config.num_layers) if layer_numbers is None else layer_numbers
-        self.decoder = TransformerBlock(config, layers, post_process, tp, rng, device, self.cp)
+        self.embedding = GPTEmbedding(config, tp, device) if pre_process else None
+        self.layer_numbers = range(config.num_layers) if layer_numbers is None else layer_numbers
+        self.decoder = TransformerBlock(config, self.layer_numbers, post_process, tp, device, self.cp)
         self.output_layer: ColumnParallelLinear | None = None
         is_tied = not config.untie_embeddings_and_output_weights
         if post_process and not (is_tied and pre_process):
@@ -73,6 +76,7 @@ class GPTModel(Model):
                 dtype=dtype_from_name(config.params_dtype),
                 device=device,
                 padded_out_features=config.padded_vocab_size,
+                library=config.cpu_matmul,
             )
         elif post_process and self.embedding is not None:
             set_gradient_uses(self.embedding.word_embeddings.weight, 2)
@@ -103,6 +107,7 @@ class GPTModel(Model):
         hidden: torch.Tensor | None = None,
         cache: KeyValueCache | None = None,
         last_position_only: bool = False,
+        dropout_samples: DropoutSamples | None = None,
         losses: list[AuxiliaryLoss] | None = None,
     ) -> torch.Tensor:
         """Return the loss of every token, the logits where no labels are given, or a stage's hidden states.
@@ -110,6 +115,9 @@ class GPTModel(Model):
         ``pattern`` says which positions each one looks at. ``hidden`` is the previous stage's output.
         ``last_position_only`` computes the logits of the last position alone (``s`` is then 1 in their shape):
         generation needs no others. The layers' auxiliary losses are added to ``losses``, where it is given.
+
+        ``dropout_samples`` say which elements are dropped in training. Without them every call draws a number from
+        torch's generator of the CPU, and the same elements are dropped at any tensor- and context-parallel layout only.
 
         ``tokens`` are for the chunk with the embedding, ``labels`` for the one with the output layer, ``position_ids``
         for the embedding and, where they are rotary, for all.
@@ -119,9 +127,12 @@ class GPTModel(Model):
         """
         if self.embedding is not None:
             assert tokens is not None, "the first stage is given tokens"
-            hidden = self.embedding(tokens, position_ids)
-        assert hidden is not None, "a later stage is given the previous stage's output"
-        hidden, found = self.decoder(hidden, pattern, self._angles(position_ids, hidden.dtype), cache)
+            dropout = self._dropout(dropout_samples, tokens.t())
+            hidden = self.embedding(tokens, position_ids, dropout)
+        else:
+            assert hidden is not None, "a later stage is given the previous stage's output"
+            dropout = self._dropout(dropout_samples, hidden)
+        hidden, found = self.decoder(hidden, pattern, self._angles(position_ids, hidden.dtype), cache, dropout)
         if losses is not None:
             losses += found
         if not self.post_process:
@@ -133,6 +144,17 @@ class GPTModel(Model):
         if labels is None:
             return logits
         return vocab_parallel_cross_entropy(logits, labels.t(), self.config.vocab_size, self.tp).t()
+
+    def _dropout(self, samples: DropoutSamples | None, first: torch.Tensor) -> DropoutKeys | None:
+        """Return the keys of dropout, if there is any, for a chunk that begins with ``first: [s, b, …]``."""
+        if not self.training or not self.config.has_dropout:
+            return None
+        length, batch = first.shape[:2]
+        if self.config.sequence_parallel and self.embedding is None:
+            length *= self.tp.size
+        if samples is None:
+            samples = self.rng.draw_dropout_samples(batch, first.device)
+        return keys_of_rank(samples, self.layer_numbers, length, self.tp, self.cp, self.config.sequence_parallel)
 
     def _angles(self, position_ids: torch.Tensor | None, dtype: torch.dtype) -> RotaryAngles | None:
         if self.rotary is None:
@@ -154,7 +176,8 @@ class GPTModel(Model):
             logits: torch.Tensor = self.output_layer(hidden)
             return logits
         region = InputRegion.SEQUENCE if self.config.sequence_parallel else InputRegion.REPLICATED
-        return tensor_parallel_linear(hidden, self.output_weight, None, region, self.tp)
+        library = self.config.cpu_matmul
+        return tensor_parallel_linear(hidden, self.output_weight, None, region, self.tp, library=library)
 
 
 def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:

@@ -27,9 +27,7 @@ _CHECKS = (
 _FILE_CHECKS = (*data_files.CHECKS, *files.CHECKS)
 
 
-def find_problems(
-    config: RunConfig, broken: frozenset[str] = frozenset(), *, needs_files: bool = True
-) -> list[str]:
+def find_problems(config: RunConfig, broken: frozenset[str] = frozenset(), *, needs_files: bool = True) -> list[str]:
     """Return every problem of a resolved configuration, one line each.
 
     ``broken`` names fields whose value could not be read; no check that reads one of them is made. Without

@@ -13,9 +13,11 @@ from megatron.core.context_parallel.exchange import with_context_parallel
 from megatron.core.context_parallel.partition import cut_sequence, to_sequence_order
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dot_product_attention import fused_attention, plain_attention
+from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutSamples
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
-from megatron.core.process_group import Group
+from megatron.core.process_group import Group, single_rank_group
+from megatron.core.transformer.dropout import keys_of_rank
 from tests.harness.closeness import assert_tensors_close
 from tests.harness.distributed import run_distributed
 
@@ -68,10 +70,21 @@ def inputs(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(LENGTH, BATCH, n, HEAD_DIM, generator=generator, dtype=dtype) for n in heads]
 
 
-def whole_attention(case: Case, dtype: torch.dtype) -> list[np.ndarray]:
+def dropout_of(case: Case, dropout: float, cp: Group | None = None) -> AttentionDropout | None:
+    """Return the dropout of the weights as a layer makes it on a rank."""
+    if not dropout:
+        return None
+    cp = single_rank_group(("cp",)) if cp is None else cp
+    samples = DropoutSamples.at(3, 0, 0, BATCH, "cpu")
+    keys = keys_of_rank(samples, (0,), LENGTH // cp.size, single_rank_group(), cp, sequence_parallel=False)
+    assert keys is not None
+    return keys.of_attention(0, dropout, range(case.heads))
+
+
+def whole_attention(case: Case, dtype: torch.dtype, dropout: float = 0.0) -> list[np.ndarray]:
     """Return the output and the gradients of query, key and value."""
     *leaves, grad = (tensor.requires_grad_() for tensor in inputs(case, dtype))
-    output = plain_attention(*leaves, pattern_of(case), 0.0)
+    output = plain_attention(*leaves, pattern_of(case), dropout_of(case, dropout))
     output.backward(grad.detach())
     return [output.detach().numpy(), *(leaf.grad.numpy() for leaf in leaves if leaf.grad is not None)]
 
@@ -82,23 +95,23 @@ def gathered(tensor: torch.Tensor, cp: Group) -> np.ndarray:
     return to_sequence_order(torch.cat(parts), cp.size, dim=0).numpy()
 
 
-def cut_attention(case: Case, exchange: str, cp: Group, dtype: torch.dtype) -> list[np.ndarray]:
+def cut_attention(case: Case, exchange: str, cp: Group, dtype: torch.dtype, dropout: float = 0.0) -> list[np.ndarray]:
     name, _, plain = exchange.partition("-")
     core = with_context_parallel(fused_attention, name, cp, plain_blocks=bool(plain))
     *leaves, grad = (cut_sequence(tensor, cp, dim=0).requires_grad_() for tensor in inputs(case, dtype))
-    output = core(*leaves, pattern_of(case), 0.0)
+    output = core(*leaves, pattern_of(case), dropout_of(case, dropout, cp))
     output.backward(grad.detach())
     tensors = [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
     return [gathered(tensor, cp) for tensor in tensors]
 
 
-def all_exchanges(case: Case, dtype: torch.dtype) -> dict[tuple[int, str], list[np.ndarray]]:
+def all_exchanges(case: Case, dtype: torch.dtype, dropout: float = 0.0) -> dict[tuple[int, str], list[np.ndarray]]:
     """Run every exchange on the four ranks as CP 4, and as CP 2 twice side by side."""
     results = {}
     for size in (2, 4):
         cp = create_parallel_state(ParallelSizes(cp=size)).cp
         for exchange in EXCHANGES:
-            results[size, exchange] = cut_attention(case, exchange, cp, dtype)
+            results[size, exchange] = cut_attention(case, exchange, cp, dtype, dropout)
     return results
 
 
@@ -125,42 +138,15 @@ def test_sizes_need_not_be_powers_of_two() -> None:
                 assert_tensors_close(actual, wanted, TOLERANCE, exchange)
 
 
-def slope_under_dropout(case: Case, exchange: str) -> tuple[float, float]:
-    """Return the derivative of a loss along a direction, by the backward pass and by differences.
-
-    The loss is a weighted sum of the outputs of all ranks; every call draws the same weights to drop.
-    """
-    cp = create_parallel_state(ParallelSizes(cp=2)).cp
-    core = with_context_parallel(fused_attention, exchange, cp)
-    *whole, weights = inputs(case, torch.float64)
-    weights = cut_sequence(weights, cp, dim=0)
-    directions = [torch.randn(t.shape, generator=torch.Generator().manual_seed(9), dtype=t.dtype) for t in whole]
-
-    def loss(step: float, dropout: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        moved = (tensor + step * direction for tensor, direction in zip(whole, directions))
-        leaves = [cut_sequence(tensor, cp, dim=0).requires_grad_() for tensor in moved]
-        torch.manual_seed(100 + cp.rank)
-        return (core(*leaves, pattern_of(case), dropout) * weights).sum(), leaves
-
-    def summed(value: torch.Tensor) -> float:
-        total = value.detach().clone()
-        dist.all_reduce(total, group=cp.handle)
-        return float(total)
-
-    middle, leaves = loss(0.0, 0.4)
-    middle.backward()
-    slope = torch.zeros((), dtype=torch.float64)
-    for leaf, direction in zip(leaves, directions, strict=True):
-        assert leaf.grad is not None
-        slope += (leaf.grad * cut_sequence(direction, cp, dim=0)).sum()
-    step = 1e-5
-    difference = (summed(loss(step, 0.4)[0]) - summed(loss(-step, 0.4)[0])) / (2 * step)
-    assert abs(summed(middle) - summed(loss(0.0, 0.0)[0])) > 1e-3, "nothing was dropped"
-    return summed(slope), difference
+DROPOUT = {"dropout": 0.4}
 
 
-@pytest.mark.parametrize("exchange", ["p2p", "all_gather", "a2a"])
-@pytest.mark.parametrize("name", ["all-heads", "packed-grouped"])
-def test_gradients_under_dropout_are_those_of_the_same_dropped_weights(exchange: str, name: str) -> None:
-    for slope, difference in run_distributed(2, slope_under_dropout, CASES[name], exchange):
-        assert slope == pytest.approx(difference, rel=1e-7)
+@pytest.mark.parametrize("name", ["all-heads", "grouped", "packed-grouped", "window", "both-directions"])
+def test_every_exchange_drops_the_weights_that_whole_attention_drops(name: str) -> None:
+    expected = whole_attention(CASES[name], torch.float64, **DROPOUT)
+    without = whole_attention(CASES[name], torch.float64)
+    assert np.abs(expected[0] - without[0]).max() > 0.1, "nothing was dropped"
+    for results in run_distributed(4, all_exchanges, CASES[name], torch.float64, **DROPOUT):
+        for layout, tensors in results.items():
+            for label, actual, wanted in zip(("output", "query", "key", "value"), tensors, expected, strict=True):
+                assert_tensors_close(actual, wanted, TOLERANCE, f"{layout} {label}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.core.main_grad import MainGrad, WeightGradQueue, attach_main_grad, main_grad_of
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
-from megatron.core.pipeline_parallel.action import StagePlace
+from megatron.core.pipeline_parallel.action import Action, StagePlace
 from megatron.core.pipeline_parallel.executor import (
     MicrobatchLoss,
     ModelChunk,
@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel.executor import (
     gather_timeline,
     run_schedule,
 )
+from megatron.core.pipeline_parallel.message_order import MessageOrders
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.schedules import SCHEDULES
 from megatron.core.process_group import single_rank_group
@@ -99,10 +100,13 @@ class Case:
     main_grads: bool = False
 
 
-def connect(num_chunks: int) -> PipelineConnection:
+def connect(num_chunks: int, in_one_order: bool = False) -> PipelineConnection:
     pp = create_parallel_state(ParallelSizes(pp=dist.get_world_size())).pp
     links = create_pipeline_links(pp, wraps_around=num_chunks > 1)
-    return PipelineConnection(StagePlace(pp.size, pp.rank, num_chunks), links, message_shape, torch.float64)
+    assert links.post_receives_ahead
+    place = StagePlace(pp.size, pp.rank, num_chunks)
+    orders = MessageOrders(place) if in_one_order else None
+    return PipelineConnection(place, links, message_shape, torch.float64, orders)
 
 
 def make_stages(place: StagePlace) -> list[Stage]:
@@ -120,9 +124,18 @@ def run_case(case: Case, connection: PipelineConnection) -> tuple[ScheduleResult
         ModelChunk(stage, weight_grad_queue=WeightGradQueue(stage.parameters()) if case.main_grads else None)
         for stage in stages
     ]
-    actions = SCHEDULES[case.schedule](place.pp, place.rank, case.num_microbatches, case.num_chunks, None)
+
+    def actions_of(rank: int) -> Sequence[Action]:
+        return SCHEDULES[case.schedule](place.pp, rank, case.num_microbatches, case.num_chunks, None)
+
     result = run_schedule(
-        actions, chunks, device=CPU, connection=connection, calculate_per_token_loss=case.per_token, loss_scale=4.0
+        actions_of(place.rank),
+        chunks,
+        device=CPU,
+        connection=connection,
+        order=connection.order_of(actions_of),
+        calculate_per_token_loss=case.per_token,
+        loss_scale=4.0,
     )
     if case.main_grads:
         return result, [[main_grad_of(p).tensor for p in stage.parameters()] for stage in stages]
@@ -135,8 +148,8 @@ def move_into_main_grad(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
 
-def run_cases(cases: list[Case]) -> list[tuple[float, float, list[list[torch.Tensor]]]]:
-    connections = {num_chunks: connect(num_chunks) for num_chunks in (1, 2)}
+def run_cases(cases: list[Case], in_one_order: bool) -> list[tuple[float, float, list[list[torch.Tensor]]]]:
+    connections = {num_chunks: connect(num_chunks, in_one_order) for num_chunks in (1, 2)}
     results = []
     for case in cases:
         result, gradients = run_case(case, connections[case.num_chunks])
@@ -155,9 +168,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("pp", [1, 2, 4])
-def test_every_schedule_computes_what_one_process_computes(pp: int) -> None:
-    ranks = run_distributed(pp, run_cases, CASES, timeout_s=40.0)
+@pytest.mark.parametrize(("pp", "in_one_order"), [(1, False), (2, False), (2, True), (3, True), (4, False), (4, True)])
+def test_every_schedule_computes_what_one_process_computes(pp: int, in_one_order: bool) -> None:
+    ranks = run_distributed(pp, run_cases, CASES, in_one_order, timeout_s=40.0)
     for index, case in enumerate(CASES):
         loss_sum, num_tokens, expected = one_process(pp * case.num_chunks, case.num_microbatches, case.per_token)
         results = [rank[index] for rank in ranks]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.tensor_parallel import cross_entropy
+from megatron.core.kernels import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import tensor_parallel_group

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.main_grad import MainGrad, attach_main_grad
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -177,3 +178,21 @@ def test_embedding_rows_come_from_the_rank_that_holds_them(
     (gradient,) = reassemble(pieces for _, pieces in results).values()
     (expected_gradient,) = reassemble([whole]).values()
     torch.testing.assert_close(torch.from_numpy(gradient), torch.from_numpy(expected_gradient))
+
+
+def rows_of_the_gradient() -> list[int]:
+    """Return the row of this rank's table to which each token of every rank's gives its gradient."""
+    tp = tensor_parallel_group()
+    layer = VocabParallelEmbedding(
+        8, 8, WIDTH, tp, sequence_parallel=False, init_std=0.1, dtype=torch.float64, device="cpu"
+    )
+    main_grad = MainGrad(torch.zeros_like(layer.weight))
+    attach_main_grad(layer.weight, main_grad)
+    given: list[int] = []
+    main_grad.add_rows = lambda indices, rows: given.extend(indices.tolist())  # type: ignore[method-assign]
+    layer(torch.arange(8)[None]).sum().backward()
+    return given
+
+
+def test_tokens_of_other_ranks_do_not_pile_up_on_one_row() -> None:
+    assert run_distributed(2, rows_of_the_gradient) == [[0, 1, 2, 3, 0, 1, 2, 3]] * 2

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.kernels.dropout_keys import DropoutSamples
 from megatron.core.process_group import Group
 from megatron.core.sharding import spec_of
 from tests.harness.distributed import run_distributed
@@ -43,7 +44,7 @@ def run_two_steps(tp: Group, **config: Any) -> dict[str, np.ndarray]:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         kept[f"{spec_of(parameter).name} {name}"] = parameter.grad.numpy().copy()
-    states = model.decoder.rng.state_dict()
+    states = model.rng.state_dict()
     return kept | {f"state {stream}": state.numpy().copy() for stream, state in states.items()}
 
 
@@ -120,5 +121,6 @@ def test_recomputed_dropout_leaves_the_default_generator_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    model(tokens, positions, labels=labels).mean().backward()
+    samples = DropoutSamples.at(1, 0, 0, 3, "cpu")
+    model(tokens, positions, labels=labels, dropout_samples=samples).mean().backward()
     assert torch.equal(torch.rand(3), expected)

@@ -46,7 +46,7 @@ GREEDY_TOKENS = 64
 LEAST_DISTINCT = 10
 # Of two key-value heads four ranks share each.
 SIZES = {kind: (1, 2, 4) if kind in ("llama_tied", "qwen_tied", "gpt2_untied") else (1, 2) for kind in KINDS}
-LENGTHS = {"gpt2": 300} | dict.fromkeys(("gpt2_untied", "llama_tied", "qwen_tied"), 80)
+LENGTHS = {"gpt2": 300, "neo": 300} | dict.fromkeys(("gpt2_untied", "llama_tied", "qwen_tied"), 80)
 """Where other than 400, which is long enough for the slow rotary frequencies to turn far."""
 
 

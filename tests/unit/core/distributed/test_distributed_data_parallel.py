@@ -162,3 +162,33 @@ def test_bit_hash_sees_a_changed_bit_and_an_exchange_of_values(dtype: torch.dtyp
     exchanged[0, 0], exchanged[2, 4] = values[2, 4], values[0, 0]
     assert bit_hash(negative_zero) != bit_hash(torch.zeros(5, dtype=dtype))
     assert bit_hash(exchanged) != bit_hash(values)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "expected"),
+    [
+        ("gloo", torch.float32, ("sum", 0.5)),
+        ("nccl", torch.float32, ("avg", 1.0)),
+        # NCCL would round 1/n to 16 bits.
+        ("nccl", torch.bfloat16, ("sum", 0.5)),
+    ],
+)
+def test_the_average_is_left_to_a_collective_that_takes_it_alike(
+    monkeypatch: pytest.MonkeyPatch, backend: str, dtype: torch.dtype, expected: tuple[str, float]
+) -> None:
+    sent: list[tuple[str, float]] = []
+
+    def all_reduce(tensor: torch.Tensor, group: object, op: str, async_op: bool) -> None:
+        sent.append((op, tensor.max().item()))
+
+    monkeypatch.setattr("megatron.core.distributed.param_and_grad_buffer.all_reduce", all_reduce)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda handle: backend)
+    config = DistributedDataParallelConfig(grad_reduce_in_bf16=dtype is torch.bfloat16)
+    model = ToyModel(dtype)
+    ddp = DistributedDataParallel(model, config, describe_parallel_state(0, 2))
+    ddp.zero_grad_buffer()
+    main_grad = main_grad_of(model.fc1)
+    assert main_grad is not None
+    main_grad.add(torch.ones_like(model.fc1))
+    ddp.finish_grad_sync()
+    assert sent == [expected]

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.core.kernels.attention_block import (
+    MAX_SCORES,
     AttentionBlocks,
     BlockMask,
     merge_block,
@@ -16,6 +20,7 @@ from megatron.core.kernels.attention_block import (
 )
 from megatron.core.kernels.attention_pattern import CAUSAL
 from megatron.core.kernels.dot_product_attention import plain_attention
+from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutSamples
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 4, 8, 10
 
@@ -25,6 +30,11 @@ def make_tensors(groups: int, keys: int, dtype: torch.dtype = torch.float64) -> 
     generator = torch.Generator().manual_seed(5)
     shapes = ((HEADS, LENGTH), (groups, keys), (groups, keys), (HEADS, LENGTH))
     return [torch.randn(BATCH, h, s, HEAD_DIM, generator=generator, dtype=dtype) for h, s in shapes]
+
+
+def weights_dropout(probability: float, iteration: int) -> AttentionDropout:
+    states = DropoutSamples.at(12, iteration, 0, BATCH, "cpu").states
+    return AttentionDropout(probability, states, torch.arange(LENGTH), torch.arange(HEADS), torch.arange(LENGTH))
 
 
 def partly_blind(keys: int) -> torch.Tensor:
@@ -71,10 +81,11 @@ def test_queries_that_see_nothing_give_zero_and_minus_infinity(plain: bool) -> N
     assert logsumexp[2].isfinite().all()
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout": 0.3, "seed": 12}])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout": 0.3}])
 @pytest.mark.parametrize("groups", [4, 2])
 def test_plain_gradients_are_those_of_autograd(options: dict[str, Any], groups: int) -> None:
-    mask = BlockMask(**options)
+    dropout = weights_dropout(options["dropout"], LENGTH) if "dropout" in options else None
+    mask = BlockMask(is_causal="is_causal" in options, dropout=dropout)
     query, key, value, grad = make_tensors(groups, LENGTH)
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     output, logsumexp = plain_block(*leaves, mask)
@@ -85,11 +96,11 @@ def test_plain_gradients_are_those_of_autograd(options: dict[str, Any], groups: 
         torch.testing.assert_close(ours, leaf.grad, rtol=1e-11, atol=1e-13)
 
 
-def test_dropout_keeps_the_mean_and_follows_its_seed() -> None:
+def test_dropout_keeps_the_mean_and_follows_its_keys() -> None:
     query, key, value, _ = make_tensors(4, LENGTH)
     exact, _ = plain_block(query, key, value, BlockMask())
-    draws = [plain_block(query, key, value, BlockMask(dropout=0.25, seed=seed))[0] for seed in range(400)]
-    again, _ = AttentionBlocks().forward(query, key, value, BlockMask(dropout=0.25, seed=7))
+    draws = [plain_block(query, key, value, BlockMask(dropout=weights_dropout(0.25, n)))[0] for n in range(400)]
+    again, _ = AttentionBlocks().forward(query, key, value, BlockMask(dropout=weights_dropout(0.25, 7)))
     assert torch.equal(again, draws[7])
     assert not torch.equal(draws[7], draws[8])
     # The standard error of 400 draws: 0.05 of the spread of one.
@@ -123,10 +134,50 @@ def test_merged_blocks_are_the_whole(splits: tuple[int, ...]) -> None:
     assert not output.isnan().any()
 
 
+CHUNKED = {**MASKS, "dropout": (LENGTH, BlockMask(dropout=weights_dropout(0.3, 5)))}
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_few_queries_at_a_time_give_the_same_block(name: str) -> None:
+    keys, mask = CHUNKED[name]
+    query, key, value, grad = make_tensors(2, keys)
+    # Three queries of eight.
+    few = AttentionBlocks(plain=True, max_scores=BATCH * HEADS * keys * 3 + 1)
+    output, logsumexp = few.forward(query, key, value, mask)
+    grads = few.backward(grad, query, key, value, output, logsumexp, mask)
+    expected, total = plain_block(query, key, value, mask)
+    torch.testing.assert_close(logsumexp, total, rtol=1e-12, atol=1e-13)
+    wanted = plain_block_backward(grad, query, key, value, output, logsumexp, mask)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
+    for ours, theirs in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
+
+
+def test_scores_in_memory_do_not_grow_with_the_block() -> None:
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            largest = max([largest, *(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))])
+            return result
+
+    with FakeTensorMode():
+        query, key, grad = (torch.empty(1, heads, 8192, 16, dtype=torch.bfloat16) for heads in (8, 2, 8))
+        states, positions = DropoutSamples.at(12, 0, 0, 1, "cpu").states, torch.arange(8192)
+        dropout = AttentionDropout(0.1, states, positions, torch.arange(8), positions)
+        blocks, mask = AttentionBlocks(), BlockMask(is_causal=True, dropout=dropout)
+        with Sizes():
+            output, logsumexp = blocks.forward(query, key, key, mask)
+            blocks.backward(grad, query, key, key, output, logsumexp, mask)
+    assert 8192 * 8 <= largest <= MAX_SCORES
+
+
 def test_a_block_of_everything_is_plain_attention() -> None:
     query, key, value, _ = make_tensors(2, LENGTH)
     sequence_first = [tensor.permute(2, 0, 1, 3) for tensor in (query, key, value)]
-    expected = plain_attention(*sequence_first, CAUSAL, 0.0).permute(1, 2, 0, 3)
+    expected = plain_attention(*sequence_first, CAUSAL, None).permute(1, 2, 0, 3)
     output, _ = plain_block(query, key, value, BlockMask(is_causal=True))
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-14)
 

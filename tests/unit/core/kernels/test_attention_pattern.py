@@ -48,6 +48,28 @@ def test_a_window_narrows_every_rule() -> None:
     assert within[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
 
 
+def test_a_part_sees_what_it_sees_within_the_whole() -> None:
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2]])
+    positions = torch.arange(8)
+    for whole in (
+        AttentionPattern(document_ids=documents),
+        AttentionPattern(document_ids=documents, window=2),
+        AttentionPattern(is_causal=False, document_ids=documents),
+        AttentionPattern(is_causal=False, window=3),
+        AttentionPattern(window=3),
+    ):
+        queries, keys = range(4, 6), range(2, 6 if whole.is_causal else 8)
+        part = whole.part(queries, keys)
+        matrix = part.matrix(2, len(keys), CPU)
+        assert matrix is not None
+        expected = whole.visible(positions[4:6], positions[keys.start : keys.stop])
+        assert expected is not None
+        assert torch.equal(matrix, expected)
+        assert (whole.part(queries, keys) is part) == (whole.document_ids is not None or whole.is_causal)
+    # Causality alone is what the kernels know.
+    assert CAUSAL.part(range(2, 4), range(4)) is CAUSAL
+
+
 def test_layers_share_the_matrix_of_packed_documents() -> None:
     pattern = AttentionPattern(document_ids=torch.tensor([[0, 0, 1]]))
     matrix = pattern.matrix(3, 3, CPU)

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
-from megatron.core.kernels.dot_product_attention import (
-    fused_attention,
-    plain_attention,
-    select_attention_core,
-)
+from megatron.core.kernels.dot_product_attention import fused_attention, masked_attention, plain_attention
+from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutSamples
 
 BATCH, HEADS, WIDTH = 3, 6, 10
+CORES = (plain_attention, fused_attention, masked_attention)
 
 
 def tensors(num_queries: int, num_keys: int, groups: int, dtype: torch.dtype = torch.float64):
@@ -47,7 +45,7 @@ DOCUMENT_IDS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9, [0, 1, 2, 3, 
 
 @pytest.mark.parametrize("groups", [HEADS, 3, 2, 1])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("core", [plain_attention, fused_attention])
+@pytest.mark.parametrize("core", CORES)
 def test_kernels_equal_the_definition(core, packed: bool, groups: int) -> None:
     query, key, value = tensors(9, 9, groups)
     pattern = AttentionPattern(document_ids=DOCUMENT_IDS if packed else None)
@@ -55,19 +53,19 @@ def test_kernels_equal_the_definition(core, packed: bool, groups: int) -> None:
     if packed:
         ids = DOCUMENT_IDS.numpy()
         sees &= ids[:, :, None] == ids[:, None, :]
-    output = core(query, key, value, pattern, 0.0)
+    output = core(query, key, value, pattern, None)
     assert output.dtype == torch.float64
     expected = one_query_at_a_time(query.numpy(), key.numpy(), value.numpy(), sees)
     np.testing.assert_allclose(output.numpy(), expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("num_queries", [1, 4])
-@pytest.mark.parametrize("core", [plain_attention, fused_attention])
+@pytest.mark.parametrize("core", CORES)
 def test_last_queries_of_a_cached_sequence(core, num_queries: int) -> None:
     """New positions see every position before them, and themselves."""
     query, key, value = tensors(9, 9, 2)
-    whole = core(query, key, value, CAUSAL, 0.0)
-    last = core(query[-num_queries:], key, value, CAUSAL, 0.0)
+    whole = core(query, key, value, CAUSAL, None)
+    last = core(query[-num_queries:], key, value, CAUSAL, None)
     torch.testing.assert_close(last, whole[-num_queries:])
 
 
@@ -77,56 +75,54 @@ def test_gradients_of_fused_attention_equal_plain_ones(packed: bool, groups: int
     pattern = AttentionPattern(document_ids=DOCUMENT_IDS if packed else None)
     weights = torch.randn(9, BATCH, HEADS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     gradients = []
-    for core in (plain_attention, fused_attention):
+    for core in CORES:
         leaves = [tensor.requires_grad_() for tensor in tensors(9, 9, groups)]
-        (core(*leaves, pattern, 0.0) * weights).sum().backward()
+        (core(*leaves, pattern, None) * weights).sum().backward()
         gradients.append([leaf.grad for leaf in leaves])
-    for plain, fused in zip(*gradients):
-        torch.testing.assert_close(fused, plain, rtol=1e-10, atol=1e-12)
+    plain, *others = gradients
+    for fused in others:
+        for ours, wanted in zip(fused, plain, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("core", [plain_attention, fused_attention])
+@pytest.mark.parametrize("core", CORES)
 def test_low_precision_softmax_runs_in_float32(core) -> None:
     query, key, value = tensors(9, 9, 2, torch.bfloat16)
-    output = core(query, key, value, CAUSAL, 0.0)
-    exact = plain_attention(query.double(), key.double(), value.double(), CAUSAL, 0.0)
+    output = core(query, key, value, CAUSAL, None)
+    exact = plain_attention(query.double(), key.double(), value.double(), CAUSAL, None)
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), exact, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("core", [plain_attention, fused_attention])
+@pytest.mark.parametrize("core", CORES)
 def test_float16_scores_do_not_overflow(core) -> None:
     """Query times key is above 65,504, float16's largest number, and stays so after the scaling."""
     query, key, value = (tensor.half() for tensor in tensors(9, 9, 2))
     query, key = query * 300, key * 300
-    exact = plain_attention(query.double(), key.double(), value.double(), CAUSAL, 0.0)
-    output = core(query, key, value, CAUSAL, 0.0)
+    exact = plain_attention(query.double(), key.double(), value.double(), CAUSAL, None)
+    output = core(query, key, value, CAUSAL, None)
     torch.testing.assert_close(output.double(), exact, rtol=0.002, atol=0.002)
 
 
-@pytest.mark.parametrize("core", [plain_attention, fused_attention])
+@pytest.mark.parametrize("core", CORES)
 def test_dropout_keeps_the_expected_value(core) -> None:
     query, key, value = tensors(9, 9, 2)
-    torch.manual_seed(1)
-    outputs = torch.stack([core(query, key, value, CAUSAL, 0.3) for _ in range(400)])
+    outputs = []
+    for iteration in range(400):
+        states = DropoutSamples.at(1, iteration, 0, BATCH, "cpu").states
+        dropout = AttentionDropout(0.3, states, torch.arange(9), torch.arange(HEADS), seed=iteration)
+        outputs.append(core(query, key, value, CAUSAL, dropout))
+    outputs = torch.stack(outputs)
     assert outputs.std(dim=0).max() > 0.1
-    error = outputs.mean(dim=0) - plain_attention(query, key, value, CAUSAL, 0.0)
+    error = outputs.mean(dim=0) - plain_attention(query, key, value, CAUSAL, None)
     assert (error.abs() / (outputs.std(dim=0) / 20).clamp_min(1e-3)).mean() < 1.5
 
 
-@pytest.mark.parametrize("core", [plain_attention, fused_attention])
+@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_in_both_directions(core, packed: bool) -> None:
     query, key, value = tensors(9, 9, 2)
     ids = DOCUMENT_IDS.numpy() if packed else np.zeros((BATCH, 9))
     pattern = AttentionPattern(is_causal=False, document_ids=DOCUMENT_IDS if packed else None)
     expected = one_query_at_a_time(query.numpy(), key.numpy(), value.numpy(), ids[:, :, None] == ids[:, None, :])
-    np.testing.assert_allclose(core(query, key, value, pattern, 0.0).numpy(), expected, rtol=1e-12, atol=1e-13)
-
-
-def test_backend_names() -> None:
-    assert select_attention_core("unfused", "cuda") is plain_attention
-    assert select_attention_core("local", "cpu") is plain_attention
-    for backend in ("auto", "flash", "fused"):
-        assert select_attention_core(backend, "cpu") is fused_attention
-    assert select_attention_core("fused", "cuda") is fused_attention
+    np.testing.assert_allclose(core(query, key, value, pattern, None).numpy(), expected, rtol=1e-12, atol=1e-13)

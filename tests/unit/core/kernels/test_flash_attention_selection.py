@@ -10,23 +10,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
-from megatron.core.kernels.dot_product_attention import (
+from megatron.core.kernels.attention_choice import (
+    SDPA,
+    AttentionCall,
     describe_missing_flash,
-    fused_attention,
-    plain_attention,
     select_attention_core,
 )
-from megatron.core.kernels.flash_attn import load_flash_attention
+from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
+from megatron.core.kernels.dot_product_attention import fused_attention, plain_attention
+from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutKeys, DropoutSamples
+from megatron.core.kernels.flash_attn import load_flash_attention, load_flash_attention_3
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     """Let every test look for the package anew."""
-    load_flash_attention.cache_clear()
+    for load in (load_flash_attention, load_flash_attention_3):
+        load.cache_clear()
     yield
-    load_flash_attention.cache_clear()
+    for load in (load_flash_attention, load_flash_attention_3):
+        load.cache_clear()
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str) -> None:
@@ -65,7 +69,7 @@ def test_broken_package_means_one_warning_and_the_fallback(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cores = [select_attention_core("auto", "cuda") for _ in range(24)]
-    assert all(core is fused_attention for core in cores)
+    assert {core.kernels[0].name for core in cores} == {SDPA}
     assert len(caught) == 1
     message = str(caught[0].message)
     assert "flash-attn is installed but cannot be used" in message
@@ -76,7 +80,7 @@ def test_absent_package_is_passed_over_in_silence(monkeypatch: pytest.MonkeyPatc
     hide(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert select_attention_core("auto", "cuda") is fused_attention
+        assert select_attention_core("auto", "cuda").kernels[0].name == SDPA
 
 
 @pytest.mark.parametrize(
@@ -101,40 +105,113 @@ def test_one_line_says_why_it_is_not_used_where_it_was_asked_for(
 
 
 def test_nothing_is_said_where_it_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    install(monkeypatch, tmp_path, WORKING)
+    install(monkeypatch, tmp_path, STAND_IN)
     config = TransformerConfig(
         num_layers=2, hidden_size=12, num_attention_heads=3, use_flash_attn=True, params_dtype="bfloat16"
     )
     assert describe_missing_flash(config.attention_backend, config.params_dtype, "cuda") is None
 
 
-WORKING = """
-import torch
-
-calls = []
-
-
-def flash_attn_func(query, key, value, dropout_p, causal):
-    calls.append((tuple(query.shape), tuple(key.shape), dropout_p, causal))
-    return torch.nn.functional.scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=causal, enable_gqa=True
-    ).transpose(1, 2)
-"""
+STAND_IN = (Path(__file__).parent / "flash_attn_stand_in.py").read_text()
+PATTERNS = {
+    "causal": CAUSAL,
+    "both directions": AttentionPattern(is_causal=False),
+    "window": AttentionPattern(window=3),
+    "window in both directions": AttentionPattern(is_causal=False, window=3),
+}
 
 
-def test_working_package_gets_batch_first_tensors_in_low_precision_only(
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("num_queries", [7, 4])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_package_computes_what_plain_attention_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, num_queries: int, softcap: float | None
+) -> None:
+    install(monkeypatch, tmp_path, STAND_IN)
+    core = select_attention_core("auto", "cuda", softcap)
+    generator = torch.Generator().manual_seed(4)
+    query, key, value = (
+        torch.randn(length, 3, heads, 8, generator=generator).bfloat16().requires_grad_()
+        for length, heads in ((num_queries, 4), (7, 2), (7, 2))
+    )
+    output = core(query, key, value, PATTERNS[name], None)
+    assert sys.modules["flash_attn"].calls == [
+        {"q": (3, num_queries, 4, 8), "k": (3, 7, 2, 8), "dropout_p": 0.0, "causal": PATTERNS[name].is_causal}
+    ]
+    exact = plain_attention(query.double(), key.double(), value.double(), PATTERNS[name], None, softcap)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.double(), exact, rtol=0.02, atol=0.02)
+    grads = (torch.autograd.grad(out.double().square().sum(), (query, key, value)) for out in (output, exact))
+    for ours, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=0.05, atol=0.05)
+
+
+def test_package_is_given_dropout_but_no_documents_no_masks_and_no_float32(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    install(monkeypatch, tmp_path, WORKING)
+    install(monkeypatch, tmp_path, STAND_IN)
     core = select_attention_core("auto", "cuda")
     calls = sys.modules["flash_attn"].calls
     query, key = torch.randn(7, 3, 4, 6), torch.randn(7, 3, 2, 6)
-    output = core(query, key, key, CAUSAL, 0.0)
-    assert calls == []
-    torch.testing.assert_close(output, plain_attention(query, key, key, CAUSAL, 0.0))
-    low = core(query.bfloat16(), key.bfloat16(), key.bfloat16(), CAUSAL, 0.0)
-    assert calls == [((3, 7, 4, 6), (3, 7, 2, 6), 0.0, True)]
-    torch.testing.assert_close(low.float(), output, rtol=0.05, atol=0.05)
+    output = core(query, key, key, CAUSAL, None)
+    torch.testing.assert_close(output, plain_attention(query, key, key, CAUSAL, None))
+    low = query.bfloat16(), key.bfloat16(), key.bfloat16()
     mask = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()
-    core(query.bfloat16(), key.bfloat16(), key.bfloat16(), AttentionPattern(mask=mask), 0.0)
-    assert len(calls) == 1
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]).expand(3, -1)
+    for pattern in (AttentionPattern(mask=mask), AttentionPattern(document_ids=documents)):
+        given = core(*low, pattern, None)
+        wanted = plain_attention(query, key, key, pattern, None)
+        torch.testing.assert_close(given.float(), wanted, rtol=0.05, atol=0.05)
+    assert calls == []
+    core(*low, CAUSAL, dropout_of(0, 0.25))
+    assert [call["dropout_p"] for call in calls] == [0.25]
+
+
+def test_dropout_of_the_package_is_seeded_by_the_keys_and_leaves_the_generator_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, tmp_path, STAND_IN)
+    core = select_attention_core("auto", "cuda")
+    low = [torch.randn(7, 3, 4, 8).bfloat16() for _ in range(3)]
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first, second, again = (core(*low, CAUSAL, dropout_of(iteration, 0.2)) for iteration in (0, 1, 0))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def dropout_of(iteration: int, probability: float) -> AttentionDropout:
+    samples = DropoutSamples.at(1, iteration, 0, 3, "cpu")
+    return DropoutKeys(samples, torch.arange(7), slice(None), range(1)).of_attention(0, probability, range(4))
+
+
+def test_version_3_comes_first_and_dropout_is_left_to_version_2(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, tmp_path, STAND_IN)
+    (tmp_path / "flash_attn_interface.py").write_text(VERSION_3)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    core = select_attention_core("flash", "cuda")
+    low = [torch.randn(7, 3, 4, 8).bfloat16() for _ in range(3)]
+    output = core(*low, CAUSAL, None)
+    torch.testing.assert_close(output, fused_attention(*low, CAUSAL, None))
+    assert sys.modules["flash_attn"].calls == []
+    core(*low, CAUSAL, dropout_of(0, 0.1))
+    assert len(sys.modules["flash_attn"].calls) == 1
+    for capability, expected in (((9, 0), "flash-attn 3"), ((8, 0), "flash-attn 2"), ((7, 5), SDPA)):
+        monkeypatch.setattr("megatron.core.kernels.attention_choice.compute_capability", lambda _, c=capability: c)
+        call = AttentionCall(torch.bfloat16, 8, 7, 7, CAUSAL)
+        assert select_attention_core("auto", "cuda").choose(call).name == expected
+
+
+VERSION_3 = """
+import torch
+
+
+def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, window_size=(-1, -1), softcap=0.0):
+    heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    output = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2)
+    return output, torch.zeros(1)
+"""

@@ -12,19 +12,31 @@ from torch import nn
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.main_grad import main_grad_of
-from megatron.core.optimizer.clip_grads import GradMeter, clip_coefficient, is_counted, sum_of_squares
+from megatron.core.optimizer.clip_grads import (
+    GradMeter,
+    GradStatistics,
+    clip_coefficient,
+    is_counted,
+    sum_of_squares,
+)
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, even_pieces, full_pieces
 
 
+def coefficient(norm: float, max_norm: float) -> float:
+    return clip_coefficient(torch.tensor(norm, dtype=torch.float64), max_norm).item()
+
+
 def test_coefficient_clips_only_what_is_too_long() -> None:
-    assert clip_coefficient(4.0, 1.0) == 1.0 / (4.0 + 1e-6)
-    assert clip_coefficient(0.5, 1.0) == 1.0
-    assert clip_coefficient(1.0, 1.0) == 1.0 / (1.0 + 1e-6)
-    assert clip_coefficient(100.0, 0.0) == 1.0
-    assert clip_coefficient(0.0, 1.0) == 1.0
+    assert coefficient(4.0, 1.0) == 1.0 / (4.0 + 1e-6)
+    assert coefficient(0.5, 1.0) == 1.0
+    assert coefficient(1.0, 1.0) == 1.0 / (1.0 + 1e-6)
+    assert coefficient(100.0, 0.0) == 1.0
+    assert coefficient(0.0, 1.0) == 1.0
+    # Divided once: 0.7 times the reciprocal would be another number.
+    assert coefficient(1.4, 0.7) == 0.7 / (1.4 + 1e-6) != 0.7 * (1.0 / (1.4 + 1e-6))
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 1000])
@@ -92,9 +104,9 @@ def test_copies_and_padding_do_not_count() -> None:
     grads["shared"][0, :3] = 0.0
     grads["norm"][0] = 0.0
     meter = GradMeter([ddp], state)
-    statistics = meter.measure(count_zeros=True)
+    statistics = GradStatistics.from_totals(meter.measure(count_zeros=True).tolist())
     assert statistics.norm == pytest.approx(math.sqrt(8 * 4.0 + 7 * 9.0), rel=1e-6)
     assert statistics.num_zeros == 4
-    assert meter.measure().num_zeros is None
+    assert GradStatistics.from_totals(meter.measure().tolist()).num_zeros is None
     grads["norm"][1] = float("nan")
-    assert not meter.measure().is_finite
+    assert not GradStatistics.from_totals(meter.measure().tolist()).is_finite

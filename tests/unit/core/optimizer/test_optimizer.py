@@ -8,11 +8,13 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import TrainingError
 from megatron.core.main_grad import main_grad_of
+from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import describe_parallel_state
@@ -208,6 +210,56 @@ def test_a_float16_overflow_skips_the_step_and_halves_the_scale() -> None:
     assert optimizer.loss_scale == 128.0
     assert optimizer.num_steps == 1
     assert train_step(ddp, optimizer, 2).success
+
+
+def build_deciding(
+    on_device: bool, dtype: torch.dtype, **options: object
+) -> tuple[DistributedDataParallel, MegatronOptimizer]:
+    """Build a pair of which the kernels, or the host, find out whether a gradient is finite."""
+    ddp, optimizer = build(dtype, check=False, **options)
+    optimizer._inner.decides_on_device = on_device
+    return ddp, optimizer
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.7, 1e6])
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_that_decide_change_the_same_bits(dtype: torch.dtype, name: str, clip: float) -> None:
+    options = {"optimizer": name, "clip_grad": clip, "weight_decay": 0.1, "initial_loss_scale": 2.0**10}
+    on_device, on_host = (build_deciding(decides, dtype, **options) for decides in (True, False))
+    for index, value in enumerate((None, float("nan"), None, float("inf"), None)):
+        outcomes = []
+        for ddp, optimizer in (on_device, on_host):
+            before = snapshot(optimizer, ddp)
+            good = value is None
+            outcome = train_step(ddp, optimizer, index) if good else poisoned_step(ddp, optimizer, value)
+            outcomes.append(outcome)
+            assert outcome.success is good
+            same = [torch.equal(a, b) for a, b in zip(before, snapshot(optimizer, ddp), strict=True)]
+            assert all(same) is not good
+        assert outcomes[0] == outcomes[1]
+    for mine, other in zip(snapshot(*reversed(on_device)), snapshot(*reversed(on_host)), strict=True):
+        assert torch.equal(mine, other)
+    assert on_device[1].num_steps == on_host[1].num_steps == 3
+    assert on_device[1].scalar_state() == on_host[1].scalar_state()
+
+
+def test_an_optimizer_of_another_kind_is_not_left_to_decide() -> None:
+    """An update rule that is not fused knows nothing of ``found_inf``."""
+    _, optimizer = build(torch.float32)
+    with FakeTensorMode():
+        weight = torch.zeros(3, device="cuda")
+        assert InnerOptimizer(OptimizerConfig(), [([weight], 1.0)]).decides_on_device
+        assert not InnerOptimizer(OptimizerConfig(), [([weight.double()], 1.0)]).decides_on_device
+        assert not InnerOptimizer(OptimizerConfig(), [([weight], 1.0)], Unfused).decides_on_device
+    assert not optimizer._inner.decides_on_device
+
+
+class Unfused(torch.optim.SGD):
+    """Stand for apex's Adam."""
+
+    def __init__(self, params: list[dict[str, object]], **options: object) -> None:
+        super().__init__(params, lr=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import HandOver, PipelineLinks, create_pipeline_links
 from megatron.core.process_group import Group
+from megatron.verification.communication_replay import Call, Operation, communication_problems
 
 
-def links_of_all_ranks(monkeypatch: pytest.MonkeyPatch, size: int, wraps_around: bool) -> list[PipelineLinks]:
-    """Make every rank's links with communicators that are numbered in the order in which the rank makes them."""
+def record_use(kind: str, uses: list[Operation]) -> Callable[..., object]:
+    """Note a send or a receive and complete it at once."""
+
+    def use(tensor: torch.Tensor, *, group: int, **peer: int) -> object:
+        (other,) = peer.values()
+        uses.append((Call(kind, f"link {group}", (), tensor.nbytes, peer=other),))
+        return SimpleNamespace(wait=lambda: None)
+
+    return use
+
+
+def links_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, size: int, wraps_around: bool, logs: dict[int, list[Operation]] | None = None
+) -> list[PipelineLinks]:
+    """Make every rank's links with communicators that are numbered in the order in which the rank makes them.
+
+    ``logs`` is given what each rank sends and receives meanwhile.
+    """
     links = []
     for rank in range(size):
         made: list[int] = []
+        uses: list[Operation] = []
+        if logs is not None:
+            logs[10 * rank] = uses
 
         def new_group(ranks: list[int], made: list[int] = made, **options: object) -> int:
             assert ranks == [10 * r for r in range(size)]
@@ -24,6 +48,8 @@ def links_of_all_ranks(monkeypatch: pytest.MonkeyPatch, size: int, wraps_around:
             return made[-1]
 
         monkeypatch.setattr(p2p_communication.dist, "new_group", new_group)
+        monkeypatch.setattr(p2p_communication.dist, "isend", record_use("send", uses))
+        monkeypatch.setattr(p2p_communication.dist, "irecv", record_use("receive", uses))
         pp = Group(axes=("pp",), ranks=tuple(10 * r for r in range(size)), rank=rank, handle="the pipeline")
         links.append(create_pipeline_links(pp, wraps_around=wraps_around))
         # Ranks that made different numbers of groups could never make another one together.
@@ -52,6 +78,27 @@ def test_every_link_has_two_ends_and_a_communicator_to_itself(
         links = (mine.activations_in, mine.activations_out, mine.gradients_in, mine.gradients_out)
         handles = [link.handle for link in links if link is not None]
         assert len(handles) == len(set(handles))
+
+
+@pytest.mark.parametrize("wraps_around", [False, True])
+@pytest.mark.parametrize("size", range(2, 8))
+def test_every_link_is_used_once_in_one_order_before_it_is_returned(
+    monkeypatch: pytest.MonkeyPatch, size: int, wraps_around: bool
+) -> None:
+    logs: dict[int, list[Operation]] = {}
+    ranks = links_of_all_ranks(monkeypatch, size, wraps_around, logs)
+    for rank, mine in enumerate(ranks):
+        outgoing = [("send", link) for link in (mine.activations_out, mine.gradients_out) if link is not None]
+        incoming = [("receive", link) for link in (mine.activations_in, mine.gradients_in) if link is not None]
+        expected = {
+            (kind, f"link {link.handle}", link.receiver if kind == "send" else link.sender)
+            for kind, link in (*outgoing, *incoming)
+        }
+        used = [(call.kind, call.communicator, call.peer) for (call,) in logs[10 * rank]]
+        assert len(used) == len(expected)
+        assert set(used) == expected
+    # Ranks 10, 20, … of a world in which the others do nothing.
+    assert communication_problems([logs.get(rank, []) for rank in range(10 * size)]) == []
 
 
 def test_a_described_world_has_described_links() -> None:

@@ -213,6 +213,43 @@ def test_merges_that_are_cut_short_are_named(gpt2_files: tuple[Path, Path]) -> N
         GPT2BPETokenizer(vocab_file, merge_file)
 
 
+def with_tokens(vocab_file: Path, *tokens: str) -> None:
+    vocabulary = json.loads(vocab_file.read_text(encoding="utf-8"))
+    vocabulary |= {token: len(vocabulary) + number for number, token in enumerate(tokens)}
+    vocab_file.write_text(json.dumps(vocabulary), encoding="utf-8")
+
+
+def test_tokens_that_no_two_others_make_were_added(gpt2_files: tuple[Path, Path]) -> None:
+    """OPT fills its vocabulary up with such words, and no file beside it says so."""
+    with_tokens(gpt2_files[0], "madeupword0000", "madeupword0001", "<mask>")
+    assert GPT2BPETokenizer(*gpt2_files).vocab_size == 703
+    lines = gpt2_files[1].read_text(encoding="utf-8").splitlines(keepends=True)
+    gpt2_files[1].write_text("".join(lines[:-1]), encoding="utf-8")
+    with pytest.raises(
+        TokenizerError, match=r"443: none makes .* it is cut short, .* list such tokens in added_tokens"
+    ):
+        GPT2BPETokenizer(*gpt2_files)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("added_tokens.json", {"qq": 700}),
+        ("special_tokens_map.json", {"additional_special_tokens": [{"content": "qq"}]}),
+        ("special_tokens_map.json", {"pad_token": "qq"}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"700": {"content": "qq", "special": False}}}),
+    ],
+)
+def test_tokens_that_a_file_beside_lists_were_added(
+    gpt2_files: tuple[Path, Path], name: str, content: dict[str, Any]
+) -> None:
+    with_tokens(gpt2_files[0], "qq")
+    with pytest.raises(TokenizerError, match="none makes 'qq'"):
+        GPT2BPETokenizer(*gpt2_files)
+    (gpt2_files[0].parent / name).write_text(json.dumps(content))
+    assert GPT2BPETokenizer(*gpt2_files).vocab_size == 701
+
+
 def test_vocabulary_that_is_of_another_model_is_named(gpt2_files: tuple[Path, Path]) -> None:
     vocab_file, merge_file = gpt2_files
     vocabulary = json.loads(vocab_file.read_text(encoding="utf-8"))

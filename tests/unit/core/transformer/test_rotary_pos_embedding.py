@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.transformer.rotary_pos_embedding import RotaryEmbedding, apply_rotary
 
@@ -114,3 +115,67 @@ def test_low_precision_is_rounded_once() -> None:
     exact = apply_rotary(x.double(), rotary.angles(positions(), torch.float64))
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), exact, rtol=1.01 * 2**-8, atol=1e-5)
+
+
+class Operations(TorchDispatchMode):
+    """Name the operations that are run, and those of them that bring something from the host to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.copies: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        self.names.append(str(func))
+        if isinstance(args[0], torch.Tensor) and args[0].device != result.device:
+            self.copies.append(str(func))
+        return result
+
+
+def test_the_same_positions_cost_nothing_the_second_time() -> None:
+    rotary = RotaryEmbedding(WIDTH, 500.0)
+    places = positions()
+    first = rotary.angles(places, torch.float32)
+    with Operations() as operations:
+        assert rotary.angles(places, torch.float32) is first
+    assert operations.names == []
+
+
+def test_other_positions_need_no_copy_from_the_host() -> None:
+    rotary = RotaryEmbedding(WIDTH, 500.0)
+    rotary.angles(positions().to("meta"), torch.float32)
+    others = positions().to("meta")
+    with Operations() as operations:
+        assert rotary.angles(others, torch.float32).cos.device.type == "meta"
+    assert operations.names
+    assert operations.copies == []
+
+
+def test_kept_angles_are_those_of_the_positions_dtype_and_content() -> None:
+    rotary = RotaryEmbedding(WIDTH, 500.0)
+    places = positions()
+    assert rotary.angles(places, torch.float32).cos.dtype is torch.float32
+    assert rotary.angles(places, torch.float64).cos.dtype is torch.float64
+    places += 1
+    expected = RotaryEmbedding(WIDTH, 500.0).angles(positions() + 1, torch.float64)
+    assert torch.equal(rotary.angles(places, torch.float64).sin, expected.sin)
+
+
+def test_rows_that_share_their_memory_share_their_angles() -> None:
+    places = torch.arange(LENGTH)
+    shared = RotaryEmbedding(WIDTH, 500.0).angles(places.expand(BATCH, -1), torch.float32)
+    single = RotaryEmbedding(WIDTH, 500.0).angles(places.repeat(BATCH, 1), torch.float32)
+    assert shared.cos.shape == (LENGTH, 1, 1, WIDTH)
+    assert torch.equal(apply_rotary(heads(), shared), apply_rotary(heads(), single))
+
+
+def test_angles_made_for_inference_do_not_reach_a_backward_pass() -> None:
+    rotary = RotaryEmbedding(WIDTH, 500.0)
+    places = positions()
+    with torch.inference_mode():
+        rotary.angles(places, torch.float64)
+        rotary.angles(positions(), torch.float64)
+    x = heads().requires_grad_()
+    apply_rotary(x, rotary.angles(places, torch.float64)).sum().backward()
+    assert x.grad is not None

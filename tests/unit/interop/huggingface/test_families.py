@@ -41,6 +41,17 @@ LLAMA31_SCALING = {
 QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 NEOX = LLAMA | {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "hidden_act": "gelu"}
+NEO = {
+    "architectures": ["GPTNeoForCausalLM"],
+    "model_type": "gpt_neo",
+    "hidden_size": 48,
+    "num_heads": 6,
+    "num_layers": 3,
+    "vocab_size": 101,
+    "attention_types": [[["global", "local"], 1], [["global"], 1]],
+    "embed_dropout": 0,
+    "resid_dropout": 0,
+}
 OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
@@ -64,6 +75,20 @@ def test_gpt2_settings_are_those_of_our_model(tmp_path: Path) -> None:
     assert (config.vocab_size, config.max_position_embeddings, config.params_dtype) == (50257, 1024, "float32")
     assert not config.untie_embeddings_and_output_weights
     assert config_of(tmp_path, GPT2 | {"activation_function": "gelu"}).activation == "gelu"
+
+
+def test_gpt_neo_has_windows_unscaled_scores_and_no_biases_of_queries(tmp_path: Path) -> None:
+    config = config_of(tmp_path, NEO)
+    assert config.layer_windows == (None, 256, None)
+    assert (config.score_scalar, config.has_qkv_bias, config.add_bias_linear) == (1, False, True)
+    assert config.activation == "gelu_tanh"
+    for values, problem in (
+        ({"num_layers": 4}, "does not make global or local of 4 layers"),
+        ({"attention_types": [[["global", "axial"], 1], [["global"], 1]]}, "does not make global or local of 3"),
+        ({"embed_dropout": 0.1}, "embed_dropout 0.1 is not resid_dropout 0.0"),
+    ):
+        with pytest.raises(ConfigurationError, match=problem):
+            config_of(tmp_path, NEO | values)
 
 
 def test_llama_31_settings_in_both_forms(tmp_path: Path) -> None:
@@ -240,7 +265,7 @@ def test_a_model_of_no_family_is_refused_with_the_reason(tmp_path: Path, changes
     assert named in str(caught.value)
 
 
-FAMILY_SETTINGS = [GPT2, LLAMA, QWEN, QWEN3, MISTRAL, NEOX, OLMO2, PHI3, GEMMA2, GEMMA3]
+FAMILY_SETTINGS = [GPT2, NEO, LLAMA, QWEN, QWEN3, MISTRAL, NEOX, OLMO2, PHI3, GEMMA2, GEMMA3]
 
 
 @pytest.mark.parametrize("values", FAMILY_SETTINGS, ids=lambda values: values["model_type"])

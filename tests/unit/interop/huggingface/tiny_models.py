@@ -107,6 +107,17 @@ KINDS: dict[str, dict[str, Any]] = {
         "sliding_window": 20,
         "tie_word_embeddings": False,
     },
+    "neo": {
+        "class": "GPTNeo",
+        "hidden_size": 48,
+        "intermediate_size": 88,
+        "num_layers": 3,
+        "num_heads": 6,
+        "vocab_size": 101,
+        "max_position_embeddings": 320,
+        "attention_types": [[["global", "local"], 1], [["local"], 1]],
+        "window_size": 20,
+    },
     "neox": {
         "class": "GPTNeoX",
         **_DECODER,

@@ -181,11 +181,11 @@ def test_formats_are_told_apart(tmp_path: Path) -> None:
     assert detect_format(tmp_path) is None
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         open_checkpoint(tmp_path)
-    for name in (".metadata", "common.pt"):
+    for name, expected in ((".metadata", "torchtitan"), ("common.pt", "torch_dist"), ("metadata.json", None)):
         folder_of_part = tmp_path / f"only {name}"
         folder_of_part.mkdir()
         (folder_of_part / name).touch()
-        assert detect_format(folder_of_part) == "torch_dist"
+        assert detect_format(folder_of_part) == expected
     source = open_checkpoint(folder)
     assert source.common["progress"]["iteration"] == 7
     source.close()

@@ -12,7 +12,7 @@ SHAPE = """
     norm_placement qk_layernorm_across_heads geglu
 """
 WEIGHTS = """
-    num_layers qk_layernorm add_bias_linear add_qkv_bias untie_embeddings_and_output_weights
+    num_layers qk_layernorm add_bias_linear add_qkv_bias disable_qkv_bias untie_embeddings_and_output_weights
 """
 
 

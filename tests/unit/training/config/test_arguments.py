@@ -257,21 +257,26 @@ def test_flash_attention_with_packed_documents_says_that_it_is_not_used() -> Non
     assert resolve_arguments([*MINIMAL, "--attention-backend", "flash"], 1).notes == ()
 
 
-@pytest.mark.parametrize("words", ["--use-flash-attn", "--attention-backend fused"])
-def test_a_kernel_that_cannot_cap_scores_says_so(words: str) -> None:
-    capped = [*MINIMAL, *words.split(), "--attn-logit-softcapping", "30"]
-    (note,) = resolve_arguments(capped, 1).notes
-    assert note.endswith(
-        "has no effect with --attn-logit-softcapping 30.0: no fused kernel caps scores, attention is computed step by "
-        "step"
-    )
+def test_flash_attention_with_a_ring_says_that_it_is_not_used() -> None:
+    ring = [*MINIMAL, "--use-flash-attn", "--context-parallel-size", "2"]
+    note = "flash-attn is not used with --cp-comm-type p2p: blocks that are merged take torch's own attention"
+    assert resolve_arguments(ring, 2).notes == (note,)
+    assert resolve_arguments([*ring, "--cp-comm-type", "a2a"], 2).notes == ()
 
 
-def test_flash_attention_with_windows_says_where_it_is_not_used() -> None:
-    assert resolve_arguments([*MINIMAL, "--use-flash-attn", "--window-size", "4,0"], 1).notes == (
-        "flash-attn is not used in layers with a window: --window-size takes torch's own attention there",
+@pytest.mark.parametrize("words", ["--window-size 4,0", "--attn-logit-softcapping 30"])
+def test_flash_attention_does_windows_and_capped_scores(words: str) -> None:
+    assert resolve_arguments([*MINIMAL, "--use-flash-attn", *words.split()], 1).notes == ()
+
+
+@pytest.mark.parametrize("pattern", ["1", "[0,0]"])
+def test_a_window_that_no_layer_has_says_so(pattern: str) -> None:
+    words = ["--num-layers", "2", "--window-size", "4,0", "--window-attn-skip-freq", pattern]
+    assert resolve_arguments([*MINIMAL, *words], 1).notes == (
+        f"--window-size 4,0 has no effect: --window-attn-skip-freq {pattern} gives it to no layer",
     )
-    assert resolve_arguments([*MINIMAL, "--window-size", "4,0"], 1).notes == ()
+    words[-1] = "2"
+    assert resolve_arguments([*MINIMAL, *words], 1).notes == ()
 
 
 def test_flags_of_another_kind_of_positions_say_that_they_have_no_effect() -> None:

@@ -6,6 +6,7 @@ import socket
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron.core.device import Device
@@ -69,6 +70,25 @@ def test_one_process_needs_no_backend_and_says_nothing_of_one(
     initialize_runtime(resolve_arguments(MINIMAL, 1).config, LaunchEnvironment())
     assert not dist.is_initialized()
     assert "WARNING" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "expected"),
+    [
+        (Device("cuda", 3), "nccl", ("nccl", torch.device("cuda", 3), False)),
+        (Device("cuda", 3), "gloo", ("gloo", None, False)),
+        (Device("cpu"), "nccl", ("gloo", None, True)),
+    ],
+)
+def test_nccl_is_bound_to_the_device_that_all_its_groups_and_barriers_take(
+    device: Device, backend: str, expected: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[dict[str, object]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda **options: joined.append(options))
+    warning = initialize.initialize_distributed(LaunchEnvironment(1, 4, 3), device, backend, 5)
+    (options,) = joined
+    assert (options["backend"], options["device_id"], warning is not None) == expected
+    assert (options["rank"], options["world_size"], options["timeout"]) == (1, 4, timedelta(minutes=5))
 
 
 def test_a_store_that_never_answers_does_not_hold_a_failing_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.kernels.dropout_keys import DropoutSamples
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import describe_parallel_state
@@ -204,16 +205,17 @@ def test_packed_documents_are_as_if_alone() -> None:
 
 
 def test_stages_one_after_another_are_the_whole_model() -> None:
-    settings = LLAMA | {"params_dtype": "float64", "num_layers": 3}
+    settings = LLAMA | {"params_dtype": "float64", "num_layers": 3, "hidden_dropout": 0.2, "attention_dropout": 0.1}
     whole = make_model(ALONE, **settings)
-    rng = whole.decoder.rng
+    rng = whole.rng
+    samples = DropoutSamples.at(1, 0, 0, 3, "cpu")
     first = GPTModel(whole.config, ALONE, rng, seed=1234, layer_numbers=(0,), post_process=False)
     last = GPTModel(whole.config, ALONE, rng, seed=1234, layer_numbers=(1, 2), pre_process=False)
     tokens, labels, positions, _ = make_batch(12, 3, 53)
-    hidden = first(tokens, positions)
+    hidden = first(tokens, positions, dropout_samples=samples)
     assert hidden.shape == (12, 3, 28)
-    losses = last(tokens, positions, labels=labels, hidden=hidden)
-    assert torch.equal(losses, whole(tokens, positions, labels=labels))
+    losses = last(tokens, positions, labels=labels, hidden=hidden, dropout_samples=samples)
+    assert torch.equal(losses, whole(tokens, positions, labels=labels, dropout_samples=samples))
 
 
 def test_shapes() -> None:

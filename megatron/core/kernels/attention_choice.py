@@ -1,0 +1,228 @@
+"""Which kernel computes attention: an order of preference for a device, of which a call takes the first that can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megatron.core.device import compute_capability
+from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.kernels.dot_product_attention import (
+    AttentionCore,
+    drawing_as,
+    fused_attention,
+    masked_attention,
+    plain_attention,
+    torch_flash_attention,
+)
+from megatron.core.kernels.dropout_keys import AttentionDropout
+from megatron.core.kernels.flash_attn import FlashAttention, load_flash_attention, load_flash_attention_3
+from megatron.core.kernels.flex_attention import BLOCK_SIZE, attend_by_blocks, load_flex_attention
+
+PLAIN_BACKENDS = ("unfused", "local")
+"""Values of ``--attention-backend`` that ask for attention without fused kernels."""
+
+SDPA = "torch's scaled_dot_product_attention"
+STEP_BY_STEP = "step by step, with all scores in memory"
+_HALF = (torch.float16, torch.bfloat16)
+_HOPPER = 9
+_FIRST_WITH_FLASH = (8, 0)
+_WITH_WIDE_FLASH = ((8, 0), (9, 0), (10, 0))
+_NARROWEST_FLEX_HEAD = 16
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Hold what decides which kernels can compute a call."""
+
+    dtype: torch.dtype
+    head_dim: int
+    num_queries: int
+    num_keys: int
+    pattern: AttentionPattern
+    has_groups: bool = False
+    has_dropout: bool = False
+    has_softcap: bool = False
+
+    @property
+    def is_half(self) -> bool:
+        """Tell whether the number format is float16 or bfloat16."""
+        return self.dtype in _HALF
+
+    @property
+    def is_dense(self) -> bool:
+        """Tell whether direction and window are the only rules, and the queries are the last positions."""
+        pattern = self.pattern
+        return pattern.document_ids is None and pattern.mask is None and pattern.first_query is None
+
+    @property
+    def is_common(self) -> bool:
+        """Tell whether scaled_dot_product_attention can do it without a mask."""
+        has_own_rule = not self.pattern.is_causal or self.num_queries in (1, self.num_keys)
+        return self.pattern.is_plain and has_own_rule and not self.has_softcap
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """Name a kernel, say which calls it can compute, and compute them."""
+
+    name: str
+    can: Callable[[AttentionCall], bool]
+    compute: AttentionCore
+
+
+@dataclass(frozen=True)
+class AttentionKernels:
+    """Compute each call by the first kernel that can; the last one can compute every call."""
+
+    kernels: tuple[AttentionKernel, ...]
+    has_softcap: bool = False
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pattern: AttentionPattern,
+        dropout: AttentionDropout | None,
+    ) -> torch.Tensor:
+        """Return the attention output, as every `AttentionCore` does."""
+        call = AttentionCall(
+            *(query.dtype, query.shape[3], query.shape[0], key.shape[0], pattern),
+            has_groups=key.shape[2] != query.shape[2],
+            has_dropout=dropout is not None,
+            has_softcap=self.has_softcap,
+        )
+        return self.choose(call).compute(query, key, value, pattern, dropout)
+
+    def choose(self, call: AttentionCall) -> AttentionKernel:
+        """Return the kernel that computes a call."""
+        return next(kernel for kernel in self.kernels if kernel.can(call))
+
+
+def select_attention_core(backend: str, device: torch.device | str, softcap: float | None = None) -> AttentionKernels:
+    """Return the attention core that ``--attention-backend`` names on this device."""
+    plain = AttentionKernel(
+        STEP_BY_STEP,
+        lambda call: True,
+        plain_attention if softcap is None else partial(plain_attention, softcap=softcap),
+    )
+    if backend in PLAIN_BACKENDS:
+        return AttentionKernels((plain,), softcap is not None)
+    device = torch.device(device)
+    if device.type != "cuda":
+        sdpa = AttentionKernel(SDPA, lambda call: not call.has_softcap, fused_attention)
+        return AttentionKernels((sdpa, plain), softcap is not None)
+    packages = _packages(device, softcap) if backend in ("auto", "flash") else []
+    return AttentionKernels((*packages, *_kernels_of_torch(device, softcap), plain), softcap is not None)
+
+
+def has_flash_package(device: torch.device | str) -> bool:
+    """Tell whether a flash-attn package can be used on a CUDA device."""
+    return bool(_packages(torch.device(device), None))
+
+
+def describe_missing_flash(attention_backend: str, params_dtype: str, device: torch.device | str) -> str | None:
+    """Return one line that says why FlashAttention, asked for by name, is not used on this device, or None."""
+    if attention_backend != "flash":
+        return None
+    if torch.device(device).type != "cuda":
+        reason = "it needs CUDA"
+    elif params_dtype not in ("float16", "bfloat16"):
+        reason = "it needs --bf16 or --fp16"
+    elif not has_flash_package(device):
+        reason = "the package cannot be imported"
+    else:
+        return None
+    return f"flash-attn is not used, since {reason}: torch's own attention takes its place"
+
+
+def _packages(device: torch.device, softcap: float | None) -> list[AttentionKernel]:
+    def fits(call: AttentionCall) -> bool:
+        # For documents these packages want the number of them, which only the device knows.
+        return call.is_half and call.is_dense and call.head_dim <= 256
+
+    capability = compute_capability(device)
+    is_hopper = capability is None or capability[0] == _HOPPER
+    kernels = []
+    if is_hopper and (version_3 := load_flash_attention_3()) is not None:
+        can = _without_dropout(fits)
+        kernels.append(AttentionKernel("flash-attn 3", can, _by_package(version_3, softcap)))
+    is_ampere = capability is None or capability >= _FIRST_WITH_FLASH
+    if is_ampere and (version_2 := load_flash_attention()) is not None:
+        can = fits if softcap is None else _without_dropout(fits)
+        kernels.append(AttentionKernel("flash-attn 2", can, _by_package(version_2, softcap)))
+    return kernels
+
+
+def _kernels_of_torch(device: torch.device, softcap: float | None) -> list[AttentionKernel]:
+    capability = compute_capability(device)
+    has_flash = capability is None or capability >= _FIRST_WITH_FLASH
+    widest = 256 if capability is None or capability in _WITH_WIDE_FLASH else 192
+
+    def fits_flash(call: AttentionCall) -> bool:
+        return has_flash and call.is_half and call.head_dim % 8 == 0 and call.head_dim <= widest
+
+    kernels = [
+        # With groups, and no flash kernel, it would compute all scores.
+        AttentionKernel(
+            SDPA, lambda call: call.is_common and (not call.has_groups or fits_flash(call)), fused_attention
+        ),
+        AttentionKernel(
+            "torch's flash kernel",
+            lambda call: fits_flash(call) and call.is_dense and not call.has_softcap,
+            torch_flash_attention,
+        ),
+    ]
+    flex = load_flex_attention()
+    if flex is not None:
+
+        def compute(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            pattern: AttentionPattern,
+            dropout: AttentionDropout | None,
+        ) -> torch.Tensor:
+            assert not dropout, "FlexAttention has no dropout"
+            return attend_by_blocks(flex, query, key, value, pattern, softcap)
+
+        kernels.append(AttentionKernel("FlexAttention", _fits_flex, compute))
+    kernels.append(AttentionKernel(f"{SDPA} with a mask", lambda call: not call.has_softcap, masked_attention))
+    return kernels
+
+
+def _fits_flex(call: AttentionCall) -> bool:
+    """Tell whether FlexAttention can; it is compiled for a length, which is why it is not used for prompts."""
+    is_whole = call.num_queries % BLOCK_SIZE == 0 and call.num_keys % BLOCK_SIZE == 0
+    has_format = call.is_half or call.dtype == torch.float32
+    has_rule = not call.is_dense or call.pattern.window is not None or call.has_softcap
+    is_able = call.pattern.mask is None and not call.has_dropout and call.head_dim >= _NARROWEST_FLEX_HEAD
+    return is_whole and has_format and has_rule and is_able
+
+
+def _without_dropout(can: Callable[[AttentionCall], bool]) -> Callable[[AttentionCall], bool]:
+    return lambda call: can(call) and not call.has_dropout
+
+
+def _by_package(flash: FlashAttention, softcap: float | None) -> AttentionCore:
+    def compute(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pattern: AttentionPattern,
+        dropout: AttentionDropout | None,
+    ) -> torch.Tensor:
+        with drawing_as(dropout, query.device):
+            return flash(
+                *(query, key, value),
+                is_causal=pattern.is_causal,
+                window=pattern.window,
+                softcap=softcap,
+                dropout=dropout.probability if dropout else 0.0,
+            )
+
+    return compute

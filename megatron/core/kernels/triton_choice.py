@@ -1,0 +1,46 @@
+"""Where Triton computes in place of torch: on CUDA, in the precisions of training, where the package works."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import warnings
+
+import torch
+
+_DEVICE = "cuda"
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+def runs_on_triton(*tensors: torch.Tensor) -> bool:
+    """Return whether the Triton programs take these tensors, on a machine where they can be launched.
+
+    A subclass of a tensor goes to torch: it stands for memory that a program could not read.
+    """
+    return (
+        all(
+            x.device.type == _DEVICE and x.dtype in _DTYPES and type(x) in (torch.Tensor, torch.nn.Parameter)
+            for x in tensors
+        )
+        and triton_works()
+    )
+
+
+@functools.cache
+def triton_works() -> bool:
+    """Compile and run one program, and return whether that succeeds.
+
+    An absent package is passed over in silence. One that is there and fails (no C compiler for its launcher, a driver
+    or a GPU that it does not know, a broken install) is named in one warning.
+    """
+    try:
+        from megatron.core.kernels.triton_programs.probe import probe
+
+        probe(_DEVICE)
+    except (ImportError, OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:
+        if not (isinstance(error, ModuleNotFoundError) and error.name == "triton"):
+            warnings.warn(
+                f"triton is installed but cannot be used, torch's own operations are taken: {error}", stacklevel=2
+            )
+        return False
+    return True

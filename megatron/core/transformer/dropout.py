@@ -1,0 +1,76 @@
+"""Dropout of hidden states, and the keys that a rank's part of the hidden states has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megatron.core.context_parallel.partition import positions_of
+from megatron.core.errors import ConfigurationError
+from megatron.core.kernels.dropout import RowKeys, keyed_dropout
+from megatron.core.kernels.dropout_keys import DropoutKeys, DropoutSamples
+from megatron.core.process_group import Group
+
+
+class HiddenDropout(nn.Module):
+    """Drop hidden states while training: the same elements of them on every rank that holds them."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    @property
+    def is_active(self) -> bool:
+        """Tell whether anything is dropped now."""
+        return self.training and self.probability > 0.0
+
+    def forward(self, x: torch.Tensor, keys: RowKeys | None) -> torch.Tensor:
+        """Return ``x`` with elements dropped. Shapes: ``x: [s, b, h]``, keys ``[s, b]`` ``-> [s, b, h]``."""
+        if not self.is_active:
+            return x
+        assert keys is not None, "active dropout is keyed"
+        return keyed_dropout(x, keys, self.probability)
+
+
+def require_keys(dropout: DropoutKeys | None) -> DropoutKeys:
+    """Return the keys of a model's dropout.
+
+    Raises:
+        ConfigurationError: there are none.
+    """
+    if dropout is None:
+        raise ConfigurationError(
+            "layers with --hidden-dropout or --attention-dropout above 0 were called in training without dropout keys: "
+            "hand keys_of_rank(batch.dropout_samples, ...) to the embedding and to the transformer block, or set both "
+            "probabilities to 0"
+        )
+    return dropout
+
+
+def keys_of_rank(
+    samples: DropoutSamples | None,
+    layer_numbers: Sequence[int],
+    length: int,
+    tp: Group,
+    cp: Group,
+    sequence_parallel: bool,
+) -> DropoutKeys | None:
+    """Return the keys of a model's chunk for a micro-batch of which this rank holds ``length`` positions (``s/cp``).
+
+    Without ``samples``, as in evaluation, there are none.
+    """
+    if samples is None:
+        return None
+    device = samples.states.device
+    if cp.size == 1:
+        positions = torch.arange(length, device=device)
+    else:
+        positions = positions_of(cp.rank, cp.size, length * cp.size, device)
+    hidden = slice(None)
+    if sequence_parallel:
+        part = length // tp.size
+        hidden = slice(tp.rank * part, (tp.rank + 1) * part)
+    layers = range(min(layer_numbers), max(layer_numbers) + 1) if layer_numbers else range(0)
+    return DropoutKeys(samples, positions, hidden, layers, rank=cp.rank * tp.size + tp.rank)

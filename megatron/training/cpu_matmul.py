@@ -1,0 +1,158 @@
+"""Which library computes a run's matrix products on CPU: measured at its start, and kept with its checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron.core.collectives import any_rank, broadcast_object
+from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.kernels.matrix_product import has_library, linear
+from megatron.core.main_grad import MainGrad
+from megatron.core.precision import arithmetic_dtype, dtype_from_name
+from megatron.training.checkpointing.folder import candidate_folders
+from megatron.training.checkpointing.native import is_release
+from megatron.training.config.checkpoint_arguments import recorded_config
+from megatron.training.config.run_config import RunConfig
+from megatron.training.process.initialize import Runtime
+
+_AUTO = "auto"
+_LIBRARIES = ("onednn", "mkl")
+_MAX_SIZE = 512
+"""Larger products differ by much the same factor, and so few of them fit into the time that no minimum is quiet."""
+_MIN_OPERATIONS = 1 << 27
+"""Smaller products take so little of a step that the choice would be noise: the default stays."""
+_MIN_ROUNDS, _BUDGET_S = 3, 0.25
+_MAX_SHARE = 0.95
+"""A library takes the default's place where it needs at most this share of its time."""
+
+
+def choose_library(config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> RunConfig:
+    """Return the configuration with the library of its matrix products on CPU, on every rank the same.
+
+    The command line's counts first, then that of the checkpoint that the run goes on from (the default, where it
+    records none), then the quicker one. Collective.
+
+    Raises:
+        ConfigurationError: a processor or its torch lacks what the command line names. On every rank alike.
+    """
+    model, world = config.model, runtime.state.world
+    if runtime.device.is_cuda:
+        return config
+    dtype = dtype_from_name(model.params_dtype)
+
+    def is_missing(library: str) -> bool:
+        return any_rank(library != _AUTO and not has_library(library, dtype), world)
+
+    if model.cpu_matmul != _AUTO:
+        if is_missing(model.cpu_matmul):
+            raise ConfigurationError(
+                f"--cpu-matmul {model.cpu_matmul}: torch lacks that library for {model.params_dtype} on this "
+                "processor; give --cpu-matmul auto"
+            )
+        return config
+    library, origin = _recorded(config, runtime), "as in the checkpoint"
+    if library is not None and is_missing(library):
+        log(
+            f"WARNING: the checkpoint's matrix products are computed by {library}, which torch lacks for "
+            f"{model.params_dtype} on this processor: the last bits will differ"
+        )
+        library = _AUTO
+    if library is None:
+        library, origin = broadcast_object(_quicker(config, dtype), world), "measured"
+        library = _AUTO if is_missing(library) else library
+    if library == _AUTO:
+        return config
+    log(f" > matrix products on CPU: {library} ({origin})")
+    return dataclasses.replace(config, model=dataclasses.replace(model, cpu_matmul=library))
+
+
+def _recorded(config: RunConfig, runtime: Runtime) -> str | None:
+    """Return the library in the checkpoint that the run goes on from, as rank 0 reads it; None where it begins anew."""
+    load, world = config.checkpoint.load, runtime.state.world
+    if load is None or config.checkpoint.finetune:
+        return None
+    found = _library_of(Path(load), config.checkpoint.ckpt_step) if world.is_first else None
+    agreed: str | None = broadcast_object(found, world)
+    return agreed
+
+
+def _library_of(directory: Path, ckpt_step: int | None) -> str | None:
+    try:
+        folders = candidate_folders(directory, ckpt_step)
+        if not folders or is_release(folders[0]):
+            return None
+        recorded = recorded_config(folders[0])["model"].get("cpu_matmul", _AUTO)
+    except (InputError, LookupError, TypeError, ValueError):
+        return _AUTO  # what is wrong with it is said where it is loaded
+    return str(recorded)
+
+
+def _quicker(config: RunConfig, dtype: torch.dtype) -> str:
+    """Return the library that computes a feed-forward layer's products in less time, auto where it is the default."""
+    model = config.model
+    rows = config.data.seq_length * config.training.micro_batch_size // model.context_parallel_size
+    width, inner = model.hidden_size, model.ffn_hidden_size // model.tensor_model_parallel_size
+    is_small = 2 * rows * width * inner < _MIN_OPERATIONS
+    if is_small or config.initialization.deterministic_mode or not all(has_library(n, dtype) for n in _LIBRARIES):
+        return _AUTO
+    rows, width, inner = (min(size, _MAX_SIZE) for size in (rows, width, inner))
+    times = measure_libraries(rows, width, inner, dtype)
+    default, other = _LIBRARIES if dtype is torch.float32 else _LIBRARIES[::-1]
+    return other if is_quicker(times[other], times[default]) else _AUTO
+
+
+def is_quicker(rounds: Sequence[Sequence[float]], default_rounds: Sequence[Sequence[float]]) -> bool:
+    """Return whether a library beats the default by more than noise.
+
+    Of each product the shortest time of all rounds counts: other work on the machine only makes times longer.
+    """
+    return _shortest(rounds) <= _MAX_SHARE * _shortest(default_rounds)
+
+
+def _shortest(rounds: Sequence[Sequence[float]]) -> float:
+    return math.fsum(min(times) for times in zip(*rounds))
+
+
+def measure_libraries(rows: int, width: int, inner: int, dtype: torch.dtype) -> dict[str, list[list[float]]]:
+    """Return, by library and round, the seconds of each product of a feed-forward layer, forward and backward.
+
+    Libraries alternate, so that other work falls upon them alike.
+    """
+    products: list[Callable[[str], object]] = []
+    for fan_in, fan_out in ((width, inner), (inner, width)):
+        products += _products_of(rows, fan_in, fan_out, dtype)
+    times: dict[str, list[list[float]]] = {library: [] for library in _LIBRARIES}
+    start = time.perf_counter()
+    while len(times[_LIBRARIES[0]]) < _MIN_ROUNDS or time.perf_counter() - start < _BUDGET_S:
+        for measured in times.values():
+            measured.append([])
+        for product in products:
+            for library, measured in times.items():
+                before = time.perf_counter()
+                product(library)
+                measured[-1].append(time.perf_counter() - before)
+    return times
+
+
+def _products_of(rows: int, fan_in: int, fan_out: int, dtype: torch.dtype) -> list[Callable[[str], object]]:
+    """Return what a linear map computes: output, input gradient and accumulated weight gradient."""
+    # Ones: no random number is drawn that the run would draw.
+    x, grad = torch.ones(rows, fan_in, dtype=dtype), torch.ones(rows, fan_out, dtype=dtype)
+    weight = torch.ones(fan_out, fan_in, dtype=dtype)
+    main_grad = MainGrad(torch.empty_like(weight, dtype=arithmetic_dtype(dtype)))
+
+    def accumulate(library: str) -> None:
+        main_grad.reset()
+        main_grad.add_matmul(grad.t(), x, library)
+
+    return [
+        lambda library: linear(x, weight, library=library),
+        lambda library: linear(grad, weight.t(), library=library),
+        accumulate,
+    ]

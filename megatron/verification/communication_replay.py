@@ -1,0 +1,193 @@
+"""Replay what all ranks of a layout ask of torch.distributed, together, under the rules of NCCL.
+
+A log has one rank's operations in the order in which its host calls them; `collective_recorder` makes them. The rules:
+
+- **Match.** The members of a communicator call the same collectives in the same order, with equal bytes, dtype, root
+  and reduction; the n-th send of a rank to a peer has the bytes and dtype of that peer's n-th receive. NCCL checks none
+  of this: it hangs, or gives wrong numbers (NCCL user guide, "Collective Operations", "Point-to-point communication").
+- **Groups.** A process group bound to a device is split off the communicator of all ranks, which all of them do
+  together, each with its own new members (``ncclCommSplit``). Torch names a group made with
+  ``use_local_synchronization`` by its members and the number of groups that the rank has made.
+- **Dtypes.** NCCL has no 16-bit integers and no complex numbers.
+- **Threads.** One thread uses communicators: nothing orders the calls of two.
+- **First use.** The first collective of a communicator and the first message of each direction of a pair connect the
+  ranks, and hold the host until all of them have come (NVIDIA/nccl #783 and #1691, PaddlePaddle/Paddle #54431).
+- **One order.** A message is not buffered: a send may last until its receive has been called. The kernels of two
+  communicators on one GPU need not run at one time, and then what was called first holds up everything behind it, on
+  the device and, where it waits for the device, on the host (NCCL user guide, "Using multiple NCCL communicators
+  concurrently"; meta-pytorch/torchrec #4472). So a layout is safe whatever the device does where it would also run if
+  every operation held its rank until all who take part have called it. This is exact in one direction: such a run gives
+  the operations of all ranks one common order, and the first in it that is not finished has nothing before it anywhere.
+  A layout that needs independent progress fails here, and may yet run on a device that grants it.
+
+Sends and receives that are called together (``batch_isend_irecv``) are one operation, whose parts progress together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+NCCL_DTYPES = frozenset(
+    (
+        *("uint8", "int8", "bool", "int32", "int64", "float16", "bfloat16", "float32", "float64"),
+        *("float8_e4m3fn", "float8_e5m2"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Describe one call of a rank.
+
+    ``ranks`` are the communicator's. ``signature`` has what its members must agree on: dtype, bytes, root, reduction.
+    ``peer`` is the other rank of a send or a receive, ``new_ranks`` are the members of a group that is made.
+    """
+
+    kind: str
+    communicator: str
+    ranks: tuple[int, ...]
+    num_bytes: int = 0
+    dtype: str = ""
+    detail: str = ""
+    peer: int | None = None
+    new_ranks: tuple[int, ...] = ()
+    in_other_thread: bool = False
+
+    @property
+    def signature(self) -> tuple[str, int, str, str]:
+        """Return what all who take part agree on; a send and its receive have one kind."""
+        return "message" if self.peer is not None else self.kind, self.num_bytes, self.dtype, self.detail
+
+    def describe(self) -> str:
+        """Return the call in words."""
+        where = f"of ranks {list(self.ranks)}" if self.peer is None else f"with rank {self.peer}"
+        made = f" of {list(self.new_ranks)}" if self.new_ranks else ""
+        size = f" ({self.num_bytes} bytes of {self.dtype}{', ' + self.detail if self.detail else ''})"
+        return f"{self.kind}{made} {where}{size if self.dtype else ''}"
+
+
+Operation = tuple[Call, ...]
+"""One call, or sends and receives that are called together."""
+
+Log = Sequence[Operation]
+
+INDEPENDENT_PROGRESS = "this runs only where communicators progress independently"
+"""What a problem begins with that a device need not have."""
+
+_Key = tuple[str | int, ...]
+
+
+def communication_problems(logs: Sequence[Log]) -> list[str]:
+    """Return which rules the logs of ranks 0, 1, … of one world break, one line each; none where it is empty."""
+    problems = [*_problems_of_calls(logs)]
+    connected = _Replay(logs, holds_always=False)
+    problems += connected.run()
+    if not problems:
+        problems = [f"{INDEPENDENT_PROGRESS}: {line}" for line in _Replay(logs, holds_always=True).run()]
+    return problems
+
+
+def _problems_of_calls(logs: Sequence[Log]) -> Iterator[str]:
+    for rank, log in enumerate(logs):
+        for call in (call for operation in log for call in operation):
+            if call.in_other_thread:
+                yield f"rank {rank}: {call.describe()} comes from another thread than the other calls"
+            if call.dtype and call.dtype not in NCCL_DTYPES:
+                yield f"rank {rank}: {call.describe()} has a dtype that NCCL does not have"
+
+
+class _Replay:
+    """Let every rank run its log as far as the others allow."""
+
+    def __init__(self, logs: Sequence[Log], holds_always: bool) -> None:
+        self._logs = logs
+        self._holds_always = holds_always
+        self._position = [0] * len(logs)
+        self._num_calls: Counter[_Key] = Counter()
+        self._called: dict[_Key, dict[int, Call]] = defaultdict(dict)
+        self._waiting: dict[int, list[_Key]] = {}
+        self._waiters: dict[_Key, set[int]] = defaultdict(set)
+
+    def run(self) -> list[str]:
+        """Return what is wrong: ranks that wait in a circle, or calls that do not match."""
+        runnable = list(range(len(self._logs)))
+        while runnable:
+            runnable += self._advance(runnable.pop())
+        problems = [*self._mismatches()]
+        if self._waiting:
+            waits = "; ".join(self._describe_wait(rank) for rank in sorted(self._waiting))
+            problems.append(f"{len(self._waiting)} of {len(self._logs)} ranks wait for ever: {waits}")
+        return problems
+
+    def _advance(self, rank: int) -> set[int]:
+        """Run a rank until it is held, and return those whom its calls let go."""
+        released: set[int] = set()
+        while self._position[rank] < len(self._logs[rank]):
+            operation = self._logs[rank][self._position[rank]]
+            if rank in self._waiting:
+                keys = self._waiting[rank]
+            else:
+                keys = [self._call(rank, call) for call in operation]
+                for key in keys:
+                    released |= self._waiters.pop(key, set())
+            if any(self._is_held(key, call) for key, call in zip(keys, operation)):
+                self._waiting[rank] = keys
+                for key in keys:
+                    self._waiters[key].add(rank)
+                return released - {rank}
+            self._waiting.pop(rank, None)
+            self._position[rank] += 1
+        return released - {rank}
+
+    def _call(self, rank: int, call: Call) -> _Key:
+        """Note a call, and return by what name those who take part know it."""
+        if call.peer is None:
+            place: _Key = (call.communicator, rank)
+            self._num_calls[place] += 1
+            key: _Key = (call.communicator, self._num_calls[place])
+        else:
+            ends = (rank, call.peer) if call.kind == "send" else (call.peer, rank)
+            place = (call.communicator, *ends, call.kind)
+            self._num_calls[place] += 1
+            key = (call.communicator, *ends, self._num_calls[place])
+        self._called[key][rank] = call
+        return key
+
+    def _takes_part(self, key: _Key, call: Call) -> tuple[int, ...]:
+        return call.ranks if call.peer is None else tuple(int(end) for end in key[1:3])
+
+    def _is_held(self, key: _Key, call: Call) -> bool:
+        may_hold = self._holds_always or key[-1] == 1 or call.kind == "new_group"
+        return may_hold and len(self._called[key]) < len(self._takes_part(key, call))
+
+    def _mismatches(self) -> Iterator[str]:
+        """Report the first difference on each communicator: what follows it is its consequence."""
+        reported: set[str | int] = set()
+        for key, calls in self._called.items():
+            if key[0] in reported:
+                continue
+            problem = self._mismatch(key, calls)
+            if problem is not None:
+                reported.add(key[0])
+                yield problem
+
+    def _mismatch(self, key: _Key, calls: dict[int, Call]) -> str | None:
+        said = "; ".join(f"rank {rank}: {call.describe()}" for rank, call in sorted(calls.items()))
+        first = next(iter(calls.values()))
+        if len({call.signature for call in calls.values()}) > 1:
+            return f"calls that belong together differ: {said}"
+        if any(calls[m].new_ranks != call.new_ranks for call in calls.values() for m in call.new_ranks if m in calls):
+            return f"ranks make groups in different orders: {said}"
+        if not self._waiting and len(calls) < len(self._takes_part(key, first)):
+            missing = sorted(set(self._takes_part(key, first)) - set(calls))
+            return f"ranks {missing} never make the call that belongs to: {said}"
+        return None
+
+    def _describe_wait(self, rank: int) -> str:
+        position, operation = self._position[rank], self._logs[rank][self._position[rank]]
+        held = [(key, call) for key, call in zip(self._waiting[rank], operation) if self._is_held(key, call)]
+        awaited = sorted({m for key, call in held for m in self._takes_part(key, call)} - {rank})
+        absent = [m for m in awaited if any(m not in self._called[key] for key, _ in held)]
+        return f"rank {rank} in call {position + 1} of {len(self._logs[rank])}, {held[0][1].describe()}, for {absent}"

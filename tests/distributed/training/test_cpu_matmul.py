@@ -1,0 +1,186 @@
+"""The choice of the library for products on CPU: given, recorded or measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.device import Device
+from megatron.core.errors import ConfigurationError
+from megatron.core.kernels import matrix_product
+from megatron.core.process_group import single_rank_group
+from megatron.training import cpu_matmul
+from megatron.training.config.arguments import resolve_arguments
+from megatron.training.config.run_config import RunConfig
+from megatron.training.cpu_matmul import choose_library, is_quicker, measure_libraries
+from megatron.training.process.initialize import make_runtime
+from tests.e2e.toy_run import exact_figures, newest, toy_args
+from tests.harness.distributed import run_distributed
+from tests.harness.forked_training import fork_training
+from tests.harness.toy_model import make_model
+from tests.unit.training.config.command_lines import MINIMAL
+
+LARGE = [*MINIMAL, "--hidden-size", "192", "--seq-length", "512", "--ffn-hidden-size", "768"]
+needs_both = pytest.mark.skipif(
+    not all(matrix_product.has_library(name, torch.float32) for name in ("onednn", "mkl")),
+    reason="this torch has one library only",
+)
+
+
+def choose(argv: list[str], *more: str, lines: list[str] | None = None) -> str:
+    """Return what a run on one CPU process chooses."""
+    config = resolve_arguments([*argv, *more], 1).config
+    return chosen_by(config, [] if lines is None else lines)
+
+
+def chosen_by(config: RunConfig, lines: list[str]) -> str:
+    return choose_library(config, make_runtime(config, Device("cpu")), lines.append).model.cpu_matmul
+
+
+def let_measure(monkeypatch: pytest.MonkeyPatch, onednn: float, mkl: float) -> list[tuple[Any, ...]]:
+    """Let every measurement find these times; return the list of what is measured."""
+    measured: list[tuple[Any, ...]] = []
+
+    def measure(*sizes: Any) -> dict[str, list[list[float]]]:
+        measured.append(sizes)
+        return {"onednn": [[onednn] * 6], "mkl": [[mkl] * 6]}
+
+    monkeypatch.setattr(cpu_matmul, "measure_libraries", measure)
+    return measured
+
+
+@needs_both
+@pytest.mark.parametrize(
+    ("flags", "onednn", "mkl", "expected"),
+    [
+        ("", 1.0, 0.9, "mkl"),
+        ("", 1.0, 0.97, "auto"),
+        ("", 0.5, 1.0, "auto"),
+        ("--bf16", 0.9, 1.0, "onednn"),
+        ("--bf16", 1.0, 0.5, "auto"),
+    ],
+)
+def test_the_default_stays_unless_the_other_is_clearly_quicker(
+    flags: str, onednn: float, mkl: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_matmul, "has_library", lambda library, dtype: True)
+    measured, lines = let_measure(monkeypatch, onednn, mkl), list[str]()
+    assert choose(LARGE, *flags.split(), lines=lines) == expected
+    assert measured == [(512, 192, 512, torch.bfloat16 if flags else torch.float32)]
+    assert lines == ([] if expected == "auto" else [f" > matrix products on CPU: {expected} (measured)"])
+
+
+@pytest.mark.parametrize(("argv", "flags"), [(MINIMAL, ""), (LARGE, "--deterministic-mode"), (LARGE, "--fp16")])
+def test_small_models_and_deterministic_runs_do_not_depend_on_a_measurement(
+    argv: list[str], flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = let_measure(monkeypatch, 1.0, 0.1)
+    assert choose(argv, *flags.split()) == "auto"
+    assert not measured
+
+
+def test_a_disturbed_round_does_not_decide() -> None:
+    quiet, disturbed = [1.0, 2.0], [9.0, 2.0]
+    assert is_quicker([[0.9, 1.8], disturbed], [quiet, quiet])
+    assert not is_quicker([quiet, quiet], [disturbed, quiet])
+    assert not is_quicker([[0.98, 1.96]], [quiet])
+
+
+@needs_both
+def test_a_measurement_computes_six_products_by_each_library_and_draws_no_random_number() -> None:
+    state = torch.get_rng_state()
+    times = measure_libraries(40, 8, 24, torch.float32)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert set(times) == {"onednn", "mkl"}
+    for rounds in times.values():
+        assert len(rounds) >= 3
+        assert {len(products) for products in rounds} == {6}
+        assert min(map(min, rounds)) > 0
+
+
+def test_a_library_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"--cpu-matmul onednn: .* float16 .* give --cpu-matmul auto"):
+        choose(MINIMAL, "--fp16", "--cpu-matmul", "onednn")
+    assert choose(MINIMAL, "--fp16", "--cpu-matmul", "mkl") == "mkl"
+
+
+def test_cuda_runs_choose_nothing() -> None:
+    config = resolve_arguments([*LARGE, "--cpu-matmul", "onednn", "--fp16"], 1).config
+    runtime = dataclasses.replace(make_runtime(config, Device("cpu")), device=Device("cuda"))
+    assert choose_library(config, runtime, lambda line: None) is config
+
+
+def choose_against_each_other() -> str:
+    """Choose where each rank finds another library quicker."""
+    config = resolve_arguments([*LARGE, "--distributed-backend", "gloo"], 2).config
+    runtime = make_runtime(config, Device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        let_measure(patch, 1.0 if runtime.is_reporter else 0.1, 0.5)
+        return choose_library(config, runtime, lambda line: None).model.cpu_matmul
+
+
+@needs_both
+def test_all_ranks_take_the_same_library() -> None:
+    assert run_distributed(2, choose_against_each_other) == ["mkl", "mkl"]
+
+
+@pytest.mark.parametrize("untie", [False, True])
+def test_every_linear_map_of_a_model_takes_the_library(untie: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def note(x: torch.Tensor, library: str = "auto") -> bool:
+        seen.append(library)
+        return False
+
+    monkeypatch.setattr(matrix_product, "uses_onednn", note)
+    model = make_model(single_rank_group(("tp",)), cpu_matmul="mkl", untie_embeddings_and_output_weights=untie)
+    tokens = torch.arange(14).view(1, 14)
+    model(tokens, tokens, labels=tokens).sum().backward()
+    # Two layers of four maps and the output layer: forward, input gradient, weight gradient.
+    assert seen == ["mkl"] * 27
+
+
+@needs_both
+@pytest.mark.parametrize("checkpoint_format", ["", "--ckpt-format torch", "--ckpt-format torch_dist"])
+def test_a_run_goes_on_with_the_library_of_its_checkpoint(checkpoint_format: str, tmp_path: Path) -> None:
+    flags = f"--train-iters 4 --lr-warmup-iters 1 {checkpoint_format}"
+    whole = fork_training(toy_args(tmp_path / "whole", flags, "--cpu-matmul mkl")).check()
+    fork_training(toy_args(tmp_path / "parts", flags, "--cpu-matmul mkl --exit-interval 2")).check()
+    second = fork_training(toy_args(tmp_path / "parts", flags)).check()
+    assert " > matrix products on CPU: mkl (as in the checkpoint)" in second.stdout
+    assert "configuration changed since the checkpoint: model.cpu_matmul" not in second.stdout
+    assert exact_figures(second.metrics)[-2:] == exact_figures(whole.metrics)[-2:]
+
+    config = resolve_arguments(toy_args(tmp_path / "parts", flags), 1).config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_matmul, "has_library", lambda library, dtype: library != "mkl")
+        lines: list[str] = []
+        assert chosen_by(config, lines) == "auto"
+    assert [line[:66] for line in lines] == ["WARNING: the checkpoint's matrix products are computed by mkl, whi"]
+    fresh = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, finetune=True))
+    assert chosen_by(fresh, []) == "auto"
+
+
+def test_a_checkpoint_without_a_record_goes_on_with_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = "--train-iters 2 --lr-warmup-iters 1"
+    fork_training(toy_args(tmp_path, flags)).check()
+    index = next(newest(tmp_path / "checkpoints").glob("*.json"))
+    stored = json.loads(index.read_text())
+    assert stored["common"]["config"]["model"].pop("cpu_matmul") == "auto"
+    index.write_text(json.dumps(stored))
+    measured = let_measure(monkeypatch, 1.0, 0.1)
+    assert (
+        choose(
+            toy_args(tmp_path, flags),
+            *["--hidden-size", "512", "--micro-batch-size", "64", "--global-batch-size", "64"],
+        )
+        == "auto"
+    )
+    assert not measured

@@ -1,0 +1,100 @@
+"""The keys of dropout: another mask for everything that differs, the same wherever the same element is computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megatron.core.kernels.attention_pattern import CAUSAL
+from megatron.core.kernels.dot_product_attention import fused_attention, plain_attention
+from megatron.core.kernels.dropout import drop_elements
+from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutKeys, DropoutSamples
+
+LENGTH, BATCH, WIDTH = 40, 6, 512
+LAYERS = range(3)
+
+
+def make_keys(seed: int = 1234, iteration: int = 7, first_sample: int = 0, batch: int = BATCH) -> DropoutKeys:
+    samples = DropoutSamples.at(seed, iteration, first_sample, batch, "cpu")
+    return DropoutKeys(samples, torch.arange(LENGTH), slice(None), LAYERS)
+
+
+def all_masks(keys: DropoutKeys) -> list[torch.Tensor]:
+    """Return the masks of every site of hidden states, ``[s, b, h]`` of 0 and 1."""
+    sites = [keys.of_embedding]
+    for layer in LAYERS:
+        sites += [keys.after_attention(layer), keys.after_feed_forward(layer)]
+    ones = torch.ones(LENGTH, keys.samples.states.shape[0], WIDTH)
+    return [(drop_elements(ones, site, 0.5) == 0).float() for site in sites]
+
+
+def test_no_two_rows_of_a_run_drop_alike() -> None:
+    """Any two rows of 512 columns, of any seed, iteration, site, position and sample, agree in about a half."""
+    runs = [make_keys(), make_keys(seed=1235), make_keys(iteration=8), make_keys(first_sample=BATCH)]
+    masks = torch.cat([mask.flatten(0, 1) for keys in runs for mask in all_masks(keys)]) * 2 - 1
+    for part in masks.split(480):
+        agreement = (part @ masks.t()) / WIDTH
+        # The largest of the 22 million that are not a row with itself is expected near 0.24; 1 is equality.
+        assert int((agreement > 0.999).sum()) == len(part)
+        assert float(agreement[agreement < 0.999].abs().max()) < 0.31
+    attention = [make_keys().of_attention(layer, 0.5, range(4)).row_keys for layer in LAYERS]
+    pairs = {pair for keys in attention for pair in zip(keys.k0.flatten().tolist(), keys.k1.flatten().tolist())}
+    assert len(pairs) == len(LAYERS) * BATCH * 4 * LENGTH
+
+
+def test_layers_sites_iterations_and_samples_are_not_correlated() -> None:
+    first, second = (torch.stack(all_masks(make_keys(iteration=iteration))) for iteration in (7, 8))
+    limit = 5 / first[0].numel() ** 0.5
+    for other in (first.roll(1, 0), first.roll(1, 1), first.roll(1, 2), second):
+        correlations = ((first * 2 - 1) * (other * 2 - 1)).mean(dim=(1, 2, 3))
+        assert float(correlations.abs().max()) < limit
+
+
+def test_a_sample_drops_alike_in_whatever_micro_batch_it_is() -> None:
+    """The samples 2 to 5 at once, or by twos, as data-parallel ranks or further micro-batches have them."""
+    whole = make_keys(first_sample=2, batch=4)
+    for first, part in ((2, slice(0, 2)), (4, slice(2, 4))):
+        keys = make_keys(first_sample=first, batch=2)
+        for ours, theirs in zip(keys.after_feed_forward(1), whole.after_feed_forward(1)):
+            assert torch.equal(ours, theirs[:, part])
+        ours, theirs = (k.of_attention(1, 0.1, range(3)).row_keys.k1 for k in (keys, whole))
+        assert torch.equal(ours, theirs[part])
+
+
+def test_a_stage_and_a_part_of_the_sequence_drop_what_the_whole_model_drops() -> None:
+    whole = make_keys()
+    part = replace(whole, positions=whole.positions[8:24], hidden=slice(4, 12), layers=range(1, 2))
+    for ours, theirs in zip(part.after_attention(1), whole.after_attention(1)):
+        assert torch.equal(ours, theirs[12:20])
+    heads = part.of_attention(1, 0.1, range(2, 4)).row_keys.k0
+    assert torch.equal(heads, whole.of_attention(1, 0.1, range(4)).row_keys.k0[:, 2:, 8:24])
+
+
+def make_weights_dropout(**changes: int) -> AttentionDropout:
+    return make_keys(**changes).of_attention(0, 0.3, range(4))
+
+
+def test_attention_on_cpu_drops_the_same_weights_by_every_core() -> None:
+    query = torch.randn(LENGTH, BATCH, 4, 6, dtype=torch.float64)
+    dropout = make_weights_dropout()
+    weights = torch.softmax(
+        torch.einsum("qbnd,kbnd->bnqk", query, query)
+        .div(6**0.5)
+        .masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -torch.inf),
+        dim=-1,
+    )
+    expected = torch.einsum("bnqk,kbnd->qbnd", dropout.drop(weights), query)
+    for core in (plain_attention, fused_attention):
+        torch.testing.assert_close(core(query, query, query, CAUSAL, dropout), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_seeds_of_library_kernels_differ_by_layer_rank_micro_batch_and_chunk() -> None:
+    keys = make_keys()
+    seeds = {keys.of_attention(layer, 0.1, range(2)).seed for layer in LAYERS}
+    seeds |= {replace(keys, rank=rank).of_attention(0, 0.1, range(2)).seed for rank in (1, 2)}
+    seeds |= {make_weights_dropout(iteration=8).seed, make_weights_dropout(first_sample=4).seed}
+    dropout = make_weights_dropout()
+    seeds |= {dropout.of_chunk(chunk, dropout.queries[:3], dropout.queries).seed for chunk in (0, 5)}
+    assert len(seeds) == 9
+    assert all(0 <= seed < 2**63 for seed in seeds)

@@ -1,0 +1,128 @@
+"""Triton's programs, interpreted on the CPU, against their torch twins and float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.kernels import cross_entropy
+from megatron.core.kernels.gated_activation import gated_activation
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary, apply_rotary_to_both
+from tests.harness.toy_model import tensor_parallel_group
+from tests.unit.core.kernels.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
+
+pytestmark = needs_triton
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def check_rows(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    from megatron.core.kernels.triton_programs import cross_entropy as programs
+
+    programs._FORWARD_BLOCK, programs._BACKWARD_BLOCK = 64, 128
+    for width, num_columns in [(300, 290), (48, 48), (40, 1), (24, 0)]:
+        logits = (4 * torch.randn(9, width)).to(dtype)
+        logits[0, : min(70, num_columns - 1)] = -torch.inf
+        # Some labels are other ranks'.
+        labels = torch.randint(-20, width + 20, (9,))
+        labels[1] = num_columns - 1
+        twin, result = logits.clone(), logits.clone()
+        expected = cross_entropy.normalizer_and_label_logits(twin, labels, num_columns)
+        with cpu_runs_on_triton():
+            actual = cross_entropy.normalizer_and_label_logits(result, labels, num_columns)
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(result, logits)
+        row_grad = torch.rand(9)
+        whole = torch.logaddexp(expected[0], torch.randn(9))
+        cross_entropy.overwrite_with_gradient(twin, labels, num_columns, expected[0], whole, row_grad)
+        with cpu_runs_on_triton():
+            cross_entropy.overwrite_with_gradient(result, labels, num_columns, actual[0], whole, row_grad)
+        if num_columns:
+            close(result, twin)
+        assert not result[:, num_columns:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_the_cross_entropy(dtype: torch.dtype) -> None:
+    interpret(check_rows, dtype)
+
+
+def check_loss_of_ranks(dtype: torch.dtype, vocab_size: int) -> None:
+    torch.manual_seed(6)
+    tp = tensor_parallel_group()
+    whole = (3 * torch.randn(5, 3, 2 * 24)).to(dtype)
+    labels = torch.randint(0, vocab_size, (3, 5)).t()
+    weights = torch.rand(5, 3)
+    wide = whole.double().requires_grad_()
+    expected = F.cross_entropy(wide[..., :vocab_size].flatten(0, 1), labels.flatten(), reduction="none").view(5, 3)
+    (expected * weights).sum().backward()
+    assert wide.grad is not None
+    shard = whole.chunk(2, dim=-1)[tp.rank].contiguous().requires_grad_()
+    logits = shard * 1
+    with cpu_runs_on_triton():
+        losses = vocab_parallel_cross_entropy(logits, labels, vocab_size, tp)
+        (gradient,) = torch.autograd.grad(losses, logits, weights)
+    assert gradient.data_ptr() == logits.data_ptr()
+    torch.testing.assert_close(losses.detach().double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    close(gradient, wide.grad.chunk(2, dim=-1)[tp.rank])
+
+
+@pytest.mark.parametrize(("dtype", "vocab_size"), [(torch.float32, 45), (torch.bfloat16, 45), (torch.float32, 24)])
+def test_two_ranks_have_the_loss_of_one_and_its_gradient_in_the_logits(dtype: torch.dtype, vocab_size: int) -> None:
+    interpret(check_loss_of_ranks, dtype, vocab_size, world_size=2)
+
+
+def check_gated_activations(dtype: torch.dtype) -> None:
+    torch.manual_seed(7)
+    from megatron.core.kernels.triton_programs import gated_activation as programs
+
+    programs._BLOCK = 32
+    for kind in ("swiglu", "geglu"):
+        x = (2 * torch.randn(5, 3, 2 * 70)).to(dtype).requires_grad_()
+        grad = torch.randn(5, 3, 70).to(dtype)
+        expected = gated_activation(x.double(), kind)
+        (expected_grad,) = torch.autograd.grad(expected, x, grad.double())
+        with cpu_runs_on_triton():
+            actual = gated_activation(x, kind)
+            # A gradient that is the same for every element has no memory of its own.
+            (of_sum,) = torch.autograd.grad(actual.sum(), x, retain_graph=True)
+            (actual_grad,) = torch.autograd.grad(actual, x, grad)
+        close(actual, expected)
+        close(actual_grad, expected_grad)
+        close(of_sum, torch.autograd.grad(gated_activation(x.double(), kind).sum(), x)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_activations(dtype: torch.dtype) -> None:
+    interpret(check_gated_activations, dtype)
+
+
+def check_rotation(dtype: torch.dtype, interleaved: bool) -> None:
+    torch.manual_seed(8)
+    from megatron.core.kernels.triton_programs import rotary as programs
+
+    programs._TILE = 16
+    # Queries and keys are views of one projection, as attention cuts them; 12 of 20 channels or all are rotated.
+    for rotary_dim, batch_of_angles in [(12, 1), (12, 3), (20, 3)]:
+        mixed = torch.randn(4, 3, 7, 20).to(dtype).requires_grad_()
+        query, key = mixed[:, :, :5], mixed[:, :, 5:]
+        half = 3 * torch.randn(4, batch_of_angles, 1, rotary_dim // 2)
+        full = half.repeat_interleave(2, -1) if interleaved else torch.cat((half, half), -1)
+        angles = RotaryAngles(full.cos(), full.sin(), interleaved)
+        expected = apply_rotary(query, angles), apply_rotary(key, angles)
+        with cpu_runs_on_triton():
+            actual = apply_rotary_to_both(query, key, angles)
+            # As it comes from attention that has the heads before the sequence.
+            grads = [torch.randn(3, x.shape[2], 4, 20).to(dtype).permute(2, 0, 1, 3) for x in actual]
+            (actual_grad,) = torch.autograd.grad(actual, mixed, grads)
+        (expected_grad,) = torch.autograd.grad(expected, mixed, grads)
+        for one, other in zip((*actual, actual_grad), (*expected, expected_grad)):
+            close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_of_queries_and_keys(dtype: torch.dtype, interleaved: bool) -> None:
+    interpret(check_rotation, dtype, interleaved)

@@ -1,0 +1,58 @@
+"""The library that stands in for CUDA: built once, whole, and before torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.core.errors import ConfigurationError
+from megatron.dry_run import pretended_cuda
+
+COMPILER = """#!/bin/sh
+echo built >> "$0.log"
+for word; do last=$word; done
+echo library > "$last"
+"""
+
+
+def test_it_is_built_once_and_nothing_is_left_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, cache = tmp_path / "compiler", tmp_path / "cache"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o700)
+    monkeypatch.setattr(pretended_cuda, "find_compiler", lambda: str(compiler))
+    torch_folder = pretended_cuda._torch_folder()
+    built = [pretended_cuda._built_library(torch_folder, cache) for _ in range(2)]
+    assert built == [*cache.iterdir()] * 2
+    assert built[0].read_text() == "library\n"
+    assert Path(f"{compiler}.log").read_text() == "built\n"
+
+
+def test_a_source_that_does_not_compile_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho 'a.cpp:3: error: no such thing' >&2\nexit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setattr(pretended_cuda, "find_compiler", lambda: str(compiler))
+    with pytest.raises(ConfigurationError, match=r"cuda_guard\.cpp does not compile .*: error: no such thing"):
+        pretended_cuda._built_library(pretended_cuda._torch_folder(), tmp_path / "cache")
+    assert [*(tmp_path / "cache").iterdir()] == []
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretended_cuda, "find_compiler", lambda: None)
+    with pytest.raises(ConfigurationError, match=r"needs a C\+\+ compiler .* install g\+\+"):
+        pretended_cuda._built_library(pretended_cuda._torch_folder(), tmp_path)
+
+
+def test_a_folder_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = tmp_path.stat().st_uid
+    monkeypatch.setattr("megatron.dry_run.pretended_cuda.os.getuid", lambda: owner + 1)
+    with pytest.raises(ConfigurationError, match="belongs to another user"):
+        pretended_cuda._built_library(pretended_cuda._torch_folder(), tmp_path)
+
+
+def test_a_process_that_has_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    with pytest.raises(ConfigurationError, match="has torch already"):
+        pretended_cuda.load_pretended_cuda()

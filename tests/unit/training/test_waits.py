@@ -1,0 +1,143 @@
+"""Where the host waits for the device in a training step, and which copies a micro-batch brings: run on meta tensors.
+
+A meta tensor is on a device of its own and has no values, so that whoever reads one, or copies anything from the host
+to it, is seen. What CUDA alone does (`InnerOptimizer.decides_on_device`) is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import pretrain_gpt
+from megatron.core.datasets.samples.batch import Batch
+from megatron.core.device import Device
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.inner_optimizer import InnerOptimizer
+from megatron.core.parallel_state import create_parallel_state
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.timers import Timers
+from megatron.training.config.arguments import parse_arguments
+from megatron.training.config.run_config import RunConfig
+from megatron.training.model_setup import build_training_parts
+from megatron.training.process.initialize import Runtime
+from megatron.training.train_state import TrainState
+from megatron.training.training_step import TrainingStep
+
+LENGTH, BATCH, NUM_MICROBATCHES = 12, 3, 2
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --train-iters 9 --lr 1e-3 --mock-data "
+    f"--seq-length {LENGTH} --max-position-embeddings {LENGTH} --micro-batch-size {BATCH} "
+    f"--global-batch-size {BATCH * NUM_MICROBATCHES} --tokenizer-type NullTokenizer --vocab-size 52"
+)
+LLAMA = (
+    " --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention \
+--num-query-groups 2 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"
+)
+
+
+class MetaDevice(Device):
+    """Stand for a device that is not the host."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+class Crossings(TorchDispatchMode):
+    """Name every copy between host and device; what is read from the device is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_host: list[str] = []
+        self.to_device: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        if name == "_local_scalar_dense" and "meta" in devices:
+            self.to_host.append(name)
+            return 1.0
+        target = torch.device(kwargs.get("device") or next(iter(devices), "cpu")).type
+        if name == "_to_copy" and devices == {"meta"} and target == "cpu":
+            self.to_host.append(name)
+            return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        if (name == "_to_copy" and devices == {"cpu"} and target == "meta") or (
+            name == "copy_" and (args[0].device.type, args[1].device.type) == ("meta", "cpu")
+        ):
+            self.to_device.append(name)
+        return func(*args, **kwargs)
+
+
+class Source:
+    """Give micro-batches without content; positions are one tensor for all of them, as in a run."""
+
+    positions = torch.arange(LENGTH).to("meta").expand(BATCH, -1)
+
+    def sample_ids(self, consumed_samples: int, count: int) -> NDArray[np.int64]:
+        return np.arange(consumed_samples, consumed_samples + count)
+
+    def sample_ids_hash(self, sample_ids: NDArray[np.int64]) -> str:
+        return ""
+
+    def next(self) -> Batch:
+        tokens = torch.empty(BATCH, LENGTH, dtype=torch.int64, device="meta")
+        mask, count = torch.empty(BATCH, LENGTH, device="meta"), torch.empty((), dtype=torch.int64, device="meta")
+        return Batch(tokens, tokens, mask, self.positions, None, count)
+
+
+def provide(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+    return GPTModel(config.model, runtime.state.tp, runtime.rng, seed=None, device="meta")
+
+
+@pytest.fixture
+def _kernels_take_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch make its fused optimizers of meta tensors, and ours leave the decision to them."""
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
+    made = InnerOptimizer.__init__
+
+    def init(self: InnerOptimizer, *args: Any) -> None:
+        made(self, *args)
+        self.decides_on_device = True
+
+    monkeypatch.setattr(InnerOptimizer, "__init__", init)
+
+
+def steps(flags: str) -> Iterator[Crossings]:
+    """Yield what crosses between host and device in the first step, the second, …"""
+    config = parse_arguments(flags.split())
+    is_rotary = config.model.position_embedding_type == "rope"
+    model = dataclasses.replace(config.model, vocab_size=52, scale_embeddings=is_rotary)
+    config = dataclasses.replace(config, model=model)
+    device = MetaDevice("cpu")
+    state = create_parallel_state()
+    runtime = Runtime(device, state, RngStreams(device, 1, state.place))
+    parts = build_training_parts(config, runtime, provide, lambda line: None)
+    step = TrainingStep(config, runtime, parts, pretrain_gpt.forward_step, Timers())
+    train_state = TrainState()
+    while True:
+        with Crossings() as crossings:
+            step.run(train_state, Source(), config.training.global_batch_size, None)
+        yield crossings
+
+
+@pytest.mark.usefixtures("_kernels_take_meta")
+@pytest.mark.parametrize("flags", ["", " --fp16 --log-num-zeros-in-grad", LLAMA, LLAMA + " --bf16"])
+def test_a_step_waits_once_and_copies_nothing(flags: str) -> None:
+    run = steps(FLAGS + flags)
+    next(run)
+    crossings = next(run)
+    assert crossings.to_host == ["_to_copy"]
+    assert crossings.to_device == []
