@@ -28,7 +28,12 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/interop/huggingface/parallelize.py",
     ),
     "os.getenv": ("megatron/training/process/initialize.py", "megatron/core/device.py"),
-    "torch.cuda": ("megatron/core/device.py", "megatron/core/timers.py", "megatron/dry_run/dry_run.py"),
+    "torch.cuda": (
+        "megatron/core/cuda_graph.py",
+        "megatron/core/device.py",
+        "megatron/core/timers.py",
+        "megatron/dry_run/dry_run.py",
+    ),
     "torch.distributed": (
         "megatron/core/collectives.py",
         "megatron/core/distributed/param_and_grad_buffer.py",
