@@ -29,6 +29,7 @@ from megatron.core.transformer.graphed_layers import GraphedLayers
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.interop.huggingface.families import describe_missing_family
+from megatron.training.compiled_regions import compile_regions
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.initialize import Runtime
 
@@ -74,6 +75,8 @@ def build_training_parts(
     without_family = describe_missing_family(model) if config.checkpoint.save and isinstance(model, GPTConfig) else None
     if without_family is not None:
         log(without_family)
+    if config.training.compile:
+        compile_regions(chunks, config, log)
     per_token = config.training.calculate_per_token_loss
     ddp_chunks = tuple(
         DistributedDataParallel(chunk, config.ddp, runtime.state, calculate_per_token_loss=per_token)
