@@ -20,7 +20,12 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, LENGTH, BATCH, VOCABULARY = 24, 4, 2, 128
@@ -30,17 +35,17 @@ MICROBATCHES, REPEATS = 4, 9
 class LaunchedGraph:
     """Stand for a graph whose launch costs nothing; its work is done when it is recorded, and never again."""
 
-    def __init__(self, outputs):
+    def __init__(self, outputs: tuple[torch.Tensor, ...]) -> None:
         self.outputs = outputs
 
-    def replay(self):
+    def replay(self) -> None:
         """Do nothing."""
 
 
 class LaunchBackend:
     """Record work as what does nothing."""
 
-    def capture(self, work):
+    def capture(self, work: Callable[[], tuple[torch.Tensor, ...]]) -> LaunchedGraph:
         """Do the work once, so that its results have a place."""
         return LaunchedGraph(work())
 
@@ -94,7 +99,7 @@ def measure(dropout: float, with_graphs: bool) -> list[float]:
 def measure_in(tree: Path, dropout: float, with_graphs: bool) -> list[float]:
     """Return what a process of its own measures on a checkout."""
     command = [sys.executable, __file__, "--measure", str(dropout), str(int(with_graphs)), str(tree)]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return cast("list[float]", json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
 
 def compare(variants: dict[str, tuple[Path, bool]], dropout: float) -> dict[str, dict[str, float]]:
