@@ -14,11 +14,13 @@ import pretrain_gpt
 from megatron.core.cuda_graph import GraphBackend
 from megatron.core.device import Device
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.errors import ConfigurationError
 from megatron.core.transformer import graphed_layers
 from megatron.verification.cells import BASE_FLAGS
 from megatron.verification.run_cell import CellResult, run_cell
 from tests.harness.distributed import run_distributed
 from tests.harness.graph_stand_in import RerunBackend
+from tests.harness.penalized_layers import provide_penalized_gpt
 
 TOLERANCE = 1e-10
 PP2 = "--pipeline-model-parallel-size 2"
@@ -143,3 +145,21 @@ def test_a_slot_that_is_freed_too_early_is_found() -> None:
     expected = run_distributed(2, train, PP2, 2, False)[0].result.grad_norms[-1]
     found = run_distributed(2, train_with_short_slots, PP2)
     assert any(math.isnan(norm) or norm != pytest.approx(expected, rel=TOLERANCE) for norm in found)
+
+
+def refuse_auxiliary_losses() -> str:
+    with pytest.raises(ConfigurationError) as caught, patch.object(Device, "graph_backend", lambda d: RerunBackend()):
+        run_cell(
+            (*BASE_FLAGS, "--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "1"),
+            *(1, "plain", "float64", provide_penalized_gpt, pretrain_gpt.forward_step),
+        )
+    return str(caught.value)
+
+
+def test_what_no_graph_can_hold_is_refused() -> None:
+    assert "cannot capture layers with auxiliary losses" in run_distributed(1, refuse_auxiliary_losses)[0]
+    with pytest.raises(ConfigurationError, match="needs a CUDA device, and this run is on CPU; leave it out"):
+        run_cell(
+            (*BASE_FLAGS, "--cuda-graph-impl", "local"),
+            *(1, "plain", "float64", pretrain_gpt.provide_model, pretrain_gpt.forward_step),
+        )
