@@ -4,10 +4,11 @@
     python benchmarks/launch_cost/run.py --against OTHER_TREE
 
 The model has the 24 layers and all operations of GPT-2 345M, on tensors of so few elements that computing them costs
-next to nothing: what is left is the host's work, which does not depend on sizes. Fake and meta tensors do not serve:
-torch computes their shapes in Python, which costs several times as much. A graph is a call that does nothing, as its
-launch on a GPU is a few microseconds. Time is that of the processor in this thread: other work on the machine does not
-count. Variants alternate. On a CPU: a CUDA build takes some operations together and launches others.
+next to nothing: what is left is the host's work, which does not depend on sizes. Meta tensors do not serve: torch
+computes many of their shapes in Python, which costs several times as much. A graph is a call that does nothing: its
+launch on a GPU, a few microseconds at best, is left out. Time is that of the processor in this thread: other work on
+the machine does not count. Variants alternate. On a CPU: a CUDA build takes some operations together and launches
+others.
 
 With ``--against`` the same measurement alternates with that of another checkout, without graphs.
 """
