@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.cuda_graph import CudaGraphBackend, GraphBackend
 from megatron.core.errors import ConfigurationError
 
 _MIB = 1024 * 1024
@@ -99,6 +100,10 @@ class Device:
     def empty_host_memory(self, num_bytes: int) -> torch.Tensor:
         """Return bytes of the machine's memory from which a copy to the device need not be waited for."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
+
+    def graph_backend(self) -> GraphBackend | None:
+        """Return what records work as graphs, or None where there is no such thing (every CPU)."""
+        return CudaGraphBackend() if self.is_cuda else None
 
     def memory_use(self) -> MemoryUse:
         """Return the memory in use by this process."""

@@ -127,8 +127,12 @@ class MainGrad:
         self._num_arrived += 1
         if self._num_arrived == self.num_uses:
             self._num_arrived = 0
-            if self.on_complete is not None:
-                self.on_complete()
+            self.complete()
+
+    def complete(self) -> None:
+        """Tell the owner that a micro-batch's gradient is complete."""
+        if self.on_complete is not None:
+            self.on_complete()
 
 
 class WeightGradQueue:
@@ -166,6 +170,17 @@ class WeightGradQueue:
         finally:
             self._open = None
 
+    @contextlib.contextmanager
+    def diverted(self) -> Iterator[list[Callable[[], None]]]:
+        """Put what is deferred inside into the list that this gives, which is empty where nothing is deferred."""
+        contributions: list[Callable[[], None]] = []
+        outer = self._open
+        self._open = None if outer is None else contributions
+        try:
+            yield contributions
+        finally:
+            self._open = outer
+
     def put(self, contribution: Callable[[], None]) -> None:
         """Keep a contribution of the micro-batch that is being collected."""
         assert self._open is not None
@@ -177,6 +192,20 @@ class WeightGradQueue:
         with torch.no_grad():
             for contribution in self._pending.pop(microbatch):
                 contribution()
+
+
+@contextlib.contextmanager
+def completions_held(main_grads: Iterable[MainGrad]) -> Iterator[list[MainGrad]]:
+    """Tell no owner inside that a gradient is complete: list those main gradients, whose owners the caller tells."""
+    held: list[MainGrad] = []
+    owners = [(main_grad, main_grad.on_complete) for main_grad in main_grads]
+    for main_grad, _ in owners:
+        main_grad.on_complete = functools.partial(held.append, main_grad)
+    try:
+        yield held
+    finally:
+        for main_grad, on_complete in owners:
+            main_grad.on_complete = on_complete
 
 
 def attach_main_grad(parameter: torch.nn.Parameter, main_grad: MainGrad) -> None:

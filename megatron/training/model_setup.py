@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from megatron.core.collectives import all_gather_objects, any_rank
+from megatron.core.cuda_graph import GraphBackend
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.errors import ConfigurationError
 from megatron.core.kernels.apex import load_fused_adam
 from megatron.core.kernels.attention_choice import describe_missing_flash
 from megatron.core.kernels.transformer_engine import TRANSFORMER_ENGINE, why_no_transformer_engine
@@ -24,8 +26,11 @@ from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_li
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
 from megatron.core.precision import dtype_from_name
 from megatron.core.transformer.attention import describe_attention
+from megatron.core.transformer.graphed_layers import GraphedLayers
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.interop.huggingface.families import describe_missing_family
+from megatron.training.compiled_regions import compile_regions
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.initialize import Runtime
 
@@ -39,7 +44,8 @@ class TrainingParts:
 
     ``chunks`` are this rank's model chunks in their order along the pipeline, ``ddp_chunks`` the same wrapped,
     ``connection`` reaches the neighbouring stages (None without a pipeline), and ``weight_grad_queues`` defer the
-    chunks' weight gradients where the pipeline schedule splits the backward pass.
+    chunks' weight gradients where the pipeline schedule splits the backward pass. ``graphs`` run the chunks' layers
+    where CUDA graphs are asked for.
     """
 
     chunks: tuple[Model, ...]
@@ -48,6 +54,7 @@ class TrainingParts:
     scheduler: OptimizerParamScheduler
     connection: PipelineConnection | None
     weight_grad_queues: tuple[WeightGradQueue | None, ...]
+    graphs: tuple[GraphedLayers, ...] = ()
 
 
 def with_transformer_impl(config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> RunConfig:
@@ -85,6 +92,8 @@ def build_training_parts(
     without_family = describe_missing_family(model) if config.checkpoint.save and isinstance(model, GPTConfig) else None
     if without_family is not None:
         log(without_family)
+    if config.training.compile:
+        compile_regions(chunks, config, log)
     per_token = config.training.calculate_per_token_loss
     ddp_chunks = tuple(
         DistributedDataParallel(chunk, config.ddp, runtime.state, calculate_per_token_loss=per_token)
@@ -92,6 +101,9 @@ def build_training_parts(
     )
     fused_adam = load_fused_adam() if runtime.device.is_cuda else None
     optimizer = make_optimizer(config.optimizer, ddp_chunks, runtime.state, fused_adam)
+    graphs: tuple[GraphedLayers, ...] = ()
+    if config.training.cuda_graph_impl == "local":
+        graphs = record_layers(chunks, runtime.device.graph_backend(), config.training.cuda_graph_warmup_steps)
     splits_backward = config.pipeline_schedule == "zero-bubble"
     return TrainingParts(
         chunks=chunks,
@@ -100,7 +112,27 @@ def build_training_parts(
         scheduler=OptimizerParamScheduler(optimizer, schedule_of(config)),
         connection=connect_pipeline(config, runtime, layout, chunks[0].config),
         weight_grad_queues=tuple(WeightGradQueue(c.parameters()) if splits_backward else None for c in chunks),
+        graphs=graphs,
     )
+
+
+def record_layers(
+    chunks: Sequence[Model], backend: GraphBackend | None, num_warmup_steps: int
+) -> tuple[GraphedLayers, ...]:
+    """Let the chunks' layers run as graphs after so many steps.
+
+    Raises:
+        ConfigurationError: the device has no graphs, or the model no transformer layers.
+    """
+    if backend is None:
+        raise ConfigurationError("--cuda-graph-impl local needs a CUDA device, and this run is on CPU; leave it out")
+    blocks = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerBlock)]
+    if not blocks:
+        raise ConfigurationError("--cuda-graph-impl local: this model has no transformer layers; leave it out")
+    graphs = tuple(GraphedLayers(backend, num_warmup_steps) for _ in blocks)
+    for block, layers in zip(blocks, graphs):
+        block.graphs = layers
+    return graphs
 
 
 def connect_pipeline(

@@ -164,6 +164,8 @@ class TrainingStep:
         begun = self._begin(train_state, source, global_batch_size)
         for chunk in self.parts.ddp_chunks:
             chunk.zero_grad_buffer()
+        for graphs in self.parts.graphs:
+            graphs.begin_step()
         result = self._forward_backward(source, begun)
         if self.config.training.empty_unused_memory_level >= 2:
             self.runtime.device.empty_cache()

@@ -79,6 +79,21 @@ class DropoutKeys:
             seed=hash_numbers(self.samples.number, layer_number, self.rank),
         )
 
+    def static_copy(self) -> DropoutKeys:
+        """Return keys in memory of their own, which `overwrite` fills for one micro-batch after the other.
+
+        Libraries' own dropout cannot follow them: its seed is a number of the host.
+        """
+        copy = replace(self, samples=DropoutSamples(0, self.samples.states.clone()))
+        copy.__dict__["_of_sites"] = RowKeys(*(keys.clone() for keys in self._of_sites))
+        return copy
+
+    def overwrite(self, keys: DropoutKeys) -> None:
+        """Take over the keys of another micro-batch at the same place, in this one's memory."""
+        self.samples.states.copy_(keys.samples.states)
+        for own, new in zip(self._of_sites, keys._of_sites):
+            own.copy_(new)
+
     def _of_site(self, site: int) -> RowKeys:
         k0, k1 = self._of_sites
         index = site - self._first_site

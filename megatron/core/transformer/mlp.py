@@ -36,6 +36,7 @@ class MLP(nn.Module):
         dtype = dtype_from_name(config.params_dtype)
         num_stacked = 2 if config.is_gated else 1
         self.activation = _ACTIVATIONS[config.activation]
+        self.is_gated = config.is_gated
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
             config.ffn_hidden_size * num_stacked,

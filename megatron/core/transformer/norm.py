@@ -40,6 +40,7 @@ class Norm(nn.Module):
         self.shape = (width,)
         self.epsilon = epsilon
         self.centred_weight = centred_weight
+        self.compute = normalise
         mean = 0.0 if centred_weight else 1.0
         self.weight = make_parameter(
             self.shape, replicated_spec("weight", self.shape, tp, partial_gradient, mean=mean), dtype, device
@@ -62,12 +63,19 @@ class Norm(nn.Module):
         if self.of_engine is not None and self.of_engine.takes(x, self.weight):
             return self.of_engine(x, self.weight, self.bias)
         weight = self.weight + 1 if self.centred_weight else self.weight
-        if self.kind == "LayerNorm":
-            # torch's kernel accumulates low precisions in float32.
-            return F.layer_norm(x, self.shape, weight, self.bias, self.epsilon)
-        if x.is_cuda:
-            return F.rms_norm(x, self.shape, weight, self.epsilon)
-        # On the CPU torch's own is made of the same operations; here its accumulation in float32 is explicit.
-        wide = x.to(arithmetic_dtype(x.dtype))
-        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.epsilon)
-        return (wide * scale).to(x.dtype) * weight
+        return self.compute(x, weight, self.bias, self.kind, self.epsilon)
+
+
+def normalise(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: str, epsilon: float
+) -> torch.Tensor:
+    """Return the normalised input in its own dtype. Shapes: ``x: [..., n]``, ``weight, bias: [n] -> [..., n]``."""
+    if kind == "LayerNorm":
+        # torch's kernel accumulates low precisions in float32.
+        return F.layer_norm(x, weight.shape, weight, bias, epsilon)
+    if x.is_cuda:
+        return F.rms_norm(x, weight.shape, weight, epsilon)
+    # On the CPU torch's own is made of the same operations; here its accumulation in float32 is explicit.
+    wide = x.to(arithmetic_dtype(x.dtype))
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
+    return (wide * scale).to(x.dtype) * weight

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
+from megatron.core.errors import ConfigurationError
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dropout_keys import DropoutKeys
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.recompute import recompute
+from megatron.core.transformer.graphed_layers import GraphedLayers, GraphUnit
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,7 +24,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, make_n
 class TransformerBlock(nn.Module):
     """Hold the layers numbered ``layer_numbers`` (global, from 0); the last stage also holds the final norm.
 
-    Layers are keyed by their global numbers, so that parameter names are the same at any pipeline layout.
+    Layers are keyed by their global numbers, so that parameter names are the same at any pipeline layout. In training
+    they run as ``graphs`` where these are set and warm.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -41,6 +45,7 @@ class TransformerBlock(nn.Module):
             {str(number): TransformerLayer(config, number, tp, device, cp) for number in layer_numbers}
         )
         self.final_layernorm = make_norm(config, tp, device) if has_final_norm else None
+        self.graphs: GraphedLayers | None = None
 
     def forward(
         self,
@@ -57,19 +62,33 @@ class TransformerBlock(nn.Module):
         """
         losses: list[AuxiliaryLoss] = []
 
-        def run(group: list[nn.Module], hidden: torch.Tensor) -> LayerOutput:
+        def run(group: list[nn.Module], hidden: torch.Tensor, keys: DropoutKeys | None) -> LayerOutput:
             losses_of_group: list[AuxiliaryLoss] = []
             for layer in group:
-                hidden, found = layer(hidden, pattern, angles, cache, dropout)
+                hidden, found = layer(hidden, pattern, angles, cache, keys)
                 losses_of_group += found
             return LayerOutput(hidden, tuple(losses_of_group))
 
-        recomputed, kept = self._groups()
-        for group in recomputed:
-            x, found = recompute(lambda hidden, group=group: run(group, hidden), x)
+        def units() -> list[GraphUnit]:
+            """Return each group to recompute, and each layer after them."""
+            recomputed, kept = self._groups()
+            again = [GraphUnit(group, partial(recompute, run, group)) for group in recomputed]
+            return again + [GraphUnit([layer], partial(run, [layer])) for layer in kept]
+
+        if self.graphs is not None and self.layers and self.training and self.graphs.is_warm:
+            if pattern.document_ids is not None or pattern.mask is not None:
+                raise ConfigurationError(
+                    "--cuda-graph-impl local: attention follows documents or a mask, which change from one micro-batch "
+                    "to the next; leave it out"
+                )
+            x = self.graphs.run(units, x, dropout)
+        else:
+            recomputed, kept = self._groups()
+            for group in recomputed:
+                x, found = recompute(run, group, x, dropout)
+                losses += found
+            x, found = run(kept, x, dropout)
             losses += found
-        x, found = run(kept, x)
-        losses += found
         return LayerOutput(x if self.final_layernorm is None else self.final_layernorm(x), tuple(losses))
 
     def _groups(self) -> tuple[list[list[nn.Module]], list[nn.Module]]:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from megatron.core.cuda_graph import GraphBackend
 from megatron.core.device import Device, MemoryUse
+from megatron.core.errors import ConfigurationError
 from megatron.dry_run.gpu import Gpu
 
 _GENERATOR_STATE_BYTES = 16
@@ -42,6 +44,14 @@ class PretendedDevice(Device):
         """Return memory of the machine, not pinned: nothing is fetched from it."""
         with unset_fake_temporarily():
             return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def graph_backend(self) -> GraphBackend | None:
+        """Refuse: there is no driver that records.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError("--cuda-graph-impl local has no dry run: leave it out, its kernels are the same")
 
     def memory_use(self) -> MemoryUse:
         """Return zeros: the memory of the step is in its record."""

@@ -183,8 +183,6 @@ _SWITCHES = [
     "--apply-residual-connection-post-layernorm",
     "--multi-latent-attention",
     "--quick-geglu",
-    "--enable-cuda-graph",
-    "--external-cuda-graph",
     "--moe-grouped-gemm",
     "--moe-permute-fusion",
     "--moe-pad-expert-input-to-capacity",
@@ -265,8 +263,8 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
         1, "1", instead="use --rotary-seq-len-interpolation-factor where positions are divided by it"
     ),
     "--spec": NotSupported("+"),
-    "--cuda-graph-scope": NotSupported("+"),
-    "--cuda-graph-impl": NotSupported(1, "none"),
+    "--external-cuda-graph": NotSupported(0, instead="use --cuda-graph-impl local"),
+    "--cuda-graph-scope": NotSupported("+", "full", instead="leave it out: --cuda-graph-impl local takes whole layers"),
     # training
     "--decoupled-lr": NotSupported(1),
     "--decoupled-min-lr": NotSupported(1),

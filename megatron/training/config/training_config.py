@@ -47,10 +47,25 @@ class TrainingConfig(Config, role="run"):
     check_weight_hash_across_dp_replicas_interval: int | None = flag(None, bounds=POSITIVE)
     """Compare the weights of the data-parallel copies, bit for bit, after each of this number of iterations, and end
     the run where they differ."""
+    compile: bool = False
+    """Compile norms and activations by torch.compile: quicker steps after some seconds at the start, and last bits that
+    differ. One line says how long it took."""
+    cuda_graph_impl: str = flag("none", choices=("none", "local"), not_built=("transformer_engine",))
+    """Record each layer's forward and backward pass as CUDA graphs (local), which cost the host next to nothing to
+    launch, at the price of memory that stays in use between micro-batches."""
+    enable_cuda_graph: bool = False
+    """Same as --cuda-graph-impl local."""
+    cuda_graph_warmup_steps: int = flag(3, bounds=POSITIVE, where=("cuda_graph_impl", "local"))
+    """Iterations without graphs before they are recorded."""
     manual_gc: bool = False
     """Run Python's garbage collector only at fixed iterations, so that all ranks stop together."""
     manual_gc_interval: int = flag(0, bounds=NOT_NEGATIVE, needs="manual_gc")
     """With --manual-gc: iterations from one collection to the next; 0 for never."""
+
+    def __post_init__(self) -> None:
+        """Fill in the value that follows from another."""
+        if self.enable_cuda_graph:
+            object.__setattr__(self, "cuda_graph_impl", "local")
 
     @property
     def batch_sizes(self) -> BatchSizeRampup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.training.config.checks import (
     batch,
     context_parallelism,
+    cuda_graphs,
     data_files,
     fields,
     files,
@@ -25,6 +26,7 @@ _CHECKS = (
     *batch.CHECKS,
     *learning_rate.CHECKS,
     *profiling.CHECKS,
+    *cuda_graphs.CHECKS,
 )
 _FILE_CHECKS = (*data_files.CHECKS, *files.CHECKS)
 
