@@ -221,7 +221,11 @@ def _without_flag(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
 
 
 def _checkpoint_values(given: Mapping[str, Any], notes: list[str], problems: list[str]) -> Mapping[str, Any]:
-    """Return what ``--use-checkpoint-args`` takes from the checkpoint of ``--load``: fields that no flag gives."""
+    """Return what ``--use-checkpoint-args`` takes from the checkpoint of ``--load``: fields that no flag gives.
+
+    Raises:
+        ConfigurationError: it cannot be read; after the problems that were found before.
+    """
     # What is malformed here is reported when all fields are converted.
     values, _ = _field_values(given, {}, [])
     names = {spec.name for spec in field_specs(CheckpointConfig)}
@@ -233,8 +237,8 @@ def _checkpoint_values(given: Mapping[str, Any], notes: list[str], problems: lis
     try:
         stored = read_checkpoint_arguments(checkpoint.load, checkpoint.ckpt_step)
     except InputError as error:
-        problems.append(str(error))
-        return {}
+        # Of fields that the checkpoint would have given, none is asked for.
+        raise ConfigurationError([*problems, str(error)]) from error
     # One flag of a precision, or of a tokenizer, says all of it.
     closed = {name for group in (PRECISION, TOKENIZER) if not given.keys().isdisjoint(group) for name in group}
     taken = {name: value for name, value in stored.values.items() if name not in given and name not in closed}
