@@ -80,9 +80,10 @@ def _adopt_script(
             others.append(readable(program.words[0]))
             trainer = next((word for word in program.words[1:] if is_training(word)), None)
             if trainer is not None:
+                starter = readable(program.words[0])
                 notes.append(
-                    f"line {program.line} starts {readable(trainer)} with {readable(program.words[0])}, whose flags are "
-                    "not read: write torchrun --nproc_per_node N in its place"
+                    f"line {program.line} starts {readable(trainer)} with {starter}, whose flags are not read: write "
+                    "torchrun --nproc_per_node N in its place"
                 )
         elif launch.target is None:
             others.append(readable(launch.script))
