@@ -18,7 +18,12 @@ from typing import Any, NoReturn
 from megatron.core.config_base import FieldSpec, field_docs, field_specs
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.tokenizers.build_tokenizer import unused_flags
-from megatron.training.config.checkpoint_arguments import PRECISION, TOKENIZER, read_checkpoint_arguments
+from megatron.training.config.checkpoint_arguments import (
+    PRECISION,
+    TOKENIZER,
+    no_checkpoint,
+    read_checkpoint_arguments,
+)
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.checks.run_checks import find_problems
 from megatron.training.config.flag_notes import (
@@ -224,7 +229,7 @@ def _checkpoint_values(given: Mapping[str, Any], notes: list[str], problems: lis
     """Return what ``--use-checkpoint-args`` takes from the checkpoint of ``--load``: fields that no flag gives.
 
     Raises:
-        ConfigurationError: it cannot be read; after the problems that were found before.
+        ConfigurationError: it cannot be read, or is not there and no flags shape the model; after earlier problems.
     """
     # What is malformed here is reported when all fields are converted.
     values, _ = _field_values(given, {}, [])
@@ -243,6 +248,8 @@ def _checkpoint_values(given: Mapping[str, Any], notes: list[str], problems: lis
     closed = {name for group in (PRECISION, TOKENIZER) if not given.keys().isdisjoint(group) for name in group}
     taken = {name: value for name, value in stored.values.items() if name not in given and name not in closed}
     if stored.folder is None:
+        if not given.keys() >= {"num_layers", "hidden_size", "num_attention_heads"}:
+            raise ConfigurationError([*problems, no_checkpoint(checkpoint.load)])
         notes.append(f"--use-checkpoint-args: {checkpoint.load} holds no checkpoint; the flags alone shape the model")
     else:
         defaults = {spec.name: spec.default for _, spec in command_line_fields()}
