@@ -17,6 +17,7 @@ Check = Callable[[Sequence[str], int], Sequence[str]]
 """Parse the words of a command at a world size, and return what is refused."""
 
 _ABSENT = re.compile("does not exist|there is no such file|No such file or directory")
+_RANK_STARTERS = ("mpirun", "mpiexec", "mpirun.openmpi", "jsrun", "aprun", "horovodrun")
 _LAYOUT = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
 
 
@@ -82,6 +83,10 @@ def adopt_launch(
         if head[0] == "srun":
             text = "ranks come from torchrun here: srun starts torchrun --nproc_per_node N once on each node"
             findings.append(Finding("srun python", "not supported", text, needs_decision=True))
+        starter = next((word for word in map(os.path.basename, launch.wrapper) if word in _RANK_STARTERS), None)
+        if starter is not None:
+            text = f"ranks come from torchrun here: write torchrun --nproc_per_node N in the place of {starter}"
+            findings.append(Finding(f"{starter} python", "not supported", text, needs_decision=True))
     return _checked([*head, target], translation.groups, findings, launch, origin, unknowns, translation, checks)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.adoption.adopted_command import AdoptedCommand, Check, adopt_launch
-from megatron.adoption.launch import launch_of
+from megatron.adoption.launch import is_training, launch_of
 from megatron.adoption.shell.state import readable
 from megatron.adoption.shell.syntax import require_parser
 from megatron.adoption.trainers.settings_file import read_settings
@@ -78,6 +78,13 @@ def _adopt_script(
         launch = launch_of(program.words)
         if launch is None:
             others.append(readable(program.words[0]))
+            trainer = next((word for word in program.words[1:] if is_training(word)), None)
+            if trainer is not None:
+                starter = readable(program.words[0])
+                notes.append(
+                    f"line {program.line} starts {readable(trainer)} with {starter}, whose flags are not read: write "
+                    "torchrun --nproc_per_node N in its place"
+                )
         elif launch.target is None:
             others.append(readable(launch.script))
             notes.append(f"line {program.line} launches {readable(launch.script)}: nothing here does that")

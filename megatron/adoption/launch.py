@@ -65,8 +65,14 @@ class Launch:
             return _TOOLS[name]
         if self.script.endswith(("tools/checkpoint/util.py", "tools/checkpoint/convert.py")):
             return CONVERT
-        is_training = re.fullmatch(r"(pretrain|finetune|train)\w*\.py", name)
-        return PRETRAIN if is_training and not any(model in name for model in _OTHER_MODELS) else None
+        return PRETRAIN if is_training(name) else None
+
+
+def is_training(script: str) -> bool:
+    """Tell whether a program of this name trains a model that this project has."""
+    name = os.path.basename(script)
+    is_named_so = re.fullmatch(r"(pretrain|finetune|train)\w*\.py", name) is not None
+    return is_named_so and not any(model in name for model in _OTHER_MODELS)
 
 
 def launch_of(words: Sequence[str]) -> Launch | None:

@@ -212,6 +212,8 @@ def tokenize(
         folder.forget()
         names = ", ".join(file.name for file in files)
         found = first_keys(files)
+        if not folder.num_documents and not folder.num_skipped:
+            raise DataError(f"{names}: there is no line or row in it; change --input")
         skipped = f" and {folder.num_skipped} lines skipped" if folder.num_skipped else ""
         raise DataError(
             f"{names}: holds no text: {folder.num_documents} documents without a token{skipped}; looked for under "

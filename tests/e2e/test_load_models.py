@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +140,16 @@ def test_commands_take_what_training_takes(trained: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("flags", ["", "--finetune", "--use-checkpoint-args", "--no-load-optim"])
 def test_a_folder_that_is_not_there_is_one_line(flags: str, tmp_path: Path) -> None:
     assert f"{tmp_path / 'absent'} " in refusal(begin(tmp_path, tmp_path / "absent", flags))
+
+
+def test_an_index_of_weights_that_are_not_there_is_no_tokenizer(trained: Path, tmp_path: Path) -> None:
+    """A download that was cut off has the small files, and the index among them."""
+    model = hugging_face(trained, tmp_path)
+    (model / "model.safetensors").unlink()
+    index = {"weight_map": {"transformer.wte.weight": "model-00001-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model / "tokenizer.json").write_text("{}")
+    assert "model-00001-of-00002.safetensors is missing" in refusal(begin(tmp_path, model))
 
 
 def refusal(run: ForkedRun) -> str:

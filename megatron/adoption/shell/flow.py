@@ -36,7 +36,8 @@ class Ended(Exception):
 class ShellFlow(abc.ABC):
     """Follow statements; what a command does, a subclass says.
 
-    ``output`` is a list while the text that commands print is wanted, in a command substitution.
+    ``output`` is a list while the text that commands print is wanted, in a command substitution; ``input`` is the here
+    document that a command reads.
     """
 
     def __init__(self, state: ShellState) -> None:
@@ -44,6 +45,7 @@ class ShellFlow(abc.ABC):
         self.notes: list[str] = []
         self._fixed = frozenset(state.variables)
         self._output: list[str] | None = None
+        self._input: str | None = None
         self._statements = 0
         self._line_offset = 0
         self._may_have_left = False
@@ -270,7 +272,25 @@ class ShellFlow(abc.ABC):
         if self._output is not None and any(b">" in (child.text or b"")[:2] for child in node.named_children[1:]):
             raise NotText
         body = node.child_by_field_name("body")
-        return self._statement(body) if body else None
+        before, self._input = self._input, self._here_document(node)
+        try:
+            return self._statement(body) if body else None
+        finally:
+            self._input = before
+
+    def _here_document(self, node: Node) -> str | None:
+        """Return what ``<<EOF`` gives a command to read; None where it has no such input."""
+        here = next((child for child in node.named_children if child.type == "heredoc_redirect"), None)
+        if here is None:
+            return None
+        parts = {child.type: child for child in here.named_children}
+        body = parts.get("heredoc_body")
+        text = "" if body is None else (body.text or b"").decode()
+        if (here.text or b"").startswith(b"<<-"):
+            text = re.sub(r"(?m)^\t+", "", text)
+        if any(mark in source_of(parts.get("heredoc_start")) for mark in ("'", '"', "\\")):
+            return text
+        return self._expander().here_document(text)
 
     def _function(self, node: Node) -> bool | None:
         body = node.child_by_field_name("body")

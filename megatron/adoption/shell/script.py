@@ -65,7 +65,8 @@ class ShellScript(ShellFlow):
         if name in ("test", "["):
             return self._conditions().of_words(rest[:-1] if name == "[" else rest)
         if self._output is not None:
-            self._output.append(output_of(words, self.state))
+            is_here = self._input is not None and words == ["cat"]
+            self._output.append((self._input or "") if is_here else output_of(words, self.state))
             return True
         if name == "shift":
             del self.state.parameters[: int(rest[0]) if rest and rest[0].isdigit() else 1]
@@ -79,6 +80,8 @@ class ShellScript(ShellFlow):
             self.state.folder = os.path.join(self.state.folder or os.getcwd(), rest[0]) if rest else None
         elif name == "let":
             return self._let(rest)
+        elif name == "read" and self._input is not None and "-d" in rest and not rest[-1].startswith("-"):
+            self.state.variables[rest[-1]] = self._input.strip()
         elif name in ("read", "mapfile", "readarray", "getopts"):
             for target in rest:
                 if re.fullmatch(r"[A-Za-z_]\w*", target):
@@ -92,6 +95,11 @@ class ShellScript(ShellFlow):
 
     def _start(self, words: list[str], line: int) -> bool | None:
         """Look into a shell that a command starts, or note the command."""
+        if words[0] == "sbatch":
+            text = next((word.removeprefix("--wrap=") for word in words if word.startswith("--wrap=")), None)
+            text = words[words.index("--wrap") + 1] if "--wrap" in words[:-1] else text
+            if text is not None or self._input is not None:
+                return self._inside(text or self._input or "", [], line)
         for place, word in enumerate(words):
             if os.path.basename(word) not in _SHELLS:
                 continue
@@ -101,6 +109,8 @@ class ShellScript(ShellFlow):
                 text = next((item for item in rest if not item.startswith("-")), "")
                 return self._inside(text, words[:place], line)
             script = next((item for item in rest if not item.startswith("-")), None)
+            if self._input is not None and (script is None or "-s" in flags):
+                return self._inside(self._input, words[:place], line)
             if script is not None and Path(script).is_file():
                 before = self.state
                 self.state = before.copy()
@@ -113,7 +123,7 @@ class ShellScript(ShellFlow):
 
     def _inside(self, text: str, wrapper: list[str], line: int) -> bool | None:
         """Follow the text of ``srun … bash -c TEXT``; what it starts is started by the wrapper."""
-        before = len(self.programs)
+        before, self._input = len(self.programs), None
         status = self._reread(text, line)
         if wrapper and os.path.basename(wrapper[0]) == "srun":
             self.programs[before:] = [

@@ -130,9 +130,22 @@ class Expander:
         return sink.pattern
 
     def double_quoted(self, text: str) -> str:
-        """Return what a text becomes between double quotes, as in a here-document."""
+        """Return what a text becomes between double quotes."""
         sink = _Text()
         self._walk(text, sink, double=True)
+        return sink.text
+
+    def here_document(self, text: str) -> str:
+        """Return what a here-document becomes: as between double quotes, which are characters like others in it."""
+        sink, place = _Text(), 0
+        while place < len(text):
+            end = end_of_element(text, place, double=True)
+            element = text[place:end]
+            if element in ('"', '\\"'):
+                sink.quoted(element)
+            else:
+                self._walk(element, sink, double=True)
+            place = end
         return sink.text
 
     def number(self, expression: str) -> int:

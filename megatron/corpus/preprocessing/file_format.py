@@ -10,6 +10,7 @@ from megatron.core.errors import DataError
 
 KINDS: Final = ("jsonl", "text", "parquet", "arrow", "tar")
 TEXT_KINDS: Final = ("jsonl", "text")
+_NUM_BEGINNING_BYTES: Final = 16
 BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 _COMPRESSIONS: Final = {".gz": "gz", ".zst": "zst", ".xz": "xz", ".bz2": "bz2"}
@@ -22,11 +23,22 @@ _SUFFIXES: Final = {
     ".markdown": "text",
     ".parquet": "parquet",
     ".arrow": "arrow",
+    ".feather": "arrow",
     ".tar": "tar",
     ".tgz": "tar",
 }
 _COMPRESSED_BEGINNINGS: Final = {b"\x1f\x8b": "gz", b"\x28\xb5\x2f\xfd": "zst", b"\xfd7zXZ\0": "xz", b"BZh": "bz2"}
 _KIND_BEGINNINGS: Final = {b"PAR1": "parquet", b"ARROW1": "arrow"}
+_FOREIGN_BEGINNINGS: Final = {
+    b"PK\x03\x04": "a zip archive (or an Office document); unpack it and give what is in it",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive; unpack it and give what is in it",
+    b"Rar!": "a rar archive; unpack it and give what is in it",
+    b"%PDF": "a PDF; write its text to a .txt file first",
+    b"\x89HDF": "an HDF5 file; write its texts to Parquet or jsonl first",
+    b"SQLite format 3": "an SQLite database; write its texts to Parquet or jsonl first",
+    b"Obj\x01": "an Avro file; write it to Parquet or jsonl first",
+    b"ORC": "an ORC file; write it to Parquet or jsonl first",
+}
 _ENCODINGS: Final = {
     b"\xff\xfe\0\0": "UTF-32",
     b"\0\0\xfe\xff": "UTF-32",
@@ -55,11 +67,11 @@ def detect_format(path: str, wanted: str | None = None) -> FileFormat:
     """Return what a file holds: ``wanted``, or what its first bytes say, or its name; jsonl where neither does.
 
     Raises:
-        DataError: it cannot be read, or its encoding is not UTF-8.
+        DataError: it cannot be read, its encoding is not UTF-8, or it is of a kind that is not read.
     """
     try:
         with open(path, "rb", buffering=0) as file:
-            beginning = file.read(16)
+            beginning = file.read(_NUM_BEGINNING_BYTES)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     kind, compression = _named(path)
@@ -69,6 +81,9 @@ def detect_format(path: str, wanted: str | None = None) -> FileFormat:
     kind = wanted or kind or "jsonl"
     if kind in TEXT_KINDS and compression is None:
         _check_encoding(path, beginning)
+        foreign = _begins(beginning, _FOREIGN_BEGINNINGS)
+        if foreign is not None:
+            raise DataError(f"{path} is {foreign}")
     mark = len(BYTE_ORDER_MARK) if compression is None and beginning.startswith(BYTE_ORDER_MARK) else 0
     return FileFormat(kind, compression, mark)
 

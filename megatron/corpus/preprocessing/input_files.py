@@ -122,11 +122,16 @@ def _files_of_folder(folder: str, kind: str | None) -> list[str]:
         raise DataError(f"{folder} holds the splits {', '.join(splits)}; name one: --input {folder}/{splits[0]}")
     if "state.json" in entries:
         return [os.path.join(folder, name) for name in _saved_parts(os.path.join(folder, "state.json"))]
-    found = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.join(parent, name) for name in names if not name.startswith(".")]
-    found = sorted(path for path in found if kind is not None or has_known_suffix(path))
+    everything = _files_below(folder)
+    found = [path for path in everything if kind is not None or has_known_suffix(path)]
+    if found and len(found) < len(everything):
+        others = [path for path in everything if not has_known_suffix(path)]
+        named = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
+        print(
+            f"Leaving out {len(others)} files of {folder} whose names do not say what they hold ({named}): name them "
+            "in --input, or give --input-format",
+            flush=True,
+        )
     if not found:
         raise DataError(f"{folder} is not a file and holds none of a known kind (.jsonl, .txt, …); change --input")
     if kind is None:
@@ -135,6 +140,18 @@ def _files_of_folder(folder: str, kind: str | None) -> list[str]:
             print(f"Leaving out {len(found) - len(data)} texts beside the data in {folder}", flush=True)
             found = data
     return found
+
+
+def _files_below(folder: str) -> list[str]:
+    """List the files of a folder and those below it by name, through links too, each folder once; no hidden ones."""
+    found, seen = [], set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        place = os.path.realpath(parent)
+        is_new = place not in seen
+        seen.add(place)
+        folders[:] = sorted(name for name in folders if is_new and not name.startswith("."))
+        found += [os.path.join(parent, name) for name in names if is_new and not name.startswith(".")]
+    return sorted(found)
 
 
 def _saved_parts(path: str) -> list[str]:

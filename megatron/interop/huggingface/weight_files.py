@@ -19,6 +19,12 @@ INDEX_FILE = "model.safetensors.index.json"
 OUTPUT_LAYER = "lm_head.weight"
 
 _LENGTH_BYTES = 8
+_LFS_POINTER = b"version https://git-lfs"
+_OTHER_FILES = (
+    ("model*.safetensors", "", f"copy {INDEX_FILE} too, or rename a file that holds all weights to {SINGLE_FILE}"),
+    ("*.bin", ": pickles can run code and are not read", ""),
+)
+"""What else a folder may hold: a pattern, a remark and what to do where that is not to save the model anew."""
 _MAPPED_BYTES = 256 * 1024 * 1024
 
 DTYPES: dict[str, torch.dtype] = {
@@ -111,6 +117,7 @@ class WeightFiles:
     def _read_header(self, file: str) -> None:
         """Let the library judge the file, then take the order and the places of the tensors from its header."""
         path = self.folder / file
+        _refuse_pointer(path)
         try:
             self._file(file)
             with open(path, "rb") as stream:
@@ -137,6 +144,19 @@ class WeightFiles:
             raise CheckpointError(f"{self.folder}: {INDEX_FILE} does not list {', '.join(extra[:5])}")
 
 
+def _refuse_pointer(path: Path) -> None:
+    """Refuse what git leaves in the place of a large file that it has not fetched, and a file that is not there."""
+    try:
+        with open(path, "rb") as stream:
+            beginning = stream.read(len(_LFS_POINTER))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; copy or download all files of the model") from error
+    except OSError:
+        return  # what opens it next says more
+    if beginning == _LFS_POINTER:
+        raise CheckpointError(f"{path} holds no weights but a pointer of Git LFS; fetch them: git lfs pull")
+
+
 def _find_files(folder: Path) -> tuple[list[str], str | None]:
     """Return the names of the safetensors files, and the text of the index where there is one."""
     if not folder.is_dir():
@@ -150,11 +170,13 @@ def _find_files(folder: Path) -> tuple[list[str], str | None]:
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
         return sorted(set(_weight_map(text, path).values())), text
-    pickled = sorted(path.name for path in folder.glob("*.bin"))
-    found = f"only {', '.join(pickled[:3])}: pickles can run code and are not read" if pickled else "nothing else"
-    raise CheckpointError(
-        f"{folder} has no {SINGLE_FILE} and no {INDEX_FILE}, {found}; save the model in safetensors files"
-    )
+    found, advice = "nothing else", "save the model in safetensors files"
+    for pattern, why, what in _OTHER_FILES:
+        names = sorted(path.name for path in folder.glob(pattern))
+        if names:
+            found, advice = f"only {', '.join(names[:3])}{why}", what or advice
+            break
+    raise CheckpointError(f"{folder} has no {SINGLE_FILE} and no {INDEX_FILE}, {found}; {advice}")
 
 
 def _weight_map(text: str, path: Path) -> dict[str, str]:

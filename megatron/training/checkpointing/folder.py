@@ -14,7 +14,18 @@ from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 
 RELEASE = "release"
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.distcp", "mp_rank_*")
+_WEIGHTS = (
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*.h5",
+    "*.distcp",
+    "mp_rank_*",
+    "*.index.json",
+)
 _TOKENIZERS = ("tokenizer*", "*vocab*", "*.tiktoken", "*.model")
 _ITERATION_FOLDER = re.compile(r"iter_(\d{7,})")
 

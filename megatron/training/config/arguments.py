@@ -18,7 +18,12 @@ from typing import Any, NoReturn
 from megatron.core.config_base import FieldSpec, field_docs, field_specs
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.tokenizers.build_tokenizer import unused_flags
-from megatron.training.config.checkpoint_arguments import PRECISION, TOKENIZER, read_checkpoint_arguments
+from megatron.training.config.checkpoint_arguments import (
+    PRECISION,
+    TOKENIZER,
+    no_checkpoint,
+    read_checkpoint_arguments,
+)
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.checks.run_checks import find_problems
 from megatron.training.config.flag_notes import (
@@ -221,7 +226,11 @@ def _without_flag(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
 
 
 def _checkpoint_values(given: Mapping[str, Any], notes: list[str], problems: list[str]) -> Mapping[str, Any]:
-    """Return what ``--use-checkpoint-args`` takes from the checkpoint of ``--load``: fields that no flag gives."""
+    """Return what ``--use-checkpoint-args`` takes from the checkpoint of ``--load``: fields that no flag gives.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is not there and no flags shape the model; after earlier problems.
+    """
     # What is malformed here is reported when all fields are converted.
     values, _ = _field_values(given, {}, [])
     names = {spec.name for spec in field_specs(CheckpointConfig)}
@@ -233,12 +242,14 @@ def _checkpoint_values(given: Mapping[str, Any], notes: list[str], problems: lis
     try:
         stored = read_checkpoint_arguments(checkpoint.load, checkpoint.ckpt_step)
     except InputError as error:
-        problems.append(str(error))
-        return {}
+        # Of fields that the checkpoint would have given, none is asked for.
+        raise ConfigurationError([*problems, str(error)]) from error
     # One flag of a precision, or of a tokenizer, says all of it.
     closed = {name for group in (PRECISION, TOKENIZER) if not given.keys().isdisjoint(group) for name in group}
     taken = {name: value for name, value in stored.values.items() if name not in given and name not in closed}
     if stored.folder is None:
+        if not given.keys() >= {"num_layers", "hidden_size", "num_attention_heads"}:
+            raise ConfigurationError([*problems, no_checkpoint(checkpoint.load)])
         notes.append(f"--use-checkpoint-args: {checkpoint.load} holds no checkpoint; the flags alone shape the model")
     else:
         defaults = {spec.name: spec.default for _, spec in command_line_fields()}

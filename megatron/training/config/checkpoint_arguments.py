@@ -11,10 +11,12 @@ from typing import Any
 from megatron.core.config_base import IDENTITY, Role, field_specs
 from megatron.core.dist_checkpointing.index import read_index_file
 from megatron.core.errors import CheckpointError, DamagedCheckpointError, TokenizerError
+from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer_file import read_json_object
 from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER, recorded_arguments
 from megatron.interop.checkpoint_format import detect_format
-from megatron.training.checkpointing.folder import candidate_folders
+from megatron.interop.new_iteration import TRACKER_FILE
+from megatron.training.checkpointing.folder import candidate_folders, saved_iterations
 from megatron.training.config.data_config import TokenizerConfig
 from megatron.training.config.run_config import command_line_fields
 
@@ -24,6 +26,9 @@ TOKENIZER = tuple(spec.name for spec in field_specs(TokenizerConfig))
 """Fields of the tokenizer: likewise."""
 
 _ROLES: tuple[Role, ...] = (*IDENTITY, "recipe")
+_UNPADDED = ("native", "hf")
+_COUNTED = ("extra_vocab_size", "padded_vocab_size", "patch_tokenizer_type")
+"""Settings of a tokenizer that say how many rows the model has beyond its ids."""
 _EXPECTED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length")
 
 
@@ -63,6 +68,17 @@ def read_checkpoint_arguments(directory: str, ckpt_step: int | None) -> Checkpoi
     return CheckpointArguments(None, {})
 
 
+def no_checkpoint(directory: str) -> str:
+    """Say that a folder that is there gives nothing, and what to do."""
+    iterations = saved_iterations(Path(directory))
+    advice = (
+        f"write {iterations[-1]} to that file to take the newest of its iterations"
+        if iterations
+        else "name the folder that a run saved to, or that holds a model, or give the model's flags"
+    )
+    return f"--use-checkpoint-args: --load {directory} holds no checkpoint (there is no {TRACKER_FILE} in it); {advice}"
+
+
 def recorded_config(folder: Path) -> Mapping[str, Any]:
     """Return what a checkpoint of any format records of its run's configuration; other fields are unknown."""
     found = detect_format(folder)
@@ -96,10 +112,20 @@ def _tokenizer_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(config.get("tokenizer", {}))
 
 
+def _with_all_rows(folder: Path, config: Mapping[str, Any], tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """Add the model's number of rows, which may be more than the tokenizer's; Megatron's formats pad theirs."""
+    rows = config["model"].get("vocab_size")
+    is_told = any(tokenizer.get(name) for name in _COUNTED)
+    is_told |= tokenizer.get("tokenizer_type") in (None, NullTokenizer.name)
+    if not rows or is_told or detect_format(folder) not in _UNPADDED:
+        return tokenizer
+    return {**tokenizer, "padded_vocab_size": rows}
+
+
 def _values_of(folder: Path) -> dict[str, Any]:
     try:
         config = recorded_config(folder)
-        sections = {**config, "tokenizer": _tokenizer_of(folder, config)}
+        sections = {**config, "tokenizer": _with_all_rows(folder, config, _tokenizer_of(folder, config))}
         recorded = [
             (spec, dict(sections[part]))
             for part, spec in command_line_fields()

@@ -290,3 +290,38 @@ def test_scripts_of_users_are_read_as_bash_reads_them(
     (data,) = report_data([command], [])["commands"]
     accounted = {*data["words"], *(word for flag in data["flags"] for word in flag["flag"].split())}
     assert set(expected) - accounted == set()
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "read -r -d '' CMD <<EOF\n{}\nEOF\nbash -c \"$CMD\"",
+        'CMD="$(cat <<EOF\n{}\nEOF\n)"\neval $CMD',
+        "sbatch <<-EOF\n\t#!/bin/bash\n\t#SBATCH --nodes=1\n\t{}\n\tEOF",
+        'sbatch --nodes 1 --wrap="{}"',
+        "ssh host bash -s <<EOF\n{}\nEOF",
+    ],
+    ids=["read", "cat", "sbatch", "wrap", "ssh"],
+)
+def test_here_documents_are_followed(tmp_path: Path, script: str) -> None:
+    launched = "torchrun --nproc_per_node $N pretrain_gpt.py --mock-data --save '/a b'"
+    (command,) = adopted(tmp_path, f"N=2\n{script.format(launched)}\n")
+    assert command.world_size == 2
+    assert values_of(command)["--save"] == ("/a b",)
+
+
+def test_a_quoted_here_document_is_taken_as_it_stands(tmp_path: Path) -> None:
+    (command,) = adopted(
+        tmp_path, "N=2\nbash <<'EOF'\nN=3\ntorchrun --nproc_per_node $N pretrain_gpt.py \"a b\"\nEOF\n"
+    )
+    assert command.world_size == 3
+
+
+def test_other_starters_of_ranks_are_named(tmp_path: Path) -> None:
+    (command,) = adopted(tmp_path, "mpirun -np 4 python pretrain_gpt.py --mock-data\n")
+    assert [finding.flag for finding in command.findings] == ["mpirun python"]
+    path = tmp_path / "run.sh"
+    path.write_text("accelerate launch pretrain_gpt.py --mock-data\npython pretrain_gpt.py --mock-data\n")
+    adoption = adopt_file(path, (), {}, CHECKS)
+    assert len(adoption.commands) == 1
+    assert adoption.notes[0].startswith("line 1 starts pretrain_gpt.py with accelerate, whose flags are not read")

@@ -176,3 +176,33 @@ def test_the_data_set_of_a_folder_of_texts_has_a_document_a_file(tmp_path: Path)
     write_texts(tmp_path / "texts")
     assert preprocess(tmp_path / "out", *NULL, "--input", tmp_path / "texts").returncode == 0
     assert IndexedDataset(tmp_path / "out_text_document").num_documents == len(TEXTS)
+
+
+def test_no_file_of_a_folder_is_passed_over_in_silence(tmp_path: Path, capsys) -> None:
+    for name in ("corpus/a.jsonl", "corpus/b.csv", "corpus/wiki_00", "elsewhere/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "1 2"}\n')
+    (tmp_path / "corpus" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "corpus")
+    corpus = tmp_path / "corpus"
+    files = [Path(file.path) for file in find_input([str(corpus)])]
+    assert files == [corpus / "a.jsonl", corpus / "link" / "c.jsonl"]
+    assert f"Leaving out 2 files of {corpus} " in (said := capsys.readouterr().out)
+    assert f"({corpus / 'b.csv'}, {corpus / 'wiki_00'}): name them in --input" in said
+    assert len(find_input([str(corpus)], kind="jsonl")) == 4
+    assert capsys.readouterr().out == ""
+
+
+def test_an_empty_file_is_called_empty(tmp_path: Path, capsys) -> None:
+    (tmp_path / "x.jsonl").write_text("\n")
+    assert (
+        preprocess_data.main([*NULL, "--input", str(tmp_path / "x.jsonl"), "--output-prefix", str(tmp_path / "o")]) == 2
+    )
+    assert "x.jsonl: there is no line or row in it; change --input" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"PK\x03\x04\0\0", "is a zip archive"), (b"%PDF-1.7\n", "is a PDF")])
+def test_what_holds_no_text_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        find_input([str(tmp_path / "x.jsonl")])

@@ -81,7 +81,20 @@ def test_a_damaged_index_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     weight_map = save_two_files(tmp_path)
     (tmp_path / weight_map["b"]).unlink()
-    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors cannot be read"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):
+        WeightFiles(tmp_path)
+
+
+def test_files_without_their_index_are_named(tmp_path: Path) -> None:
+    save_two_files(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"only model-00001-of-00002\.safetensors, .*index\.json too"):
+        WeightFiles(tmp_path)
+
+
+def test_a_pointer_of_git_is_no_file_of_weights(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n")
+    with pytest.raises(CheckpointError, match="git lfs pull"):
         WeightFiles(tmp_path)
 
 
