@@ -7,17 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from megatron.core.device import Device
 from megatron.core.kernels.attention_block import AttentionBlocks, BlockMask
 from megatron.core.kernels.attention_choice import select_attention_core
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dot_product_attention import fused_attention, plain_attention
+from megatron.core.kernels.dropout import drop_hidden, keyed_dropout
+from megatron.core.kernels.dropout_keys import DropoutKeys, DropoutSamples
 from megatron.core.kernels.flash_attn import load_flash_attention
+from megatron.core.kernels.gated_activation import gated_activation
 from megatron.core.kernels.matrix_product import linear
+from megatron.core.process_group import single_rank_group
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.transformer.residual_norm import ResidualNorm
+from megatron.core.transformer.rotary_pos_embedding import (
+    RotaryAngles,
+    apply_rotary,
+    split_and_rotate,
+    split_projection,
+)
 from megatron.doctor.bandwidth import time_work
 
 ALLOWED = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
@@ -65,9 +79,21 @@ def kernel_pairs(device: Device, dtype: torch.dtype, sizes: KernelSizes) -> Iter
     for name, pattern in (("causal", causal), ("documents", packed)):
         plain = attention(plain_attention, pattern)
         yield KernelPair(f"fused attention, {name}", attention(fused_attention, pattern), plain, shapes)
+    chosen = select_attention_core("auto", device.torch_device)
+    for name, pattern in (("causal", causal), ("documents", packed), ("window", AttentionPattern(window=length // 4))):
+        plain = attention(plain_attention, pattern)
+        yield KernelPair(f"attention as chosen, {name}", attention(chosen, pattern), plain, shapes)
+    capped = select_attention_core("auto", device.torch_device, 30.0)
+    yield KernelPair(
+        "attention as chosen, capped scores",
+        attention(capped, causal),
+        attention(partial(plain_attention, softcap=30.0), causal),
+        shapes,
+    )
     if device.is_cuda and dtype is not torch.float32 and load_flash_attention() is not None:
         flash = attention(select_attention_core("flash", "cuda"), causal)
         yield KernelPair("flash-attn, causal", flash, attention(plain_attention, causal), shapes)
+    yield from _layer_pairs(device, sizes)
 
     def block(blocks: AttentionBlocks) -> Kernel:
         mask = BlockMask(is_causal=True)
@@ -80,6 +106,71 @@ def kernel_pairs(device: Device, dtype: torch.dtype, sizes: KernelSizes) -> Iter
     features = heads * width
     linear_shapes = ((length, batch, features), (features // 2, features), (features // 2,))
     yield KernelPair("linear map", linear, lambda x, weight, bias: x @ weight.t() + bias, linear_shapes, False)
+
+
+def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
+    """Yield what Triton computes where it is found, beside the same in single operations of torch."""
+    length, batch, heads, groups, width = sizes.length, sizes.batch, sizes.heads, sizes.groups, sizes.head_size
+    hidden, place = (length, batch, heads * width), device.torch_device
+    for kind, gate in (("swiglu", F.silu), ("geglu", partial(F.gelu, approximate="tanh"))):
+
+        def twin(x: torch.Tensor, gate: Kernel = gate) -> torch.Tensor:
+            first, second = x.chunk(2, dim=-1)
+            return gate(first) * second
+
+        yield KernelPair(kind, partial(gated_activation, kind=kind), twin, (hidden,))
+    half = torch.arange(length, device=place)[:, None, None, None] / 1e4 ** torch.linspace(
+        0, 1, width // 2, device=place
+    )
+    turns = torch.cat((half, half), dim=-1)
+    angles = RotaryAngles(turns.cos(), turns.sin(), interleaved=False)
+    mixed = (length, batch, groups, heads // groups + 2, width)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(split_and_rotate(x, angles), dim=2)
+
+    def rotated_apart(x: torch.Tensor) -> torch.Tensor:
+        query, key, value = split_projection(x)
+        return torch.cat((apply_rotary(query, angles), apply_rotary(key, angles), value), dim=2)
+
+    yield KernelPair("projection cut and rotated", rotated, rotated_apart, (mixed,))
+    samples = DropoutSamples.at(1, 0, 0, batch, place)
+    keys = DropoutKeys(samples, torch.arange(length, device=place), slice(None), range(1)).after_attention(0)
+    yield KernelPair(
+        "dropout added to a stream",
+        lambda x, branch: drop_hidden(branch, keys, 0.1, x),
+        lambda x, branch: x + keyed_dropout(branch, keys, 0.1),
+        (hidden, hidden),
+    )
+    for kind in ("LayerNorm", "RMSNorm"):
+
+        def added(x: torch.Tensor, branch: torch.Tensor, kind: str = kind) -> torch.Tensor:
+            norm = ResidualNorm(
+                *(kind, hidden[-1], 1e-5, single_rank_group()),
+                partial_gradient=False,
+                centred_weight=False,
+                dtype=x.dtype,
+                device=place,
+            )
+            for parameter, value in ((norm.weight, 1.0), (norm.bias, 0.0)):
+                if parameter is not None:
+                    torch.nn.init.constant_(parameter, value)
+            return torch.cat(norm(x, branch, keys, 0.1))
+
+        def added_apart(x: torch.Tensor, branch: torch.Tensor, kind: str = kind) -> torch.Tensor:
+            total = x + keyed_dropout(branch, keys, 0.1)
+            normalise = F.layer_norm if kind == "LayerNorm" else F.rms_norm
+            return torch.cat((total, normalise(total, hidden[-1:], eps=1e-5)))
+
+        yield KernelPair(f"dropout, sum and {kind}", added, added_apart, (hidden, hidden))
+    labels = torch.arange(length * batch, device=place).view(length, batch) % (4 * width)
+    yield KernelPair(
+        "cross-entropy",
+        # The kernel overwrites its logits with their gradient.
+        lambda x: vocab_parallel_cross_entropy(x * 1, labels, 4 * width, single_rank_group()),
+        lambda x: F.cross_entropy(x.float().flatten(0, 1), labels.flatten(), reduction="none").view(length, batch),
+        ((length, batch, 4 * width),),
+    )
 
 
 def compare(pair: KernelPair, device: Device, dtype: torch.dtype) -> dict[str, Any]:

@@ -14,12 +14,21 @@ def main() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from megatron.core.device import Device
-    from megatron.dry_run.cuda_operators import CudaOperators
+    from megatron.dry_run.pretended.flex_attention import PretendedFlexAttention
+    from megatron.dry_run.pretended.operators import CudaOperators
+    from megatron.dry_run.pretended.triton import recorded_programs
     from megatron.dry_run.recorder import Recorder
     from tests.gpu.kernels import KernelSizes, kernel_pairs, run_with_gradients
 
     device, recorder, found = Device("cuda"), Recorder(), []
-    with FakeTensorMode(allow_non_fake_inputs=True), recorder, CudaOperators(recorder, (9, 0)):
+    documents = PretendedFlexAttention(recorder, second_document=KernelSizes().length // 3)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        recorder,
+        CudaOperators(recorder, (9, 0)),
+        documents.taking_calls(),
+        recorded_programs(recorder),
+    ):
         for dtype in (torch.float32, torch.bfloat16):
             for pair in kernel_pairs(device, dtype, KernelSizes()):
                 inputs = [torch.empty(shape, dtype=dtype, device="cuda") for shape in pair.shapes]
