@@ -53,7 +53,8 @@ class UlyssesAttention:
         queries, keys, values = torch.split(to_sequence_order(received, size, dim=0), widths, dim=2)
         if dropout:
             positions = torch.arange(size * local_length, device=query.device)
-            dropout = replace(dropout, queries=positions, heads=dropout.heads.chunk(size)[self.cp.rank])
+            first = self.cp.rank * widths[0]
+            dropout = replace(dropout, queries=positions, heads=dropout.heads[first : first + widths[0]])
         context = to_rank_order(self.core(queries, keys, values, pattern, dropout), size, dim=0)
         received = _all_to_all(context.view(size, local_length, *context.shape[1:]), self.cp)
         return received.movedim(0, 2).flatten(2, 3)

@@ -73,9 +73,10 @@ class DropoutKeys:
         """Return the dropout of the attention weights of this rank's heads, numbered over all ranks."""
         return AttentionDropout(
             probability,
-            _mixed(self.samples.states, _EMBEDDING_SITE - 1 - layer_number),
+            self.samples.states,
             self.positions,
-            torch.arange(heads.start, heads.stop, device=self.positions.device),
+            heads,
+            site=_EMBEDDING_SITE - 1 - layer_number,
             seed=hash_numbers(self.samples.number, layer_number, self.rank),
         )
 
@@ -116,23 +117,25 @@ class AttentionDropout:
     """Hold the dropout of one layer's attention weights, for any queries, keys and heads.
 
     ``queries`` and ``keys`` are positions of the whole sequence, ``heads`` numbers of all heads; without ``keys`` these
-    are the positions 0, 1, …. A kernel with dropout of its own is given ``seed`` in place of the keys: it drops other
-    weights.
+    are the positions 0, 1, …. ``site`` tells layers apart. A kernel with dropout of its own is given ``seed`` in place
+    of the keys: it drops other weights, and nothing is computed here.
 
-    Shapes: ``states: [b]``; ``queries: [sq]``; ``heads: [n]``; ``keys: [sk]``, all int64.
+    Shapes: ``states: [b]``; ``queries: [sq]``; ``keys: [sk]``, all int64.
     """
 
     probability: float
     states: torch.Tensor
     queries: torch.Tensor
-    heads: torch.Tensor
+    heads: range
     keys: torch.Tensor | None = None
+    site: int = 0
     seed: int = 0
 
     @cached_property
     def row_keys(self) -> RowKeys:
         """Return the keys of the weights' rows. Shapes: ``[b, n, sq]``."""
-        by_head = _mixed(self.states[:, None], self.heads)
+        heads = torch.arange(self.heads.start, self.heads.stop, device=self.queries.device)
+        by_head = _mixed(_mixed(self.states, self.site)[:, None], heads)
         return _row_keys(_mixed(by_head[..., None], self.queries))
 
     def of_chunk(self, number: int, queries: torch.Tensor, keys: torch.Tensor) -> AttentionDropout:

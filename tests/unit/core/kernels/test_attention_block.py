@@ -33,7 +33,7 @@ def make_tensors(groups: int, keys: int, dtype: torch.dtype = torch.float64) -> 
 
 def weights_dropout(probability: float, iteration: int) -> AttentionDropout:
     states = DropoutSamples.at(12, iteration, 0, BATCH, "cpu").states
-    return AttentionDropout(probability, states, torch.arange(LENGTH), torch.arange(HEADS), torch.arange(LENGTH))
+    return AttentionDropout(probability, states, torch.arange(LENGTH), range(HEADS), torch.arange(LENGTH))
 
 
 def partly_blind(keys: int) -> torch.Tensor:
@@ -164,7 +164,7 @@ def test_scores_in_memory_do_not_grow_with_the_block() -> None:
 
     query, key, grad = (torch.empty(1, heads, 8192, 16, dtype=torch.bfloat16, device="meta") for heads in (8, 2, 8))
     states, positions = DropoutSamples.at(12, 0, 0, 1, "meta").states, torch.arange(8192, device="meta")
-    dropout = AttentionDropout(0.1, states, positions, torch.arange(8, device="meta"), positions)
+    dropout = AttentionDropout(0.1, states, positions, range(8), positions)
     blocks, mask = AttentionBlocks(), BlockMask(is_causal=True, dropout=dropout)
     with Sizes():
         output, logsumexp = blocks.forward(query, key, key, mask)

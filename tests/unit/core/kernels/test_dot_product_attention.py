@@ -110,7 +110,7 @@ def test_dropout_keeps_the_expected_value(core) -> None:
     outputs = []
     for iteration in range(400):
         states = DropoutSamples.at(1, iteration, 0, BATCH, "cpu").states
-        dropout = AttentionDropout(0.3, states, torch.arange(9), torch.arange(HEADS), seed=iteration)
+        dropout = AttentionDropout(0.3, states, torch.arange(9), range(HEADS), seed=iteration)
         outputs.append(core(query, key, value, CAUSAL, dropout))
     outputs = torch.stack(outputs)
     assert outputs.std(dim=0).max() > 0.1
