@@ -48,8 +48,8 @@ class TrainingConfig(Config, role="run"):
     """Compare the weights of the data-parallel copies, bit for bit, after each of this number of iterations, and end
     the run where they differ."""
     compile: bool = False
-    """Compile norms and activations by torch.compile: it takes some seconds at the start, and last bits differ. One line
-    says how long it took."""
+    """Compile norms and activations by torch.compile: it takes some seconds at the start, and last bits differ. One
+    line says how long it took."""
     cuda_graph_impl: str = flag("none", choices=("none", "local"), not_built=("transformer_engine",))
     """Record each layer's forward and backward pass as CUDA graphs (local), which cost the host next to nothing to
     launch, at the price of memory that stays in use between micro-batches."""

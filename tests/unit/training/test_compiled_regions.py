@@ -27,7 +27,7 @@ def train(*flags: str) -> tuple[list[float], list[float]]:
     return result.losses, result.grad_norms
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "qwen"])
+@pytest.mark.parametrize("shape", [pytest.param("gpt2", marks=pytest.mark.long), "qwen"])
 def test_numbers_are_those_without(shape: str) -> None:
     plain, compiled = train(*SHAPES[shape]), train(*SHAPES[shape], "--compile")
     assert compiled[0] == pytest.approx(plain[0], rel=TOLERANCE)
