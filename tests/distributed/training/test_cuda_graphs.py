@@ -98,14 +98,20 @@ def compare(world_size: int, flags: str) -> list[Trained]:
     [
         # Graphs of each rank: 4 layers, forward and backward, for each micro-batch in flight.
         pytest.param(1, DROPOUT, [8], id="one-rank-dropout"),
-        pytest.param(1, f"{FULL} uniform --recompute-num-layers 3", [4], id="recompute-groups"),
+        pytest.param(1, f"{FULL} uniform --recompute-num-layers 3", [4], id="recompute-groups", marks=pytest.mark.long),
         pytest.param(1, f"{FULL} block --recompute-num-layers 1 {DROPOUT}", [8], id="recompute-block"),
         pytest.param(2, f"{PP2} --recompute-activations {DROPOUT}", [8, 4], id="1f1b"),
-        pytest.param(2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1 {DROPOUT}", None, id="interleaved"),
+        pytest.param(
+            2,
+            f"{PP2} --num-layers-per-virtual-pipeline-stage 1 {DROPOUT}",
+            None,
+            id="interleaved",
+            marks=pytest.mark.long,
+        ),
         pytest.param(2, f"{PP2} --pipeline-schedule zero-bubble", [12, 12], id="zero-bubble"),
         pytest.param(2, f"--tensor-model-parallel-size 2 --sequence-parallel {DROPOUT}", [8, 8], id="tp2-sp"),
         pytest.param(2, DP, [8, 8], id="dp2-overlapped"),
-        pytest.param(2, "--context-parallel-size 2", [8, 8], id="cp2"),
+        pytest.param(2, "--context-parallel-size 2", [8, 8], id="cp2", marks=pytest.mark.long),
     ],
 )
 def test_numbers_are_those_without_graphs(world_size: int, flags: str, expected: list[int] | None) -> None:

@@ -51,12 +51,18 @@ def figures(run: ForkedRun) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize(
     "layout",
     [
-        """--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --use-distributed-optimizer
-        --data-parallel-sharding-strategy optim_grads --overlap-grad-reduce --overlap-param-gather --async-save""",
-        """--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --tensor-model-parallel-size 2
-        --sequence-parallel --ckpt-format torch""",
+        pytest.param(
+            """--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --use-distributed-optimizer
+            --data-parallel-sharding-strategy optim_grads --overlap-grad-reduce --overlap-param-gather --async-save""",
+            id="zero-bubble",
+        ),
+        pytest.param(
+            """--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --tensor-model-parallel-size 2
+            --sequence-parallel --ckpt-format torch""",
+            id="interleaved",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["zero-bubble", "interleaved"],
 )
 def test_a_run_that_saves_and_goes_on_keeps_the_rules(tmp_path: Path, layout: str) -> None:
     args = toy_args(tmp_path, STEPS, layout)

@@ -80,8 +80,7 @@ REPRESENTATIVE = (
             Layout(tp=2),
             Layout(tp=2, sequence_parallel=True, recompute=("full", "uniform", "1")),
             Layout(pp=2, schedule="zero-bubble"),
-            Layout(pp=2, virtual_stages=2, recompute=("selective",)),
-            *(Layout(cp=2, cp_comm_type=exchange) for exchange in ("p2p", "all_gather", "a2a")),
+            Layout(cp=2),
         )
     ),
     with_micro_batch_size(make_cell("gpt2", Layout(dp=2, sharding="optim_grads"), extra=DROPOUT), 2),
