@@ -20,6 +20,8 @@ from megatron.dry_run.step_record import Communication, HostWait, LinkEvent, Ope
 
 _PROJECT = Path(__file__).resolve().parents[2]
 _OWN_FOLDER = str(Path(__file__).resolve().parent)
+# Not the whole folder: an environment may lie in it.
+_NAMED = (f"{_PROJECT / 'megatron'}/", str(_PROJECT / "pretrain_gpt.py"))
 _VIEWS = frozenset(
     (
         *(
@@ -188,7 +190,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             path = frame.f_code.co_filename
-            if path.startswith(str(_PROJECT)) and not path.startswith(_OWN_FOLDER):
+            if path.startswith(_NAMED) and not path.startswith(_OWN_FOLDER):
                 return f"{Path(path).relative_to(_PROJECT).as_posix()}:{frame.f_lineno}"
             if frame.f_code.co_name == "_engine_run_backward":
                 return ""

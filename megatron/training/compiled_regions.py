@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ def _first_calls(
             shape = (length, rows[1], model.num_attention_heads // tp, *norm.shape)
         if shape not in seen:
             seen.add(shape)
-            yield norm, shape, norm.weight
+            # A norm of the residual stream gives the stream too.
+            yield partial(Norm.forward, norm), shape, norm.weight
     for mlp in mlps[:1]:
         width = mlp.linear_fc1.weight.shape[0]
         length = config.data.seq_length // model.context_parallel_size

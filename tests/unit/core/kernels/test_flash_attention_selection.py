@@ -31,6 +31,8 @@ def forget() -> Iterator[None]:
     yield
     for load in (load_flash_attention, load_flash_attention_3):
         load.cache_clear()
+    for name in ("flash_attn", "flash_attn_interface"):
+        sys.modules.pop(name, None)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str) -> None:
