@@ -106,6 +106,7 @@ def test_comes_back_from_another_layout(home: tuple[Path, ForkedRun], layout: La
     assert_goes_on_like(train(tmp_path, HOME), home[1])
 
 
+@pytest.mark.long
 def test_dropout_goes_on_at_another_layout(tmp_path: Path) -> None:
     dropout = "--hidden-dropout 0.2 --attention-dropout 0.1"
     whole = train(tmp_path / "whole", LAYOUTS["tp1"], dropout)
