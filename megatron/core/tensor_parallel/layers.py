@@ -57,7 +57,7 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.library = library
+        self.product_library = library
         self.region = InputRegion.SEQUENCE if sequence_parallel else InputRegion.REPLICATED
         out_per_rank = (padded_out_features or out_features) // tp.size
 
@@ -76,7 +76,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's output features."""
-        return tensor_parallel_linear(x, self.weight, self.bias, self.region, self.tp, library=self.library)
+        return tensor_parallel_linear(x, self.weight, self.bias, self.region, self.tp, library=self.product_library)
 
 
 class RowParallelLinear(nn.Module):
@@ -100,7 +100,7 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.library = library
+        self.product_library = library
         self.sequence_parallel = sequence_parallel
         # On a CPU the bias is added to a scattered sum: runs there keep their last bits.
         self.brings_bias_into_sum = torch.device(device).type == "cuda"
@@ -126,7 +126,13 @@ class RowParallelLinear(nn.Module):
             # Its gradient is of this rank's part of the sequence, as other replicated parameters' are.
             in_product, in_sum = (self.bias.detach(), self.bias) if self.brings_bias_into_sum else (None, None)
         partial = tensor_parallel_linear(
-            x, self.weight, in_product, InputRegion.SPLIT, self.tp, adds_bias=self.tp.rank == 0, library=self.library
+            x,
+            self.weight,
+            in_product,
+            InputRegion.SPLIT,
+            self.tp,
+            adds_bias=self.tp.rank == 0,
+            library=self.product_library,
         )
         if not scatters:
             return reduce_from_tensor_parallel_region(partial, self.tp)

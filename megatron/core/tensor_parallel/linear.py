@@ -46,7 +46,7 @@ class _Linear(torch.autograd.Function):
         library: str,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.region, ctx.tp, ctx.library = region, tp, library
+        ctx.region, ctx.tp, ctx.product_library = region, tp, library
         # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
         ctx.main_grad = main_grad_of(weight)
         full_x = all_gather_first_dim(x, tp) if region is InputRegion.SEQUENCE else x
@@ -59,7 +59,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         region: InputRegion = ctx.region
         tp: Group = ctx.tp
-        library: str = ctx.library
+        library: str = ctx.product_library
         needs_x_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[:3]
         full_x, gathering = x, None
         if region is InputRegion.SEQUENCE and tp.size > 1 and needs_weight_grad:

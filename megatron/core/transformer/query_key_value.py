@@ -49,7 +49,7 @@ class SharedGroupQueryKeyValue(nn.Module):
     def __init__(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
         super().__init__()
         self.tp = tp
-        self.library = config.cpu_matmul
+        self.product_library = config.cpu_matmul
         self.region = InputRegion.SEQUENCE if config.sequence_parallel else InputRegion.REPLICATED
         dtype = dtype_from_name(config.params_dtype)
         width = config.hidden_size
@@ -90,4 +90,4 @@ class SharedGroupQueryKeyValue(nn.Module):
         bias = None
         if self.query_bias is not None and self.key_value_bias is not None:
             bias = torch.cat((self.query_bias, self.key_value_bias))
-        return tensor_parallel_linear(x, weight, bias, self.region, self.tp, library=self.library)
+        return tensor_parallel_linear(x, weight, bias, self.region, self.tp, library=self.product_library)
