@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core.errors import ConfigurationError
 
@@ -85,19 +85,11 @@ H100 = Gpu(
     cudnn=_HOPPER_CUDNN,
     sources=("NVIDIA H100 SXM data sheet", _PRODUCTS, _HOPPER_ATTENTION),
 )
-H200 = Gpu(
+H200 = replace(
+    H100,
     name="h200",
-    capability=(9, 0),
     memory_bytes=141 * 10**9,
-    num_sms=132,
-    half_flops=989e12,
-    single_flops=67e12,
     memory_bandwidth=4800e9,
-    link_bandwidth=450e9,
-    network_bandwidth=50e9,
-    product_share=794.5 / 989 * _SUSTAINED,
-    flash=_HOPPER_FLASH,
-    cudnn=_HOPPER_CUDNN,
     sources=("NVIDIA H200 SXM data sheet; products and attention as on the H100", _PRODUCTS, _HOPPER_ATTENTION),
 )
 B200 = Gpu(

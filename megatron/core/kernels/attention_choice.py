@@ -19,7 +19,7 @@ from megatron.core.kernels.dot_product_attention import (
     torch_flash_attention,
 )
 from megatron.core.kernels.dropout_keys import AttentionDropout
-from megatron.core.kernels.flash_attn import FlashAttention, load_flash_attention, load_flash_attention_3
+from megatron.core.kernels.flash_attn import load_flash_attention, load_flash_attention_3
 from megatron.core.kernels.flex_attention import BLOCK_SIZE, attend_by_blocks, load_flex_attention
 from megatron.core.kernels.transformer_engine import TransformerEngine, transformer_engine_for
 
@@ -158,22 +158,7 @@ def _kernels_of_engine(engine: TransformerEngine, device: torch.device) -> list[
     if has_no_kernel or capability < _FIRST_WITH_FLASH:
         return []
 
-    def compute(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pattern: AttentionPattern,
-        dropout: AttentionDropout | None,
-    ) -> torch.Tensor:
-        with drawing_as(dropout, query.device):
-            return engine.attend(
-                *(query, key, value),
-                is_causal=pattern.is_causal,
-                window=pattern.window,
-                dropout=dropout.probability if dropout else 0.0,
-            )
-
-    return [AttentionKernel("transformer-engine", _fits_engine, compute)]
+    return [AttentionKernel("transformer-engine", _fits_engine, _by_package(engine.attend))]
 
 
 def _fits_engine(call: AttentionCall) -> bool:
@@ -198,11 +183,11 @@ def _packages(device: torch.device, softcap: float | None) -> list[AttentionKern
     kernels = []
     if is_hopper and (version_3 := load_flash_attention_3()) is not None:
         can = _without_dropout(fits)
-        kernels.append(AttentionKernel("flash-attn 3", can, _by_package(version_3, softcap)))
+        kernels.append(AttentionKernel("flash-attn 3", can, _by_package(version_3, softcap=softcap)))
     is_ampere = capability is None or capability >= _FIRST_WITH_FLASH
     if is_ampere and (version_2 := load_flash_attention()) is not None:
         can = fits if softcap is None else _without_dropout(fits)
-        kernels.append(AttentionKernel("flash-attn 2", can, _by_package(version_2, softcap)))
+        kernels.append(AttentionKernel("flash-attn 2", can, _by_package(version_2, softcap=softcap)))
     return kernels
 
 
@@ -256,7 +241,7 @@ def _without_dropout(can: Callable[[AttentionCall], bool]) -> Callable[[Attentio
     return lambda call: can(call) and not call.has_dropout
 
 
-def _by_package(flash: FlashAttention, softcap: float | None) -> AttentionCore:
+def _by_package(attend: Callable[..., torch.Tensor], **options: float | None) -> AttentionCore:
     def compute(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -265,12 +250,12 @@ def _by_package(flash: FlashAttention, softcap: float | None) -> AttentionCore:
         dropout: AttentionDropout | None,
     ) -> torch.Tensor:
         with drawing_as(dropout, query.device):
-            return flash(
+            return attend(
                 *(query, key, value),
                 is_causal=pattern.is_causal,
                 window=pattern.window,
-                softcap=softcap,
                 dropout=dropout.probability if dropout else 0.0,
+                **options,
             )
 
     return compute
