@@ -41,6 +41,71 @@ class MemoryUse:
     max_reserved: float
 
 
+@dataclass(frozen=True, eq=False)
+class Copied:
+    """Hold a copy that is there when ``done`` has happened; None says that it is there."""
+
+    tensor: torch.Tensor
+    done: torch.cuda.Event | None = None
+
+
+class HostCopies:
+    """Copy tensors to the machine's memory and back: on a CPU, which has one memory, at once.
+
+    ``bytes_out`` and ``bytes_in`` count what left the device and what came back.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_out = 0
+        self.bytes_in = 0
+
+    def to_host(self, tensor: torch.Tensor) -> Copied:
+        """Begin a copy; until it is done nothing may write to the tensor, and somebody must hold it."""
+        self.bytes_out += tensor.nbytes
+        return self._copy_out(tensor)
+
+    def to_device(self, tensor: torch.Tensor) -> Copied:
+        """Begin a copy back; work that reads it must come after `wait`."""
+        self.bytes_in += tensor.nbytes
+        return self._copy_in(tensor)
+
+    def wait(self, copied: Copied) -> None:
+        """Let the work that is given to the device from here on begin when a copy is done; the host does not wait."""
+
+    def _copy_out(self, tensor: torch.Tensor) -> Copied:
+        return Copied(tensor.clone())
+
+    def _copy_in(self, tensor: torch.Tensor) -> Copied:
+        return Copied(tensor.clone())
+
+
+class _CudaHostCopies(HostCopies):
+    """Copy on two streams of their own, one for each direction, from and to pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def wait(self, copied: Copied) -> None:
+        if copied.done is not None:
+            torch.cuda.current_stream(self._device).wait_event(copied.done)
+
+    def _copy_out(self, tensor: torch.Tensor) -> Copied:
+        return self._copy(tensor, torch.empty_like(tensor, device="cpu", pin_memory=True), self._out)
+
+    def _copy_in(self, tensor: torch.Tensor) -> Copied:
+        return self._copy(tensor, torch.empty_like(tensor, device=self._device), self._in)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream) -> Copied:
+        # What is copied has been computed by then, and memory that is written to is no longer read.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            return Copied(target, stream.record_event())
+
+
 @dataclass(frozen=True)
 class Device:
     """Name the device that this process computes on and answer what depends on its kind."""
@@ -100,6 +165,10 @@ class Device:
     def empty_host_memory(self, num_bytes: int) -> torch.Tensor:
         """Return bytes of the machine's memory from which a copy to the device need not be waited for."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
+
+    def host_copies(self) -> HostCopies:
+        """Return what copies tensors between the device's memory and the machine's."""
+        return _CudaHostCopies(self.torch_device) if self.is_cuda else HostCopies()
 
     def graph_backend(self) -> GraphBackend | None:
         """Return what records work as graphs, or None where there is no such thing (every CPU)."""

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from megatron.core.collectives import all_gather_objects, any_rank
 from megatron.core.cuda_graph import GraphBackend
+from megatron.core.device import HostCopies
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
 from megatron.core.kernels.apex import load_fused_adam
@@ -25,6 +26,7 @@ from megatron.core.pipeline_parallel.message_order import MessageOrders
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
 from megatron.core.precision import dtype_from_name
+from megatron.core.tensor_parallel.activation_offload import ActivationOffload
 from megatron.core.transformer.attention import describe_attention
 from megatron.core.transformer.graphed_layers import GraphedLayers
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -94,6 +96,8 @@ def build_training_parts(
         log(without_family)
     if config.training.compile:
         compile_regions(chunks, config, log)
+    if config.model.num_offloaded_layers:
+        offload_activations(chunks, runtime.device.host_copies(), config.model.num_offloaded_layers)
     per_token = config.training.calculate_per_token_loss
     ddp_chunks = tuple(
         DistributedDataParallel(chunk, config.ddp, runtime.state, calculate_per_token_loss=per_token)
@@ -114,6 +118,19 @@ def build_training_parts(
         weight_grad_queues=tuple(WeightGradQueue(c.parameters()) if splits_backward else None for c in chunks),
         graphs=graphs,
     )
+
+
+def offload_activations(chunks: Sequence[Model], copies: HostCopies, num_layers: int) -> None:
+    """Let what the first layers of each chunk save wait in the machine's memory for the backward pass.
+
+    Raises:
+        ConfigurationError: the model has no transformer layers.
+    """
+    blocks = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerBlock)]
+    if not blocks:
+        raise ConfigurationError("--cpu-offloading: this model has no transformer layers; leave it out")
+    for block in blocks:
+        block.offload = ActivationOffload(copies, num_layers)
 
 
 def record_layers(

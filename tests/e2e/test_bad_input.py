@@ -67,7 +67,7 @@ WRONG = [
     ("--tokenizer-type HuggingFaceTokenizer", 1, "--tokenizer-model is missing"),
     ("--fp8-format hybrid", 1, "--fp8-format hybrid is not supported yet"),
     ("--optimizer hybridadam", 1, "--optimizer hybridadam is not supported yet"),
-    ("--cpu-offloading", 1, "--cpu-offloading is not supported yet"),
+    ("--cpu-offloading", 1, "--cpu-offloading needs --cpu-offloading-num-layers"),
     ("--hidden-dropout 1.5", 1, "--hidden-dropout 1.5"),
     ("--seed -1", 1, "--seed -1"),
     ("--train-iters", 1, "--train-iters"),

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -117,16 +117,42 @@ class PipelineConnection:
 
 @dataclass
 class _Stash:
-    """Hold what a backward pass needs of its forward pass: the input, and the graphs of the outputs.
+    """Hold what a backward pass needs of its forward pass: the graphs of the outputs, and where they begin.
 
     The first root is the scaled loss or the hidden states, the others are scaled auxiliary losses. A gradient that
     comes from the next stage belongs to the first.
 
-    The hidden states themselves are not kept: once they are sent their memory is free, unless the graph needs it.
+    Hidden states are not kept, neither those that came nor those that were sent: their memory is free, unless the graph
+    needs it.
     """
 
-    hidden: torch.Tensor | None
+    entrance: _Entrance | None
     roots: list[GradientEdge]
+
+
+class _Entrance:
+    """Catch the gradient of hidden states that come from the chunk before, without holding them."""
+
+    def __init__(self) -> None:
+        self.grad: torch.Tensor | None = None
+        self._anchor = torch.empty(0, requires_grad=True)
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states as the beginning of a graph."""
+        result: torch.Tensor = _Enter.apply(self._anchor, hidden, self)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, entrance: _Entrance) -> torch.Tensor:
+        ctx.entrance = entrance
+        return hidden.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        ctx.entrance.grad = grad
+        return None, None, None
 
 
 def run_schedule(
@@ -280,9 +306,10 @@ class _Run:
         return leaving
 
     def _forward(self, action: Action, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        if hidden is not None and self.trains:
-            hidden.requires_grad_()
+        entrance = None if hidden is None or not self.trains else _Entrance()
         with torch.set_grad_enabled(self.trains):
+            if hidden is not None and entrance is not None:
+                hidden = entrance.enter(hidden)
             output = self.chunks[action.chunk].forward(action.microbatch, hidden)
             is_last = self.place.is_last(action.chunk)
             assert isinstance(output, MicrobatchLoss) == is_last, "the last chunk, and no other, returns the loss"
@@ -292,7 +319,9 @@ class _Run:
                 root, losses = output if isinstance(output, LayerOutput) else LayerOutput(output)
             roots = [root, *self._count_auxiliary(losses)]
         if self.trains:
-            self._stashes[action.microbatch, action.chunk] = _Stash(hidden, [get_gradient_edge(root) for root in roots])
+            self._stashes[action.microbatch, action.chunk] = _Stash(
+                entrance, [get_gradient_edge(root) for root in roots]
+            )
         return None if is_last else root.detach().contiguous()
 
     def _count_loss(self, loss: MicrobatchLoss) -> torch.Tensor:
@@ -320,10 +349,10 @@ class _Run:
         """Run a backward pass and return the gradient of the chunk's input."""
         stash = self._stashes.pop((action.microbatch, action.chunk))
         torch.autograd.backward(stash.roots, [grad, *[None] * (len(stash.roots) - 1)])
-        if stash.hidden is None:
+        if stash.entrance is None:
             return None
-        assert stash.hidden.grad is not None, "the chunk's output does not depend on its input"
-        return stash.hidden.grad.contiguous()
+        assert stash.entrance.grad is not None, "the chunk's output does not depend on its input"
+        return stash.entrance.grad.contiguous()
 
 
 def _nonzero(num_tokens: torch.Tensor) -> torch.Tensor:

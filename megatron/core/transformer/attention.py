@@ -96,7 +96,7 @@ class SelfAttention(nn.Module):
         if config.score_scalar != config.kv_channels:
             self.score_factor = (config.kv_channels / config.score_scalar) ** 0.5
         self.dropout = config.attention_dropout
-        self.recompute_core = config.recompute_granularity == "selective"
+        self.recompute_core = "core_attn" in config.recomputed_modules
         self.cp = single_rank_group(("cp",)) if cp is None else cp
         self.core = with_context_parallel(
             select_attention_core(

@@ -73,3 +73,8 @@ class ResidualNorm(Norm):
                 )
         total = add_branch(x, branch, keys, probability)
         return total, self._normalise(total)
+
+    def of_stream(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the norm of the stream that a call has left: the same bits as the call's."""
+        normalised: torch.Tensor = self(x)[1]
+        return normalised

@@ -1,9 +1,11 @@
-"""A run of transformer layers on one pipeline stage, with activation recompute, closed by the final norm."""
+"""A run of transformer layers on one pipeline stage, closed by the final norm; what they keep for the backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -13,7 +15,9 @@ from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dropout_keys import DropoutKeys
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.activation_offload import ActivationOffload
 from megatron.core.tensor_parallel.recompute import recompute
+from megatron.core.tensor_parallel.saved_tensors import saved_in_parts
 from megatron.core.transformer.graphed_layers import GraphedLayers, GraphUnit
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
@@ -25,7 +29,8 @@ class TransformerBlock(nn.Module):
     """Hold the layers numbered ``layer_numbers`` (global, from 0); the last stage also holds the final norm.
 
     Layers are keyed by their global numbers, so that parameter names are the same at any pipeline layout. In training
-    they run as ``graphs`` where these are set and warm.
+    they run as ``graphs`` where these are set and warm. What the first layers save goes to the machine's memory where
+    ``offload`` is set.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -45,7 +50,9 @@ class TransformerBlock(nn.Module):
             {str(number): TransformerLayer(config, number, tp, device, cp) for number in layer_numbers}
         )
         self.final_layernorm = make_norm(config, tp, device) if has_final_norm else None
+        self.tp = tp
         self.graphs: GraphedLayers | None = None
+        self.offload: ActivationOffload | None = None
 
     def forward(
         self,
@@ -70,10 +77,11 @@ class TransformerBlock(nn.Module):
             return LayerOutput(hidden, tuple(losses_of_group))
 
         def units() -> list[GraphUnit]:
-            """Return each group to recompute, and each layer after them."""
-            recomputed, kept = self._groups()
-            again = [GraphUnit(group, partial(recompute, run, group)) for group in recomputed]
-            return again + [GraphUnit([layer], partial(run, [layer])) for layer in kept]
+            """Return each group of layers with the way in which it runs."""
+            return [
+                GraphUnit(group, partial(recompute, run, group) if again else partial(run, group))
+                for group, again in self._groups()
+            ]
 
         if self.graphs is not None and self.layers and self.training and self.graphs.is_warm:
             if pattern.document_ids is not None or pattern.mask is not None:
@@ -83,20 +91,53 @@ class TransformerBlock(nn.Module):
                 )
             x = self.graphs.run(units, x, dropout)
         else:
-            recomputed, kept = self._groups()
-            for group in recomputed:
-                x, found = recompute(run, group, x, dropout)
-                losses += found
-            x, found = run(kept, x, dropout)
+            x, found = self._run(units(), x, angles, dropout)
             losses += found
         return LayerOutput(x if self.final_layernorm is None else self.final_layernorm(x), tuple(losses))
 
-    def _groups(self) -> tuple[list[list[nn.Module]], list[nn.Module]]:
-        """Return the groups of layers of which only the inputs are kept, and the layers after them."""
+    def _run(
+        self, units: Sequence[GraphUnit], x: torch.Tensor, angles: RotaryAngles | None, dropout: DropoutKeys | None
+    ) -> LayerOutput:
+        """Run units one after the other; what the first ones save is kept where the configuration says."""
+        losses: list[AuxiliaryLoss] = []
+        offloaded, last = None, self._num_offloaded(units)
+        if last and self.offload is not None and torch.is_grad_enabled():
+            offloaded = self.offload.begin_pass(_tensors_of(angles))
+        for number, unit in enumerate(units):
+            with ExitStack() as stack:
+                if offloaded is not None and number < last:
+                    parameters = (parameter for module in unit.modules for parameter in module.parameters())
+                    stack.enter_context(offloaded.layer(parameters))
+                if self.config.distribute_saved_activations and self.training:
+                    stack.enter_context(saved_in_parts(x, self.tp))
+                x, found = unit.run(x, dropout)
+            losses += found
+            if offloaded is not None and number == min(last, len(units) - 1):
+                offloaded.end(x)
+        return LayerOutput(x, tuple(losses))
+
+    def _num_offloaded(self, units: Sequence[GraphUnit]) -> int:
+        """Return how many units, the first ones, begin among the layers that are offloaded."""
+        if self.offload is None or not self.training:
+            return 0
+        starts = accumulate((len(unit.modules) for unit in units), initial=0)
+        return sum(start < self.offload.num_layers for start, _ in zip(starts, units))
+
+    def _groups(self) -> Iterator[tuple[list[nn.Module], bool]]:
+        """Yield groups of layers in order, and whether only their inputs are kept, or all that their layers save."""
         layers = list(self.layers.values())
-        if not self.training or self.config.recompute_granularity != "full":
-            return [], layers
-        length = self.config.recompute_num_layers or 1
-        if self.config.recompute_method == "block":
-            return [[layer] for layer in layers[:length]], layers[length:]
-        return [layers[i : i + length] for i in range(0, len(layers), length)], []
+        length, num_again = 1, 0
+        if self.training and self.config.recompute_granularity == "full":
+            number = self.config.recompute_num_layers or 1
+            is_block = self.config.recompute_method == "block"
+            length, num_again = (1, number) if is_block else (number, len(layers))
+        for start in range(0, len(layers), length):
+            yield layers[start : start + length], start < num_again
+
+
+def _tensors_of(angles: RotaryAngles | None) -> Iterator[torch.Tensor]:
+    """Yield tensors that all layers share."""
+    while angles is not None:
+        yield angles.cos
+        yield angles.sin
+        angles = angles.local

@@ -127,12 +127,29 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     recompute_activations: bool = flag(False, role="run", in_args=False)
     """Recompute the attention in the backward pass (same as --recompute-granularity selective)."""
     recompute_granularity: str | None = flag(None, choices=("selective", "full"), role="run")
-    """What the backward pass recomputes: the attention core (selective) or whole layers (full)."""
+    """What the backward pass recomputes: chosen parts of a layer (selective) or whole layers (full)."""
+    recompute_modules: tuple[str, ...] = flag(
+        ("core_attn",),
+        nargs="+",
+        choices=("core_attn", "layernorm", "mlp"),
+        not_built=("mla_up_proj", "moe", "moe_act", "shared_experts"),
+        role="run",
+        in_args=False,
+    )
+    """With selective recompute: any of core_attn (the attention core, the default), layernorm (the outputs of the
+    norms in front of attention and feed-forward) and mlp (the feed-forward)."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"), role="run")
     """With full recompute: groups of layers all along (uniform), or only the first layers of a stage
     (block)."""
     recompute_num_layers: int | None = flag(None, role="run", bounds=POSITIVE)
     """With full recompute: layers in a group (uniform), or layers recomputed on each stage (block)."""
+    distribute_saved_activations: bool = flag(False, role="run", in_args=False)
+    """With full recompute: keep on each tensor-parallel rank its part of what is saved, and gather it in the backward
+    pass."""
+    cpu_offloading: bool = flag(False, role="run", in_args=False)
+    """Keep what the first layers of each stage save for the backward pass in the machine's memory meanwhile."""
+    cpu_offloading_num_layers: int = flag(0, role="run", bounds=NOT_NEGATIVE, in_args=False)
+    """With --cpu-offloading: of how many layers of each stage, the first ones."""
 
     def __post_init__(self) -> None:
         """Fill in the values that follow from others."""
@@ -150,6 +167,16 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
             object.__setattr__(self, "recompute_granularity", "selective")
         if self.use_flash_attn and self.attention_backend == "auto":
             object.__setattr__(self, "attention_backend", "flash")
+
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """Return the parts of a layer that the backward pass recomputes; none where it recomputes whole layers."""
+        return self.recompute_modules if self.recompute_granularity == "selective" else ()
+
+    @property
+    def num_offloaded_layers(self) -> int:
+        """Return how many layers of each chunk, the first ones, leave what they save in the machine's memory."""
+        return self.cpu_offloading_num_layers if self.cpu_offloading else 0
 
     @property
     def activation(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 
@@ -10,6 +12,8 @@ from megatron.core.kernels.dropout_keys import DropoutKeys
 from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.recompute import recompute
+from megatron.core.tensor_parallel.saved_tensors import saved_as_inputs
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
@@ -54,7 +58,8 @@ def make_feed_forward(config: TransformerConfig, layer_number: int, tp: Group, d
 class TransformerLayer(nn.Module):
     """Apply ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; with parallel residuals both to the same ``x``.
 
-    Norms may also stand behind attention and feed-forward, or there alone.
+    Norms may also stand behind attention and feed-forward, or there alone. The norms in front and the feed-forward are
+    recomputed in the backward pass where the configuration says so.
 
     ``layer_number`` counts from 0 over the whole model, whatever stage the layer is on.
 
@@ -80,6 +85,8 @@ class TransformerLayer(nn.Module):
         self.post_mlp_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
         self.is_parallel = config.use_parallel_residual
         self.hidden_dropout = HiddenDropout(config.hidden_dropout)
+        self.recomputes_norms = "layernorm" in config.recomputed_modules
+        self.recomputes_mlp = "mlp" in config.recomputed_modules
 
     def forward(
         self,
@@ -101,13 +108,25 @@ class TransformerLayer(nn.Module):
             fed_keys = keys.after_feed_forward(self.layer_number)
         probability = self.hidden_dropout.probability
         x, normalised = self.input_layernorm(x)
-        attended, losses = self.self_attention(normalised, pattern, angles, cache, dropout)
+        with self._recomputed(self.input_layernorm, x, normalised):
+            attended, losses = self.self_attention(normalised, pattern, angles, cache, dropout)
         branch = self.post_self_attn_layernorm(attended)
         if self.is_parallel:
-            x, normalised = self.pre_mlp_layernorm(x)
-            x = add_branch(x, branch, attended_keys, probability)
+            stream, normalised = self.pre_mlp_layernorm(x)
+            x = add_branch(stream, branch, attended_keys, probability)
         else:
             x, normalised = self.pre_mlp_layernorm(x, branch, attended_keys, probability)
-        fed, more_losses = self.mlp(normalised)
+            stream = x
+        with self._recomputed(self.pre_mlp_layernorm, stream, normalised):
+            is_dropped = self.recomputes_mlp and self.training
+            fed, more_losses = recompute(self.mlp, normalised) if is_dropped else self.mlp(normalised)
         branch = self.post_mlp_layernorm(fed)
         return LayerOutput(add_branch(x, branch, fed_keys, probability), losses + more_losses)
+
+    def _recomputed(
+        self, norm: nn.Module, stream: torch.Tensor, normalised: torch.Tensor
+    ) -> AbstractContextManager[None]:
+        """Return a context in which a norm's output is not kept, if it is recomputed; its input is kept anyway."""
+        if not (self.recomputes_norms and self.training and isinstance(norm, ResidualNorm)):
+            return nullcontext()
+        return saved_as_inputs(normalised, norm.of_stream, stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.training.config.checks import (
+    activation_memory,
     batch,
     context_parallelism,
     cuda_graphs,
@@ -27,6 +28,7 @@ _CHECKS = (
     *learning_rate.CHECKS,
     *profiling.CHECKS,
     *cuda_graphs.CHECKS,
+    *activation_memory.CHECKS,
 )
 _FILE_CHECKS = (*data_files.CHECKS, *files.CHECKS)
 

@@ -140,7 +140,7 @@ def test_scripts_with_choices(script: str, workplace: Path, monkeypatch: pytest.
         ({"PACKING": "true"}, True),
         ({"LOAD": "somewhere"}, True),
         ({"PR": "fp8"}, False),
-        ({"AC": "offload"}, False),
+        ({"AC": "offload"}, True),
         ({"OPTIMIZER_OFFLOAD": "static"}, False),
         ({"OPTIMIZER_OFFLOAD": "auto"}, False),
     ]

@@ -23,6 +23,7 @@ def without(flag: str, count: int = 2) -> list[str]:
     return [*MINIMAL[:start], *MINIMAL[start + count :]]
 
 
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 WRONG = [
     # flags that are added, world size, what the line says
     (
@@ -96,6 +97,50 @@ WRONG = [
     ),
     ("--recompute-activations --recompute-method uniform", 1, "no effect without --recompute-granularity full"),
     ("--recompute-activations --recompute-granularity full", 1, "exclude each other"),
+    (
+        "--recompute-modules mlp layernorm",
+        1,
+        "--recompute-modules mlp layernorm has no effect without --recompute-granularity selective; add it",
+    ),
+    (
+        "--recompute-modules mlp --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        1,
+        "leave it out or use --recompute-granularity selective",
+    ),
+    (
+        "--recompute-activations --recompute-modules layernorm mlp --norm-placement after",
+        1,
+        "--norm-placement after has none; use --recompute-modules mlp",
+    ),
+    (
+        "--tensor-model-parallel-size 2 --recompute-activations --distribute-saved-activations",
+        2,
+        "add --recompute-granularity full",
+    ),
+    (f"{FULL} --distribute-saved-activations", 1, "no effect with --tensor-model-parallel-size 1; leave it out"),
+    (
+        f"{FULL} --distribute-saved-activations --tensor-model-parallel-size 2 --sequence-parallel",
+        2,
+        "--distribute-saved-activations and --sequence-parallel exclude each other",
+    ),
+    ("--cpu-offloading", 1, "--cpu-offloading needs --cpu-offloading-num-layers; values from 1 to 2 work"),
+    (
+        "--cpu-offloading --cpu-offloading-num-layers 3",
+        1,
+        "--cpu-offloading-num-layers 3 is greater than --num-layers 2; values from 1 to 2 work",
+    ),
+    ("--cpu-offloading-num-layers 1", 1, "has no effect without --cpu-offloading; add it"),
+    (
+        "--cpu-offloading --cpu-offloading-num-layers 1 --cuda-graph-impl local --attention-dropout 0",
+        1,
+        "--cuda-graph-impl local: --cpu-offloading moves memory that graphs need where it is",
+    ),
+    (
+        f"{FULL} --distribute-saved-activations --tensor-model-parallel-size 2 --cuda-graph-impl local"
+        " --attention-dropout 0",
+        2,
+        "--cuda-graph-impl local: --distribute-saved-activations is not recorded",
+    ),
     (
         "--global-batch-size 10",
         3,

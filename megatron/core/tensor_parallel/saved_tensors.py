@@ -1,0 +1,108 @@
+"""What autograd keeps for the backward pass, kept in another form: as its inputs, or as one part on each rank.
+
+The contexts here may stand within each other, and within others that change what is saved: each hands on what it does
+not keep itself, and what it keeps instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron.core.collectives import all_gather_first_dim
+from megatron.core.process_group import Group
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what names the memory behind a tensor for as long as something holds that memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def outer_hooks() -> tuple[Pack, Unpack]:
+    """Return how a tensor that is saved here is kept, and how that becomes the tensor again."""
+    hooks: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks or (_same, _same)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """Say from what a saved tensor is computed, and how it lies in the result."""
+
+    inputs: tuple[Any, ...]
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@contextmanager
+def saved_as_inputs(
+    output: torch.Tensor, function: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> Iterator[None]:
+    """Keep, wherever ``output`` or a view of it is saved inside, ``inputs`` in its place.
+
+    The backward pass calls ``function(*inputs)``, which must give the same bits again. An output that does not fill its
+    memory in the plain order is kept as it is.
+    """
+    outer_pack, outer_unpack = outer_hooks()
+    key = storage_key(output) if output.is_contiguous() and output.storage_offset() == 0 else None
+    packed_inputs: list[Any] = []
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if storage_key(tensor) != key:
+            return outer_pack(tensor)
+        if not packed_inputs:
+            packed_inputs.extend(outer_pack(each.detach()) for each in inputs)
+        return _Recipe(tuple(packed_inputs), tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Recipe):
+            return outer_unpack(packed)
+        with torch.no_grad():
+            again = function(*(outer_unpack(each) for each in packed.inputs))
+        return again.as_strided(packed.size, packed.stride, packed.offset)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Hold what one rank keeps of a saved tensor."""
+
+    part: Any
+    size: torch.Size
+
+
+@contextmanager
+def saved_in_parts(tensor: torch.Tensor, tp: Group) -> Iterator[None]:
+    """Keep, wherever ``tensor`` is saved inside, an equal part of it on each rank; the backward pass gathers them.
+
+    Every rank of the group holds the same values. The number of elements must be a multiple of the group's size.
+    """
+    outer_pack, outer_unpack = outer_hooks()
+    key = storage_key(tensor)
+
+    def pack(saved: torch.Tensor) -> Any:
+        if storage_key(saved) != key:
+            return outer_pack(saved)
+        return _Part(outer_pack(saved.reshape(tp.size, -1)[tp.rank].clone()), saved.size())
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Part):
+            return outer_unpack(packed)
+        return all_gather_first_dim(outer_unpack(packed.part), tp).view(packed.size)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield

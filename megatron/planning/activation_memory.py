@@ -1,0 +1,45 @@
+"""What a transformer layer keeps for its backward pass, in bytes, before anything runs.
+
+Kept are tensors that autograd saves, each piece of memory once. Parameters are left out, and what is of the micro-batch
+and shared by layers: positions, masks, angles, keys of dropout. The forms are exact for the fused kernels: attention
+that keeps no weights, norms that keep a scale (and a mean) a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def saved_bytes(config: TransformerConfig, seq_length: int, micro_batch_size: int) -> Mapping[str, int]:
+    """Return by part what one layer keeps of one micro-batch on one rank, with the recompute that is configured.
+
+    With full recompute only ``stream`` is left, which the first layer of each group keeps.
+    """
+    tp, element = config.tensor_model_parallel_size, ELEMENT_BYTES[config.params_dtype]
+    tokens = seq_length // config.context_parallel_size * micro_batch_size
+    rows = tokens // tp if config.sequence_parallel else tokens
+    hidden = rows * config.hidden_size * element
+    if config.recompute_granularity == "full":
+        return {"stream": hidden // tp if config.distribute_saved_activations else hidden}
+    wide = max(element, 4)
+    width, heads = config.kv_channels, config.num_attention_heads // tp
+    groups = key_value_heads_of_rank(config.num_query_groups, tp)
+    ffn = config.ffn_hidden_size // tp
+    modules = config.recomputed_modules
+    num_norms = 0 if config.norm_placement == "after" else 2
+    parts = {
+        # In front of each norm: its sum, and numbers a token.
+        "stream": 2 * hidden,
+        "norm numbers": num_norms * rows * wide * (2 if config.normalization == "LayerNorm" else 1),
+        "norm outputs": 0 if "layernorm" in modules else num_norms * hidden,
+        "query, key, value": tokens * (heads + 2 * groups) * width * element,
+        "attention numbers": 0 if "core_attn" in modules else tokens * heads * wide,
+        "attention output": tokens * heads * width * element,
+        "feed-forward": 0 if "mlp" in modules else tokens * ffn * (3 if config.is_gated else 2) * element,
+    }
+    return {name: size for name, size in parts.items() if size}

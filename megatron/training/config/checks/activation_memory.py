@@ -1,0 +1,87 @@
+"""Checks of what is recomputed, distributed or offloaded of the activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.checks.check import Check
+from megatron.training.config.run_config import RunConfig
+
+
+def _check_modules(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    modules = " ".join(model.recompute_modules)
+    if model.recompute_modules == ("core_attn",):
+        return
+    if model.recompute_granularity is None:
+        yield f"--recompute-modules {modules} has no effect without --recompute-granularity selective; add it"
+    elif model.recompute_granularity == "full":
+        yield (
+            f"--recompute-modules {modules} and --recompute-granularity full exclude each other: whole layers are "
+            "recomputed; leave it out or use --recompute-granularity selective"
+        )
+    elif "layernorm" in model.recompute_modules and model.norm_placement == "after":
+        others = " ".join(name for name in model.recompute_modules if name != "layernorm") or "core_attn"
+        yield (
+            "--recompute-modules layernorm is of the norms in front of attention and feed-forward, and "
+            f"--norm-placement after has none; use --recompute-modules {others}"
+        )
+
+
+def _check_distributed(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not model.distribute_saved_activations:
+        return
+    flag = "--distribute-saved-activations"
+    if model.recompute_granularity != "full":
+        yield f"{flag} is of the inputs that full recompute keeps; add --recompute-granularity full"
+    if model.sequence_parallel:
+        yield f"{flag} and --sequence-parallel exclude each other: each rank keeps its own part already; keep one"
+    elif model.tensor_model_parallel_size == 1:
+        yield f"{flag} has no effect with --tensor-model-parallel-size 1; leave it out"
+    sizes = model.parallel_sizes
+    if sizes.tp <= 0 or sizes.cp <= 0:
+        return
+    shape = model.hidden_shape(config.data.seq_length, config.training.micro_batch_size)
+    if not model.sequence_parallel and (shape[0] * shape[1] * shape[2]) % sizes.tp:
+        yield (
+            f"{flag} divides hidden states of {shape[0]} x {shape[1]} x {shape[2]} by "
+            f"--tensor-model-parallel-size {sizes.tp}; change --hidden-size or leave it out"
+        )
+
+
+def _check_offload(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    layers = model.cpu_offloading_num_layers
+    values = f"values from 1 to {model.num_layers} work"
+    if not model.cpu_offloading:
+        if layers:
+            yield f"--cpu-offloading-num-layers {layers} has no effect without --cpu-offloading; add it"
+    elif not layers:
+        yield f"--cpu-offloading needs --cpu-offloading-num-layers; {values}"
+    elif layers > model.num_layers:
+        yield f"--cpu-offloading-num-layers {layers} is greater than --num-layers {model.num_layers}; {values}"
+
+
+def _check_graphs(config: RunConfig) -> Iterator[str]:
+    if config.training.cuda_graph_impl != "local":
+        return
+    refused = "--cuda-graph-impl local:"
+    if config.model.cpu_offloading:
+        yield f"{refused} --cpu-offloading moves memory that graphs need where it is; leave one of them out"
+    if config.model.distribute_saved_activations:
+        yield f"{refused} --distribute-saved-activations is not recorded; leave one of them out"
+
+
+CHECKS = (
+    Check(("recompute_granularity", "recompute_modules", "norm_placement"), _check_modules),
+    Check(
+        (
+            *("distribute_saved_activations", "recompute_granularity", "sequence_parallel", "seq_length"),
+            *("tensor_model_parallel_size", "context_parallel_size", "micro_batch_size", "hidden_size"),
+        ),
+        _check_distributed,
+    ),
+    Check(("num_layers", "cpu_offloading", "cpu_offloading_num_layers"), _check_offload),
+    Check(("cuda_graph_impl", "cpu_offloading", "distribute_saved_activations"), _check_graphs),
+)

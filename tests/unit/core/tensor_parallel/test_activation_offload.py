@@ -1,0 +1,155 @@
+"""What layers save leaves the device and comes back: counted bytes, and not one bit of a loss or a gradient changed."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.device import Copied, HostCopies
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.activation_offload import ActivationOffload
+from megatron.planning.activation_memory import saved_bytes
+from tests.harness.toy_model import load_global_weights, make_batch, make_model, tensor_parallel_group
+
+LENGTH, BATCH = 12, 3
+SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
+ALL_MODULES = SELECTIVE | {"recompute_modules": ("core_attn", "layernorm", "mlp")}
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+class CountedCopies(HostCopies):
+    """Count the bytes that are on the device of what was moved: at most, and now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.most = 0
+
+    def _copy_out(self, tensor: torch.Tensor) -> Copied:
+        self._follow(tensor)
+        return super()._copy_out(tensor)
+
+    def _copy_in(self, tensor: torch.Tensor) -> Copied:
+        back = super()._copy_in(tensor)
+        self._follow(back.tensor)
+        return back
+
+    def _follow(self, tensor: torch.Tensor) -> None:
+        self.live += tensor.nbytes
+        self.most = max(self.most, self.live)
+        weakref.finalize(tensor.untyped_storage(), self._end, tensor.nbytes)
+
+    def _end(self, num_bytes: int) -> None:
+        self.live -= num_bytes
+
+
+def make_offloaded(num_layers: int, copies: HostCopies, **config: Any) -> GPTModel:
+    model = make_model(tensor_parallel_group(), num_layers=4, position_embedding_type="learned_absolute", **config)
+    load_global_weights(model)
+    if num_layers:
+        model.decoder.offload = ActivationOffload(copies, num_layers)
+    return model
+
+
+def train(model: GPTModel) -> list[torch.Tensor]:
+    """Return the loss and all gradients of one micro-batch."""
+    tokens, labels, positions, _ = make_batch(LENGTH, BATCH, 53)
+    loss = model(tokens, positions, labels=labels).mean()
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
+
+
+@pytest.mark.parametrize("num_layers", [1, 3, 4])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({}, id="all"),
+        pytest.param({"hidden_dropout": 0.1, "attention_dropout": 0.1}, id="dropout"),
+        pytest.param(SELECTIVE, id="core_attn"),
+        pytest.param(ALL_MODULES, id="modules"),
+        pytest.param(FULL, id="full"),
+        pytest.param({"swiglu": True, "normalization": "RMSNorm", "qk_layernorm": True}, id="llama"),
+    ],
+)
+def test_offload_changes_no_bit(num_layers: int, config: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    expected = train(make_offloaded(0, HostCopies(), **config))
+    torch.manual_seed(3)
+    copies = HostCopies()
+    actual = train(make_offloaded(num_layers, copies, **config))
+    assert len(actual) == len(expected)
+    assert all(map(torch.equal, actual, expected))
+    assert copies.bytes_out == copies.bytes_in > 0
+
+
+@pytest.mark.parametrize("config", [{}, SELECTIVE, ALL_MODULES, FULL], ids=["all", "core_attn", "modules", "full"])
+def test_bytes_out_and_in_are_those_of_the_closed_form(config: dict[str, Any]) -> None:
+    for num_layers in (1, 3):
+        copies = HostCopies()
+        model = make_offloaded(num_layers, copies, **config)
+        train(model)
+        expected = num_layers * sum(saved_bytes(model.config, LENGTH, BATCH).values())
+        assert copies.bytes_out == copies.bytes_in == expected
+
+
+def test_moved_memory_is_free_after_the_forward_pass_and_two_layers_of_it_are_there_at_most() -> None:
+    copies = CountedCopies()
+    model = make_offloaded(3, copies)
+    a_layer = sum(saved_bytes(model.config, LENGTH, BATCH).values())
+    tokens, labels, positions, _ = make_batch(LENGTH, BATCH, 53)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(tokens, positions, labels=labels).mean()
+    assert copies.bytes_out == 3 * a_layer
+    assert copies.live == 0
+    # The model itself holds the first layer's input as long as its layers run.
+    assert a_layer < copies.most <= 2 * a_layer + LENGTH * BATCH * model.config.hidden_size * 4
+    # What is left is the fourth layer's, the parameters, and what stands behind the layers.
+    copies.most = 0
+    without = make_offloaded(0, HostCopies())
+    on_device = sum(kept.values())
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        without(tokens, positions, labels=labels)
+    assert sum(kept.values()) - on_device == 3 * a_layer
+    loss.backward()
+    assert copies.live == 0
+    assert a_layer < copies.most <= 2 * a_layer
+
+
+def test_nothing_moves_in_evaluation() -> None:
+    copies = HostCopies()
+    model = make_offloaded(2, copies)
+    tokens, labels, positions, _ = make_batch(LENGTH, BATCH, 53)
+    with torch.no_grad():
+        model(tokens, positions, labels=labels)
+    model.eval()
+    model(tokens, positions, labels=labels)
+    assert copies.bytes_out == 0
+
+
+def test_a_layer_comes_back_while_the_one_behind_it_is_differentiated() -> None:
+    """Each layer's copies begin before the layer behind it has used up its own."""
+    events: list[str] = []
+
+    class Noted(HostCopies):
+        def to_device(self, tensor: torch.Tensor) -> Copied:
+            events.append("copy")
+            return super().to_device(tensor)
+
+    model = make_offloaded(3, Noted())
+    for number, layer in model.decoder.layers.items():
+        layer.register_full_backward_hook(lambda *_, number=number: events.append(f"end of {number}"))
+    train(model)
+    order = [event for event, before in zip(events, ["", *events]) if event != before]
+    assert order == ["copy", "end of 3", "copy", "end of 2", "copy", "end of 1", "end of 0"]
