@@ -132,15 +132,21 @@ def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
     m = here.num_microbatches
     layers = len(chunk.layer_numbers)
     full, early = _recomputed(here, layers)
+    model = here.config.model
     _add_layer_ends(total, here, m * layers, m * layers, m * layers)
     # What is recomputed runs forward again, up to the last thing that the backward pass needs.
     _add_layer_ends(total, here, m * full, m * (full - early), 0)
     if here.config.model.qk_layernorm_across_heads:
         # A number a token for all queries, one for all keys, and their gradients.
         total.add("all_reduce", TP, here.tokens * max(here.element, 4), 2 * m * (2 * layers + full))
-    is_selective = here.config.model.recompute_granularity == "selective"
+    if model.sequence_parallel and "mlp" in model.recomputed_modules:
+        # Run again, a feed-forward gathers its input, and ends before its output is scattered.
+        total.add("all_gather", TP, here.hidden_bytes, m * layers)
+    if model.distribute_saved_activations:
+        length = 1 if model.recompute_method == "block" else model.recompute_num_layers or 1
+        total.add("all_gather", TP, here.hidden_bytes, m * math.ceil(full / length))
     for position, number in enumerate(chunk.layer_numbers):
-        _add_exchange(total, here, number, is_recomputed=is_selective or position < full)
+        _add_exchange(total, here, number, is_recomputed="core_attn" in model.recomputed_modules or position < full)
     A = here.hidden_bytes
     if here.config.model.sequence_parallel:
         total.add("reduce_scatter", TP, A, m * chunk.has_embedding)

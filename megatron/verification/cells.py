@@ -113,6 +113,7 @@ class Layout:
     sharding: str = "no_shard"
     overlap: bool = False
     recompute: tuple[str, ...] = ()
+    offloaded_layers: int = 0
 
     @property
     def world_size(self) -> int:
@@ -131,6 +132,7 @@ class Layout:
         parts.append(f"dp{self.dp}" + (f"-{self.sharding}" if self.sharding != "no_shard" else ""))
         parts += ["overlap"] if self.overlap else []
         parts += ["recompute-" + "-".join(self.recompute)] if self.recompute else []
+        parts += [f"offload-{self.offloaded_layers}"] if self.offloaded_layers else []
         return " ".join(parts)
 
     def to_flags(self, num_layers: int = 4) -> tuple[str, ...]:
@@ -155,14 +157,22 @@ class Layout:
             granularity, *rest = self.recompute
             flags += ["--recompute-granularity", granularity]
             if granularity == "full":
-                method, num_layers_text = rest
+                method, num_layers_text, *distributed = rest
                 flags += ["--recompute-method", method, "--recompute-num-layers", num_layers_text]
+                flags += ["--distribute-saved-activations"] if distributed else []
+            elif rest:
+                flags += ["--recompute-modules", *rest]
+        if self.offloaded_layers:
+            flags += ["--cpu-offloading", "--cpu-offloading-num-layers", str(self.offloaded_layers)]
         return tuple(flags)
 
 
 DROPOUT: tuple[str, ...] = ("--hidden-dropout", "0.2", "--attention-dropout", "0.15")
 """What a cell adds to drop hidden states and attention weights: every layout must drop the same ones."""
 RECOMPUTE: tuple[tuple[str, ...], ...] = ((), ("selective",), ("full", "uniform", "1"), ("full", "block", "1"))
+MODULES: tuple[str, ...] = ("selective", "core_attn", "layernorm", "mlp")
+"""What a layout recomputes: every part of a layer that can be chosen."""
+IN_PARTS: tuple[str, ...] = ("full", "uniform", "1", "distributed")
 SHARDING: tuple[str, ...] = ("no_shard", "optim", "optim_grads")
 EXCHANGES: tuple[str, ...] = ("p2p", "all_gather", "a2a")
 MAX_WORLD_SIZE = 8
@@ -184,7 +194,11 @@ def with_micro_batch_size(cell: Cell, size: int) -> Cell:
 
 def matrix() -> list[Cell]:
     """Return the layouts that every release must pass, each once."""
-    cells = [cell for family in (_tensor, _pipeline, _context, _data, _mixed, _families, _dropout) for cell in family()]
+    cells = [
+        cell
+        for family in (_tensor, _pipeline, _context, _data, _mixed, _families, _dropout, _kept)
+        for cell in family()
+    ]
     return list({cell.name: cell for cell in cells}.values())
 
 
@@ -272,6 +286,28 @@ def _dropout() -> Iterator[Cell]:
     yield with_micro_batch_size(make_cell("llama", Layout(tp=2, pp=2), extra=DROPOUT), 4)
     for shape in ("llama-one-group", "mistral", "gemma2"):
         yield make_cell(shape, Layout(tp=2, cp=2), "packed", extra=DROPOUT)
+
+
+def _kept() -> Iterator[Cell]:
+    """Yield the ways in which activations are kept for the backward pass at all kinds of layout."""
+    full, block = RECOMPUTE[2:]
+    for shape, extra in itertools.product(("gpt2", "llama"), ((), DROPOUT)):
+        for layout in (
+            Layout(tp=2, recompute=MODULES),
+            Layout(tp=2, sequence_parallel=True, recompute=("selective", "layernorm")),
+            Layout(tp=2, sequence_parallel=True, recompute=("selective", "mlp"), offloaded_layers=3),
+            Layout(tp=2, recompute=IN_PARTS),
+            Layout(tp=2, pp=2, virtual_stages=2, recompute=IN_PARTS, offloaded_layers=1),
+            Layout(tp=2, pp=2, schedule="zero-bubble", recompute=IN_PARTS, offloaded_layers=2),
+            Layout(pp=2, virtual_stages=2, recompute=MODULES, offloaded_layers=1),
+            Layout(pp=2, virtual_stages=2, offloaded_layers=1),
+            *(Layout(pp=4, schedule="zero-bubble", recompute=recompute) for recompute in (MODULES, full, block)),
+            Layout(pp=2, schedule="zero-bubble", recompute=MODULES, offloaded_layers=2),
+            *(Layout(cp=2, cp_comm_type=e, recompute=MODULES, offloaded_layers=2) for e in EXCHANGES),
+            Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=MODULES, offloaded_layers=1),
+            Layout(dp=2, sharding="optim_grads", overlap=True, recompute=MODULES, offloaded_layers=2),
+        ):
+            yield make_cell(shape, layout, extra=extra)
 
 
 def fuzz(seed: int, count: int) -> list[Cell]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
 
@@ -76,11 +76,16 @@ class TransformerBlock(nn.Module):
                 losses_of_group += found
             return LayerOutput(hidden, tuple(losses_of_group))
 
+        def run_again(group: list[nn.Module], hidden: torch.Tensor, keys: DropoutKeys | None) -> LayerOutput:
+            """Keep the input only, or this rank's part of it."""
+            in_parts = self.config.distribute_saved_activations
+            with saved_in_parts(hidden, self.tp) if in_parts else nullcontext():
+                return recompute(run, group, hidden, keys)
+
         def units() -> list[GraphUnit]:
             """Return each group of layers with the way in which it runs."""
             return [
-                GraphUnit(group, partial(recompute, run, group) if again else partial(run, group))
-                for group, again in self._groups()
+                GraphUnit(group, partial(run_again if is_again else run, group)) for group, is_again in self._groups()
             ]
 
         if self.graphs is not None and self.layers and self.training and self.graphs.is_warm:
@@ -104,12 +109,8 @@ class TransformerBlock(nn.Module):
         if last and self.offload is not None and torch.is_grad_enabled():
             offloaded = self.offload.begin_pass(_tensors_of(angles))
         for number, unit in enumerate(units):
-            with ExitStack() as stack:
-                if offloaded is not None and number < last:
-                    parameters = (parameter for module in unit.modules for parameter in module.parameters())
-                    stack.enter_context(offloaded.layer(parameters))
-                if self.config.distribute_saved_activations and self.training:
-                    stack.enter_context(saved_in_parts(x, self.tp))
+            parameters = (parameter for module in unit.modules for parameter in module.parameters())
+            with nullcontext() if offloaded is None or number >= last else offloaded.layer(parameters):
                 x, found = unit.run(x, dropout)
             losses += found
             if offloaded is not None and number == min(last, len(units) - 1):

@@ -14,7 +14,9 @@ from megatron.core.errors import TrainingError
 from megatron.training.model_setup import ModelProvider
 from megatron.verification.cells import (
     DROPOUT,
+    IN_PARTS,
     MAX_WORLD_SIZE,
+    MODULES,
     Cell,
     Layout,
     fuzz,
@@ -84,6 +86,17 @@ REPRESENTATIVE = (
         )
     ),
     with_micro_batch_size(make_cell("gpt2", Layout(dp=2, sharding="optim_grads"), extra=DROPOUT), 2),
+    # What is kept for the backward pass, and where.
+    *(
+        make_cell("gpt2", layout, extra=DROPOUT)
+        for layout in (
+            Layout(tp=2, pp=2, virtual_stages=2, recompute=IN_PARTS, offloaded_layers=1),
+            Layout(pp=2, schedule="zero-bubble", recompute=MODULES, offloaded_layers=2),
+            Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=MODULES, offloaded_layers=1),
+        )
+    ),
+    make_cell("gpt2", Layout(pp=4, schedule="zero-bubble", recompute=("full", "uniform", "1"))),
+    make_cell("qwen", Layout(dp=2, sharding="optim", overlap=True, recompute=MODULES, offloaded_layers=3), "packed"),
     make_cell("llama", Layout(tp=2, pp=2, cp=2), "packed", extra=DROPOUT),
 )
 

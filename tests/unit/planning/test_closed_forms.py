@@ -7,7 +7,7 @@ import pytest
 import pretrain_gpt
 from megatron.planning.closed_forms import Traffic, Volume, step_traffic
 from megatron.training.config.run_config import RunConfig
-from megatron.verification.cells import FAMILY_SHAPES, Cell, Layout, make_cell, matrix
+from megatron.verification.cells import FAMILY_SHAPES, IN_PARTS, MODULES, Cell, Layout, make_cell, matrix
 from megatron.verification.collective_recorder import record_step
 from megatron.verification.run_cell import resolve_cell
 
@@ -35,6 +35,12 @@ CELLS = [
     ("float32", make_cell("gpt2", Layout(tp=2, recompute=("full", "uniform", "2")), extra=("--hidden-dropout", "0.1"))),
     ("float32", make_cell("gpt2", Layout(tp=2, recompute=("full", "uniform", "3")))),
     ("bfloat16", make_cell("llama", Layout(tp=4, sequence_parallel=True, recompute=("full", "block", "3")))),
+    ("bfloat16", make_cell("llama", Layout(tp=2, sequence_parallel=True, cp=2, recompute=MODULES, offloaded_layers=2))),
+    ("float32", make_cell("gpt2", Layout(tp=2, recompute=MODULES))),
+    ("float32", make_cell("gpt2", Layout(tp=2, cp=2, recompute=("selective", "mlp")))),
+    ("bfloat16", make_cell("gpt2", Layout(tp=2, pp=2, recompute=IN_PARTS, offloaded_layers=1))),
+    ("float32", make_cell("gpt2", Layout(tp=2, recompute=("full", "block", "3", "distributed")))),
+    ("float32", make_cell("gpt2", Layout(tp=2, recompute=("full", "uniform", "3", "distributed")))),
     ("float64", make_cell("qwen", Layout(tp=4, sequence_parallel=True))),
     ("float32", make_cell("llama", Layout(pp=2, virtual_stages=2))),
     ("bfloat16", make_cell("gpt2", Layout(pp=4, schedule="zero-bubble"))),
