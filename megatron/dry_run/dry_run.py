@@ -26,6 +26,7 @@ from megatron.core.timers import Timer, Timers
 from megatron.dry_run.gpu import Gpu
 from megatron.dry_run.pretended.device import PretendedDevice
 from megatron.dry_run.pretended.flex_attention import PretendedFlexAttention
+from megatron.dry_run.pretended.host_copies import RecordedCopies
 from megatron.dry_run.pretended.links import observed_links
 from megatron.dry_run.pretended.operators import CudaOperators
 from megatron.dry_run.pretended.triton import recorded_programs
@@ -92,7 +93,7 @@ def dry_run(
     recorder = Recorder()
     # The samples are read in this thread: another one would know nothing of fake tensors.
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=0))
-    device = PretendedDevice("cuda", gpu=gpu, on_wait=recorder.wait)
+    device = PretendedDevice("cuda", gpu=gpu, on_wait=recorder.wait, copies=RecordedCopies(recorder))
     with (
         _world(rank, config.world_size),
         _without_driver(gpu),

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 from megatron.dry_run.dry_run import DryRun
 from megatron.dry_run.gpu import Gpu
-from megatron.dry_run.roofline import KERNELS_OF, PRODUCTS, communication_seconds, is_attention, operation_seconds
+from megatron.dry_run.roofline import (
+    HOST_COPIES,
+    KERNELS_OF,
+    PRODUCTS,
+    communication_seconds,
+    is_attention,
+    operation_seconds,
+)
 from megatron.dry_run.step_record import PASSES, Communication, Operation, StepRecord
 
 ASSUMPTIONS = (
@@ -19,6 +26,7 @@ ASSUMPTIONS = (
     "none of them. Links carry one message at a time in each direction; what a rank receives is there when it asks.",
     "A pipeline's stages take equally long, and idle at its two ends for (stages - 1) / (chunks x micro-batches) of "
     "the passes; a schedule that fills them idles less.",
+    "Copies to the machine's memory and back take PCIe, one way each, with all of it for each GPU.",
     "Machines have eight GPUs, joined by NVLink; one network port serves each GPU.",
     "Memory is that of live tensors in blocks of 512 bytes: the CUDA context, libraries' work space, NCCL's buffers "
     "and fragmentation come on top (often 2 to 4 GiB).",
@@ -95,7 +103,7 @@ def _stalls_by_phase(record: StepRecord, durations: Sequence[float], gpu: Gpu) -
     """Return how long the kernels of each part of the step stand still for communication."""
     stalls = defaultdict[str, float](float)
     ends: dict[int, float] = {}
-    idle_from = dict.fromkeys(_DIRECTIONS, 0.0)
+    idle_from = dict.fromkeys((*_DIRECTIONS, *HOST_COPIES), 0.0)
     now, num_done = 0.0, 0
     for event in record.link_events:
         now += sum(durations[num_done : event.num_operations])
@@ -114,5 +122,7 @@ def _stalls_by_phase(record: StepRecord, durations: Sequence[float], gpu: Gpu) -
 
 
 def _directions(communication: Communication) -> Sequence[str]:
-    """Return which ways of a link a communication takes: a collective both."""
-    return {"send": _DIRECTIONS[:1], "receive": _DIRECTIONS[1:]}.get(communication.call.operation, _DIRECTIONS)
+    """Return which ways of a link a communication takes: a collective both; a copy takes its own way to the host."""
+    return {"send": _DIRECTIONS[:1], "receive": _DIRECTIONS[1:], **{name: (name,) for name in HOST_COPIES}}.get(
+        communication.call.operation, _DIRECTIONS
+    )

@@ -24,8 +24,9 @@ class Gpu:
 
     ``half_flops`` and ``single_flops`` are dense peaks a second of 16-bit and float32 products. ``product_share`` is
     the part of the peak that large products reach. ``link_bandwidth`` is NVLink's in one direction and
-    ``network_bandwidth`` that of one network port a GPU, in bytes a second. ``flash`` and ``cudnn`` are the rates of
-    these attention kernels by the size of a head, in causal attention to 8,192 keys.
+    ``network_bandwidth`` that of one network port a GPU, ``host_bandwidth`` PCIe's in one direction, in bytes a second.
+    ``flash`` and ``cudnn`` are the rates of these attention kernels by the size of a head, in causal attention to 8,192
+    keys.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Gpu:
     memory_bandwidth: float
     link_bandwidth: float
     network_bandwidth: float
+    host_bandwidth: float
     product_share: float
     flash: Mapping[int, AttentionRate]
     cudnn: Mapping[int, AttentionRate]
@@ -63,6 +65,7 @@ A100 = Gpu(
     memory_bandwidth=2039e9,
     link_bandwidth=300e9,
     network_bandwidth=25e9,
+    host_bandwidth=32e9,
     product_share=271.2 / 312 * _SUSTAINED,
     flash={64: AttentionRate(0.54, 0.45), 128: AttentionRate(0.60, 0.52)},
     cudnn={64: AttentionRate(0.54, 0.45), 128: AttentionRate(0.60, 0.52)},
@@ -80,6 +83,7 @@ H100 = Gpu(
     memory_bandwidth=3350e9,
     link_bandwidth=450e9,
     network_bandwidth=50e9,
+    host_bandwidth=64e9,
     product_share=794.5 / 989 * _SUSTAINED,
     flash=_HOPPER_FLASH,
     cudnn=_HOPPER_CUDNN,
@@ -102,6 +106,7 @@ B200 = Gpu(
     memory_bandwidth=7700e9,
     link_bandwidth=900e9,
     network_bandwidth=50e9,
+    host_bandwidth=64e9,
     product_share=1745 / 2250 * _SUSTAINED,
     # FlashAttention-2 has no kernels for this generation's tensor cores: its rate is the H100's.
     flash={64: AttentionRate(0.13, 0.10), 128: AttentionRate(0.17, 0.13)},

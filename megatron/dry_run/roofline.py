@@ -26,6 +26,9 @@ _EFFICIENT_SHARE = 0.6
 _LINK_SHARE = 0.8
 """Part of a link's bandwidth that NCCL reaches with large messages."""
 _COLLECTIVE_S = 15e-6
+_COPY_S = 5e-6
+HOST_COPIES = ("copy_to_host", "copy_to_device")
+"""Transfers between a GPU's memory and the machine's."""
 KERNELS_OF: Mapping[str, int] = {
     "native_layer_norm_backward": 3,
     "_fused_rms_norm_backward": 3,
@@ -96,6 +99,8 @@ def _attention_rate(operation: Operation, gpu: Gpu) -> float:
 def communication_seconds(communication: Communication, gpu: Gpu) -> float:
     """Return the time of a communication: the bytes that leave or reach a rank at the links' bandwidth."""
     call = communication.call
+    if call.operation in HOST_COPIES:
+        return _COPY_S + call.num_bytes / (gpu.host_bandwidth * _LINK_SHARE)
     link = gpu.network_bandwidth if communication.crosses_machines else gpu.link_bandwidth
     others = (call.group_size - 1) / call.group_size
     volume = {"all_reduce": 2 * others, "all_gather": others, "reduce_scatter": others, "all_to_all": others}

@@ -57,13 +57,15 @@ def saved_as_inputs(
     """
     outer_pack, outer_unpack = outer_hooks()
     key = storage_key(output) if output.is_contiguous() and output.storage_offset() == 0 else None
-    packed_inputs: list[Any] = []
+    # Autograd holds the hooks as long as what they have packed: they must hold no tensor.
+    held, packed_inputs = list(inputs), list[Any]()
+    del inputs
 
     def pack(tensor: torch.Tensor) -> Any:
         if storage_key(tensor) != key:
             return outer_pack(tensor)
         if not packed_inputs:
-            packed_inputs.extend(outer_pack(each.detach()) for each in inputs)
+            packed_inputs.extend(outer_pack(each.detach()) for each in held)
         return _Recipe(tuple(packed_inputs), tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(packed: Any) -> torch.Tensor:
@@ -75,6 +77,8 @@ def saved_as_inputs(
 
     with saved_tensors_hooks(pack, unpack):
         yield
+    held.clear()
+    packed_inputs.clear()
 
 
 @dataclass(frozen=True)

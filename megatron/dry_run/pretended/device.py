@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from megatron.core.cuda_graph import GraphBackend
-from megatron.core.device import Device, MemoryUse
+from megatron.core.device import Device, HostCopies, MemoryUse
 from megatron.core.errors import ConfigurationError
 from megatron.dry_run.gpu import Gpu
 
@@ -18,10 +18,11 @@ _GENERATOR_STATE_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class PretendedDevice(Device):
-    """Stand in for a CUDA device; ``on_wait`` is told where the host would wait for it."""
+    """Stand in for a CUDA device; ``on_wait`` is told where the host would wait for it, ``copies`` of what moves."""
 
     gpu: Gpu
     on_wait: Callable[[str], None]
+    copies: HostCopies
 
     def make_current(self) -> None:
         """Do nothing: there is no other device."""
@@ -44,6 +45,10 @@ class PretendedDevice(Device):
         """Return memory of the machine, not pinned: nothing is fetched from it."""
         with unset_fake_temporarily():
             return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def host_copies(self) -> HostCopies:
+        """Return what notes copies."""
+        return self.copies
 
     def graph_backend(self) -> GraphBackend | None:
         """Refuse: there is no driver that records.

@@ -100,7 +100,10 @@ def compare(world_size: int, flags: str) -> list[Trained]:
         pytest.param(1, DROPOUT, [8], id="one-rank-dropout"),
         pytest.param(1, f"{FULL} uniform --recompute-num-layers 3", [4], id="recompute-groups", marks=pytest.mark.long),
         pytest.param(1, f"{FULL} block --recompute-num-layers 1 {DROPOUT}", [8], id="recompute-block"),
-        pytest.param(2, f"{PP2} --recompute-activations {DROPOUT}", [8, 4], id="1f1b"),
+        pytest.param(
+            *(2, f"{PP2} --recompute-activations --recompute-modules core_attn layernorm mlp {DROPOUT}", [8, 4]),
+            id="1f1b",
+        ),
         pytest.param(
             2,
             f"{PP2} --num-layers-per-virtual-pipeline-stage 1 {DROPOUT}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron.verification.cells import EXCHANGES, RECOMPUTE, SHAPES, SHARDING, Layout, make_cell
+from megatron.verification.cells import EXCHANGES, IN_PARTS, MODULES, RECOMPUTE, SHAPES, SHARDING, Layout, make_cell
 from tests.harness.dry_runs import DryRunCase
 
 _SIZES = (
@@ -43,6 +43,7 @@ def _plain() -> Iterator[DryRunCase]:
             yield _case(Layout(), shape)
     for recompute in RECOMPUTE[1:]:
         yield _case(Layout(recompute=recompute))
+    yield _case(Layout(recompute=MODULES, offloaded_layers=1), "llama")
     yield _case(Layout(), data="packed")
     yield _case(Layout(), data="uneven")
 
@@ -56,6 +57,8 @@ def _sharded() -> Iterator[DryRunCase]:
         yield _case(Layout(pp=2, virtual_stages=2), rank=rank)
         yield _case(Layout(pp=2, schedule="zero-bubble"), rank=rank)
     yield _case(Layout(pp=4), rank=2)
+    yield _case(Layout(tp=2, pp=2, virtual_stages=2, recompute=IN_PARTS, offloaded_layers=1), rank=2)
+    yield _case(Layout(tp=2, sequence_parallel=True, pp=2, schedule="zero-bubble", offloaded_layers=1), rank=1)
     for exchange in EXCHANGES:
         yield _case(Layout(cp=2, cp_comm_type=exchange))
         yield _case(Layout(cp=2, cp_comm_type=exchange), data="packed", rank=1)

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.gpu_dry_run.run import COMMON, GPT2_345M, LLAMA_8B
 from megatron.dry_run.pretended_cuda import find_compiler
+from megatron.planning.activation_memory import saved_bytes
+from megatron.training.config.arguments import resolve_arguments
 from tests.harness.dry_runs import DryRunCase, DryRunResult, run_dry_runs
 from tests.unit.dry_run.layouts import layouts
 
@@ -26,14 +28,25 @@ ALLOWED: dict[Wait, tuple[int, str]] = {
 EIGHT_BILLION = (*LLAMA_8B, *COMMON, "--global-batch-size", "4")
 HALVED = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 SHARED = ("--num-layers", "4", "--context-parallel-size", "2", "--cp-comm-type")
+FOUR_LAYERS = (*EIGHT_BILLION, *HALVED, "--num-layers", "4")
+_AGAIN = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "layernorm")
+_OFFLOAD = ("--cpu-offloading", "--cpu-offloading-num-layers", "2")
+KEPT: dict[str, tuple[str, ...]] = {
+    "all is kept": (),
+    "modules again": _AGAIN,
+    "two offloaded": _OFFLOAD,
+    "modules again, two offloaded": (*_AGAIN, *_OFFLOAD),
+}
+"""What four layers of the 8B model keep for the backward pass."""
 WHOLE = (
     DryRunCase("345M", (*GPT2_345M, *COMMON, "--global-batch-size", "8")),
     DryRunCase("8B", (*EIGHT_BILLION, *HALVED), 8),
     DryRunCase("8B packed", (*EIGHT_BILLION, *HALVED, "--reset-attention-mask"), 8),
     DryRunCase("8B p2p", (*EIGHT_BILLION, *SHARED, "p2p"), 8),
     DryRunCase("8B all_gather", (*EIGHT_BILLION, *SHARED, "all_gather"), 8),
+    *(DryRunCase(name, (*FOUR_LAYERS, *flags), 8) for name, flags in KEPT.items()),
 )
-"""Models of their whole size, in steps of one micro-batch; the last two of fewer layers."""
+"""Models of their whole size, in steps of one micro-batch; those after the packed one of fewer layers."""
 
 BUDGETS = {"345M": (1157, 12.79), "8B": (1337, 51.89)}
 """The operations of a step, and the GiB of its peak."""
@@ -117,6 +130,34 @@ def test_the_mask_of_documents_and_gathered_keys_take_hardly_any_memory(
     results: dict[str, DryRunResult], name: str, other: str
 ) -> None:
     assert results[name].report["peak_bytes"] <= 1.05 * results[other].report["peak_bytes"]
+
+
+def kept_by_a_layer(name: str) -> int:
+    config = resolve_arguments((*FOUR_LAYERS, *KEPT[name]), 8).config
+    return sum(saved_bytes(config.model, config.data.seq_length, config.training.micro_batch_size).values())
+
+
+@pytest.mark.parametrize("name", [name for name in KEPT if name != "all is kept"])
+def test_memory_falls_by_what_is_not_kept_on_the_device(results: dict[str, DryRunResult], name: str) -> None:
+    peak, of_all = (results[each].report["peak_bytes"] for each in (name, "all is kept"))
+    num_on_device = 2 if "offloaded" in name else 4
+    fallen = 4 * kept_by_a_layer("all is kept") - num_on_device * kept_by_a_layer(name)
+    # Recomputed attention keeps no state of a generator either: two numbers a layer, in blocks of 512 bytes.
+    assert 0 <= of_all - peak - fallen <= 4 * 1024
+
+
+@pytest.mark.parametrize("name", ["two offloaded", "modules again, two offloaded"])
+def test_what_is_offloaded_goes_out_and_comes_back_behind_the_kernels(
+    results: dict[str, DryRunResult], name: str
+) -> None:
+    copies = [each for each in results[name].report["collectives"] if each["axes"] == ["host"]]
+    moved = Counter[str]()
+    for each in copies:
+        moved[each["operation"]] += each["bytes"]
+    expected = 2 * kept_by_a_layer(name)
+    assert moved == {"copy_to_host": expected, "copy_to_device": expected}
+    without = results["all is kept"].report["hidden_communication_ms"]
+    assert results[name].report["hidden_communication_ms"] > without
 
 
 def test_documents_and_capped_scores_go_to_flex_attention(results: dict[str, DryRunResult]) -> None:

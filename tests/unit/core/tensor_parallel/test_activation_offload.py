@@ -96,9 +96,12 @@ def test_bytes_out_and_in_are_those_of_the_closed_form(config: dict[str, Any]) -
         assert copies.bytes_out == copies.bytes_in == expected
 
 
-def test_moved_memory_is_free_after_the_forward_pass_and_two_layers_of_it_are_there_at_most() -> None:
+@pytest.mark.parametrize("config", [{}, ALL_MODULES, FULL], ids=["all", "modules", "full"])
+def test_moved_memory_is_free_after_the_forward_pass_and_two_layers_of_it_are_there_at_most(
+    config: dict[str, Any],
+) -> None:
     copies = CountedCopies()
-    model = make_offloaded(3, copies)
+    model = make_offloaded(3, copies, **config)
     a_layer = sum(saved_bytes(model.config, LENGTH, BATCH).values())
     tokens, labels, positions, _ = make_batch(LENGTH, BATCH, 53)
     kept: dict[int, int] = {}
@@ -116,7 +119,7 @@ def test_moved_memory_is_free_after_the_forward_pass_and_two_layers_of_it_are_th
     assert a_layer < copies.most <= 2 * a_layer + LENGTH * BATCH * model.config.hidden_size * 4
     # What is left is the fourth layer's, the parameters, and what stands behind the layers.
     copies.most = 0
-    without = make_offloaded(0, HostCopies())
+    without = make_offloaded(0, HostCopies(), **config)
     on_device = sum(kept.values())
     kept.clear()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
