@@ -7,10 +7,18 @@ that keeps no weights, norms that keep a scale (and a mean) a token.
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
+from megatron.core.pipeline_parallel.action import Pass
+from megatron.core.pipeline_parallel.schedules import SCHEDULES
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+if TYPE_CHECKING:
+    from megatron.training.config.run_config import RunConfig
 
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -43,3 +51,35 @@ def saved_bytes(config: TransformerConfig, seq_length: int, micro_batch_size: in
         "feed-forward": 0 if "mlp" in modules else tokens * ffn * (3 if config.is_gated else 2) * element,
     }
     return {name: size for name, size in parts.items() if size}
+
+
+def offloaded_bytes(config: RunConfig) -> int:
+    """Return the most that a rank leaves in the machine's memory: of all micro-batches that are in flight at once."""
+    model, training = config.model, config.training
+    num_microbatches = training.global_batch_size // (training.micro_batch_size * config.data_parallel_size)
+    pp, most = model.pipeline_model_parallel_size, 0
+    for rank in range(pp):
+        chunks = config.stage_layout.chunks(rank)
+        sizes = [_offloaded_by_chunk(config, len(chunk.layer_numbers)) for chunk in chunks]
+        group = model.microbatch_group_size_per_virtual_pipeline_stage
+        in_flight = Counter[int]()
+        for action in SCHEDULES[config.pipeline_schedule](pp, rank, num_microbatches, len(chunks), group):
+            if action.kind is not Pass.BACKWARD_WEIGHT:
+                in_flight[action.chunk] += 1 if action.kind is Pass.FORWARD else -1
+            most = max(most, sum(count * sizes[chunk] for chunk, count in in_flight.items()))
+    return most
+
+
+def _offloaded_by_chunk(config: RunConfig, num_layers: int) -> int:
+    """Return what the first layers of a chunk leave in the machine's memory of one micro-batch."""
+    model, shape = config.model, (config.data.seq_length, config.training.micro_batch_size)
+    offloaded = min(model.num_offloaded_layers, num_layers)
+    of_unit = sum(saved_bytes(model, *shape).values())
+    if model.recompute_granularity != "full":
+        return offloaded * of_unit
+    length = model.recompute_num_layers or 1
+    if model.recompute_method == "uniform":
+        return -(-offloaded // length) * of_unit
+    kept_whole = sum(saved_bytes(dataclasses.replace(model, recompute_granularity=None), *shape).values())
+    again = min(length, offloaded)
+    return again * of_unit + (offloaded - again) * kept_whole

@@ -29,12 +29,14 @@ _FAILURE_TIMEOUT = timedelta(seconds=2)
 class LaunchEnvironment:
     """Hold what torchrun tells each process; one process on its own where there is no launcher.
 
-    ``local_rank`` is None where nothing in the environment says it.
+    ``local_rank`` is None where nothing in the environment says it; ``local_world_size``, the number of processes of
+    this machine, is then 1.
     """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int | None = None
+    local_world_size: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +75,10 @@ def read_launch_environment() -> LaunchEnvironment:
         rank, world_size = int(given.get("RANK", "0")), int(given.get("WORLD_SIZE", "1"))
         if rank < world_size:
             local_rank = int(given["LOCAL_RANK"]) if "LOCAL_RANK" in given else None
-            return LaunchEnvironment(rank, world_size, local_rank)
+            local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "1")
+            return LaunchEnvironment(
+                rank, world_size, local_rank, int(local_world_size) if local_world_size.isdecimal() else 1
+            )
         wrong = [f"RANK is {rank} and WORLD_SIZE is {world_size}"]
     raise ConfigurationError(
         f"{', '.join(wrong)} in the environment; start the processes with torchrun, or unset {', '.join(given)} to "

@@ -1,4 +1,4 @@
-"""Preflight: check the tokenizer and the data after the command line and before the import of torch."""
+"""Preflight: check the tokenizer, the data and free memory after the command line and before the import of torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.data_plan import DatasetsProvider, sample_targets
+from megatron.training.process.host_memory import check_host_memory
 from megatron.training.process.initialize import LaunchEnvironment
 from megatron.training.process.refusal import reasons_of, refuse_in_run
 
@@ -17,12 +18,13 @@ from megatron.training.process.refusal import reasons_of, refuse_in_run
 def prepare_data_or_exit(
     config: RunConfig, launch: LaunchEnvironment, datasets_provider: DatasetsProvider
 ) -> Tokenizer:
-    """Return the run's tokenizer; end the program with status 2 where it or the data cannot be used.
+    """Return the run's tokenizer; end the program with status 2 where it, the data or the memory will not do.
 
     Every rank looks, and only rank 0 prints. No index is built and nothing communicates.
     """
     try:
         tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
+        check_host_memory(config, launch.local_world_size)
         datasets_provider(config, tokenizer, sample_targets(config), lambda line: None).check()
     except InputError as error:
         sys.exit(refuse_in_run(reasons_of(error), launch))

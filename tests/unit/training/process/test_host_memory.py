@@ -1,0 +1,54 @@
+"""What a run would leave in the machine's memory is compared with what is free there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.core.errors import ConfigurationError
+from megatron.planning.activation_memory import offloaded_bytes, saved_bytes
+from megatron.training.config.arguments import resolve_arguments
+from megatron.training.config.run_config import RunConfig
+from megatron.training.process.host_memory import check_host_memory
+from tests.unit.training.config.command_lines import MINIMAL
+
+PIPELINE = "--num-layers 8 --pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 6"
+FULL = "--recompute-granularity full --recompute-num-layers 2 --recompute-method"
+
+
+def config_of(flags: str, layers: int = 3) -> RunConfig:
+    words = f"{flags} --cpu-offloading --cpu-offloading-num-layers {layers}".split()
+    return resolve_arguments([*MINIMAL, *words], 2).config
+
+
+def bytes_of_layer(config: RunConfig) -> int:
+    return sum(saved_bytes(config.model, config.data.seq_length, 1).values())
+
+
+def test_bytes_are_of_the_microbatches_in_flight() -> None:
+    for flags, in_flight in ((PIPELINE, 2), (f"{PIPELINE} --pipeline-schedule zero-bubble", 2)):
+        config = config_of(flags)
+        assert offloaded_bytes(config) == in_flight * 3 * bytes_of_layer(config)
+    # Chunks of two layers each, of which all are offloaded: the first rank has up to five passes in flight.
+    config = config_of(f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 2")
+    assert offloaded_bytes(config) == 5 * 2 * bytes_of_layer(config)
+
+
+def test_bytes_of_full_recompute() -> None:
+    uniform, block = (config_of(f"{PIPELINE} {FULL} {method}") for method in ("uniform", "block"))
+    stream = bytes_of_layer(uniform)
+    assert offloaded_bytes(uniform) == 2 * 2 * stream
+    assert offloaded_bytes(block) == 2 * (2 * stream + bytes_of_layer(config_of(PIPELINE)))
+
+
+def test_too_little_memory_is_refused_with_the_number_of_layers_that_fits(tmp_path: Path) -> None:
+    config = config_of(PIPELINE)
+    needed, meminfo = offloaded_bytes(config), tmp_path / "meminfo"
+    check_host_memory(config, 2, meminfo)  # nobody says what is free
+    meminfo.write_text(f"MemTotal: 1 kB\nMemAvailable: {-(-2 * needed // 1024)} kB\n")
+    check_host_memory(config, 2, meminfo)
+    with pytest.raises(ConfigurationError, match=r"GiB for 3 of them.* --cpu-offloading-num-layers 2 fits$"):
+        check_host_memory(config, 3, meminfo)
+    with pytest.raises(ConfigurationError, match="leave --cpu-offloading out"):
+        check_host_memory(config, 12, meminfo)
