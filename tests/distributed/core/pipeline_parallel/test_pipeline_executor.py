@@ -228,6 +228,31 @@ def test_outputs_that_were_sent_are_freed_before_their_backward_pass() -> None:
     assert max(run_distributed(4, count_live_outputs, 8)) <= 1
 
 
+def count_live_inputs(num_microbatches: int) -> int:
+    """Return how many inputs of earlier micro-batches, which no graph needs, are in memory when a pass starts."""
+    connection = connect(1)
+    stage = make_stages(connection.place)[0]
+    inputs: list[StorageWeakRef] = []
+    counts: list[int] = []
+
+    def forward(microbatch: int, hidden: torch.Tensor | None) -> torch.Tensor | MicrobatchLoss:
+        counts.append(sum(not each.expired() for each in inputs))
+        if hidden is None:
+            return stage(microbatch, None)
+        inputs.append(StorageWeakRef(hidden.untyped_storage()))
+        return stage(microbatch, hidden + 0.0)
+
+    place = connection.place
+    actions = SCHEDULES["1f1b"](place.pp, place.rank, num_microbatches, 1, None)
+    run_schedule(actions, [ModelChunk(forward)], device=CPU, connection=connection)
+    return max(counts)
+
+
+def test_inputs_that_no_graph_needs_are_freed_before_their_backward_pass() -> None:
+    # The second rank runs three forward passes before its first backward pass.
+    assert max(run_distributed(4, count_live_inputs, 8)) == 0
+
+
 def record_on_ranks(num_microbatches: int) -> tuple[float, float, int]:
     connection = connect(1)
     ticks = itertools.count()
