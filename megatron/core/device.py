@@ -64,10 +64,14 @@ class HostCopies:
         self.bytes_out += tensor.nbytes
         return self._copy_out(tensor)
 
-    def to_device(self, tensor: torch.Tensor) -> Copied:
-        """Begin a copy back; work that reads it must come after `wait`."""
+    def to_device(self, tensor: torch.Tensor, target: torch.Tensor | None = None) -> Copied:
+        """Begin a copy back, to a new tensor or into one; work that reads it must come after `wait`."""
         self.bytes_in += tensor.nbytes
-        return self._copy_in(tensor)
+        return self._copy_in(tensor, target)
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Give back the device's memory behind a tensor that stays."""
+        tensor.untyped_storage().resize_(0)
 
     def wait(self, copied: Copied) -> None:
         """Let the work that is given to the device from here on begin when a copy is done; the host does not wait."""
@@ -75,8 +79,8 @@ class HostCopies:
     def _copy_out(self, tensor: torch.Tensor) -> Copied:
         return Copied(tensor.clone())
 
-    def _copy_in(self, tensor: torch.Tensor) -> Copied:
-        return Copied(tensor.clone())
+    def _copy_in(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
+        return Copied(tensor.clone() if target is None else target.copy_(tensor))
 
 
 class _CudaHostCopies(HostCopies):
@@ -95,8 +99,8 @@ class _CudaHostCopies(HostCopies):
     def _copy_out(self, tensor: torch.Tensor) -> Copied:
         return self._copy(tensor, torch.empty_like(tensor, device="cpu", pin_memory=True), self._out)
 
-    def _copy_in(self, tensor: torch.Tensor) -> Copied:
-        return self._copy(tensor, torch.empty_like(tensor, device=self._device), self._in)
+    def _copy_in(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
+        return self._copy(tensor, torch.empty_like(tensor, device=self._device) if target is None else target, self._in)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream) -> Copied:
         # What is copied has been computed by then, and memory that is written to is no longer read.

@@ -53,6 +53,15 @@ class LiveMemory:
                 self._free(key)
                 self._set(key, num_bytes, HOLDERS.index(holder))
 
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's memory as free, though the tensor lives."""
+        self._free(tensor.untyped_storage()._cdata)
+
+    def remember(self, tensor: torch.Tensor, holder: str) -> None:
+        """Count memory again that was forgotten."""
+        num_bytes = -(-tensor.untyped_storage().nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
+        self._set(tensor.untyped_storage()._cdata, num_bytes, HOLDERS.index(holder))
+
     def _holder(self, tensor: torch.Tensor, phase: str, where: str) -> str:
         if _GRADIENT_FILES in where:
             return "gradients"

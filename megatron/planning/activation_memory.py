@@ -13,9 +13,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
+from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.action import Pass
 from megatron.core.pipeline_parallel.schedules import SCHEDULES
+from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.planning.chunk_parameters import chunk_parameters
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
@@ -54,7 +57,7 @@ def saved_bytes(config: TransformerConfig, seq_length: int, micro_batch_size: in
 
 
 def offloaded_bytes(config: RunConfig) -> int:
-    """Return the most that a rank leaves in the machine's memory: of all micro-batches that are in flight at once."""
+    """Return the most that a rank leaves in the machine's memory: weights, and activations of what is in flight."""
     model, training = config.model, config.training
     num_microbatches = training.global_batch_size // (training.micro_batch_size * config.data_parallel_size)
     pp, most = model.pipeline_model_parallel_size, 0
@@ -62,18 +65,24 @@ def offloaded_bytes(config: RunConfig) -> int:
         chunks = config.stage_layout.chunks(rank)
         sizes = [_offloaded_by_chunk(config, len(chunk.layer_numbers)) for chunk in chunks]
         group = model.microbatch_group_size_per_virtual_pipeline_stage
+        weights = sum(_weights_by_chunk(model, chunk) for chunk in chunks) if model.cpu_offloading_weights else 0
         in_flight = Counter[int]()
         for action in SCHEDULES[config.pipeline_schedule](pp, rank, num_microbatches, len(chunks), group):
             if action.kind is not Pass.BACKWARD_WEIGHT:
                 in_flight[action.chunk] += 1 if action.kind is Pass.FORWARD else -1
-            most = max(most, sum(count * sizes[chunk] for chunk, count in in_flight.items()))
+            most = max(most, weights + sum(count * sizes[chunk] for chunk, count in in_flight.items()))
     return most
+
+
+def _weights_by_chunk(model: GPTConfig, chunk: StageContents) -> int:
+    layers = StageContents(layer_numbers=chunk.layer_numbers[: model.num_offloaded_layers])
+    return sum(parameter.size for parameter in chunk_parameters(model, layers)) * ELEMENT_BYTES[model.params_dtype]
 
 
 def _offloaded_by_chunk(config: RunConfig, num_layers: int) -> int:
     """Return what the first layers of a chunk leave in the machine's memory of one micro-batch."""
     model, shape = config.model, (config.data.seq_length, config.training.micro_batch_size)
-    offloaded = min(model.num_offloaded_layers, num_layers)
+    offloaded = min(model.num_offloaded_layers, num_layers) if model.cpu_offloading_activations else 0
     of_unit = sum(saved_bytes(model, *shape).values())
     if model.recompute_granularity != "full":
         return offloaded * of_unit

@@ -27,6 +27,7 @@ from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_li
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
 from megatron.core.precision import dtype_from_name
 from megatron.core.tensor_parallel.activation_offload import ActivationOffload
+from megatron.core.tensor_parallel.weight_offload import WeightOffload
 from megatron.core.transformer.attention import describe_attention
 from megatron.core.transformer.graphed_layers import GraphedLayers
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -47,7 +48,7 @@ class TrainingParts:
     ``chunks`` are this rank's model chunks in their order along the pipeline, ``ddp_chunks`` the same wrapped,
     ``connection`` reaches the neighbouring stages (None without a pipeline), and ``weight_grad_queues`` defer the
     chunks' weight gradients where the pipeline schedule splits the backward pass. ``graphs`` run the chunks' layers
-    where CUDA graphs are asked for.
+    where CUDA graphs are asked for, and ``weights`` are those that leave the device while a step's passes run.
     """
 
     chunks: tuple[Model, ...]
@@ -57,6 +58,7 @@ class TrainingParts:
     connection: PipelineConnection | None
     weight_grad_queues: tuple[WeightGradQueue | None, ...]
     graphs: tuple[GraphedLayers, ...] = ()
+    weights: tuple[WeightOffload, ...] = ()
 
 
 def with_transformer_impl(config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> RunConfig:
@@ -96,8 +98,6 @@ def build_training_parts(
         log(without_family)
     if config.training.compile:
         compile_regions(chunks, config, log)
-    if config.model.num_offloaded_layers:
-        offload_activations(chunks, runtime.device.host_copies(), config.model.num_offloaded_layers)
     per_token = config.training.calculate_per_token_loss
     ddp_chunks = tuple(
         DistributedDataParallel(chunk, config.ddp, runtime.state, calculate_per_token_loss=per_token)
@@ -105,6 +105,9 @@ def build_training_parts(
     )
     fused_adam = load_fused_adam() if runtime.device.is_cuda else None
     optimizer = make_optimizer(config.optimizer, ddp_chunks, runtime.state, fused_adam)
+    weights: tuple[WeightOffload, ...] = ()
+    if config.model.num_offloaded_layers:
+        weights = offload_layers(chunks, runtime.device.host_copies(), config.model)
     graphs: tuple[GraphedLayers, ...] = ()
     if config.training.cuda_graph_impl == "local":
         graphs = record_layers(chunks, runtime.device.graph_backend(), config.training.cuda_graph_warmup_steps)
@@ -117,11 +120,14 @@ def build_training_parts(
         connection=connect_pipeline(config, runtime, layout, chunks[0].config),
         weight_grad_queues=tuple(WeightGradQueue(c.parameters()) if splits_backward else None for c in chunks),
         graphs=graphs,
+        weights=weights,
     )
 
 
-def offload_activations(chunks: Sequence[Model], copies: HostCopies, num_layers: int) -> None:
-    """Let what the first layers of each chunk save wait in the machine's memory for the backward pass.
+def offload_layers(chunks: Sequence[Model], copies: HostCopies, config: TransformerConfig) -> tuple[WeightOffload, ...]:
+    """Let the first layers of each chunk leave in the machine's memory what the configuration says.
+
+    Returns what moves their weights, if these are to move.
 
     Raises:
         ConfigurationError: the model has no transformer layers.
@@ -130,7 +136,11 @@ def offload_activations(chunks: Sequence[Model], copies: HostCopies, num_layers:
     if not blocks:
         raise ConfigurationError("--cpu-offloading: this model has no transformer layers; leave it out")
     for block in blocks:
-        block.offload = ActivationOffload(copies, num_layers)
+        if config.cpu_offloading_activations:
+            block.offload = ActivationOffload(copies, config.num_offloaded_layers)
+        if config.cpu_offloading_weights:
+            block.weights = WeightOffload(copies, list(block.layers.values())[: config.num_offloaded_layers])
+    return tuple(block.weights for block in blocks if block.weights is not None)
 
 
 def record_layers(

@@ -254,7 +254,9 @@ class TrainingStep:
             if not model.training:
                 model.train()
         with self.timers("forward-backward", log_level=1):
-            return run_schedule(
+            for weights in parts.weights:
+                weights.leave()
+            result = run_schedule(
                 actions,
                 chunks,
                 device=self.runtime.device.torch_device,
@@ -264,6 +266,9 @@ class TrainingStep:
                 loss_scale=begun.loss_scale,
                 clock=self._action_clock(actions),
             )
+            for weights in parts.weights:
+                weights.come_home()
+            return result
 
     def _forward(self, microbatches: Microbatches, model: Model, iteration: int) -> ChunkForward:
         def forward(microbatch: int, hidden: torch.Tensor | None) -> ChunkResult:

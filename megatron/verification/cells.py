@@ -114,6 +114,7 @@ class Layout:
     overlap: bool = False
     recompute: tuple[str, ...] = ()
     offloaded_layers: int = 0
+    offloads_weights: bool = False
 
     @property
     def world_size(self) -> int:
@@ -133,6 +134,7 @@ class Layout:
         parts += ["overlap"] if self.overlap else []
         parts += ["recompute-" + "-".join(self.recompute)] if self.recompute else []
         parts += [f"offload-{self.offloaded_layers}"] if self.offloaded_layers else []
+        parts += ["weights"] if self.offloads_weights else []
         return " ".join(parts)
 
     def to_flags(self, num_layers: int = 4) -> tuple[str, ...]:
@@ -164,6 +166,7 @@ class Layout:
                 flags += ["--recompute-modules", *rest]
         if self.offloaded_layers:
             flags += ["--cpu-offloading", "--cpu-offloading-num-layers", str(self.offloaded_layers)]
+            flags += ["--cpu-offloading-weights"] if self.offloads_weights else []
         return tuple(flags)
 
 
@@ -300,7 +303,8 @@ def _kept() -> Iterator[Cell]:
             Layout(tp=2, pp=2, virtual_stages=2, recompute=IN_PARTS, offloaded_layers=1),
             Layout(tp=2, pp=2, schedule="zero-bubble", recompute=IN_PARTS, offloaded_layers=2),
             Layout(pp=2, virtual_stages=2, recompute=MODULES, offloaded_layers=1),
-            Layout(pp=2, virtual_stages=2, offloaded_layers=1),
+            Layout(pp=2, virtual_stages=2, offloaded_layers=1, offloads_weights=True),
+            Layout(tp=2, pp=2, schedule="zero-bubble", recompute=full, offloaded_layers=2, offloads_weights=True),
             *(Layout(pp=4, schedule="zero-bubble", recompute=recompute) for recompute in (MODULES, full, block)),
             Layout(pp=2, schedule="zero-bubble", recompute=MODULES, offloaded_layers=2),
             *(Layout(cp=2, cp_comm_type=e, recompute=MODULES, offloaded_layers=2) for e in EXCHANGES),

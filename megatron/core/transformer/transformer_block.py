@@ -18,6 +18,7 @@ from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.activation_offload import ActivationOffload
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.tensor_parallel.saved_tensors import saved_in_parts
+from megatron.core.tensor_parallel.weight_offload import WeightOffload
 from megatron.core.transformer.graphed_layers import GraphedLayers, GraphUnit
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
@@ -30,7 +31,7 @@ class TransformerBlock(nn.Module):
 
     Layers are keyed by their global numbers, so that parameter names are the same at any pipeline layout. In training
     they run as ``graphs`` where these are set and warm. What the first layers save goes to the machine's memory where
-    ``offload`` is set.
+    ``offload`` is set, and their own weights where ``weights`` is.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -53,6 +54,7 @@ class TransformerBlock(nn.Module):
         self.tp = tp
         self.graphs: GraphedLayers | None = None
         self.offload: ActivationOffload | None = None
+        self.weights: WeightOffload | None = None
 
     def forward(
         self,
@@ -111,7 +113,13 @@ class TransformerBlock(nn.Module):
         for number, unit in enumerate(units):
             parameters = (parameter for module in unit.modules for parameter in module.parameters())
             with nullcontext() if offloaded is None or number >= last else offloaded.layer(parameters):
+                before = x
+                if self.weights is not None:
+                    self.weights.enter(unit.modules)
                 x, found = unit.run(x, dropout)
+                if self.weights is not None:
+                    self.weights.exit(unit.modules, before, x)
+                del before
             losses += found
             if offloaded is not None and number == min(last, len(units) - 1):
                 offloaded.end(x)

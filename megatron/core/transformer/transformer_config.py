@@ -150,6 +150,10 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     """Keep what the first layers of each stage save for the backward pass in the machine's memory meanwhile."""
     cpu_offloading_num_layers: int = flag(0, role="run", bounds=NOT_NEGATIVE, in_args=False)
     """With --cpu-offloading: of how many layers of each stage, the first ones."""
+    cpu_offloading_activations: bool = flag(True, negative="--no-cpu-offloading-activations", role="run", in_args=False)
+    """Offload activations with --cpu-offloading. Off: leave activations on the device."""
+    cpu_offloading_weights: bool = flag(False, role="run", needs="cpu_offloading", in_args=False)
+    """With --cpu-offloading: keep the weights of these layers in the machine's memory too, while no pass uses them."""
 
     def __post_init__(self) -> None:
         """Fill in the values that follow from others."""

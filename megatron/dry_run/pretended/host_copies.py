@@ -23,8 +23,15 @@ class RecordedCopies(HostCopies):
     def _copy_out(self, tensor: torch.Tensor) -> Copied:
         return self._begin("copy_to_host", tensor.new_empty(tensor.shape, device="cpu"))
 
-    def _copy_in(self, tensor: torch.Tensor) -> Copied:
-        return self._begin("copy_to_device", tensor.new_empty(tensor.shape, device="cuda"))
+    def free(self, tensor: torch.Tensor) -> None:
+        """Note that the memory is free; it keeps its size, of which nothing is there."""
+        self._recorder.memory.forget(tensor)
+
+    def _copy_in(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
+        if target is None:
+            return self._begin("copy_to_device", tensor.new_empty(tensor.shape, device="cuda"))
+        self._recorder.memory.remember(target, "weights")
+        return self._begin("copy_to_device", target)
 
     def _begin(self, operation: str, target: torch.Tensor) -> Copied:
         copied = Copied(target)

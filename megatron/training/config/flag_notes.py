@@ -75,8 +75,10 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--no-persist-layer-norm": NoEffect(0, _FUSION),
     "--memory-efficient-layer-norm": NoEffect(0, _FUSION),
     "--disable-jit-fuser": NoEffect(0, _FUSION),
-    "--cpu-offloading-activations": NoEffect(0, "activations are what --cpu-offloading is of"),
-    "--no-cpu-offloading-weights": NoEffect(0, "weights are not offloaded"),
+    "--cpu-offloading-activations": NoEffect(0, "--cpu-offloading is of activations unless told otherwise"),
+    "--no-cpu-offloading-weights": NoEffect(
+        0, "weights are not offloaded unless --cpu-offloading-weights is given", excluded="cpu_offloading_weights"
+    ),
     "--use-cpu-initialization": NoEffect(0, "initial weights do not depend on the device"),
     "--no-initialization": NoEffect(0, "weights are initialized before a checkpoint replaces them"),
     "--init-model-with-meta-device": NoEffect(0, "initial weights do not depend on how they are allocated"),
@@ -209,8 +211,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--log-progress": NotSupported(0, instead="use --metrics-jsonl"),
     "--fp16-lm-cross-entropy": NotSupported(0, instead="leave it out: the loss is computed in float32"),
     # fp8 and offloading
-    "--no-cpu-offloading-activations": NotSupported(0, instead="leave --cpu-offloading out: it is of activations"),
-    "--cpu-offloading-weights": NotSupported(0, instead="shard them: --tensor-model-parallel-size or stages"),
     "--fp8-format": NotSupported(1, instead="use --bf16"),
     "--fp8-hybrid": NotSupported(0, instead="use --bf16"),
     "--fp8-e4m3": NotSupported(0, instead="use --bf16"),

@@ -92,6 +92,7 @@ REPRESENTATIVE = (
         for layout in (
             Layout(tp=2, pp=2, virtual_stages=2, recompute=IN_PARTS, offloaded_layers=1),
             Layout(pp=2, schedule="zero-bubble", recompute=MODULES, offloaded_layers=2),
+            Layout(pp=2, virtual_stages=2, offloaded_layers=1, offloads_weights=True),
             Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=MODULES, offloaded_layers=1),
         )
     ),

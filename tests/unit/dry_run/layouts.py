@@ -57,6 +57,7 @@ def _sharded() -> Iterator[DryRunCase]:
         yield _case(Layout(pp=2, virtual_stages=2), rank=rank)
         yield _case(Layout(pp=2, schedule="zero-bubble"), rank=rank)
     yield _case(Layout(pp=4), rank=2)
+    yield _case(Layout(dp=2, offloaded_layers=1, offloads_weights=True))
     yield _case(Layout(tp=2, pp=2, virtual_stages=2, recompute=IN_PARTS, offloaded_layers=1), rank=2)
     yield _case(Layout(tp=2, sequence_parallel=True, pp=2, schedule="zero-bubble", offloaded_layers=1), rank=1)
     for exchange in EXCHANGES:

@@ -63,6 +63,22 @@ def _check_offload(config: RunConfig) -> Iterator[str]:
         yield f"--cpu-offloading-num-layers {layers} is greater than --num-layers {model.num_layers}; {values}"
 
 
+def _check_weights(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not model.cpu_offloading:
+        return
+    if not model.cpu_offloading_activations and not model.cpu_offloading_weights:
+        yield (
+            "--cpu-offloading with --no-cpu-offloading-activations moves nothing; add --cpu-offloading-weights or "
+            "leave one of them out"
+        )
+    if model.cpu_offloading_weights and config.ddp.shards_optimizer:
+        yield (
+            "--cpu-offloading-weights: with --use-distributed-optimizer the weights of all layers lie in one buffer, "
+            "which is gathered on the device; leave one of them out"
+        )
+
+
 def _check_graphs(config: RunConfig) -> Iterator[str]:
     if config.training.cuda_graph_impl != "local":
         return
@@ -83,5 +99,12 @@ CHECKS = (
         _check_distributed,
     ),
     Check(("num_layers", "cpu_offloading", "cpu_offloading_num_layers"), _check_offload),
+    Check(
+        (
+            *("cpu_offloading", "cpu_offloading_activations", "cpu_offloading_weights"),
+            *("use_distributed_optimizer", "data_parallel_sharding_strategy"),
+        ),
+        _check_weights,
+    ),
     Check(("cuda_graph_impl", "cpu_offloading", "distribute_saved_activations"), _check_graphs),
 )

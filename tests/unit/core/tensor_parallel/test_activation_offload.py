@@ -32,8 +32,8 @@ class CountedCopies(HostCopies):
         self._follow(tensor)
         return super()._copy_out(tensor)
 
-    def _copy_in(self, tensor: torch.Tensor) -> Copied:
-        back = super()._copy_in(tensor)
+    def _copy_in(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
+        back = super()._copy_in(tensor, target)
         self._follow(back.tensor)
         return back
 
@@ -146,9 +146,9 @@ def test_a_layer_comes_back_while_the_one_behind_it_is_differentiated() -> None:
     events: list[str] = []
 
     class Noted(HostCopies):
-        def to_device(self, tensor: torch.Tensor) -> Copied:
+        def to_device(self, tensor: torch.Tensor, target: torch.Tensor | None = None) -> Copied:
             events.append("copy")
-            return super().to_device(tensor)
+            return super().to_device(tensor, target)
 
     model = make_offloaded(3, Noted())
     for number, layer in model.decoder.layers.items():

@@ -42,6 +42,18 @@ def test_bytes_of_full_recompute() -> None:
     assert offloaded_bytes(block) == 2 * (2 * stream + bytes_of_layer(config_of(PIPELINE)))
 
 
+def test_weights_are_there_once() -> None:
+    h, f = 24, 96
+    flags = f"{PIPELINE} --hidden-size {h} --ffn-hidden-size {f} --num-attention-heads 6"
+    weights, both = (
+        config_of(f"{flags} --cpu-offloading-weights {more}") for more in ("--no-cpu-offloading-activations", "")
+    )
+    # Norms, query, key and value, projection, two products, biases.
+    of_layer = 4 * (4 * h + 3 * h * h + 3 * h + h * h + h + 2 * h * f + f + h)
+    assert offloaded_bytes(weights) == 3 * of_layer
+    assert offloaded_bytes(both) == 3 * of_layer + 2 * 3 * bytes_of_layer(both)
+
+
 def test_too_little_memory_is_refused_with_the_number_of_layers_that_fits(tmp_path: Path) -> None:
     config = config_of(PIPELINE)
     needed, meminfo = offloaded_bytes(config), tmp_path / "meminfo"

@@ -130,6 +130,17 @@ WRONG = [
         "--cpu-offloading-num-layers 3 is greater than --num-layers 2; values from 1 to 2 work",
     ),
     ("--cpu-offloading-num-layers 1", 1, "has no effect without --cpu-offloading; add it"),
+    ("--cpu-offloading-weights", 1, "--cpu-offloading-weights has no effect without --cpu-offloading"),
+    (
+        "--cpu-offloading --cpu-offloading-num-layers 1 --no-cpu-offloading-activations",
+        1,
+        "moves nothing; add --cpu-offloading-weights or leave one of them out",
+    ),
+    (
+        "--cpu-offloading --cpu-offloading-num-layers 1 --cpu-offloading-weights --use-distributed-optimizer",
+        2,
+        "with --use-distributed-optimizer the weights of all layers lie in one buffer",
+    ),
     (
         "--cpu-offloading --cpu-offloading-num-layers 1 --cuda-graph-impl local --attention-dropout 0",
         1,
