@@ -11,12 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.copy_stream import CopyStream, CudaCopies, ImmediateCopies
 from megatron.core.cuda_graph import CudaGraphBackend, GraphBackend
 from megatron.core.errors import ConfigurationError
 
 _MIB = 1024 * 1024
 _MAX_MEMORY_EVENTS = 100_000
 _PROCESS_MEMORY = "/proc/self/statm"
+_MACHINE_MEMORY = "/proc/meminfo"
+_CONTAINER = "/sys/fs/cgroup"
 
 # Dense bf16/fp16 and fp32 peaks in TFLOP/s, from the vendors' data sheets.
 _PEAK_TFLOPS: tuple[tuple[str, float, float], ...] = (
@@ -100,6 +103,22 @@ class Device:
     def empty_host_memory(self, num_bytes: int) -> torch.Tensor:
         """Return bytes of the machine's memory from which a copy to the device need not be waited for."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
+
+    def copy_stream(self) -> CopyStream:
+        """Return a new queue of copies between the device and the machine's memory."""
+        return CudaCopies(self.torch_device) if self.is_cuda else ImmediateCopies()
+
+    def free_bytes(self) -> int | None:
+        """Return the device's memory that nobody uses, caches of this process included; None where it has none."""
+        if not self.is_cuda:
+            return None
+        cached = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
+        return torch.cuda.mem_get_info(self.index)[0] + cached
+
+    def host_bytes_a_process(self) -> int | None:
+        """Return the machine's available memory divided by the processes started on it; None where it is unknown."""
+        available = _available_host_bytes()
+        return None if available is None else available // max(_local_world_size(), 1)
 
     def graph_backend(self) -> GraphBackend | None:
         """Return what records work as graphs, or None where there is no such thing (every CPU)."""
@@ -225,6 +244,27 @@ def _resident_bytes() -> int:
         return _peak_bytes()
     with open(_PROCESS_MEMORY) as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+def _available_host_bytes() -> int | None:
+    """Return what Linux says can still be had, within the container's limit where there is one."""
+    if not os.path.exists(_MACHINE_MEMORY):
+        return None
+    with open(_MACHINE_MEMORY) as meminfo:
+        figures = dict(line.split(":", 1) for line in meminfo if ":" in line)
+    if "MemAvailable" not in figures:
+        return None
+    available = int(figures["MemAvailable"].split()[0]) * 1024
+    limit, used = (_whole_number(f"{_CONTAINER}/memory.{name}") for name in ("max", "current"))
+    return available if limit is None else min(available, limit - (used or 0))
+
+
+def _whole_number(path: str) -> int | None:
+    if not os.path.exists(path):
+        return None
+    with open(path) as file:
+        text = file.read().strip()
+    return int(text) if text.isdecimal() else None
 
 
 def _peak_bytes() -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from megatron.core.copy_stream import CopyMark, CopyStream
 from megatron.core.cuda_graph import GraphBackend
 from megatron.core.device import Device, MemoryUse
 from megatron.core.errors import ConfigurationError
@@ -22,6 +23,7 @@ class PretendedDevice(Device):
 
     gpu: Gpu
     on_wait: Callable[[str], None]
+    count_live_bytes: Callable[[], int]
 
     def make_current(self) -> None:
         """Do nothing: there is no other device."""
@@ -45,6 +47,18 @@ class PretendedDevice(Device):
         with unset_fake_temporarily():
             return torch.empty(num_bytes, dtype=torch.uint8)
 
+    def copy_stream(self) -> CopyStream:
+        """Return copies that nobody makes; where the host would wait for them, a wait is noted."""
+        return _PretendedCopies(self.on_wait)
+
+    def free_bytes(self) -> int | None:
+        """Return what live tensors leave of the GPU type's memory."""
+        return self.gpu.memory_bytes - self.count_live_bytes()
+
+    def host_bytes_a_process(self) -> int | None:
+        """Return nothing: the machine that is pretended has whatever it needs."""
+        return None
+
     def graph_backend(self) -> GraphBackend | None:
         """Refuse: there is no driver that records.
 
@@ -63,3 +77,28 @@ class PretendedDevice(Device):
 
     def empty_cache(self) -> None:
         """Do nothing: there is no allocator."""
+
+
+@dataclass(frozen=True)
+class _PretendedCopies:
+    """Copy at once, and note where the host would wait."""
+
+    on_wait: Callable[[str], None]
+
+    def follow(self) -> None:
+        """Do nothing."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy without a wait."""
+        target.copy_(source, non_blocking=True)
+
+    def mark(self) -> CopyMark:
+        """Return what can be waited for."""
+        return self
+
+    def wait(self) -> None:
+        """Note a wait."""
+        self.on_wait("copies")
+
+    def join(self) -> None:
+        """Do nothing."""

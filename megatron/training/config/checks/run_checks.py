@@ -12,6 +12,7 @@ from megatron.training.config.checks import (
     layout,
     learning_rate,
     model,
+    optimizer,
     pipeline,
     profiling,
 )
@@ -25,6 +26,7 @@ _CHECKS = (
     *pipeline.CHECKS,
     *batch.CHECKS,
     *learning_rate.CHECKS,
+    *optimizer.CHECKS,
     *profiling.CHECKS,
     *cuda_graphs.CHECKS,
 )
