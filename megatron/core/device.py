@@ -11,15 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.copy_stream import CopyStream, CudaCopies, ImmediateCopies
 from megatron.core.cuda_graph import CudaGraphBackend, GraphBackend
 from megatron.core.errors import ConfigurationError
+from megatron.core.host_memory.copy_stream import CopyStream, CudaCopies, ImmediateCopies
+from megatron.core.host_memory.machine_memory import available_bytes
 
 _MIB = 1024 * 1024
 _MAX_MEMORY_EVENTS = 100_000
 _PROCESS_MEMORY = "/proc/self/statm"
-_MACHINE_MEMORY = "/proc/meminfo"
-_CONTAINER = "/sys/fs/cgroup"
 
 # Dense bf16/fp16 and fp32 peaks in TFLOP/s, from the vendors' data sheets.
 _PEAK_TFLOPS: tuple[tuple[str, float, float], ...] = (
@@ -117,7 +116,7 @@ class Device:
 
     def host_bytes_a_process(self) -> int | None:
         """Return the machine's available memory divided by the processes started on it; None where it is unknown."""
-        available = _available_host_bytes()
+        available = available_bytes()
         return None if available is None else available // max(_local_world_size(), 1)
 
     def graph_backend(self) -> GraphBackend | None:
@@ -244,27 +243,6 @@ def _resident_bytes() -> int:
         return _peak_bytes()
     with open(_PROCESS_MEMORY) as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()
-
-
-def _available_host_bytes() -> int | None:
-    """Return what Linux says can still be had, within the container's limit where there is one."""
-    if not os.path.exists(_MACHINE_MEMORY):
-        return None
-    with open(_MACHINE_MEMORY) as meminfo:
-        figures = dict(line.split(":", 1) for line in meminfo if ":" in line)
-    if "MemAvailable" not in figures:
-        return None
-    available = int(figures["MemAvailable"].split()[0]) * 1024
-    limit, used = (_whole_number(f"{_CONTAINER}/memory.{name}") for name in ("max", "current"))
-    return available if limit is None else min(available, limit - (used or 0))
-
-
-def _whole_number(path: str) -> int | None:
-    if not os.path.exists(path):
-        return None
-    with open(path) as file:
-        text = file.read().strip()
-    return int(text) if text.isdecimal() else None
 
 
 def _peak_bytes() -> int:

@@ -166,6 +166,8 @@ def schedule_of(config: RunConfig) -> ScheduleConfig:
         end_wd=weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
         wd_incr_steps=lengths.weight_decay_steps,
         wd_incr_style=schedule.weight_decay_incr_style,
+        decoupled_max_lr=optimizer.decoupled_lr,
+        decoupled_min_lr=optimizer.decoupled_min_lr,
     )
 
 

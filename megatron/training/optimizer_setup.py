@@ -14,7 +14,7 @@ from megatron.core.optimizer.compact_state import STATE_DTYPES
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.planning.activation_memory import activation_bytes
+from megatron.planning.activation_estimate import activation_bytes
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.initialize import Runtime
 

@@ -19,7 +19,7 @@ STATE_DTYPES = {
 }
 """The types of the command line."""
 _LARGEST_EXPONENT = {torch.float16: 15, torch.float8_e4m3fn: 8}
-"""The values of a block are brought below two to this power, which the type has room for."""
+"""The values of a block are brought to two to this power at most, which the type has room for."""
 _SMALLEST = {torch.float16: 2.0**-24, torch.float8_e4m3fn: 2.0**-9}
 _BIAS, _MANTISSA_BITS = 127, 23
 
@@ -90,8 +90,9 @@ class ScaledTensor(CompactTensor):
         num_elements = values.numel()
         padding = -num_elements % PARAM_ALIGNMENT
         blocks = torch.nn.functional.pad(values, (0, padding)).view(-1, PARAM_ALIGNMENT)
-        # The exponent of the smallest power of two above the block's largest value, out of its bits.
-        largest = (blocks.abs().amax(dim=1).view(torch.int32) >> _MANTISSA_BITS) - _BIAS + 1
+        # The smallest power of two that the block's largest value does not exceed, out of its bits: the value may be
+        # rounded up to it, and then has the same scale when it is stored again.
+        largest = ((blocks.abs().amax(dim=1).view(torch.int32) - 1) >> _MANTISSA_BITS) - _BIAS + 1
         exponents = (largest - _LARGEST_EXPONENT[self._dtype]).clamp(1 - _BIAS, _BIAS - 1)
         scaled = blocks * _power_of_two(-exponents)
         if self._keeps_positive:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron.core.copy_stream import CopyStream, ImmediateCopies
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.host_memory.copy_stream import CopyStream, ImmediateCopies
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ParallelState

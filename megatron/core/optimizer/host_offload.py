@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.copy_stream import CopyMark, CopyStream
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.distributed.param_layout import PARAM_ALIGNMENT, round_up
+from megatron.core.host_memory.copy_stream import CopyMark, CopyStream
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, split_part
 

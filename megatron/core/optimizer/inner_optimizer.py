@@ -148,6 +148,11 @@ def is_decayed(name: str, parameter: torch.Tensor) -> bool:
     return parameter.dim() > 1 and not name.endswith("bias")
 
 
+def is_decoupled(name: str) -> bool:
+    """Return whether --decoupled-lr is the learning rate of a parameter: a word embedding or an output layer."""
+    return name.endswith(("word_embeddings.weight", "output_layer.weight"))
+
+
 def build_param_groups(parameters: Iterable[torch.nn.Parameter]) -> tuple[ParamGroup, ...]:
     """Return the decayed parameters and then the others, each in the given order; an empty group is left out."""
     decayed: list[torch.nn.Parameter] = []

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from megatron.core.collectives import all_gather_objects, all_reduce
-from megatron.core.copy_stream import CopyStream, ImmediateCopies
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.errors import TrainingError
+from megatron.core.host_memory.copy_stream import CopyStream, ImmediateCopies
 from megatron.core.optimizer.clip_grads import (
     GradMeter,
     GradStatistics,
@@ -25,11 +25,11 @@ from megatron.core.optimizer.clip_grads import (
 from megatron.core.optimizer.compact_state import CompactTensor
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.host_offload import HostOffload, split_groups
-from megatron.core.optimizer.inner_optimizer import build_param_groups
+from megatron.core.optimizer.inner_optimizer import build_param_groups, is_decoupled
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, cut_into_buckets
 from megatron.core.parallel_state import ParallelState
-from megatron.core.sharding import ParamSpec
+from megatron.core.sharding import ParamSpec, spec_of
 
 
 @dataclass(frozen=True)
@@ -69,33 +69,38 @@ class MegatronOptimizer:
         self._scaler = make_grad_scaler(config)
         self._meter = GradMeter(model_chunks, state)
         self.num_steps = 0
-        on_host, on_device = split_groups(self._part_groups(), config.offload_fraction)
         if config.use_torch_optimizer_for_cpu_offload:
             fused_adam = None
-        # State that is stored in few bytes is opened a bucket at a time.
-        in_pieces = config.use_precision_aware_optimizer
-        pieces = cut_into_buckets(on_device) if in_pieces else [on_device] if on_device else []
-        self._on_device = [UpdateBucket(config, piece, fused_adam) for piece in pieces]
-        self.offload: HostOffload | None = None
-        if on_host:
-            buckets = [UpdateBucket(config, piece, on_host=True) for piece in cut_into_buckets(on_host)]
-            self.offload = HostOffload(config, buckets, copy_stream(), copy_stream())
-        self._buckets = (*(self.offload.buckets if self.offload else ()), *self._on_device)
+        on_host: list[UpdateBucket] = []
+        self._on_device: list[UpdateBucket] = []
+        for groups, decoupled in self._part_groups():
+            away, here = split_groups(groups, config.offload_fraction)
+            on_host += [
+                UpdateBucket(config, piece, on_host=True, is_decoupled=decoupled) for piece in cut_into_buckets(away)
+            ]
+            # State that is stored in few bytes is opened a bucket at a time.
+            pieces = cut_into_buckets(here) if config.use_precision_aware_optimizer else [here] if here else []
+            self._on_device += [UpdateBucket(config, piece, fused_adam, is_decoupled=decoupled) for piece in pieces]
+        self.offload = HostOffload(config, on_host, copy_stream(), copy_stream()) if on_host else None
+        self._buckets = (*on_host, *self._on_device)
         # What `sharded_state` has lent of state that is stored in few bytes, to be stored when it has been filled.
         self._lent: list[tuple[CompactTensor, torch.Tensor]] = []
         self.learning_rate = 0.0
-        self.set_learning_rate(config.lr, config.weight_decay)
+        self.set_learning_rate(config.lr, config.weight_decay, config.decoupled_lr)
 
     @property
     def loss_scale(self) -> float:
         """Return the factor by which the loss must be multiplied before the backward pass."""
         return self._scaler.scale
 
-    def set_learning_rate(self, learning_rate: float, weight_decay: float) -> None:
-        """Set what the next step uses."""
+    def set_learning_rate(
+        self, learning_rate: float, weight_decay: float, decoupled_learning_rate: float | None = None
+    ) -> None:
+        """Set what the next step uses; the last is of the word embedding and the output layer, None for no other."""
         self.learning_rate = learning_rate
         for bucket in self._buckets:
-            bucket.inner.set_learning_rate(learning_rate, weight_decay)
+            own = decoupled_learning_rate if bucket.is_decoupled else None
+            bucket.inner.set_learning_rate(learning_rate if own is None else own, weight_decay)
 
     def step(self) -> StepOutcome:
         """Update the parameters, or skip the update where a float16 gradient has overflowed.
@@ -214,17 +219,29 @@ class MegatronOptimizer:
         if self.offload is not None:
             self.offload.finish(is_finite, grad_multiplier)
 
-    def _part_groups(self) -> list[PartGroup]:
+    def _part_groups(self) -> Iterator[tuple[list[PartGroup], bool]]:
+        """Yield this rank's parts by weight decay: those of the common learning rate, and those of another."""
         parts_of: dict[int, list[ParamPart]] = {}
         for chunk in self._chunks:
             for part in chunk.parts:
                 parts_of.setdefault(id(part.parameter), []).append(part)
         trained = [p for chunk in self._chunks for p in chunk.parameters() if p.requires_grad]
-        groups = build_param_groups(trained)
-        return [
-            ([part for p in g.parameters for part in parts_of.get(id(p), [])], g.weight_decay_multiplier)
-            for g in groups
-        ]
+        for decoupled in (False, True):
+            chosen = [
+                p
+                for p in trained
+                if (self.config.decoupled_lr is not None and is_decoupled(spec_of(p).name)) == decoupled
+            ]
+            yield (
+                [
+                    (
+                        [part for p in group.parameters for part in parts_of.get(id(p), [])],
+                        group.weight_decay_multiplier,
+                    )
+                    for group in build_param_groups(chosen)
+                ],
+                decoupled,
+            )
 
     @torch.no_grad()
     def _readable(self, bucket: UpdateBucket, tensor: torch.Tensor) -> torch.Tensor:

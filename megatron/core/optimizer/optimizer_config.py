@@ -68,6 +68,10 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     """Highest learning rate."""
     min_lr: float = flag(0.0, bounds=NOT_NEGATIVE)
     """Lowest learning rate after the warm-up."""
+    decoupled_lr: float | None = flag(None, bounds=POSITIVE)
+    """Highest learning rate of the word embedding and the output layer, where it is another than --lr."""
+    decoupled_min_lr: float | None = flag(None, bounds=NOT_NEGATIVE, needs="decoupled_lr")
+    """Lowest learning rate of the word embedding and the output layer; by default --min-lr."""
     weight_decay: float = flag(0.01, bounds=NOT_NEGATIVE)
     """Weight decay of the parameters with two or more dimensions."""
     clip_grad: float = flag(1.0, bounds=NOT_NEGATIVE)

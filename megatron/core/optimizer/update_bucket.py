@@ -42,7 +42,8 @@ class UpdateBucket:
     """Update parts of parameters from their gradients.
 
     On the device the main parameters are the model's own or float32 copies; ``on_host`` makes all of them copies in the
-    machine's memory. With the configuration's narrow types, state is stored in these between two steps.
+    machine's memory. What ``is_decoupled`` has a learning rate of its own. With the configuration's narrow types, state
+    is stored in these between two steps.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class UpdateBucket:
         fused_adam: type[torch.optim.Optimizer] | None = None,
         *,
         on_host: bool = False,
+        is_decoupled: bool = False,
     ) -> None:
+        self.is_decoupled = is_decoupled
         pairs = [([_optimized(part, on_host) for part in parts], multiplier) for parts, multiplier in groups]
         self.parts = [part for parts, _ in pairs for part in parts]
         self.main_params = [part.main_param for part in self.parts]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from megatron.core.copy_stream import CopyMark, CopyStream
 from megatron.core.cuda_graph import GraphBackend
 from megatron.core.device import Device, MemoryUse
 from megatron.core.errors import ConfigurationError
+from megatron.core.host_memory.copy_stream import CopyMark, CopyStream
 from megatron.dry_run.gpu import Gpu
 
 _GENERATOR_STATE_BYTES = 16

@@ -253,8 +253,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--external-cuda-graph": NotSupported(0, instead="use --cuda-graph-impl local"),
     "--cuda-graph-scope": NotSupported("+", "full", instead="leave it out: --cuda-graph-impl local takes whole layers"),
     # training
-    "--decoupled-lr": NotSupported(1),
-    "--decoupled-min-lr": NotSupported(1),
     "--iterations-to-skip": NotSupported("+"),
     "--adlr-autoresume-interval": NotSupported(1, "1000"),
     "--error-injection-rate": NotSupported(1, "0"),

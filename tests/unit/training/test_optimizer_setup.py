@@ -13,7 +13,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.planning.activation_memory import activation_bytes
+from megatron.planning.activation_estimate import activation_bytes
 from megatron.training.config.arguments import parse_arguments
 from megatron.training.model_setup import build_training_parts
 from megatron.training.process.initialize import Runtime
