@@ -13,6 +13,8 @@ import torch
 
 from megatron.core.cuda_graph import CudaGraphBackend, GraphBackend
 from megatron.core.errors import ConfigurationError
+from megatron.core.host_memory.copy_stream import CopyStream, CudaCopies, ImmediateCopies
+from megatron.core.host_memory.machine_memory import available_bytes
 
 _MIB = 1024 * 1024
 _MAX_MEMORY_EVENTS = 100_000
@@ -173,6 +175,22 @@ class Device:
     def host_copies(self) -> HostCopies:
         """Return what copies tensors between the device's memory and the machine's."""
         return _CudaHostCopies(self.torch_device) if self.is_cuda else HostCopies()
+
+    def copy_stream(self) -> CopyStream:
+        """Return a new queue of copies between the device and the machine's memory."""
+        return CudaCopies(self.torch_device) if self.is_cuda else ImmediateCopies()
+
+    def free_bytes(self) -> int | None:
+        """Return the device's memory that nobody uses, caches of this process included; None where it has none."""
+        if not self.is_cuda:
+            return None
+        cached = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
+        return torch.cuda.mem_get_info(self.index)[0] + cached
+
+    def host_bytes_a_process(self) -> int | None:
+        """Return the machine's available memory divided by the processes started on it; None where it is unknown."""
+        available = available_bytes()
+        return None if available is None else available // max(_local_world_size(), 1)
 
     def graph_backend(self) -> GraphBackend | None:
         """Return what records work as graphs, or None where there is no such thing (every CPU)."""

@@ -93,7 +93,13 @@ def dry_run(
     recorder = Recorder()
     # The samples are read in this thread: another one would know nothing of fake tensors.
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=0))
-    device = PretendedDevice("cuda", gpu=gpu, on_wait=recorder.wait, copies=RecordedCopies(recorder))
+    device = PretendedDevice(
+        "cuda",
+        gpu=gpu,
+        on_wait=recorder.wait,
+        copies=RecordedCopies(recorder),
+        count_live_bytes=lambda: recorder.memory.num_bytes,
+    )
     with (
         _world(rank, config.world_size),
         _without_driver(gpu),
@@ -207,7 +213,7 @@ def _name_memory(recorder: Recorder, config: RunConfig, parts: TrainingParts) ->
     width = config.model.padded_vocab_size // config.model.tensor_model_parallel_size
     num_dummies = config.model.padded_vocab_size - config.model.vocab_size
     recorder.memory.logits_widths = range(width - num_dummies, width + 1)
-    recorder.memory.assign((tensor for _, tensor in parts.optimizer.sharded_state().values()), "optimizer")
+    recorder.memory.assign(parts.optimizer.held_tensors(), "optimizer")
     recorder.memory.assign((parameter for chunk in parts.chunks for parameter in chunk.parameters()), "weights")
 
 

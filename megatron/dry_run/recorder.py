@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron.core.process_group import CollectiveCall
 from megatron.dry_run.live_memory import HOLDERS, LiveMemory
-from megatron.dry_run.step_record import Communication, HostWait, LinkEvent, Operation, StepRecord
+from megatron.dry_run.step_record import Communication, HostCopy, HostWait, LinkEvent, Operation, StepRecord
 
 _PROJECT = Path(__file__).resolve().parents[2]
 _OWN_FOLDER = str(Path(__file__).resolve().parent)
@@ -136,6 +136,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         devices = {tensor.device.type for tensor in (*given, *returned)}
         if name in _CROSSING and len(devices) > 1:
+            target = returned[0]
+            self.record.host_copies.append(HostCopy(self.phase, where, not target.is_cuda, target.nbytes))
             is_async = kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
             if not is_async:
                 ends = f"{given[-1].device.type} to {returned[0].device.type}"

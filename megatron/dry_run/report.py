@@ -37,6 +37,10 @@ def to_json(run: DryRun, gpu: Gpu, estimate: Estimate) -> dict[str, Any]:
         "flops": sum(operation.flops for operation in record.operations),
         "model_flops": run.model_flops,
         "waits": [{"phase": wait.phase, "where": wait.where, "what": wait.what} for wait in record.waits],
+        "host_copies": [
+            {"phase": phase, "where": where, "direction": direction, "copies": count, "bytes": num_bytes}
+            for (phase, where, direction), (count, num_bytes) in _host_copies(run).items()
+        ],
         "collectives": [
             {
                 "phase": each.phase,
@@ -103,6 +107,9 @@ def _lines(run: DryRun, gpu: Gpu, estimate: Estimate) -> Iterator[str]:
     yield f"host waits: {len(record.waits)}"
     for wait, count in Counter(record.waits).items():
         yield f"  {count:4} x {wait.phase}: {wait.what} at {wait.where}"
+    yield f"copies between host and device: {len(record.host_copies)}"
+    for (phase, where, direction), (count, num_bytes) in _host_copies(run).items():
+        yield f"  {count:4} x {phase}: {num_bytes / 1e9:.3f} GB {direction} at {where}"
     yield f"communication: {len(record.communications)}"
     sent = Counter((each.phase, each.call.operation, "_".join(each.call.axes)) for each in record.communications)
     for (phase, operation, axes), count in sent.items():
@@ -110,6 +117,16 @@ def _lines(run: DryRun, gpu: Gpu, estimate: Estimate) -> Iterator[str]:
     yield "assumptions:"
     yield from (f"  {assumption}" for assumption in ASSUMPTIONS)
     yield from (f"  source: {source}" for source in gpu.sources)
+
+
+def _host_copies(run: DryRun) -> dict[tuple[str, str, str], tuple[int, int]]:
+    """Return by phase, line and direction how many copies there are, and of how many bytes."""
+    found: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for copy in run.record.host_copies:
+        key = (copy.phase, copy.where, "to the host" if copy.to_host else "to the device")
+        count, num_bytes = found.get(key, (0, 0))
+        found[key] = count + 1, num_bytes + copy.num_bytes
+    return found
 
 
 def _phase(run: DryRun, estimate: Estimate, phase: str) -> dict[str, Any]:

@@ -41,6 +41,16 @@ class HostWait:
 
 
 @dataclass(frozen=True)
+class HostCopy:
+    """Describe a copy between the device and the host: the line that asked for it, where it goes, and its bytes."""
+
+    phase: str
+    where: str
+    to_host: bool
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class Communication:
     """Describe one communication of a step, and whether it leaves the machine."""
 
@@ -69,6 +79,7 @@ class StepRecord:
 
     operations: list[Operation] = field(default_factory=list)
     waits: list[HostWait] = field(default_factory=list)
+    host_copies: list[HostCopy] = field(default_factory=list)
     communications: list[Communication] = field(default_factory=list)
     link_events: list[LinkEvent] = field(default_factory=list)
     memory: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)

@@ -11,13 +11,11 @@ from megatron.core.cuda_graph import GraphBackend
 from megatron.core.device import HostCopies
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
-from megatron.core.kernels.apex import load_fused_adam
 from megatron.core.kernels.attention_choice import describe_missing_flash
 from megatron.core.kernels.transformer_engine import TRANSFORMER_ENGINE, why_no_transformer_engine
 from megatron.core.main_grad import WeightGradQueue
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.model import Model
-from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, ScheduleConfig
 from megatron.core.pipeline_parallel.action import StagePlace
@@ -35,6 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.interop.huggingface.families import describe_missing_family
 from megatron.training.compiled_regions import compile_regions
 from megatron.training.config.run_config import RunConfig
+from megatron.training.optimizer_setup import build_optimizer
 from megatron.training.process.initialize import Runtime
 
 ModelProvider = Callable[[RunConfig, Runtime, StageContents], Model]
@@ -103,8 +102,7 @@ def build_training_parts(
         DistributedDataParallel(chunk, config.ddp, runtime.state, calculate_per_token_loss=per_token)
         for chunk in chunks
     )
-    fused_adam = load_fused_adam() if runtime.device.is_cuda else None
-    optimizer = make_optimizer(config.optimizer, ddp_chunks, runtime.state, fused_adam)
+    optimizer = build_optimizer(config, runtime, ddp_chunks, log)
     weights: tuple[WeightOffload, ...] = ()
     if config.model.num_offloaded_layers:
         weights = offload_layers(chunks, runtime.device.host_copies(), config.model)
@@ -195,6 +193,8 @@ def schedule_of(config: RunConfig) -> ScheduleConfig:
         end_wd=weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
         wd_incr_steps=lengths.weight_decay_steps,
         wd_incr_style=schedule.weight_decay_incr_style,
+        decoupled_max_lr=optimizer.decoupled_lr,
+        decoupled_min_lr=optimizer.decoupled_min_lr,
     )
 
 

@@ -122,6 +122,7 @@ class _Begun:
     global_batch_size: int
     sample_ids_hash: str | None
     learning_rate: float
+    decoupled_learning_rate: float | None
     loss_scale: float
 
 
@@ -194,6 +195,7 @@ class TrainingStep:
             global_batch_size=global_batch_size,
             sample_ids_hash=sample_ids_hash,
             learning_rate=self.parts.scheduler.learning_rate,
+            decoupled_learning_rate=self.parts.scheduler.decoupled_learning_rate,
             loss_scale=self.parts.optimizer.loss_scale,
         )
 
@@ -218,6 +220,8 @@ class TrainingStep:
             auxiliary=agreement.auxiliary,
             learning_rate=begun.learning_rate,
             next_learning_rate=parts.scheduler.learning_rate,
+            decoupled_learning_rate=begun.decoupled_learning_rate,
+            next_decoupled_learning_rate=parts.scheduler.decoupled_learning_rate,
             loss_scale=begun.loss_scale,
             next_loss_scale=parts.optimizer.loss_scale,
             grad_norm=outcome.grad_norm,

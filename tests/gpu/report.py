@@ -67,6 +67,19 @@ def _kernels(rows: Sequence[Row]) -> Iterator[str]:
     )
 
 
+def _offload(rows: Sequence[Row]) -> Iterator[str]:
+    yield from _table(
+        ("fraction offloaded", "overlapped", "pinned", "largest difference of a parameter"),
+        (
+            (
+                *(f"{row['optimizer_offload_fraction']}", f"{row['overlap_cpu_optimizer_d2h_h2d']}"),
+                *(f"{row['pin_cpu_grads']}", f"{row['distance']:.1e}"),
+            )
+            for row in rows
+        ),
+    )
+
+
 def _bandwidths(rows: Sequence[Row]) -> Iterator[str]:
     yield from _table(
         ("operation", "ranks", "MiB", "ms", "GB/s a rank"),
@@ -119,6 +132,7 @@ def _source_lines(rows: Sequence[Row]) -> Iterator[str]:
 _FORMATS: Mapping[str, Callable[[Sequence[Row]], Iterator[str]]] = {
     "cells": _cells,
     "kernels": _kernels,
+    "offload": _offload,
     "bandwidths": _bandwidths,
     "timings": _timings,
     "source lines": _source_lines,

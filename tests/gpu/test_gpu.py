@@ -11,6 +11,7 @@ from megatron.core.device import Device
 from tests.gpu.bandwidths import measure_bandwidths
 from tests.gpu.cells import check_cells, fitting_cells
 from tests.gpu.kernels import KernelSizes, compare, kernel_pairs
+from tests.gpu.offload import offload_distance
 from tests.gpu.report import Report
 from tests.gpu.source_lines import measure_lines
 from tests.gpu.timing import GPT2_345M, LAYERS_8B, SHAPE_8B, Timing, layers_that_fit, time_training
@@ -69,6 +70,20 @@ def test_lines_take_what_is_predicted_of_them(gpu: str | None, report: Report) -
     row = measure_lines("GPT-2 345M, one micro-batch of 8", flags, gpu, report.folder)
     report.add("source lines", row)
     assert row["measured_total_ms"] > 0
+
+
+@pytest.mark.parametrize("fraction", [0.4, 1.0])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_offloaded_state_trains_as_state_on_the_device(
+    fraction: float, overlap: bool, pinned: bool, device: Device, report: Report
+) -> None:
+    """Some 100 million parameters are four buckets; a step of 0.01 is two units of a bf16 number just below one."""
+    options = {"optimizer_offload_fraction": fraction, "overlap_cpu_optimizer_d2h_h2d": overlap}
+    options |= {"pin_cpu_grads": pinned, "pin_cpu_params": pinned}
+    distance = offload_distance(device, 100_000, **options)
+    report.add("offload", {**options, "distance": distance})
+    assert distance <= 2.0**-7
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])

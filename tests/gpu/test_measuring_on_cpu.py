@@ -18,6 +18,7 @@ from tests.gpu import test_gpu
 from tests.gpu.bandwidths import measure_bandwidths
 from tests.gpu.cells import check_cells, fitting_cells, to_row
 from tests.gpu.kernels import KernelPair, KernelSizes, compare, kernel_pairs
+from tests.gpu.offload import offload_distance
 from tests.gpu.report import Report
 from tests.gpu.source_lines import measure_lines
 from tests.gpu.timing import GPT2_345M, Timing, gpu_type, layers_that_fit, time_training
@@ -48,6 +49,12 @@ def markdown(report: Report) -> str:
 
 def content(report: Report) -> dict:
     return json.loads((report.folder / "report.json").read_text())
+
+
+def test_offloaded_state_is_held_against_state_on_the_device(report: Report) -> None:
+    options = {"optimizer_offload_fraction": 0.4, "overlap_cpu_optimizer_d2h_h2d": True, "pin_cpu_grads": False}
+    report.add("offload", {**options, "distance": offload_distance(CPU, 3, **options)})
+    assert "| 0.4 | True | False | 0.0e+00 |" in markdown(report)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

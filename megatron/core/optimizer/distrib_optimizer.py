@@ -5,11 +5,12 @@ Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.host_memory.copy_stream import CopyStream, ImmediateCopies
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ParallelState
@@ -41,7 +42,8 @@ def make_optimizer(
     model_chunks: Sequence[DistributedDataParallel],
     state: ParallelState,
     fused_adam: type[torch.optim.Optimizer] | None = None,
+    copy_stream: Callable[[], CopyStream] = ImmediateCopies,
 ) -> MegatronOptimizer:
     """Return the distributed optimizer for sharded model chunks, the plain one for others."""
     kind = DistributedOptimizer if any(chunk.is_sharded for chunk in model_chunks) else MegatronOptimizer
-    return kind(config, model_chunks, state, fused_adam)
+    return kind(config, model_chunks, state, fused_adam, copy_stream)

@@ -39,7 +39,6 @@ class InnerOptimizer:
         self._is_torch = fused_adam is None or config.optimizer != "adam"
         self._torch_optimizer = _make_torch_optimizer(config, param_groups, fused_adam)
         self.state_names = _state_names(config)
-        self.num_steps = 0
         # The fused kernels read the scale as a float32, which would round a float64 run's gradients.
         self._scales_in_kernel = self._is_torch and all(p.dtype is torch.float32 for p in parameters)
         # On CPU the host reads for nothing, and then spares the kernel a division and a store.
@@ -64,7 +63,7 @@ class InnerOptimizer:
         """Make a ``step`` where ``is_finite`` is true, and change nothing where it is not.
 
         The fused kernels on CUDA find out by themselves (``decides_on_device``), so that the host need not wait for
-        them; it must count the step, in ``num_steps``, when it knows.
+        them.
 
         Shapes: ``is_finite: []`` of bool, ``grad_multiplier: []`` float64.
         """
@@ -105,7 +104,6 @@ class InnerOptimizer:
 
     def set_num_steps(self, num_steps: int) -> None:
         """Set the count of updates made, from which Adam corrects the bias of its moments."""
-        self.num_steps = num_steps
         for state in self._torch_optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(num_steps)
@@ -148,6 +146,11 @@ class ParamGroup:
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
     """Return whether weight decay applies: to everything but biases and one-dimensional parameters."""
     return parameter.dim() > 1 and not name.endswith("bias")
+
+
+def is_decoupled(name: str) -> bool:
+    """Return whether --decoupled-lr is the learning rate of a parameter: a word embedding or an output layer."""
+    return name.endswith(("word_embeddings.weight", "output_layer.weight"))
 
 
 def build_param_groups(parameters: Iterable[torch.nn.Parameter]) -> tuple[ParamGroup, ...]:

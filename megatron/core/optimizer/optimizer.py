@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from megatron.core.collectives import all_gather_objects, all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.errors import TrainingError
+from megatron.core.host_memory.copy_stream import CopyStream, ImmediateCopies
 from megatron.core.optimizer.clip_grads import (
     GradMeter,
     GradStatistics,
@@ -21,12 +22,14 @@ from megatron.core.optimizer.clip_grads import (
     is_counted,
     sum_of_squares,
 )
+from megatron.core.optimizer.compact_state import CompactTensor
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
-from megatron.core.optimizer.inner_optimizer import InnerOptimizer, build_param_groups
+from megatron.core.optimizer.host_offload import HostOffload, split_groups
+from megatron.core.optimizer.inner_optimizer import build_param_groups, is_decoupled
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, cut_into_buckets
 from megatron.core.parallel_state import ParallelState
-from megatron.core.precision import arithmetic_dtype
-from megatron.core.sharding import ParamSpec
+from megatron.core.sharding import ParamSpec, spec_of
 
 
 @dataclass(frozen=True)
@@ -38,18 +41,6 @@ class StepOutcome:
     num_zeros: int | None
 
 
-@dataclass(frozen=True, eq=False)
-class _OptimizedPart:
-    """Pair the part of a parameter that this rank updates with its main parameter: itself, or its float32 copy."""
-
-    part: ParamPart
-    main_param: torch.Tensor
-
-    @property
-    def has_main_copy(self) -> bool:
-        return self.main_param is not self.part.values
-
-
 class MegatronOptimizer:
     """Update the parameters of model chunks from their reduced gradients.
 
@@ -58,6 +49,10 @@ class MegatronOptimizer:
     float32 main parameters that are updated and then rounded into the model. No update is made from a gradient that is
     not finite: the device decides that, so that the host reads the norm when it reads the loss. ``fused_adam`` (apex's
     class, see ``core.kernels.apex``) is used on CUDA.
+
+    Where the configuration offloads a fraction (see `HostOffload`), that much of the parameters, in their order and the
+    decayed ones first, is updated on the host, which then waits for the norm. ``copy_stream`` makes what copies beside
+    the device's work.
     """
 
     def __init__(
@@ -66,44 +61,46 @@ class MegatronOptimizer:
         model_chunks: Sequence[DistributedDataParallel],
         state: ParallelState,
         fused_adam: type[torch.optim.Optimizer] | None = None,
+        copy_stream: Callable[[], CopyStream] = ImmediateCopies,
     ) -> None:
         self.config = config
         self._chunks = tuple(model_chunks)
         self._state = state
         self._scaler = make_grad_scaler(config)
         self._meter = GradMeter(model_chunks, state)
-        parts_of: dict[int, list[_OptimizedPart]] = {}
-        for chunk in model_chunks:
-            for part in chunk.parts:
-                parts_of.setdefault(id(part.parameter), []).append(_optimized(part))
-        trained = [p for chunk in model_chunks for p in chunk.parameters() if p.requires_grad]
-        groups = [
-            ([part for p in group.parameters for part in parts_of.get(id(p), [])], group.weight_decay_multiplier)
-            for group in build_param_groups(trained)
-        ]
-        self._parts = [part for parts, _ in groups for part in parts]
-        self._inner = InnerOptimizer(
-            config, [([part.main_param for part in parts], multiplier) for parts, multiplier in groups], fused_adam
-        )
-        self._main_params = [part.main_param for part in self._parts]
-        self._with_copy = [part for part in self._parts if part.has_main_copy]
+        self.num_steps = 0
+        if config.use_torch_optimizer_for_cpu_offload:
+            fused_adam = None
+        on_host: list[UpdateBucket] = []
+        self._on_device: list[UpdateBucket] = []
+        for groups, decoupled in self._part_groups():
+            away, here = split_groups(groups, config.offload_fraction)
+            on_host += [
+                UpdateBucket(config, piece, on_host=True, is_decoupled=decoupled) for piece in cut_into_buckets(away)
+            ]
+            # State that is stored in few bytes is opened a bucket at a time.
+            pieces = cut_into_buckets(here) if config.use_precision_aware_optimizer else [here] if here else []
+            self._on_device += [UpdateBucket(config, piece, fused_adam, is_decoupled=decoupled) for piece in pieces]
+        self.offload = HostOffload(config, on_host, copy_stream(), copy_stream()) if on_host else None
+        self._buckets = (*on_host, *self._on_device)
+        # What `sharded_state` has lent of state that is stored in few bytes, to be stored when it has been filled.
+        self._lent: list[tuple[CompactTensor, torch.Tensor]] = []
         self.learning_rate = 0.0
-        self.set_learning_rate(config.lr, config.weight_decay)
+        self.set_learning_rate(config.lr, config.weight_decay, config.decoupled_lr)
 
     @property
     def loss_scale(self) -> float:
         """Return the factor by which the loss must be multiplied before the backward pass."""
         return self._scaler.scale
 
-    @property
-    def num_steps(self) -> int:
-        """Return how many updates have been made."""
-        return self._inner.num_steps
-
-    def set_learning_rate(self, learning_rate: float, weight_decay: float) -> None:
-        """Set what the next step uses."""
+    def set_learning_rate(
+        self, learning_rate: float, weight_decay: float, decoupled_learning_rate: float | None = None
+    ) -> None:
+        """Set what the next step uses; the last is of the word embedding and the output layer, None for no other."""
         self.learning_rate = learning_rate
-        self._inner.set_learning_rate(learning_rate, weight_decay)
+        for bucket in self._buckets:
+            own = decoupled_learning_rate if bucket.is_decoupled else None
+            bucket.inner.set_learning_rate(learning_rate if own is None else own, weight_decay)
 
     def step(self) -> StepOutcome:
         """Update the parameters, or skip the update where a float16 gradient has overflowed.
@@ -121,6 +118,7 @@ class MegatronOptimizer:
 
         Shapes: ``-> [1 or 2]`` float64.
         """
+        self._lent.clear()
         totals = self._meter.measure(self.config.log_num_zeros_in_grad)
         norm = totals[0].sqrt()
         scale = self._scaler.scale
@@ -142,50 +140,56 @@ class MegatronOptimizer:
             if self.config.params_dtype != "float16" and self._checks_for_nan:
                 self._raise_not_finite()
             return StepOutcome(success=False, grad_norm=None, num_zeros=None)
-        self._inner.num_steps += 1
+        self.num_steps += 1
         return StepOutcome(success=True, grad_norm=statistics.norm / scale, num_zeros=statistics.num_zeros)
 
     @torch.no_grad()
     def params_norm(self) -> float:
         """Return the norm of the whole model's main parameters; every rank that holds a part of it must call."""
         total = torch.zeros((), dtype=torch.float64, device=self._chunks[0].grad_buffers[0].grad_data.device)
-        for part in self._parts:
-            if is_counted(part.part.spec, self._state):
-                total += sum_of_squares(part.main_param)
+        for bucket in self._buckets:
+            with bucket.main_params_open():
+                for part in bucket.parts:
+                    if is_counted(part.part.spec, self._state):
+                        total += sum_of_squares(part.main_param).to(total.device)
         all_reduce(total, counting_group(self._chunks, self._state))
         return math.sqrt(total.item())
 
     @torch.no_grad()
     def reload_main_params(self) -> None:
         """Take the main parameters from the model's, after weights were loaded without optimizer state."""
-        for part in self._with_copy:
-            part.main_param.copy_(part.part.values)
+        for bucket in self._buckets:
+            bucket.reload_main_params()
+
+    def held_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield every tensor of the state and every main parameter that is not the model's own, as it is stored."""
+        for bucket in self._buckets:
+            yield from bucket.held()
 
     def sharded_state(self) -> dict[str, tuple[ParamSpec, torch.Tensor]]:
         """Return the tensors that a checkpoint holds, each with its description, under names that are unique here.
 
         The description carries the global name, ``optimizer.<state>.<parameter>``; several local tensors can be parts
         of one global tensor, and then the later names end in the offset of their part. Tensors are the live ones:
-        filling them in place loads them. Main parameters are present where they are not the model's own.
+        filling them in place loads them. Main parameters are present where they are not the model's own. State that is
+        stored in few bytes is lent as float32 on the host, and `load_scalar_state` stores it.
         """
         result: dict[str, tuple[ParamSpec, torch.Tensor]] = {}
-        for part in self._parts:
-            tensors = {name: self._inner.state_of(part.main_param, name) for name in self._inner.state_names}
-            if part.has_main_copy:
-                tensors["main_param"] = part.main_param
-            for kind, tensor in tensors.items():
-                for part_spec, view in part.part.described(tensor):
-                    spec = part_spec.with_prefix(f"optimizer.{kind}.")
-                    name = spec.name
-                    if name in result:
-                        name += "@" + ",".join(str(offset) for offset in spec.pieces[0].global_box.offset)
-                    assert name not in result
-                    result[name] = (spec, view)
+        for bucket in self._buckets:
+            for part in bucket.parts:
+                for kind, tensor in bucket.state_of(part):
+                    for part_spec, view in part.part.described(self._readable(bucket, tensor)):
+                        spec = part_spec.with_prefix(f"optimizer.{kind}.")
+                        name = spec.name
+                        if name in result:
+                            name += "@" + ",".join(str(offset) for offset in spec.pieces[0].global_box.offset)
+                        assert name not in result
+                        result[name] = (spec, view)
         return result
 
     def scalar_state(self) -> dict[str, Any]:
         """Return the rest of the state as JSON-ready values."""
-        return {"num_steps": self._inner.num_steps, "grad_scaler": self._scaler.state_dict()}
+        return {"num_steps": self.num_steps, "grad_scaler": self._scaler.state_dict()}
 
     def load_scalar_state(self, state: Mapping[str, Any]) -> None:
         """Set what ``scalar_state`` returned.
@@ -194,7 +198,13 @@ class MegatronOptimizer:
             CheckpointError: the state does not fit this optimizer.
         """
         self._scaler.load_state_dict(state["grad_scaler"])
-        self._inner.set_num_steps(int(state["num_steps"]))
+        self.num_steps = int(state["num_steps"])
+        for compact, values in self._lent:
+            compact.encode(values.to(compact.tensor.device))
+        self._lent.clear()
+        for bucket in self._buckets:
+            bucket.inner.set_num_steps(self.num_steps)
+            bucket.reload_unrounded()
 
     @property
     def _checks_for_nan(self) -> bool:
@@ -202,14 +212,45 @@ class MegatronOptimizer:
 
     def _update(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
         """Update the model from the gradients times a factor, if they are finite."""
-        for part in self._parts:
-            # A view of where the gradient was reduced, except where gradients are kept in bf16.
-            part.main_param.grad = part.part.gradient.to(part.main_param.dtype)
-        self._inner.step_if(is_finite, self._main_params, grad_multiplier)
-        for main_param in self._main_params:
-            main_param.grad = None
-        if self._with_copy:
-            torch._foreach_copy_([p.part.values for p in self._with_copy], [p.main_param for p in self._with_copy])
+        if self.offload is not None:
+            self.offload.begin()
+        for bucket in self._on_device:
+            bucket.step_if(is_finite, grad_multiplier)
+        if self.offload is not None:
+            self.offload.finish(is_finite, grad_multiplier)
+
+    def _part_groups(self) -> Iterator[tuple[list[PartGroup], bool]]:
+        """Yield this rank's parts by weight decay: those of the common learning rate, and those of another."""
+        parts_of: dict[int, list[ParamPart]] = {}
+        for chunk in self._chunks:
+            for part in chunk.parts:
+                parts_of.setdefault(id(part.parameter), []).append(part)
+        trained = [p for chunk in self._chunks for p in chunk.parameters() if p.requires_grad]
+        for decoupled in (False, True):
+            chosen = [
+                p
+                for p in trained
+                if (self.config.decoupled_lr is not None and is_decoupled(spec_of(p).name)) == decoupled
+            ]
+            yield (
+                [
+                    (
+                        [part for p in group.parameters for part in parts_of.get(id(p), [])],
+                        group.weight_decay_multiplier,
+                    )
+                    for group in build_param_groups(chosen)
+                ],
+                decoupled,
+            )
+
+    @torch.no_grad()
+    def _readable(self, bucket: UpdateBucket, tensor: torch.Tensor) -> torch.Tensor:
+        compact = bucket.compact(tensor)
+        if compact is None:
+            return tensor
+        values = compact.decoded().to("cpu")
+        self._lent.append((compact, values))
+        return values
 
     def _raise_not_finite(self) -> None:
         local = [name for chunk in self._chunks for name in chunk.names_of_bad_local_gradients()]
@@ -225,8 +266,3 @@ class MegatronOptimizer:
             + ("; ".join(ranks[:8]) or "each gradient is finite but their norm is not")
             + "; --no-check-for-nan-in-loss-and-grad skips such iterations instead of stopping"
         )
-
-
-def _optimized(part: ParamPart) -> _OptimizedPart:
-    main_dtype = arithmetic_dtype(part.values.dtype)
-    return _OptimizedPart(part, part.values if main_dtype is part.values.dtype else part.values.to(main_dtype))

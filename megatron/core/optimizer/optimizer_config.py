@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag
+from megatron.core.config_base import BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, Config, flag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -12,13 +12,66 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     """Hold what the optimizer is built from; ``params_dtype`` is the model's, by name."""
 
     optimizer: str = flag(
-        "adam", choices=("adam", "sgd"), not_built=("hybridadam", "cpu_adam", "muon", "dist_muon", "lion")
+        "adam", choices=("adam", "sgd", "hybridadam"), not_built=("cpu_adam", "muon", "dist_muon", "lion")
     )
-    """Optimizer."""
+    """Optimizer; hybridadam (of Pai) is adam with --optimizer-cpu-offload, by default of half of it."""
+    optimizer_cpu_offload: bool = flag(False, in_args=False)
+    """Keep a part of the main parameters and of the optimizer's state in the machine's memory, and update it there."""
+    optimizer_offload_policy: str = flag(
+        "static", choices=("static", "auto"), where=("optimizer_cpu_offload", True), in_args=False
+    )
+    """How much is offloaded: static --optimizer-offload-fraction, auto what the device has no memory for."""
+    optimizer_offload_fraction: float | None = flag(
+        None, bounds=FRACTION, where=("optimizer_offload_policy", "static"), in_args=False
+    )
+    """Fraction of the parameters whose main parameters and state are offloaded; by default 1, and 0.5 with
+    hybridadam."""
+    optimizer_offload_auto_threshold: int = flag(
+        2**31, bounds=NOT_NEGATIVE, where=("optimizer_offload_policy", "auto"), in_args=False
+    )
+    """Bytes of the device's memory that --optimizer-offload-policy auto leaves free."""
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(False, where=("optimizer_cpu_offload", True), in_args=False)
+    """Copy the gradients and parameters of other buckets while the host updates one."""
+    use_torch_optimizer_for_cpu_offload: bool = flag(False, where=("optimizer_cpu_offload", True), in_args=False)
+    """Update with torch's optimizer on the device too, and never with apex's."""
+    pin_cpu_grads: bool = flag(
+        True, negative="--no-pin-cpu-grads", where=("optimizer_cpu_offload", True), in_args=False
+    )
+    """Fetch offloaded gradients into pinned memory. Off: fetch offloaded gradients into memory that is not pinned;
+    each copy is then waited for."""
+    pin_cpu_params: bool = flag(
+        True, negative="--no-pin-cpu-params", where=("optimizer_cpu_offload", True), in_args=False
+    )
+    """Send updated parameters from pinned memory. Off: send updated parameters from memory that is not pinned; each
+    copy is then waited for."""
+    use_precision_aware_optimizer: bool = flag(False, in_args=False)
+    """Keep gradients, main parameters and Adam's moments in the types that are given, and update in float32."""
+    main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"), needs="use_precision_aware_optimizer", in_args=False)
+    """Type of the accumulated gradients; bf16 is the same as --grad-reduce-in-bf16."""
+    main_params_dtype: str = flag(
+        "fp32", choices=("fp32", "fp16"), needs="use_precision_aware_optimizer", in_args=False
+    )
+    """Type of the main parameters of a bfloat16 model; fp16 keeps the 16 bits that its weights lack of float32."""
+    exp_avg_dtype: str = flag(
+        "fp32", choices=("fp32", "fp16", "bf16", "fp8"), needs="use_precision_aware_optimizer", in_args=False
+    )
+    """Type of Adam's first moment; fp16 and fp8 with a scale for every 128 elements."""
+    exp_avg_sq_dtype: str = flag(
+        "fp32",
+        choices=("fp32", "fp16", "bf16"),
+        not_built=("fp8",),
+        needs="use_precision_aware_optimizer",
+        in_args=False,
+    )
+    """Type of Adam's second moment; fp16 with a scale for every 128 elements."""
     lr: float = flag(0.0, bounds=NOT_NEGATIVE)
     """Highest learning rate."""
     min_lr: float = flag(0.0, bounds=NOT_NEGATIVE)
     """Lowest learning rate after the warm-up."""
+    decoupled_lr: float | None = flag(None, bounds=POSITIVE)
+    """Highest learning rate of the word embedding and the output layer, where it is another than --lr."""
+    decoupled_min_lr: float | None = flag(None, bounds=NOT_NEGATIVE, needs="decoupled_lr")
+    """Lowest learning rate of the word embedding and the output layer; by default --min-lr."""
     weight_decay: float = flag(0.01, bounds=NOT_NEGATIVE)
     """Weight decay of the parameters with two or more dimensions."""
     clip_grad: float = flag(1.0, bounds=NOT_NEGATIVE)
@@ -45,3 +98,18 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     """Overflows after which the dynamic loss scale is halved."""
     params_dtype: str = flag("float32", cli=False, in_args=False)
     """Type of the model's parameters: float32, bfloat16, float16 or float64 (follows the model)."""
+
+    def __post_init__(self) -> None:
+        """Take Pai's name for what it is."""
+        if self.optimizer == "hybridadam":
+            object.__setattr__(self, "optimizer", "adam")
+            object.__setattr__(self, "optimizer_cpu_offload", True)
+            if self.optimizer_offload_fraction is None and self.optimizer_offload_policy == "static":
+                object.__setattr__(self, "optimizer_offload_fraction", 0.5)
+
+    @property
+    def offload_fraction(self) -> float:
+        """Return the fraction that is offloaded; that of the policy auto is given when the device is known."""
+        if not self.optimizer_cpu_offload:
+            return 0.0
+        return 1.0 if self.optimizer_offload_fraction is None else self.optimizer_offload_fraction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from megatron.core.config_base import config_from_dict, config_to_dict
@@ -17,7 +17,8 @@ class ScheduleConfig:
 
     ``lr_decay_style``: constant, linear, cosine, inverse-square-root or WSD (warm-up, stable, decay: the last
     ``wsd_decay_steps`` fall in ``lr_wsd_decay_style``: exponential, linear, cosine or minus_sqrt).
-    ``wd_incr_style``: constant, linear or cosine.
+    ``wd_incr_style``: constant, linear or cosine. With ``decoupled_max_lr`` the word embedding and the output layer
+    have a learning rate of their own, of the same shape between that and ``decoupled_min_lr`` (by default ``min_lr``).
     """
 
     max_lr: float
@@ -32,6 +33,8 @@ class ScheduleConfig:
     end_wd: float = 0.01
     wd_incr_steps: int = 0
     wd_incr_style: str = "constant"
+    decoupled_max_lr: float | None = None
+    decoupled_min_lr: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse a learning-rate schedule without a value at some sample."""
@@ -71,6 +74,14 @@ def learning_rate(config: ScheduleConfig, num_samples: int) -> float:
     return config.min_lr + remaining * (config.max_lr - config.min_lr)
 
 
+def decoupled_learning_rate(config: ScheduleConfig, num_samples: int) -> float | None:
+    """Return the learning rate of the word embedding and the output layer, or None where it is that of all."""
+    if config.decoupled_max_lr is None:
+        return None
+    min_lr = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
+    return learning_rate(replace(config, max_lr=config.decoupled_max_lr, min_lr=min_lr), num_samples)
+
+
 def _remaining(style: str, ratio: float) -> float:
     """Return which share of a decay is still to come after ``ratio`` of its length."""
     if style == "linear":
@@ -96,8 +107,10 @@ def weight_decay(config: ScheduleConfig, num_samples: int) -> float:
 class HasLearningRate(Protocol):
     """Take a learning rate and a weight decay, as the optimizer does."""
 
-    def set_learning_rate(self, learning_rate: float, weight_decay: float) -> None:
-        """Set what the next step uses."""
+    def set_learning_rate(
+        self, learning_rate: float, weight_decay: float, decoupled_learning_rate: float | None = None
+    ) -> None:
+        """Set what the next step uses; the last is of the word embedding and the output layer, None for no other."""
 
 
 class OptimizerParamScheduler:
@@ -117,6 +130,11 @@ class OptimizerParamScheduler:
     def learning_rate(self) -> float:
         """Return the learning rate of the next iteration."""
         return learning_rate(self.config, self.num_samples)
+
+    @property
+    def decoupled_learning_rate(self) -> float | None:
+        """Return that of the word embedding and the output layer in the next iteration, None where it is no other."""
+        return decoupled_learning_rate(self.config, self.num_samples)
 
     def step(self, num_samples: int) -> None:
         """Advance by the samples of one successful iteration."""
@@ -145,7 +163,8 @@ class OptimizerParamScheduler:
         return lines
 
     def _apply(self) -> None:
-        self._optimizer.set_learning_rate(self.learning_rate, weight_decay(self.config, self.num_samples))
+        decay = weight_decay(self.config, self.num_samples)
+        self._optimizer.set_learning_rate(self.learning_rate, decay, self.decoupled_learning_rate)
 
 
 def reconcile_schedules(

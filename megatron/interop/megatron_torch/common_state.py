@@ -182,6 +182,7 @@ def schedule_state(stored: Mapping[str, Any], arguments: Mapping[str, Any]) -> d
     if weight_decay is not None:
         values.setdefault("start_wd", weight_decay)
         values.setdefault("end_wd", weight_decay)
+    values |= {"decoupled_max_lr": arguments.get("decoupled_lr"), "decoupled_min_lr": arguments.get("decoupled_min_lr")}
     values["init_lr"] = float(arguments.get("lr_warmup_init") or 0.0)
     if values["lr_decay_style"] == "WSD":
         batch = int(arguments.get("global_batch_size") or 1)

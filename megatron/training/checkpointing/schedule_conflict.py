@@ -16,6 +16,8 @@ from megatron.training.model_setup import schedule_of
 _FLAGS: Mapping[str, str] = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
+    "decoupled_max_lr": "--decoupled-lr",
+    "decoupled_min_lr": "--decoupled-min-lr",
     "init_lr": "--lr-warmup-init",
     "lr_decay_style": "--lr-decay-style",
     "lr_wsd_decay_style": "--lr-wsd-decay-style",

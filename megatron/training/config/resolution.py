@@ -48,6 +48,7 @@ def resolve(config: RunConfig) -> Resolution:
     notes.extend(_attention_notes(config))
     notes.extend(_window_notes(config))
     notes.extend(_condition_notes(config))
+    notes.extend(_offload_notes(config))
     notes.extend(_checkpoint_notes(config))
     notes.extend(_validation_notes(config))
     return Resolution(config, tuple(notes), tuple(problems))
@@ -150,7 +151,10 @@ def _resolve_batch(config: RunConfig, problems: list[str]) -> RunConfig:
 
 def _resolve_precision(config: RunConfig) -> RunConfig:
     optimizer = dataclasses.replace(config.optimizer, params_dtype=config.model.params_dtype)
-    return dataclasses.replace(config, optimizer=optimizer)
+    ddp = config.ddp
+    if optimizer.main_grads_dtype == "bf16" and config.model.params_dtype == "bfloat16":
+        ddp = dataclasses.replace(ddp, grad_reduce_in_bf16=True)
+    return dataclasses.replace(config, optimizer=optimizer, ddp=ddp)
 
 
 def _resolve_data_parallelism(config: RunConfig, notes: list[str]) -> RunConfig:
@@ -220,6 +224,14 @@ def _condition_notes(config: RunConfig) -> list[str]:
         if found != wanted:
             notes.append(f"{spec.typed(value)} has no effect without {other.typed(wanted)}")
     return notes
+
+
+def _offload_notes(config: RunConfig) -> list[str]:
+    optimizer = config.optimizer
+    if optimizer.optimizer_cpu_offload or optimizer.optimizer_offload_fraction is None:
+        return []
+    flag = f"--optimizer-offload-fraction {optimizer.optimizer_offload_fraction}"
+    return [f"{flag} has no effect without --optimizer-cpu-offload"]
 
 
 def _checkpoint_notes(config: RunConfig) -> list[str]:

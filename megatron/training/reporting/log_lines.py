@@ -17,7 +17,8 @@ class StepReport:
     ``lm_loss`` is the mean over the tokens of the global batch, whether the update was skipped or not, and so are the
     ``auxiliary`` losses by name.
     ``learning_rate`` and ``loss_scale`` are what the iteration trained with, ``next_learning_rate`` and
-    ``next_loss_scale`` what was just set; ``mfu`` is the share of the device's peak that was used, None where the peak
+    ``next_loss_scale`` what was just set; those that are ``decoupled`` are of the word embedding and the output layer;
+    ``mfu`` is the share of the device's peak that was used, None where the peak
     is not known.
     """
 
@@ -40,6 +41,8 @@ class StepReport:
     mfu: float | None
     sample_ids_hash: str | None
     auxiliary: Mapping[str, float] = field(default_factory=dict)
+    decoupled_learning_rate: float | None = None
+    next_decoupled_learning_rate: float | None = None
 
     @property
     def is_nan(self) -> bool:
@@ -87,6 +90,8 @@ def format_step(step: StepReport, average: IntervalAverage, train_iters: int, lo
         if step.mfu is not None:
             parts.append(f" MFU: {100.0 * average.mfu_seconds / average.elapsed_s:.1f}% |")
     parts.append(f" learning rate: {step.next_learning_rate:.6E} |")
+    if step.next_decoupled_learning_rate is not None:
+        parts.append(f" decoupled learning rate: {step.next_decoupled_learning_rate:.6E} |")
     parts.append(f" global batch size: {step.global_batch_size:5d} |")
     parts += [f" {name}: {total / average.count:.6E} |" for name, total in average.totals.items()]
     parts.append(f" loss scale: {step.next_loss_scale:.1f} |")

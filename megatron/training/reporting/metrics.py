@@ -65,6 +65,7 @@ class MetricsWriter:
 
     def write_step(self, step: StepReport) -> None:
         """Append the figures of one iteration."""
+        decoupled = step.decoupled_learning_rate
         self.write(
             {
                 "iteration": step.iteration,
@@ -83,6 +84,7 @@ class MetricsWriter:
                 "tflops_per_device": step.tflops_per_device,
                 "mfu": step.mfu,
                 **step.auxiliary,
+                **({} if decoupled is None else {"decoupled_learning_rate": decoupled}),
             }
         )
 
@@ -98,6 +100,9 @@ class MetricsWriter:
             "iteration-time": step.step_time_s,
             "throughput": step.tflops_per_device if logging.log_throughput else None,
             "learning-rate": step.learning_rate if logging.log_learning_rate_to_tensorboard else None,
+            "decoupled-learning-rate": step.decoupled_learning_rate
+            if logging.log_learning_rate_to_tensorboard
+            else None,
             "loss-scale": step.loss_scale if logging.log_loss_scale_to_tensorboard else None,
             "batch-size": step.global_batch_size if logging.log_batch_size_to_tensorboard else None,
             "world-size": self._world_size if logging.log_world_size_to_tensorboard else None,

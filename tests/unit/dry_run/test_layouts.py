@@ -69,7 +69,7 @@ IN_BLOCKS = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DryRunResult]:
     """Run every case once, all in one process."""
-    return run_dry_runs([*CASES.values(), *WHOLE], tmp_path_factory.mktemp("pretended-cuda"))
+    return run_dry_runs([*CASES.values(), *WHOLE], tmp_path_factory.getbasetemp() / "pretended-cuda")
 
 
 def waits_of(result: DryRunResult) -> Counter[Wait]:

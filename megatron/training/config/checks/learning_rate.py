@@ -29,6 +29,15 @@ def _check_learning_rate(config: RunConfig) -> Iterator[str]:
         yield f"--min-lr {optimizer.min_lr} is greater than --lr {optimizer.lr}; give {optimizer.lr} or less"
 
 
+def _check_decoupled(config: RunConfig) -> Iterator[str]:
+    highest, lowest = config.optimizer.decoupled_lr, config.optimizer.decoupled_min_lr
+    lowest, name = (config.optimizer.min_lr, "min-lr") if lowest is None else (lowest, "decoupled-min-lr")
+    if highest is not None and lowest > highest:
+        yield (
+            f"--{name} {lowest} is greater than --decoupled-lr {highest}; give --decoupled-min-lr of {highest} or less"
+        )
+
+
 def _check_units(config: RunConfig) -> Iterator[str]:
     """Let the schedule be counted as the run is: in iterations or in samples."""
     schedule = config.scheduler
@@ -102,6 +111,7 @@ def _check_weight_decay(config: RunConfig) -> Iterator[str]:
 
 CHECKS = (
     Check(("lr", "min_lr"), _check_learning_rate),
+    Check(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), _check_decoupled),
     Check(_LENGTHS, _check_units),
     Check((*_LENGTHS, "global_batch_size", "micro_batch_size"), _check_warmup),
     Check((*_LENGTHS, "lr_decay_style", "global_batch_size", "micro_batch_size"), _check_wsd),

@@ -13,6 +13,7 @@ from megatron.training.config.checks import (
     layout,
     learning_rate,
     model,
+    optimizer,
     pipeline,
     profiling,
 )
@@ -26,6 +27,7 @@ _CHECKS = (
     *pipeline.CHECKS,
     *batch.CHECKS,
     *learning_rate.CHECKS,
+    *optimizer.CHECKS,
     *profiling.CHECKS,
     *cuda_graphs.CHECKS,
     *activation_memory.CHECKS,

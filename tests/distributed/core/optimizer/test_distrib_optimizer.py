@@ -106,9 +106,11 @@ def described(run: Run) -> list:
     return model_tensors([run.ddp.module]) + optimizer_tensors(run.optimizer)
 
 
-def train_and_save(folder: str, options: Options, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Any]:
+def train_and_save(
+    folder: str, options: Options, dtype: torch.dtype, optimizer: Options | None = None
+) -> tuple[dict[str, torch.Tensor], Any]:
     """Train two steps, save, and train one more; return the weights then and the outcome of the last step."""
-    run = build(options, dtype=dtype)
+    run = build(options, dtype=dtype, optimizer=optimizer)
     for number in range(2):
         run.step(number)
     save_tensors(Path(folder), described(run), {"scalars": run.optimizer.scalar_state()}, run.state)
@@ -116,8 +118,10 @@ def train_and_save(folder: str, options: Options, dtype: torch.dtype) -> tuple[d
     return run.parameters(), outcome
 
 
-def load_and_train(folder: str, options: Options, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Any]:
-    run = build(options, dtype=dtype)
+def load_and_train(
+    folder: str, options: Options, dtype: torch.dtype, optimizer: Options | None = None
+) -> tuple[dict[str, torch.Tensor], Any]:
+    run = build(options, dtype=dtype, optimizer=optimizer)
     run.step(7)  # whatever is there is replaced
     index = load_index(Path(folder), run.state.world)
     load_tensors(Path(folder), index, described(run), (MODEL_PREFIX, OPTIMIZER_PREFIX), run.state.world)

@@ -217,7 +217,7 @@ def build_deciding(
 ) -> tuple[DistributedDataParallel, MegatronOptimizer]:
     """Build a pair of which the kernels, or the host, find out whether a gradient is finite."""
     ddp, optimizer = build(dtype, check=False, **options)
-    optimizer._inner.decides_on_device = on_device
+    optimizer._on_device[0].inner.decides_on_device = on_device
     return ddp, optimizer
 
 
@@ -252,7 +252,7 @@ def test_an_optimizer_of_another_kind_is_not_left_to_decide() -> None:
         assert InnerOptimizer(OptimizerConfig(), [([weight], 1.0)]).decides_on_device
         assert not InnerOptimizer(OptimizerConfig(), [([weight.double()], 1.0)]).decides_on_device
         assert not InnerOptimizer(OptimizerConfig(), [([weight], 1.0)], Unfused).decides_on_device
-    assert not optimizer._inner.decides_on_device
+    assert not optimizer._on_device[0].inner.decides_on_device
 
 
 class Unfused(torch.optim.SGD):

@@ -15,6 +15,7 @@ from megatron.core.optimizer.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     ScheduleConfig,
     conflicting_fields,
+    decoupled_learning_rate,
     learning_rate,
     reconcile_schedules,
     weight_decay,
@@ -27,7 +28,9 @@ class Recorder:
     def __init__(self) -> None:
         self.values: list[tuple[float, float]] = []
 
-    def set_learning_rate(self, learning_rate: float, weight_decay: float) -> None:
+    def set_learning_rate(
+        self, learning_rate: float, weight_decay: float, decoupled_learning_rate: float | None = None
+    ) -> None:
         self.values.append((learning_rate, weight_decay))
 
 
@@ -195,3 +198,13 @@ def test_loading_applies_the_chosen_schedule() -> None:
     lines = scheduler.load_state_dict(stored.state_dict(), override=True)
     assert lines == ("lr_decay_steps: 10 → 20",)
     assert scheduler.learning_rate == 0.75
+
+
+def test_the_decoupled_rate_has_the_same_shape_between_bounds_of_its_own() -> None:
+    config = ScheduleConfig(max_lr=1.0, min_lr=0.5, init_lr=0.2, lr_warmup_steps=40, lr_decay_steps=100)
+    assert decoupled_learning_rate(config, 40) is None
+    decoupled = replace(config, decoupled_max_lr=3.0, decoupled_min_lr=1.0)
+    assert rates(decoupled, 20, 40, 70, 200) == rates(config, 20, 40, 70, 200)
+    found = [decoupled_learning_rate(decoupled, count) for count in (0, 20, 40, 70, 200)]
+    assert found == pytest.approx([0.2, 1.6, 3.0, 2.0, 1.0])
+    assert decoupled_learning_rate(replace(decoupled, decoupled_min_lr=None), 200) == 0.5

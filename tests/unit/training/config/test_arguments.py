@@ -224,14 +224,14 @@ def test_default_values_of_unbuilt_features_are_accepted() -> None:
 
 
 def test_values_of_megatron_that_are_not_built_are_told_from_wrong_ones() -> None:
-    assert problems_of("--optimizer hybridadam") == (
-        "--optimizer hybridadam is not supported yet; possible: adam, sgd",
+    assert problems_of("--optimizer muon") == (
+        "--optimizer muon is not supported yet; possible: adam, sgd, hybridadam",
     )
     assert problems_of("--data-parallel-sharding-strategy optim_grads_params") == (
         "--data-parallel-sharding-strategy optim_grads_params is not supported yet; "
         "possible: no_shard, optim, optim_grads",
     )
-    assert problems_of("--optimizer adm") == ("--optimizer adm: possible values are adam, sgd",)
+    assert problems_of("--optimizer adm") == ("--optimizer adm: possible values are adam, sgd, hybridadam",)
 
 
 def test_flags_of_loading_without_anything_to_load_say_so() -> None:

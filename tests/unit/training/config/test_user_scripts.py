@@ -141,8 +141,8 @@ def test_scripts_with_choices(script: str, workplace: Path, monkeypatch: pytest.
         ({"LOAD": "somewhere"}, True),
         ({"PR": "fp8"}, False),
         ({"AC": "offload"}, True),
-        ({"OPTIMIZER_OFFLOAD": "static"}, False),
-        ({"OPTIMIZER_OFFLOAD": "auto"}, False),
+        ({"OPTIMIZER_OFFLOAD": "static"}, True),
+        ({"OPTIMIZER_OFFLOAD": "auto"}, True),
     ]
     for changes, is_built in variants:
         problems = refusals(

@@ -66,3 +66,9 @@ def test_evaluation_is_framed() -> None:
         " validation loss at iteration 40 on test set | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 |"
     )
     assert above == below == "-" * len(above)
+
+
+def test_a_decoupled_learning_rate_follows_the_common_one() -> None:
+    step = dataclasses.replace(STEP, next_decoupled_learning_rate=5.0e-4)
+    line = format_step(step, averaged(step), 200, log_throughput=False)
+    assert " learning rate: 2.000000E-04 | decoupled learning rate: 5.000000E-04 | global batch size:" in line

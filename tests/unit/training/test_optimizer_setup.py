@@ -1,0 +1,110 @@
+"""How much of the optimizer is offloaded by the policy auto, the line that says so, and machines without the memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.core.device import Device
+from megatron.core.errors import ConfigurationError
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.parallel_state import create_parallel_state
+from megatron.core.tensor_parallel.random import RngStreams
+from megatron.planning.activation_estimate import activation_bytes
+from megatron.training.config.arguments import parse_arguments
+from megatron.training.model_setup import build_training_parts
+from megatron.training.process.initialize import Runtime
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --train-iters 9 --lr 1e-3 --mock-data --seq-length 12 "
+    "--max-position-embeddings 12 --micro-batch-size 3 --tokenizer-type NullTokenizer --vocab-size 52 --bf16"
+)
+NUM_PARAMETERS = 25_856
+AUTO = f"{FLAGS} --optimizer hybridadam --optimizer-offload-policy auto --optimizer-offload-auto-threshold 1000"
+
+
+@dataclass(frozen=True)
+class TightDevice(Device):
+    """Have so much memory and no more."""
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+
+    def free_bytes(self) -> int | None:
+        return self.device_bytes
+
+    def host_bytes_a_process(self) -> int | None:
+        return self.host_bytes
+
+
+def build(flags: str, device_bytes: int | None, host_bytes: int | None = None) -> tuple[MegatronOptimizer, str]:
+    """Return the optimizer of a run on a device, and what the run said of it."""
+    config = parse_arguments(flags.split())
+    device = TightDevice("cpu", 0, device_bytes, host_bytes)
+    state = create_parallel_state()
+    lines: list[str] = []
+    parts = build_training_parts(
+        config, Runtime(device, state, RngStreams(device, 1, state.place)), pretrain_gpt.provide_model, lines.append
+    )
+    return parts.optimizer, "".join(line for line in lines if "optimizer offload" in line)
+
+
+def share_on_host(optimizer: MegatronOptimizer) -> float:
+    on_host = sum(bucket.num_elements for bucket in optimizer.offload.buckets) if optimizer.offload else 0
+    return on_host / NUM_PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("state_that_fits", "share"), [(2.0, 0.0), (1.0, 0.0), (0.605, 0.4), (0.125, 0.88), (0.0, 1.0), (-3.0, 1.0)]
+)
+@pytest.mark.parametrize(("types", "bytes_an_element"), [("", 12), ("--exp-avg-dtype bf16 --exp-avg-sq-dtype fp16", 8)])
+def test_auto_offloads_what_does_not_fit(
+    state_that_fits: float, share: float, types: str, bytes_an_element: int
+) -> None:
+    flags = f"{AUTO} --use-precision-aware-optimizer {types}"
+    activations = activation_bytes(parse_arguments(flags.split()), 0)
+    room = round(state_that_fits * bytes_an_element * NUM_PARAMETERS)
+    optimizer, line = build(flags, room + activations + 1000)
+    assert share_on_host(optimizer) == pytest.approx(share, abs=128 / NUM_PARAMETERS)
+    assert line.startswith(f"optimizer offload: {share:.0%} of the main parameters and the optimizer's state, ")
+    assert "GiB of the device are free, for" in line
+
+
+def test_a_device_without_memory_of_its_own_offloads_everything() -> None:
+    optimizer, line = build(AUTO, None)
+    assert share_on_host(optimizer) == 1.0
+    assert line.endswith("--optimizer-offload-policy auto: this device has no memory of its own to fill)")
+
+
+def test_nothing_is_said_without_offload() -> None:
+    optimizer, line = build(FLAGS, 10)
+    assert (optimizer.offload, line) == (None, "")
+
+
+def test_too_little_host_memory_is_refused_with_what_is_needed() -> None:
+    flags = f"{FLAGS} --optimizer hybridadam --optimizer-offload-fraction 0.8"
+    needed = round(0.8 * 12 * NUM_PARAMETERS) + 12
+    assert build(flags, None, needed)[0].offload is not None
+    with pytest.raises(ConfigurationError) as refused:
+        build(flags, None, needed // 2)
+    (line,) = refused.value.problems
+    assert line.startswith("optimizer offload needs 0.00 GiB of the machine's memory for rank 0, and 0.00 GiB are")
+    assert "give --optimizer-offload-fraction 0.4 or less with --optimizer-offload-policy static" in line
+
+
+def test_this_machine_says_what_memory_it_has() -> None:
+    """A CPU has no memory beside the machine's."""
+    device = Device("cpu")
+    assert device.free_bytes() is None
+    available = device.host_bytes_a_process()
+    assert available is not None
+    assert 2**20 < available < 2**50
+
+
+def test_the_parameters_are_counted_right() -> None:
+    optimizer, _ = build(FLAGS, None)
+    assert sum(bucket.num_elements for bucket in optimizer._on_device) == NUM_PARAMETERS
+    assert {tensor.dtype for tensor in optimizer.held_tensors()} == {torch.float32}
