@@ -40,6 +40,7 @@ class Bounds:
 
 POSITIVE = Bounds("greater than 0", lambda value: value > 0)
 NOT_NEGATIVE = Bounds("of 0 or more", lambda value: value >= 0)
+SHARE = Bounds("from 0 to 1", lambda value: 0 <= value <= 1)
 BELOW_ONE = Bounds("from 0 to below 1", lambda value: 0 <= value < 1)
 
 

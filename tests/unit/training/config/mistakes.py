@@ -149,6 +149,8 @@ MISTAKES = {
         Mistake("--num-experts 8"),
         Mistake("--optimizer hybridadam"),
         Mistake("--train-mode finetune"),
+        Mistake("--dataset JSON-SFT"),
+        Mistake("--fim-spm-rate 0.3"),
     ),
 }
 _HEAD = f"""# Typical mistakes, and what is answered
