@@ -10,6 +10,7 @@ from megatron.core.tokenizers.patch_tokenizer import CODE_TOKENIZER_TYPES, PATCH
 
 RAW_DATASETS = ("LLama-SFT-Raw", "LLama-SFT", "JSON-SFT")
 """What Pai-Megatron-Patch calls conversations in jsonl."""
+_SFT_TOKENIZER = "SFTTokenizer"
 INDEXED_DATASETS = ("MMAP", "LLama-Pretrain-Idxmap", "LLama-SFT-Idxmap")
 
 
@@ -133,16 +134,15 @@ class TokenizerConfig(Config, role="run", in_args=True):
 
     tokenizer_type: str = flag(
         "GPT2BPETokenizer",
-        choices=TOKENIZER_TYPES,
+        choices=(*TOKENIZER_TYPES, _SFT_TOKENIZER),
         not_built=(
             "BertWordPieceLowerCase",
             "BertWordPieceCase",
             "MultimodalTokenizer",
             "NullMultimodalTokenizer",
-            "SFTTokenizer",
         ),
     )
-    """Kind of tokenizer."""
+    """Kind of tokenizer; SFTTokenizer is what Megatron calls HuggingFaceTokenizer with --sft."""
     vocab_file: str | None = flag(None, metavar="FILE")
     """Vocabulary file."""
     merge_file: str | None = flag(None, metavar="FILE")
@@ -170,3 +170,8 @@ class TokenizerConfig(Config, role="run", in_args=True):
     """Number of special tokens that tiktoken's vocabulary leaves room for."""
     tiktoken_special_tokens: tuple[str, ...] = flag((), nargs="+", metavar="TOKEN", in_args=False)
     """Special tokens of tiktoken's vocabulary."""
+
+    def __post_init__(self) -> None:
+        """Know a tokenizer by one name."""
+        if self.tokenizer_type == _SFT_TOKENIZER:
+            object.__setattr__(self, "tokenizer_type", "HuggingFaceTokenizer")

@@ -45,9 +45,11 @@ def read_conversations(line: bytes) -> list[Conversation]:
         DataError: the line is not such an object, or a conversation has no answer to learn.
     """
     try:
-        content = json.loads(line.decode("utf-8"))
+        content = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError
-        raise DataError(f"not a JSON line: {error}") from error
+        is_array = line.lstrip().startswith(b"[")
+        advice = "; write one object a line, as jq -c '.[]' does of an array" if is_array else ""
+        raise DataError(f"not a JSON line: {error}{advice}") from error
     if not isinstance(content, dict):
         raise DataError(f"expected a JSON object, found {type(content).__name__}")
     conversations = [Conversation(part, content.get("tools")) for part in _split(_read_messages(content))]

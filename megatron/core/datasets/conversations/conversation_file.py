@@ -136,7 +136,7 @@ def pack(source: Path, encoder: ConversationEncoder, prefix: Path) -> tuple[int,
             try:
                 encoded = encoder.encode_line(line)
             except InputError as error:
-                raise DataError(f"{source}, line {number}: {error}") from error
+                raise DataError(f"{source}:{number}: {error}") from error
             for conversation in encoded:
                 tokens.add_document(conversation.tokens)
                 masks.add_document(conversation.loss_mask)

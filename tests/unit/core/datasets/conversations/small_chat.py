@@ -24,12 +24,14 @@ MARKED = """{% for message in messages %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 
 
-def write_chat_folder(folder: Path, template: str | None = TEMPLATE) -> HuggingFaceTokenizer:
-    """Write a model folder whose tokenizer knows each character of ASCII and the special tokens; return it."""
+def write_chat_folder(
+    folder: Path, template: str | None = TEMPLATE, characters: Sequence[str] = ()
+) -> HuggingFaceTokenizer:
+    """Write a model folder whose tokenizer knows each character of ASCII, special tokens and more; return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    vocabulary = {chr(i): i for i in range(128)}
+    vocabulary = {character: i for i, character in enumerate([*map(chr, range(128)), *characters])}
     added = [
-        {"id": 128 + i, "content": token, "single_word": False, "lstrip": False, "rstrip": False}
+        {"id": len(vocabulary) + i, "content": token, "single_word": False, "lstrip": False, "rstrip": False}
         | {"normalized": False, "special": True}
         for i, token in enumerate(SPECIAL)
     ]

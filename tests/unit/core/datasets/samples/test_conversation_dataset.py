@@ -191,7 +191,7 @@ def test_jsonl_is_packed_once_and_a_bad_line_is_named(tmp_path: Path, monkeypatc
     assert again["tokens"].tolist() == sample["tokens"].tolist()
     monkeypatch.undo()
     file.write_text('{"prompt": "1 2 ", "completion": "7"}\n\n{"prompt": "3 "}\n')
-    with pytest.raises(DataError, match=r"talk\.jsonl, line 3: no conversation: the keys are prompt; give messages"):
+    with pytest.raises(DataError, match=r"talk\.jsonl:3: no conversation: the keys are prompt; give messages"):
         build(config, 1)
     file.write_text("\n")
     with pytest.raises(DataError, match=r"talk\.jsonl holds no conversation"):
