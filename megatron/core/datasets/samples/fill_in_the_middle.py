@@ -95,13 +95,13 @@ def special_token_id(tokenizer: Tokenizer, token: str, flag: str) -> int:
     Raises:
         TokenizerError: the tokenizer has no single token of that spelling; the message names it and ``flag``.
     """
-    advice = f"not as one; give {flag} a special token that it has"
+    advice = f"give {flag} a special token that it has"
     try:
         ids = tokenizer.tokenize(token)[len(tokenizer.tokenize("")) :]
     except TokenizerError as error:
-        raise TokenizerError(f"{flag} {token}: the tokenizer does not read it ({error}), {advice}") from error
+        raise TokenizerError(f"{flag} {token}: the tokenizer does not read it ({error}); {advice}") from error
     if len(ids) != 1:
-        raise TokenizerError(f"{flag} {token}: the tokenizer reads it as {len(ids)} tokens, {advice}")
+        raise TokenizerError(f"{flag} {token}: the tokenizer reads it as {len(ids)} tokens, not as one; {advice}")
     return ids[0]
 
 

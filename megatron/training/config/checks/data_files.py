@@ -145,8 +145,8 @@ def _check_kind(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
     """Compare a path with what --dataset says that it is."""
     dataset = config.data.dataset
     if config.data.sft and dataset is not None and is_raw(prefix) != (dataset in RAW_DATASETS):
-        kind, others = ("jsonl", INDEXED_DATASETS) if is_raw(prefix) else ("no file", RAW_DATASETS)
-        yield f"{name} {prefix} is {kind}, and --dataset {dataset} is not of that; give --dataset {' or '.join(others)}"
+        kind, others = ("a file", RAW_DATASETS) if is_raw(prefix) else ("no file", INDEXED_DATASETS)
+        yield f"{name} {prefix} is {kind}, which --dataset {dataset} does not mean; give {' or '.join(others)}"
 
 
 def _is_external(config: RunConfig) -> bool:

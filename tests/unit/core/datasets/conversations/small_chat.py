@@ -48,7 +48,7 @@ def write_chat_folder(
         | {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "byte_fallback": False},
     }
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
-    settings = {"eos_token": {"content": "<|end|>"}} | ({} if template is None else {"chat_template": template})
+    settings = {"eos_token": "<|end|>"} | ({} if template is None else {"chat_template": template})
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return HuggingFaceTokenizer(folder)
 
