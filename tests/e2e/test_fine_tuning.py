@@ -52,7 +52,8 @@ def test_a_hundred_answers_are_learnt_and_given(
 ) -> None:
     run = fork_training(flags(chat, "--sft", LEARN, "--train-iters 60 --save", tmp_path / "checkpoints")).check()
     assert run.losses()[-1] < 0.1
-    assert "100 conversations in " in run.stdout
+    assert f" > tokenizing {chat}/train.jsonl with chat_template of {chat}/model/tokenizer_config.json" in run.stdout
+    assert "100 conversations in 9 samples, 9" in run.stdout
     answers = json.loads((chat / "answers.json").read_text())
     prompts = [f"<|user|>{topic}?<|assistant|>" for topic in answers]
     (tmp_path / "prompts").write_text("\n".join(prompts), encoding="utf-8")

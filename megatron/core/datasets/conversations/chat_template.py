@@ -145,6 +145,8 @@ def _take_marks(text: str) -> RenderedConversation:
 
 
 def _common_length(left: str, right: str) -> int:
+    if right.startswith(left):
+        return len(left)
     return next((i for i, (a, b) in enumerate(zip(left, right)) if a != b), min(len(left), len(right)))
 
 

@@ -82,6 +82,6 @@ class ConversationEncoder:
 
 
 def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    shorter = min(len(left), len(right))
-    different = np.flatnonzero(np.asarray(left[:shorter]) != np.asarray(right[:shorter]))
-    return int(different[0]) if len(different) else shorter
+    if left == right[: len(left)]:
+        return len(left)
+    return next((i for i, (a, b) in enumerate(zip(left, right)) if a != b), min(len(left), len(right)))

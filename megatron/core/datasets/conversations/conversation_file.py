@@ -107,8 +107,9 @@ def _pack_once(source: Path, encoder: ConversationEncoder, folder: Path, report:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{prefix.name}.lock"):
             if not idx_path(prefix).is_file():
+                report(f" > tokenizing {source} with {encoder.template.name}, once: it is kept in {folder}")
                 num_conversations, num_tokens = pack(source, encoder, prefix)
-                report(f" > tokenized {source}: {num_conversations} conversations, {num_tokens} tokens")
+                report(f" > tokenized {num_conversations} conversations, {num_tokens} tokens")
     except OSError as error:
         raise DataError(
             f"the tokens of {source} cannot be kept in {folder} ({error}); give --data-cache-path a folder that can be "
