@@ -102,6 +102,11 @@ def _resolve_fine_tuning(config: RunConfig, notes: list[str]) -> RunConfig:
         notes.append(f"--dataset {data.dataset}: each conversation is a sample; --reset-position-ids packs them")
     if not config.training.calculate_per_token_loss:
         notes.append("--sft: each token of an answer counts alike, as with --calculate-per-token-loss")
+    if data.max_padding_length is not None and data.max_padding_length > data.seq_length:
+        notes.append(
+            f"--max-padding-length {data.max_padding_length} has no effect: --seq-length {data.seq_length} cuts "
+            "conversations before"
+        )
     template = data.chat_template
     if template is None and data.sft_tokenizer_prompt_format != "default":
         template = data.sft_tokenizer_prompt_format

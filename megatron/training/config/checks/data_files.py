@@ -134,11 +134,6 @@ def _check_fine_tuning(config: RunConfig) -> Iterator[str]:
         yield "--sft and --fim-rate exclude each other; keep one"
     if data.dataset is not None and "SFT" in data.dataset and not data.sft:
         yield f"--dataset {data.dataset} is of conversations; add --train-mode finetune or --sft"
-    if data.sft and data.max_padding_length is not None and data.max_padding_length > data.seq_length:
-        yield (
-            f"--max-padding-length {data.max_padding_length} is more than --seq-length {data.seq_length}: no sample "
-            f"holds as much; give {data.seq_length} or less, or a longer --seq-length"
-        )
 
 
 def _check_kind(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
@@ -195,7 +190,7 @@ def _lists(config: RunConfig) -> list[tuple[str, tuple[str, ...]]]:
 
 
 CHECKS = (
-    Check(("sft", "dataset", "dataloader_type", "max_padding_length", "seq_length", "fim_rate"), _check_fine_tuning),
+    Check(("sft", "dataset", "dataloader_type", "fim_rate"), _check_fine_tuning),
     Check(("data_path", "dataloader_type"), _check_sources),
     Check(("split",), _check_split),
     Check(("data_path", "split", "eval_iters", "eval_interval"), _check_blends),

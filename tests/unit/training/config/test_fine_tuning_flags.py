@@ -65,6 +65,9 @@ def test_one_conversation_a_sample() -> None:
         assert (data.reset_position_ids, data.reset_attention_mask) == (False, False)
     assert parse(raw).notes == ("--dataset JSON-SFT: each conversation is a sample; --reset-position-ids packs them",)
     assert parse(f"{raw} --reset-position-ids").notes == (PACKED,)
+    assert parse(f"{raw} --max-padding-length 999").notes[1:] == (
+        "--max-padding-length 999 has no effect: --seq-length 40 cuts conversations before",
+    )
     shorter = data_of(parse(f"{raw} --max-padding-length 3")).conversations
     assert shorter is not None
     assert shorter.longest == 3
@@ -97,10 +100,6 @@ def test_which_template() -> None:
         ("--fim-rate 0.1 --mock-data", "--fim-rate needs text, and --mock-data has none; give --data-path"),
         ("--sft --fim-rate 0.1 --data-path packed --split 1", "--sft and --fim-rate exclude each other; keep one"),
         ("--fim-rate 1.5 --data-path text --split 1", "--fim-rate 1.5: a value from 0 to 1 is expected"),
-        (
-            "--sft --train-data-path packed --max-padding-length 999",
-            "--max-padding-length 999 is more than --seq-length 40: no sample holds as much; give 40 or less",
-        ),
         (
             "--sft --dataset LLama-SFT-Raw --train-data-path packed",
             "--train-data-path packed is no file, which --dataset LLama-SFT-Raw does not mean; give MMAP or",
