@@ -152,7 +152,7 @@ class BlendedDatasetBuilder:
             return None, position.history
         assert builder is not None
         opened = [OpenedPart(source.dataset, source.sequences) for source in sources]
-        keys = number_occurrences([part.key(self.config.sequence_length) for part in opened])
+        keys = number_occurrences([part.key(self.config) for part in opened])
         parts = [
             BlendPart(
                 key=key,

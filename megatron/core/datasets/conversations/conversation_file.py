@@ -78,6 +78,13 @@ class ConversationOptions:
     longest: int | None = None
     packs: bool = True
 
+    @property
+    def variant(self) -> str:
+        """Return what tells samples from those of the defaults, for a record of what was read; "" for the defaults."""
+        cut = [] if self.longest is None else [f"cut at {self.longest}"]
+        words = cut if self.packs else [*cut, "not packed"]
+        return f" ({', '.join(words)})" if words else ""
+
     def encoder(self) -> ConversationEncoder:
         """Return what encodes jsonl.
 

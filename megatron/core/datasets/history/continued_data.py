@@ -34,14 +34,15 @@ class OpenedPart:
     dataset: IndexedDataset
     sequences: range
 
-    def key(self, sequence_length: int) -> DataSetKey:
-        """Return what the part is recorded by."""
+    def key(self, config: GPTDatasetConfig) -> DataSetKey:
+        """Return what the part is recorded by: all that its samples depend on, order and paths apart."""
+        variant = "" if config.conversations is None else config.conversations.variant
         return DataSetKey(
-            name=self.dataset.prefix.rpartition("/")[2],
+            name=self.dataset.prefix.rpartition("/")[2] + variant,
             lengths_fingerprint=self.dataset.lengths_fingerprint,
             first_sequence=self.sequences.start,
             end_sequence=self.sequences.stop,
-            sequence_length=sequence_length,
+            sequence_length=config.sequence_length,
         )
 
 

@@ -163,6 +163,19 @@ def test_a_blend_resumes_where_it_was(tmp_path: Path) -> None:
     assert labels[: place.pieces[0].end - 1] == [*range(40, 38 + place.pieces[0].end), EOD]
 
 
+def test_a_run_that_packs_otherwise_begins_the_data_anew(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "talk", of_lengths([6, 5, 4, 4, 7, 3, 9]))
+    blend, lines = Blend((prefix,)), list[str]()
+    history = build(config_of(blend, tmp_path), 8).history
+    assert history is not None
+    position = RunPosition(consumed_samples=3, history=history.with_consumed(3, (3,)))
+    for options in ({}, {"packs": False}, {"longest": 4}):
+        build(config_of(blend, tmp_path, **options), 8, position, lines.append)
+    changes = [line for line in lines if "the training data changes" in line]
+    assert len(changes) == 2
+    assert all("after 3 samples" in line and f"{prefix} 1 -> left out" in line for line in changes)
+
+
 def test_token_files_without_masks_are_refused(tmp_path: Path) -> None:
     prefix = write(tmp_path / "talk", of_lengths([6, 4]))
     other = write(tmp_path / "other", of_lengths([4, 6]))
