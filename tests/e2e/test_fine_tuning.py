@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.commands import inspect_batch
 from megatron.core.datasets.conversations.conversation_file import mask_prefix
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
 from tests.e2e.test_text_generation import call_tool
@@ -93,7 +94,11 @@ def test_every_layout_learns_the_same(
 
 
 def test_a_packed_data_set_is_learnt_as_its_jsonl_and_a_run_resumes(
-    chat: Path, one_process: ForkedRun, tmp_path: Path
+    chat: Path,
+    one_process: ForkedRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["--sft", "--input", chat / "train.jsonl", "--output-prefix", chat / "talk", "--workers", "2"]
     words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", chat / "model"]
@@ -109,6 +114,13 @@ def test_a_packed_data_set_is_learnt_as_its_jsonl_and_a_run_resumes(
     (folder / "latest_checkpointed_iteration.txt").write_text("2")
     rest = fork_training([*packed, "--load", str(folder), "--metrics-jsonl", str(tmp_path / "rest.jsonl")]).check()
     assert exact_figures(rest.iterations()) == exact_figures(whole.iterations())[2:]
+    # The samples of a step are shown by conversation.
+    status, out, _ = call_tool(
+        monkeypatch, capsys, "--load", folder, "--step", "1", "--ckpt-step", "4", tool=inspect_batch
+    )
+    assert status == 0
+    assert "(equal to the metrics file's)" in out
+    assert out.count("<|assistant|>") == out.count("  document ") > 8
     answers = json.loads((chat / "answers.json").read_text())
     masks = IndexedDataset(mask_prefix(chat / "talk_sft_document"))
     counts = [int(masks[number].sum()) for number in range(len(masks))]
