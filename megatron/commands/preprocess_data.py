@@ -3,7 +3,8 @@
 The output depends on the input, the tokenizer and the flags that say what a document is: it is the same bytes whatever
 the number of workers, in the order of the input. A document without tokens has no sequence (and gets no end-of-document
 token), but keeps its place among the documents, as in Megatron-LM. A key may hold a list of texts: a document of
-several sequences.
+several sequences. With --sft each line is a conversation, which the chat template turns into text; PREFIX_sft_document
+then has PREFIX_sft_document_loss_mask beside it, whose tokens are 1 where an answer is and 0 elsewhere.
 
 Unfinished work is kept in the folder PREFIX.preprocessing: the same command, run again, goes on from there and ends
 with the same bytes.
@@ -21,6 +22,8 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from megatron.commands.command_line import Parser, add_tokenizer_arguments, exit_status_of, report_unused, tokenizer_of
+from megatron.core.datasets.conversations.conversation_encoder import ConversationEncoder
+from megatron.core.datasets.conversations.conversation_file import MASK_DTYPE, ConversationOptions, mask_prefix
 from megatron.core.datasets.indexed.indexed_dataset import bin_path, idx_path, optimal_dtype
 from megatron.core.errors import ConfigurationError, DataError, TokenizerError
 from megatron.core.tokenizers.encoder_choice import ENGINES, choose_encoder, missing_engine
@@ -76,6 +79,14 @@ def build_parser() -> Parser:
         help="keys, columns or tar members to tokenize (text)",
     )
     data.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    data.add_argument(
+        "--sft",
+        action="store_true",
+        help="read conversations and write their tokens and loss masks, for --sft training",
+    )
+    data.add_argument(
+        "--chat-template", metavar="FILE|NAME", help="Jinja file, or chatml, plain, identity (the tokenizer's own)"
+    )
     data.add_argument("--split-sentences", action="store_true", help="make each sentence a sequence (needs nltk)")
     data.add_argument("--keep-newlines", action="store_true", help="keep white space between sentences with the first")
     data.add_argument("--lang", default="english", metavar="LANGUAGE", help="language of the sentences (english)")
@@ -123,8 +134,32 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     repeated = {key for key in arguments.json_keys if arguments.json_keys.count(key) > 1}
     if repeated:
         problems.append(f"--json-keys names {' '.join(sorted(repeated))} more than once")
+    if arguments.sft:
+        idle = {"append_eod": False, "split_sentences": False, "partitions": 1, "json_keys": ["text"]}
+        problems += [
+            f"--{name.replace('_', '-')} does not go with --sft, whose chat template makes the text; leave it out"
+            for name, default in idle.items()
+            if getattr(arguments, name) != default
+        ]
     if problems:
         raise ConfigurationError(problems)
+
+
+def load_conversations(
+    arguments: argparse.Namespace, files: list[InputFile], tokenizer: Tokenizer
+) -> ConversationEncoder | None:
+    """Return what encodes the conversations of ``--sft``; None without it.
+
+    Raises:
+        DataError: the input is not jsonl, or there is no chat template.
+    """
+    if not arguments.sft:
+        report_unused(build_parser(), arguments, "--sft", ("chat_template",))
+        return None
+    for file in files:
+        if file.kind != "jsonl":
+            raise DataError(f"{file.name} is {file.kind}, and --sft reads jsonl; write a conversation a line")
+    return ConversationOptions(tokenizer, arguments.chat_template).encoder()
 
 
 def load_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
@@ -139,9 +174,15 @@ def load_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
     return tokenizer
 
 
-def describe_work(arguments: argparse.Namespace, files: list[InputFile], tokenizer: Tokenizer) -> dict[str, Any]:
+def describe_work(
+    arguments: argparse.Namespace,
+    files: list[InputFile],
+    tokenizer: Tokenizer,
+    conversations: ConversationEncoder | None,
+) -> dict[str, Any]:
     """List all that the output depends on: only the same command may resume unfinished work."""
     return {
+        **({} if conversations is None else {"sft": conversations.describe()}),
         "format": FORMAT,
         "input": [file.identity() for file in files],
         "json_keys": list(arguments.json_keys),
@@ -193,13 +234,16 @@ def tokenize(
     first = next(chunks, None)
     total_bytes = None if any(file.path == STDIN for file in files) else sum(file.num_bytes for file in files)
     progress = Progress(None if total_bytes is None else total_bytes - folder.source_bytes, arguments.log_interval)
-    if first is not None:
+    if first is not None and recipe.conversations is not None:
+        print(f"Encoding with {recipe.conversations.template.name} in {arguments.workers} process(es)", flush=True)
+    elif first is not None:
         sample = take_sample(files, recipe.keys, first)
         encoder = choose_encoder(tokenizer, arguments.tokenizer_engine, sample, print)
         missing = missing_engine(tokenizer, encoder) if arguments.tokenizer_engine == "auto" else None
         faster = "" if missing is None else f"; {missing} is faster and not installed: pip install {missing}"
         print(f"Encoding with {encoder.name} in {arguments.workers} process(es){faster}", flush=True)
         recipe = replace(recipe, encoder=encoder)
+    if first is not None:
         progress.start()
         slot_bytes = CHUNK_BYTES * recipe.dtype.itemsize  # a byte of text makes one token at most
         needed = WORKER_BASE_BYTES + num_slots(arguments.workers) * slot_bytes
@@ -238,6 +282,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
     keys = tuple(arguments.json_keys)
     num_partitions = 1 if arguments.keep_sequential_samples else arguments.partitions
     dtype = optimal_dtype(tokenizer.vocab_size)
+    conversations = load_conversations(arguments, files, tokenizer)
     recipe = Recipe(
         encoder=ReferenceEncoder(tokenizer),
         keys=keys,
@@ -246,27 +291,36 @@ def preprocess(arguments: argparse.Namespace) -> None:
         num_partitions=num_partitions,
         split_sentences=splitter,
         extract_texts=find_compiled_reader(),
+        conversations=conversations,
     )
     level = "sentence" if arguments.split_sentences else "document"
     prefixes = [f"{arguments.output_prefix}_{key}_{level}" for key in keys]
-    description = describe_work(arguments, files, tokenizer)
+    groups, dtypes = (
+        [range(i * num_partitions, (i + 1) * num_partitions) for i in range(len(keys))],
+        [dtype] * len(keys),
+    )
+    if conversations is not None:
+        # The masks are published first: conversations that are in place have theirs.
+        prefix = f"{arguments.output_prefix}_sft_document"
+        prefixes, groups, dtypes = [mask_prefix(prefix), prefix], [range(1, 2), range(1)], [MASK_DTYPE, dtype]
+    description = describe_work(arguments, files, tokenizer, conversations)
     if is_done(arguments, description, prefixes):
         print(f"Done already: this command made {', '.join(prefixes)}; --overwrite makes them again")
         return
-    groups = [range(i * num_partitions, (i + 1) * num_partitions) for i in range(len(keys))]
     print(
         f"Tokenizing {len(files)} file(s) with {tokenizer.name} ({tokenizer.vocab_size} ids) into {dtype.name}",
         flush=True,
     )
-    folder = WorkFolder(arguments.output_prefix, description, len(keys) * num_partitions, arguments.restart)
+    folder = WorkFolder(arguments.output_prefix, description, sum(map(len, groups)), arguments.restart)
     try:
         if folder.num_chunks:
             print(f"Going on in {folder.path} after {folder.num_documents} documents", flush=True)
         progress = None
         if not folder.is_complete:
             progress, recipe = tokenize(arguments, files, recipe, tokenizer, folder)
-            folder.complete(groups, dtype)
-        num_tokens = folder.token_bytes // dtype.itemsize
+            folder.complete(groups, dtypes)
+        # Of conversations there are two streams of as many tokens, of different sizes.
+        num_tokens = folder.token_bytes // sum({item.itemsize for item in dtypes})
         folder.publish(groups, prefixes, not arguments.no_checksums)
     finally:
         folder.close()

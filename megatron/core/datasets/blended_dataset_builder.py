@@ -19,12 +19,7 @@ from megatron.core.datasets.history.data_history import (
     number_occurrences,
 )
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indices.index_builder import (
-    IndexBuilder,
-    count_samples,
-    plan_epochs,
-    select_index_builder,
-)
+from megatron.core.datasets.indices.index_builder import IndexBuilder, select_index_builder
 from megatron.core.datasets.indices.index_cache import IndexCache
 from megatron.core.datasets.samples.blended_dataset import (
     BlendedDataset,
@@ -32,12 +27,9 @@ from megatron.core.datasets.samples.blended_dataset import (
     load_or_build_blend,
     samples_per_dataset,
 )
-from megatron.core.datasets.samples.gpt_dataset import (
-    DataUsage,
-    GPTDataset,
-    SampleDataset,
-    token_range_error,
-)
+from megatron.core.datasets.samples.conversation_dataset import ConversationDataset, FileSamples
+from megatron.core.datasets.samples.data_source import count_held, make_samples, open_data_set
+from megatron.core.datasets.samples.gpt_dataset import SampleDataset, token_range_error
 from megatron.core.datasets.samples.gpt_dataset_config import (
     SPLIT_NAMES,
     Blend,
@@ -160,12 +152,12 @@ class BlendedDatasetBuilder:
             return None, position.history
         assert builder is not None
         opened = [OpenedPart(source.dataset, source.sequences) for source in sources]
-        keys = number_occurrences([part.key(self.config.sequence_length) for part in opened])
+        keys = number_occurrences([part.key(self.config) for part in opened])
         parts = [
             BlendPart(
                 key=key,
                 prefix=source.dataset.prefix,
-                samples_per_epoch=count_samples(source.tokens, self.config.sequence_length),
+                samples_per_epoch=self._held(source, None),
             )
             for key, source in zip(keys, sources)
         ]
@@ -173,7 +165,7 @@ class BlendedDatasetBuilder:
         if position.history is None or position.consumed_samples == 0:
             dataset = self._build_sources(sources, wanted, 0, builder)
             datasets = dataset.datasets if isinstance(dataset, BlendedDataset) else (dataset,)
-            segments = [segment_of(part) for part in datasets if isinstance(part, GPTDataset)]
+            segments = [segment_of(part) for part in datasets if isinstance(part, FileSamples)]
             return dataset, begin_history(position.dataloader_type, parts, segments, weights, len(dataset), seed)
         assert wanted is not None, "a run knows how many samples it reads"
         history, line = continue_history(
@@ -197,23 +189,29 @@ class BlendedDatasetBuilder:
 
     def _build_sources(
         self, sources: Sequence[_Source], wanted: int | None, split: int, builder: IndexBuilder
-    ) -> GPTDataset | BlendedDataset:
+    ) -> FileSamples | BlendedDataset:
         blend = self._blend_of(split)
         assert blend is not None
         if len(blend.prefixes) == 1 and blend.weights is None:
             return self._build_single(sources[0], wanted, split, builder)
         return self._build_blend(sources, wanted, split, builder)
 
-    def _build_single(self, source: _Source, num_samples: int | None, split: int, builder: IndexBuilder) -> GPTDataset:
-        cache = IndexCache(self.config.index_folder(source.dataset.prefix), self._report)
-        name = SPLIT_NAMES[split]
-        dataset = GPTDataset(source.dataset, source.sequences, num_samples, name, self.config, builder, cache)
-        self._report_usage(dataset.usage)
+    def _build_single(self, source: _Source, num_samples: int | None, split: int, builder: IndexBuilder) -> FileSamples:
+        cache, name = self._cache(source), SPLIT_NAMES[split]
+        dataset = make_samples(source.dataset, source.sequences, num_samples, name, self.config, builder, cache)
+        if dataset.usage.num_epochs > 1:
+            self._report(f" > {dataset.usage.describe()}")
+        if isinstance(dataset, ConversationDataset):
+            self._report(f" > {dataset.usage.name}: {dataset.packed.describe()}")
         return dataset
 
-    def _report_usage(self, usage: DataUsage) -> None:
-        if usage.num_epochs > 1:
-            self._report(f" > {usage.describe()}")
+    def _cache(self, source: _Source) -> IndexCache:
+        return IndexCache(self.config.index_folder(source.dataset.prefix), self._report)
+
+    def _held(self, source: _Source, num_samples: int | None, *, drop_last: bool = True) -> int:
+        """Return how many samples a request gives; None asks for an epoch."""
+        cache = self._cache(source)
+        return count_held(source.dataset, source.sequences, num_samples, self.config, cache, drop_last=drop_last)
 
     def _build_blend(
         self, sources: Sequence[_Source], wanted: int | None, split: int, builder: IndexBuilder
@@ -223,9 +221,8 @@ class BlendedDatasetBuilder:
         Without weights, data sets are used up in proportion to their sizes; only where more samples are wanted than
         one epoch of all of them gives, the sizes become weights and each data set is repeated.
         """
-        name, length = SPLIT_NAMES[split], self.config.sequence_length
-        cache = IndexCache(self.config.index_folder(sources[0].dataset.prefix), self._report)
-        sizes = [count_samples(source.tokens, length, self._drops_last(split)) for source in sources]
+        name, cache = SPLIT_NAMES[split], self._cache(sources[0])
+        sizes = [self._held(source, None, drop_last=self._drops_last(split)) for source in sources]
         weights: Sequence[float] = [source.weight for source in sources if source.weight is not None]
         requests: list[int | None] = [None] * len(sources)
         if not weights:
@@ -247,8 +244,7 @@ class BlendedDatasetBuilder:
 
     def _enough(self, source: _Source, request: int | None, needed: int, split: int) -> int | None:
         """Return the request, or what the blend takes where whole epochs for the request would not hold it."""
-        plan = plan_epochs(source.tokens, self.config.sequence_length, request)
-        held = count_samples(source.tokens * plan.num_epochs, self.config.sequence_length, self._drops_last(split))
+        held = self._held(source, request, drop_last=self._drops_last(split))
         return request if needed <= held else needed
 
     def _blend_of(self, split: int) -> Blend | None:
@@ -302,14 +298,19 @@ class BlendedDatasetBuilder:
             return None
         if blend.weights is None and len(sources) > 1:
             # A data set of no samples has no weight; a blend must never choose it.
-            sources = [source for source in sources if source.tokens > self.config.sequence_length] or sources
+            sources = [source for source in sources if source.tokens > self._least_tokens] or sources
         return sources
 
     def _open(self, prefix: str) -> IndexedDataset:
         """Open each data set once, however many splits read it."""
         if prefix not in self._opened:
-            self._opened[prefix] = IndexedDataset(prefix, self.config.mmap_bin_files)
+            self._opened[prefix] = open_data_set(prefix, self.config, self._report)
         return self._opened[prefix]
+
+    @property
+    def _least_tokens(self) -> int:
+        """Return how many tokens do not make a sample yet; a conversation of any length does."""
+        return self.config.sequence_length if self.config.conversations is None else 0
 
     def _sequences_of(self, dataset: IndexedDataset, split: int) -> range | None:
         if self.config.blend_per_split is not None:
@@ -355,7 +356,7 @@ class BlendedDatasetBuilder:
             return None
         largest = max(source.tokens for source in sources)
         empty = [source for source in sources if source.tokens == 0 and source.weight is not None]
-        if largest > length and not empty:
+        if largest > self._least_tokens and not empty:
             return None
         need = "a whole epoch" if wanted is None else f"{wanted} samples"
         remedy = "use more text, a larger share of --split or a smaller --seq-length"

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.errors import DataError, TokenizerError
+from megatron.core.datasets.conversations.conversation_encoder import ConversationEncoder, EncodedConversation
+from megatron.core.datasets.conversations.conversation_file import MASK_DTYPE
+from megatron.core.errors import DataError, InputError, TokenizerError
 from megatron.core.tokenizers.text_encoder import TextEncoder
-from megatron.corpus.json_lines import ExtractTexts, JsonLines, Problem, read_json_lines
+from megatron.corpus.json_lines import ExtractTexts, JsonLines, Problem, list_lines, read_json_lines
 
 SplitSentences = Callable[[str], list[str]]
 
@@ -30,6 +32,7 @@ class Recipe:
         num_partitions: document n goes to partition n modulo this; the data set is one partition after the other.
         split_sentences: cuts a text into the sequences of a document, or None.
         extract_texts: the compiled jsonl reader, or None.
+        conversations: encodes conversations in place of texts, to a stream of tokens and one of loss masks; or None.
     """
 
     encoder: TextEncoder
@@ -39,6 +42,7 @@ class Recipe:
     num_partitions: int
     split_sentences: SplitSentences | None
     extract_texts: ExtractTexts | None
+    conversations: ConversationEncoder | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ def tokenize_block(block: bytes, recipe: Recipe, room: NDArray[Any]) -> Tokenize
 
     Tokens are laid into ``room``, an array of their type, as far as it reaches.
     """
+    if recipe.conversations is not None:
+        return _encode_conversations(block, recipe.conversations, recipe.dtype)
     documents = read_json_lines(block, recipe.keys, recipe.extract_texts)
     if recipe.split_sentences is not None:
         documents = _split(documents, recipe.split_sentences)
@@ -82,6 +88,24 @@ def tokenize_block(block: bytes, recipe: Recipe, room: NDArray[Any]) -> Tokenize
         documents = _without_refused(documents, recipe.encoder)
         streams = _streams(documents, recipe, room)
     return TokenizedChunk(streams, documents.num_lines, len(documents.lines), documents.problems)
+
+
+def _encode_conversations(block: bytes, encoder: ConversationEncoder, dtype: np.dtype[Any]) -> TokenizedChunk:
+    _, places, num_lines = list_lines(block, ())
+    encoded: list[EncodedConversation] = []
+    problems = []
+    for line, begin, end in places.tolist():
+        try:
+            encoded += encoder.encode_line(block[begin:end])
+        except InputError as error:
+            problems.append(Problem(line, str(error)))
+    lengths = np.array([len(conversation.tokens) for conversation in encoded], np.int32)
+    contents = (
+        np.concatenate([np.empty(0, dtype), *(conversation.tokens.astype(dtype) for conversation in encoded)]),
+        np.concatenate([np.empty(0, MASK_DTYPE), *(conversation.loss_mask for conversation in encoded)]),
+    )
+    streams = [Stream(content, None, lengths, np.ones_like(lengths)) for content in contents]
+    return TokenizedChunk(streams, num_lines, len(encoded), problems)
 
 
 def _streams(documents: JsonLines, recipe: Recipe, room: NDArray[Any]) -> list[Stream]:

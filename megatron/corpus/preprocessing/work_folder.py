@@ -230,13 +230,13 @@ class WorkFolder:
         """Count the bytes of tokens so far, over all streams."""
         return sum(offsets[0] for offsets in self.offsets)
 
-    def complete(self, groups: Sequence[range], dtype: np.dtype[Any]) -> None:
-        """Join the streams of each data set in its first one and write the index files.
+    def complete(self, groups: Sequence[range], dtypes: Sequence[np.dtype[Any]]) -> None:
+        """Join the streams of each data set in its first one and write the index files, ``dtypes`` their tokens' types.
 
         Doing it again, after a kill in the middle of it, gives the same files.
         """
         self._close_outputs()
-        for group in groups:
+        for group, dtype in zip(groups, dtypes, strict=True):
             with open(stream_paths(self.path, group[0])[0], "r+b", buffering=0) as tokens:
                 tokens.truncate(self.offsets[group[0]][0])
                 tokens.seek(0, os.SEEK_END)

@@ -4,13 +4,78 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
+from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, FRACTION, Config, flag
 from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES
 from megatron.core.tokenizers.patch_tokenizer import CODE_TOKENIZER_TYPES, PATCH_TOKENIZER_TYPES
 
+RAW_DATASETS = ("LLama-SFT-Raw", "LLama-SFT", "JSON-SFT")
+"""What Pai-Megatron-Patch calls conversations in jsonl."""
+_SFT_TOKENIZER = "SFTTokenizer"
+INDEXED_DATASETS = ("MMAP", "LLama-Pretrain-Idxmap", "LLama-SFT-Idxmap")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig(Config, role="run"):
+class FineTuningConfig(Config, role="run"):
+    """Hold whether conversations are learnt, and how they become samples."""
+
+    sft: bool = flag(False, in_args=True)
+    """Learn the answers of conversations: jsonl, or what tools/preprocess_data.py --sft makes of it. The loss is the
+    mean over all tokens of answers in a global batch (as with --calculate-per-token-loss)."""
+    train_mode: str = flag("pretrain", choices=("pretrain", "finetune"))
+    """What Pai-Megatron-Patch calls --sft: finetune."""
+    dataset: str | None = flag(
+        None, choices=(*INDEXED_DATASETS, *RAW_DATASETS), not_built=("LLama-Pretrain-Raw", "ChatGLM-Pretrain-Raw")
+    )
+    """What the data paths name, as Pai-Megatron-Patch calls it: the three that hold SFT without Idxmap are jsonl, one
+    conversation a sample unless --reset-position-ids is given; the others are token files."""
+    chat_template: str | None = flag(None, metavar="FILE|NAME", where=("sft", True))
+    """Chat template that makes text of jsonl: a Jinja file, a name among the tokenizer's templates, or chatml, plain
+    (the contents, each answer ended by the end-of-document token) or identity (the contents); by default the
+    tokenizer's own."""
+    sft_tokenizer_prompt_format: str = flag(
+        "default",
+        choices=("default", "identity"),
+        not_built=("nemotron-h-aligned", "nemotron-nano-v2"),
+        where=("sft", True),
+    )
+    """What Megatron calls --chat-template: the tokenizer's own (default), or identity."""
+    sft_packing: bool = flag(True, negative="--no-sft-packing", where=("sft", True))
+    """Put as many conversations as fit into a sample, each with positions and attention of its own. Off: make each
+    conversation a sample, padded at its end."""
+    max_padding_length: int | None = flag(None, bounds=POSITIVE, where=("sft", True))
+    """Number of tokens at which a conversation is cut; by default --seq-length."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FillInTheMiddleConfig(Config, role="run"):
+    """Hold which documents become tasks of filling in their middle, and the tokens that say so."""
+
+    fim_data: bool = False
+    """Same as --fim-rate 0.5."""
+    fim_rate: float = flag(0.0, bounds=FRACTION)
+    """Share of the documents of a sample that are rearranged, so that their middle comes last."""
+    fim_spm_rate: float = flag(0.5, bounds=FRACTION, needs="fim_rate")
+    """Share of these that begin with the suffix in place of the prefix."""
+    fim_split_sample: str | None = flag(None, metavar="TOKEN", needs="fim_rate")
+    """Token that cuts a document into fragments, which are rearranged one by one."""
+    fim_fragment_rate: float = flag(0.5, bounds=FRACTION, needs="fim_split_sample")
+    """Share of the fragments of a chosen document that are rearranged."""
+    fim_no_prefix: str | None = flag(None, metavar="TEXT", needs="fim_rate")
+    """Leave documents as they are that begin with this text."""
+    fim_prefix_token: str = flag("<fim_prefix>", metavar="TOKEN", needs="fim_rate")
+    """Token that begins a prefix."""
+    fim_middle_token: str = flag("<fim_middle>", metavar="TOKEN", needs="fim_rate")
+    """Token that begins a middle."""
+    fim_suffix_token: str = flag("<fim_suffix>", metavar="TOKEN", needs="fim_rate")
+    """Token that begins a suffix."""
+    fim_pad_token: str | None = flag(None, metavar="TOKEN", needs="fim_rate")
+    """Token that fills a sample which became shorter, left out of the loss; by default token 0."""
+    fim_eod_token: str | None = flag(None, metavar="TOKEN", needs="fim_rate")
+    """Token that ends a document; by default the tokenizer's own."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
     """Hold the data paths, the split and what becomes of document boundaries."""
 
     seq_length: int = flag(0, role="recipe", bounds=NOT_NEGATIVE, in_args=True)
@@ -48,6 +113,13 @@ class DataConfig(Config, role="run"):
     eod_mask_loss: bool = flag(False, in_args=True)
     """Leave the end-of-document token's loss out."""
 
+    def __post_init__(self) -> None:
+        """Fill in the values that follow from others."""
+        if self.train_mode == "finetune":
+            object.__setattr__(self, "sft", True)
+        if self.fim_data and not self.fim_rate:
+            object.__setattr__(self, "fim_rate", 0.5)
+
     @property
     def has_data_per_split(self) -> bool:
         """Tell whether the three sets come from lists of their own."""
@@ -62,16 +134,15 @@ class TokenizerConfig(Config, role="run", in_args=True):
 
     tokenizer_type: str = flag(
         "GPT2BPETokenizer",
-        choices=TOKENIZER_TYPES,
+        choices=(*TOKENIZER_TYPES, _SFT_TOKENIZER),
         not_built=(
             "BertWordPieceLowerCase",
             "BertWordPieceCase",
             "MultimodalTokenizer",
             "NullMultimodalTokenizer",
-            "SFTTokenizer",
         ),
     )
-    """Kind of tokenizer."""
+    """Kind of tokenizer; SFTTokenizer is what Megatron calls HuggingFaceTokenizer with --sft."""
     vocab_file: str | None = flag(None, metavar="FILE")
     """Vocabulary file."""
     merge_file: str | None = flag(None, metavar="FILE")
@@ -99,3 +170,8 @@ class TokenizerConfig(Config, role="run", in_args=True):
     """Number of special tokens that tiktoken's vocabulary leaves room for."""
     tiktoken_special_tokens: tuple[str, ...] = flag((), nargs="+", metavar="TOKEN", in_args=False)
     """Special tokens of tiktoken's vocabulary."""
+
+    def __post_init__(self) -> None:
+        """Know a tokenizer by one name."""
+        if self.tokenizer_type == _SFT_TOKENIZER:
+            object.__setattr__(self, "tokenizer_type", "HuggingFaceTokenizer")

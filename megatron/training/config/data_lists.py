@@ -65,7 +65,7 @@ def extra_validation_sets(validation: ValidationConfig) -> tuple[ValidationSet, 
     numbers = [None] * len(lists) if validation.full_validation or not samples else list(samples)
     sets = []
     for path, name, number in zip(lists, names, numbers):
-        is_prefix = not Path(path).exists() and Path(f"{path}.idx").exists()
+        is_prefix = Path(path).suffix == ".jsonl" or (not Path(path).exists() and Path(f"{path}.idx").exists())
         try:
             words = (path,) if is_prefix else read_data_list(path, _DATALIST)
         except ConfigurationError as error:

@@ -10,6 +10,7 @@ from megatron.core.config_base import field_specs
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.training.checkpointing.folder import candidate_folders
 from megatron.training.config.checkpoint_config import CheckpointConfig
+from megatron.training.config.data_config import RAW_DATASETS
 from megatron.training.config.data_lists import read_data_list, read_per_split_lists
 from megatron.training.config.run_config import RunConfig
 
@@ -39,6 +40,7 @@ def resolve(config: RunConfig) -> Resolution:
     notes: list[str] = []
     problems: list[str] = []
     config = _resolve_data(config, problems)
+    config = _resolve_fine_tuning(config, notes)
     config = _resolve_model(config, notes)
     config = dataclasses.replace(config, checkpoint=resolve_checkpoint(config.checkpoint, notes, problems))
     config = _resolve_batch(config, problems)
@@ -84,6 +86,40 @@ def _resolve_data(config: RunConfig, problems: list[str]) -> RunConfig:
     elif not data.has_data_per_split:
         data = dataclasses.replace(data, split=DEFAULT_SPLIT)
     return dataclasses.replace(config, data=data)
+
+
+def _resolve_fine_tuning(config: RunConfig, notes: list[str]) -> RunConfig:
+    """Let conversations be kept apart where they share a sample, and each token of an answer count alike."""
+    data = config.data
+    if not data.sft:
+        return config
+    packs = data.sft_packing and (data.dataset not in RAW_DATASETS or data.reset_position_ids)
+    if packs:
+        notes.append(
+            "--sft packs conversations: --reset-position-ids and --reset-attention-mask are on; --no-sft-packing makes "
+            "each a sample"
+        )
+    elif data.sft_packing:
+        notes.append(f"--dataset {data.dataset}: each conversation is a sample; --reset-position-ids packs them")
+    if not config.training.calculate_per_token_loss:
+        notes.append("--sft: each token of an answer counts alike, as with --calculate-per-token-loss")
+    if data.max_padding_length is not None and data.max_padding_length > data.seq_length:
+        notes.append(
+            f"--max-padding-length {data.max_padding_length} has no effect: --seq-length {data.seq_length} cuts "
+            "conversations before"
+        )
+    template = data.chat_template
+    if template is None and data.sft_tokenizer_prompt_format != "default":
+        template = data.sft_tokenizer_prompt_format
+    data = dataclasses.replace(
+        data,
+        sft_packing=packs,
+        chat_template=template,
+        reset_position_ids=packs or data.reset_position_ids,
+        reset_attention_mask=packs or data.reset_attention_mask,
+    )
+    training = dataclasses.replace(config.training, calculate_per_token_loss=True)
+    return dataclasses.replace(config, data=data, training=training)
 
 
 def _resolve_model(config: RunConfig, notes: list[str]) -> RunConfig:

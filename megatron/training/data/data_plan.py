@@ -10,9 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from megatron.core.datasets.conversations.conversation_file import ConversationOptions
 from megatron.core.datasets.history.data_history import DataHistory, RunPosition
+from megatron.core.datasets.samples.fill_in_the_middle import FillInTheMiddle, special_token_id
 from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig, ValidationSet, parse_blend
+from megatron.core.errors import ConfigurationError, TokenizerError
 from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.training.config.data_config import DataConfig
 from megatron.training.config.data_lists import extra_validation_sets
 from megatron.training.config.resolution import DEFAULT_SPLIT
 from megatron.training.config.run_config import RunConfig
@@ -120,6 +124,51 @@ def dataset_config(config: RunConfig, tokenizer: Tokenizer) -> GPTDatasetConfig:
         eod_mask_loss=data.eod_mask_loss,
         eod_token_id=tokenizer.eod_id,
         vocab_size=tokenizer.vocab_size,
+        conversations=_conversations(data, tokenizer) if data.sft else None,
+        fill_in_the_middle=_fill_in_the_middle(data, tokenizer) if data.fim_rate else None,
+    )
+
+
+def _conversations(data: DataConfig, tokenizer: Tokenizer) -> ConversationOptions:
+    return ConversationOptions(tokenizer, data.chat_template, data.max_padding_length, data.sft_packing)
+
+
+def _fill_in_the_middle(data: DataConfig, tokenizer: Tokenizer) -> FillInTheMiddle:
+    """Look the special tokens up.
+
+    Raises:
+        ConfigurationError: the tokenizer lacks some, all of which are named.
+    """
+    tokens = {
+        "prefix_token": data.fim_prefix_token,
+        "middle_token": data.fim_middle_token,
+        "suffix_token": data.fim_suffix_token,
+        "pad_token": data.fim_pad_token,
+        "eod_token": data.fim_eod_token,
+        "split_sample": data.fim_split_sample,
+    }
+    ids: dict[str, int] = {}
+    problems = []
+    for name, token in tokens.items():
+        try:
+            if token is not None:
+                ids[name] = special_token_id(tokenizer, token, f"--fim-{name.replace('_', '-')}")
+        except TokenizerError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigurationError(problems)
+    return FillInTheMiddle(
+        tokenizer=tokenizer,
+        rate=data.fim_rate,
+        spm_rate=data.fim_spm_rate,
+        prefix_id=ids["prefix_token"],
+        middle_id=ids["middle_token"],
+        suffix_id=ids["suffix_token"],
+        document_end_id=ids.get("eod_token", tokenizer.eod_id),
+        split_id=ids.get("split_sample"),
+        fragment_rate=data.fim_fragment_rate,
+        kept_beginning=data.fim_no_prefix,
+        pad_id=ids.get("pad_token", 0),
     )
 
 

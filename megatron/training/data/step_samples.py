@@ -9,14 +9,13 @@ from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
 from megatron.core.datasets.history.continued_data import ContinuedData, OpenedPart
 from megatron.core.datasets.history.data_history import DataHistory
 from megatron.core.datasets.history.sample_keys import SamplePlace, locate_sample, sample_keys
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indices.index_builder import select_index_builder
 from megatron.core.datasets.samples.data_samplers import sample_ids_hash
+from megatron.core.datasets.samples.data_source import open_data_set
 from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, GPTSample, SampleDataset
 from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
 from megatron.core.errors import ConfigurationError, DataError
 from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.training.config.run_config import RunConfig
 from megatron.training.data.data_plan import dataset_config, sample_targets
 from megatron.training.data.data_setup import sample_order
 from megatron.training.data.step_position import StepPosition
@@ -92,21 +91,26 @@ def _open_data(
     later = [phase.start for phase in history.phases if phase.start > position.first_sample]
     history = history.until(position.first_sample)
     num_samples = later[0] if later else max(config.train_samples, position.first_sample + position.num_samples)
-    parts = {number: _open_part(history, number, config) for number in history.phases[-1].data_sets}
+    numbers = history.phases[-1].data_sets
+    own = dataset_config(config, tokenizer)
     dataset_options = GPTDatasetConfig(
-        sequence_length=history.data_sets[history.phases[-1].data_sets[0]].key.sequence_length,
+        sequence_length=history.data_sets[numbers[0]].key.sequence_length,
         random_seed=config.initialization.seed,
-        blend=Blend(tuple(part.dataset.prefix for part in parts.values())),
+        blend=Blend(tuple(history.data_sets[number].prefix for number in numbers)),
         path_to_cache=config.data.data_cache_path,
         mmap_bin_files=config.data.mmap_bin_files,
+        eod_token_id=tokenizer.eod_id,
+        conversations=own.conversations,
+        fill_in_the_middle=own.fill_in_the_middle,
     )
+    parts = {number: _open_part(history, number, dataset_options, report) for number in numbers}
     dataset, history = ContinuedData(dataset_options, parts, select_index_builder(report), report).build(
         history, num_samples
     )
     return history, dataset
 
 
-def _open_part(history: DataHistory, number: int, config: RunConfig) -> OpenedPart:
+def _open_part(history: DataHistory, number: int, config: GPTDatasetConfig, report: Report) -> OpenedPart:
     """Open a data set that the run has read.
 
     Raises:
@@ -114,7 +118,7 @@ def _open_part(history: DataHistory, number: int, config: RunConfig) -> OpenedPa
     """
     record = history.data_sets[number]
     key = record.key
-    dataset = IndexedDataset(record.prefix, config.data.mmap_bin_files)
+    dataset = open_data_set(record.prefix, config, report)
     if dataset.lengths_fingerprint != key.lengths_fingerprint:
         raise DataError(
             f"{record.prefix} is not the text that the run trained on: the lengths of its sequences are others now"

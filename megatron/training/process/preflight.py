@@ -22,10 +22,15 @@ def prepare_data_or_exit(
 
     Every rank looks, and only rank 0 prints. No index is built and nothing communicates.
     """
+
+    def report(line: str) -> None:
+        if launch.rank == 0:
+            print(line, flush=True)
+
     try:
         tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
         check_host_memory(config, launch.local_world_size)
-        datasets_provider(config, tokenizer, sample_targets(config), lambda line: None).check()
+        datasets_provider(config, tokenizer, sample_targets(config), report).check()
     except InputError as error:
         sys.exit(refuse_in_run(reasons_of(error), launch))
     return tokenizer

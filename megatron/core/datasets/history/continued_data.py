@@ -17,7 +17,9 @@ from megatron.core.datasets.samples.blended_dataset import (
     load_or_build_blend,
     samples_per_dataset,
 )
-from megatron.core.datasets.samples.gpt_dataset import DataUsage, GPTDataset, SampleDataset
+from megatron.core.datasets.samples.conversation_dataset import FileSamples
+from megatron.core.datasets.samples.data_source import make_samples
+from megatron.core.datasets.samples.gpt_dataset import DataUsage, SampleDataset
 from megatron.core.datasets.samples.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.errors import DataError
 
@@ -32,18 +34,19 @@ class OpenedPart:
     dataset: IndexedDataset
     sequences: range
 
-    def key(self, sequence_length: int) -> DataSetKey:
-        """Return what the part is recorded by."""
+    def key(self, config: GPTDatasetConfig) -> DataSetKey:
+        """Return what the part is recorded by: all that its samples depend on, order and paths apart."""
+        variant = "" if config.conversations is None else config.conversations.variant
         return DataSetKey(
-            name=self.dataset.prefix.rpartition("/")[2],
+            name=self.dataset.prefix.rpartition("/")[2] + variant,
             lengths_fingerprint=self.dataset.lengths_fingerprint,
             first_sequence=self.sequences.start,
             end_sequence=self.sequences.stop,
-            sequence_length=sequence_length,
+            sequence_length=config.sequence_length,
         )
 
 
-def segment_of(dataset: GPTDataset) -> Segment:
+def segment_of(dataset: FileSamples) -> Segment:
     """Return the segment that a data set is: what its samples' order depends on, apart from its text."""
     usage = dataset.usage
     return Segment(num_samples=None if usage.num_epochs == 1 else usage.num_samples, seed=dataset.config.random_seed)
@@ -114,13 +117,15 @@ class ContinuedData:
             return datasets[0], record
         return SegmentChain(datasets, offset), record
 
-    def _segment(self, number: int, segment: Segment) -> GPTDataset:
+    def _segment(self, number: int, segment: Segment) -> FileSamples:
         part = self._parts[number]
         config = dataclasses.replace(self._config, random_seed=segment.seed)
         cache = IndexCache(config.index_folder(part.dataset.prefix), self._report)
-        return GPTDataset(part.dataset, part.sequences, segment.num_samples, TRAIN, config, self._index_builder, cache)
+        return make_samples(
+            part.dataset, part.sequences, segment.num_samples, TRAIN, config, self._index_builder, cache
+        )
 
-    def _report_usage(self, segments: Sequence[GPTDataset], needed: int) -> None:
+    def _report_usage(self, segments: Sequence[FileSamples], needed: int) -> None:
         first = segments[0].usage
         usage = first
         if len(segments) > 1:

@@ -6,14 +6,15 @@ import bisect
 import itertools
 from collections.abc import Sequence
 
-from megatron.core.datasets.samples.gpt_dataset import GPTDataset, GPTSample, SampleDataset
+from megatron.core.datasets.samples.conversation_dataset import FileSamples
+from megatron.core.datasets.samples.gpt_dataset import GPTSample, SampleDataset
 from megatron.core.errors import DataError
 
 
 class SegmentChain:
     """Give the samples of one data set, segment after segment, those before ``offset`` left out."""
 
-    def __init__(self, segments: Sequence[GPTDataset], offset: int = 0) -> None:
+    def __init__(self, segments: Sequence[FileSamples], offset: int = 0) -> None:
         self.segments = tuple(segments)
         self.offset = offset
         self.starts = list(itertools.accumulate((len(segment) for segment in self.segments), initial=0))

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from megatron.core.datasets.history.data_history import DataHistory
 from megatron.core.datasets.history.dataset_chain import LaterPhase, SegmentChain
 from megatron.core.datasets.samples.blended_dataset import BlendedDataset
+from megatron.core.datasets.samples.conversation_dataset import FileSamples
 from megatron.core.datasets.samples.data_samplers import SampleOrder
-from megatron.core.datasets.samples.gpt_dataset import GPTDataset, SampleDataset
+from megatron.core.datasets.samples.gpt_dataset import SampleDataset
 
 SampleKeys = NDArray[np.int64]
 """(data set of the blend, row of its sample indices) of each sample, ``[n, 2]``; equal at every layout."""
@@ -77,7 +78,7 @@ def locate_sample(dataset: SampleDataset, sample_id: int) -> SamplePlace:
         segment, within = part.place(sample)
         pieces = _pieces(part.segments[segment], within)
         return SamplePlace(number, part.offset + sample, row, part.source_of(sample), pieces)
-    pieces = _pieces(part, sample) if isinstance(part, GPTDataset) else ()
+    pieces = _pieces(part, sample) if isinstance(part, FileSamples) else ()
     return SamplePlace(number, sample, row, part.source_of(sample), pieces)
 
 
@@ -110,23 +111,17 @@ def _rows(part: SampleDataset, samples: NDArray[np.int64]) -> NDArray[np.int64]:
             start = part.starts[number]
             rows[chosen] = start + _rows(part.segments[number], places[chosen] - start)
         return rows
-    if isinstance(part, GPTDataset):
+    if isinstance(part, FileSamples):
         return part.shuffle_index[samples].astype(np.int64)
     return samples
 
 
-def _pieces(dataset: GPTDataset, sample: int) -> tuple[TextPiece, ...]:
-    row = int(dataset.shuffle_index[sample])
-    (first, offset), (last, end) = (tuple(map(int, place)) for place in dataset.sample_index[row : row + 2])
+def _pieces(dataset: FileSamples, sample: int) -> tuple[TextPiece, ...]:
     indexed = dataset.indexed_dataset
     pieces: list[TextPiece] = []
-    for place in range(first, last + 1):
-        sequence = int(dataset.document_index[place])
-        begin = offset if place == first else 0
-        stop = end + 1 if place == last else int(indexed.sequence_lengths[sequence])
-        if stop > begin:
-            start = int(indexed.sequence_pointers[sequence]) + begin * indexed.dtype.itemsize
-            pieces.append(TextPiece(_document_of(indexed.document_indices, sequence), sequence, begin, stop, start))
+    for sequence, begin, stop in dataset.parts_of(int(dataset.shuffle_index[sample])):
+        start = int(indexed.sequence_pointers[sequence]) + begin * indexed.dtype.itemsize
+        pieces.append(TextPiece(_document_of(indexed.document_indices, sequence), sequence, begin, stop, start))
     return tuple(pieces)
 
 

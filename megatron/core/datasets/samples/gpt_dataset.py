@@ -197,12 +197,24 @@ class GPTDataset:
         """Name the data set; ``index`` does not matter here."""
         return self.indexed_dataset.prefix
 
+    def parts_of(self, row: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the sequence, and the first token and the end in it, of each piece of an unshuffled sample's text."""
+        (first, offset), (last, end) = (tuple(map(int, place)) for place in self.sample_index[row : row + 2])
+        for place in range(first, last + 1):
+            sequence = int(self.document_index[place])
+            begin = offset if place == first else 0
+            stop = end + 1 if place == last else int(self.indexed_dataset.sequence_lengths[sequence])
+            if stop > begin:
+                yield sequence, begin, stop
+
     def __getitem__(self, index: int) -> GPTSample:
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         text = np.empty(self._length + 1, np.int64)
         num_tokens = self._read_text(index, text)
         text[num_tokens:] = 0
+        if self.config.fill_in_the_middle is not None:
+            num_tokens = self.config.fill_in_the_middle.apply(text, num_tokens, self.config.random_seed, index)
         return make_sample(text, num_tokens, self.config, self._positions, self._all_ones)
 
     def _read_text(self, index: int, text: NDArray[np.int64]) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.core.datasets.conversations.conversation_file import ConversationOptions
+from megatron.core.datasets.samples.fill_in_the_middle import FillInTheMiddle
 from megatron.core.errors import ConfigurationError
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -86,6 +88,12 @@ class GPTDatasetConfig:
     vocab_size: int | None = None
     """Ids that the tokenizer knows; tokens are checked against it. None checks nothing."""
 
+    conversations: ConversationOptions | None = None
+    """Read conversations, whose answers alone are learnt, in place of text."""
+
+    fill_in_the_middle: FillInTheMiddle | None = None
+    """Turn some documents of each sample into tasks of filling in their middle."""
+
     def __post_init__(self) -> None:
         problems = list(self._find_problems())
         if problems:
@@ -93,7 +101,11 @@ class GPTDatasetConfig:
 
     def index_folder(self, prefix: str) -> Path:
         """Return where the indices of a data set are kept."""
-        return Path(self.path_to_cache) if self.path_to_cache else Path(prefix).parent / "cache" / "GPTDataset_indices"
+        if self.path_to_cache:
+            return Path(self.path_to_cache)
+        parent = Path(prefix).parent
+        # What jsonl was packed to lies among the indices already.
+        return parent if parent.name == "GPTDataset_indices" else parent / "cache" / "GPTDataset_indices"
 
     def _find_problems(self) -> list[str]:
         problems = []
@@ -112,6 +124,9 @@ class GPTDatasetConfig:
             "--reset-attention-mask": self.reset_attention_mask,
             "--eod-mask-loss": self.eod_mask_loss,
         }
+        if self.conversations is not None:
+            # Conversations are known apart without a token that ends them.
+            flags = {"--eod-mask-loss": self.eod_mask_loss}
         needing = [flag for flag, on in flags.items() if on]
         if needing and self.eod_token_id is None:
             problems.append(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.datasets.conversations.conversation_file import ConversationFile, is_raw
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
 from megatron.core.datasets.samples.gpt_dataset_config import parse_blend, parse_split, split_boundaries, suggest_split
 from megatron.core.errors import ConfigurationError, DataError
 from megatron.training.config.checks.check import Check
+from megatron.training.config.data_config import INDEXED_DATASETS, RAW_DATASETS
 from megatron.training.config.data_lists import extra_validation_sets
 from megatron.training.config.resolution import DEFAULT_SPLIT
 from megatron.training.config.run_config import RunConfig
@@ -62,6 +64,7 @@ def _check_blends(config: RunConfig) -> Iterator[str]:
             if not 0 < weight < float("inf"):
                 yield f"{name}: the weight of {prefix} is {weight:g}; give a positive weight, or leave the data set out"
         for prefix in dict.fromkeys(blend.prefixes):
+            yield from _check_kind(config, name, prefix)
             yield from _check_data_set(config, name, prefix)
 
 
@@ -76,7 +79,7 @@ def _check_extra_valid(config: RunConfig) -> Iterator[str]:
             if not 0 < weight < float("inf"):
                 yield f"validation set {extra.name}: the weight of {prefix} is {weight:g}; give a positive weight"
             try:
-                IndexedDataset(prefix)
+                _open(config, prefix)
             except DataError as error:
                 yield f"validation set {extra.name}: {error}"
 
@@ -96,10 +99,13 @@ def _check_data_set(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
     An empty test set is no problem, and building the data reports it: small data sets have one with everyday splits.
     """
     try:
-        num_sequences = len(IndexedDataset(prefix))
+        data_set = _open(config, prefix)
     except DataError as error:
         yield f"{name} {prefix}: {error}"
         return
+    if data_set is None:
+        return
+    num_sequences = len(data_set)
     if num_sequences == 0:
         yield f"{name} {prefix}: the data set holds no documents"
         return
@@ -109,6 +115,37 @@ def _check_data_set(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
                 f"--split {config.data.split} of the {num_sequences} documents of {prefix} leaves the "
                 f"{set_name} set empty; {_split_that_works(config, num_sequences)}"
             )
+
+
+def _open(config: RunConfig, prefix: str) -> IndexedDataset | None:
+    """Open a data set; return None for jsonl of conversations, which the tokenizer has yet to read."""
+    if not config.data.sft:
+        return IndexedDataset(prefix)
+    return None if is_raw(prefix) else ConversationFile(prefix)
+
+
+def _check_fine_tuning(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    for flag, is_given in (("--mock-data", data.mock_data), ("--dataloader-type external", _is_external(config))):
+        if is_given and (data.sft or data.fim_rate):
+            what = "--sft needs conversations" if data.sft else "--fim-rate needs text"
+            yield f"{what}, and {flag} has none; give --data-path in its place"
+    if data.sft and data.fim_rate:
+        yield "--sft and --fim-rate exclude each other; keep one"
+    if data.dataset is not None and "SFT" in data.dataset and not data.sft:
+        yield f"--dataset {data.dataset} is of conversations; add --train-mode finetune or --sft"
+
+
+def _check_kind(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
+    """Compare a path with what --dataset says that it is."""
+    dataset = config.data.dataset
+    if config.data.sft and dataset is not None and is_raw(prefix) != (dataset in RAW_DATASETS):
+        kind, others = ("a file", RAW_DATASETS) if is_raw(prefix) else ("no file", INDEXED_DATASETS)
+        yield f"{name} {prefix} is {kind}, which --dataset {dataset} does not mean; give {' or '.join(others)}"
+
+
+def _is_external(config: RunConfig) -> bool:
+    return config.data.dataloader_type == "external"
 
 
 def _wanted_sets(config: RunConfig, num_sequences: int) -> list[tuple[str, int | None]]:
@@ -153,6 +190,7 @@ def _lists(config: RunConfig) -> list[tuple[str, tuple[str, ...]]]:
 
 
 CHECKS = (
+    Check(("sft", "dataset", "dataloader_type", "fim_rate"), _check_fine_tuning),
     Check(("data_path", "dataloader_type"), _check_sources),
     Check(("split",), _check_split),
     Check(("data_path", "split", "eval_iters", "eval_interval"), _check_blends),

@@ -159,6 +159,8 @@ MISTAKES = {
         Mistake("--num-experts 8"),
         Mistake("--optimizer muon"),
         Mistake("--train-mode finetune"),
+        Mistake("--dataset JSON-SFT"),
+        Mistake("--fim-spm-rate 0.3"),
     ),
 }
 _HEAD = f"""# Typical mistakes, and what is answered

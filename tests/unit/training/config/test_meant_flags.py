@@ -186,7 +186,8 @@ def test_a_run_begins_with_pretrained_weights_until_it_has_its_own(tmp_path: Pat
     [
         ("--transformer-impl inference_optimized", "possible: transformer_engine, local"),
         ("--transformer-type huggingface", "possible: megatron"),
-        ("--dataset LLama-SFT-Raw", "possible: MMAP, LLama-Pretrain-Idxmap"),
+        ("--dataset LLama-Pretrain-Raw", "possible: MMAP, LLama-Pretrain-Idxmap"),
+        ("--dataset LLama-SFT-Raw", "is of conversations; add --train-mode finetune or --sft"),
         ("--data-impl raw", "possible: mmap, lazy, cached, infer"),
         ("--mid-level-dataset-surplus 0.1", "possible: 0.005"),
         ("--rerun-mode report_stats", "possible: validate_results, disabled"),

@@ -1,0 +1,162 @@
+"""Render conversations with a chat template, and find the answers in the text."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from megatron.core.datasets.conversations.conversation import ASSISTANT, Conversation, Message
+from megatron.core.errors import DataError, InputError
+from megatron.core.tokenizers.optional_package import load_package
+
+END_OF_DOCUMENT: Final = "\ufdd2"
+"""Stands in a rendered text for the tokenizer's end-of-document token where no spelling gives it."""
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+# None of the three is a character: no text of a conversation may hold them.
+_RESERVED: Final = re.compile(f"[{_BEGIN}{_END}{END_OF_DOCUMENT}]")
+_GENERATION: Final = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+_FILE: Final = "<template>"
+
+
+@dataclass(frozen=True)
+class RenderedConversation:
+    """Hold a conversation's text, and where its answers begin and end in it."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
+
+
+class ChatTemplate:
+    """Render with a Jinja template in a sandbox, which reads no files and changes no values.
+
+    A template sees what those of Hugging Face's models see: ``messages``, ``tools``, ``add_generation_prompt``, the
+    special tokens by name, ``raise_exception``, ``strftime_now`` and ``tojson``. What it has between
+    ``{% generation %}`` and ``{% endgeneration %}`` is the answer; a template without these marks is rendered up to
+    each answer, and through it, and the answer is what lies between.
+
+    Raises:
+        DataError: the package jinja2 is missing, or the template has a mistake; the message names its line.
+    """
+
+    def __init__(self, source: str, name: str, special_tokens: Mapping[str, str]) -> None:
+        self.name = name
+        self.source = source
+        self.special_tokens = dict(special_tokens)
+        self._has_marks = _GENERATION.search(source) is not None
+        sandbox = load_package("jinja2.sandbox", f"the chat template {name}", DataError)
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.filters["answer"] = lambda text: f"{_BEGIN}{text}{_END}"
+        environment.globals.update(raise_exception=_refuse, strftime_now=_now)
+        try:
+            # A filter block takes the marks' place, on the same line.
+            marked = _GENERATION.sub(lambda m: f"{m[1]}{'endfilter' if m[2] else 'filter answer'}{m[3]}", source)
+            self._template = environment.from_string(marked)
+        except Exception as error:
+            if not hasattr(error, "lineno"):
+                raise
+            raise DataError(f"{name}, line {error.lineno}: {error}") from error
+
+    def render(self, conversation: Conversation) -> RenderedConversation:
+        """Return the text of a conversation and its answers.
+
+        Raises:
+            DataError: the template fails (its line is named), or its text does not show where the answers are.
+        """
+        if _RESERVED.search(json.dumps([conversation.messages, conversation.tools], ensure_ascii=False)):
+            raise DataError("a message holds one of the noncharacters U+FDD0, U+FDD1 and U+FDD2; take it out")
+        text = self._fill(conversation.messages, conversation)
+        if self._has_marks:
+            return _take_marks(text)
+        answers = [
+            (self._begin(conversation, number, text), self._end(conversation, number, text))
+            for number, message in enumerate(conversation.messages)
+            if message["role"] == ASSISTANT
+        ]
+        return RenderedConversation(text, tuple(answers))
+
+    def render_prompt(self, messages: Sequence[Message]) -> str:
+        """Return the text that the assistant goes on from."""
+        text = self._fill(messages, Conversation(tuple(messages)), add_generation_prompt=True)
+        return _take_marks(text).text
+
+    def _begin(self, conversation: Conversation, number: int, text: str) -> int:
+        """Return where an answer begins: behind all that invites it."""
+        before = conversation.messages[:number]
+        begin = _common_length(self._fill(before, conversation, add_generation_prompt=True), text)
+        if begin < _common_length(self._fill(before, conversation).rstrip(), text):
+            self._refuse_changed_beginning(number)
+        return begin
+
+    def _end(self, conversation: Conversation, number: int, text: str) -> int:
+        """Return where an answer ends; only the last one has what the template writes at the end of all."""
+        if number == len(conversation.messages) - 1:
+            return len(text)
+        through = self._fill(conversation.messages[: number + 1], conversation)
+        end = _common_length(through, text)
+        if through[end:].strip() not in ("", self.special_tokens.get("eos_token")):
+            self._refuse_changed_beginning(number)
+        return end
+
+    def _refuse_changed_beginning(self, number: int) -> NoReturn:
+        raise DataError(
+            f"{self.name} writes the conversation up to message {number + 1} differently once it goes on, so that the "
+            "answers cannot be found; mark them in the template with {% generation %} … {% endgeneration %}, or give "
+            "conversations with one answer"
+        )
+
+    def _fill(
+        self, messages: Sequence[Message], conversation: Conversation, *, add_generation_prompt: bool = False
+    ) -> str:
+        try:
+            text: str = self._template.render(
+                **self.special_tokens,
+                messages=list(messages),
+                tools=conversation.tools,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except Exception as error:
+            frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == _FILE]
+            line = f", line {frames[-1]}" if frames else ""
+            said = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+            raise DataError(f"{self.name}{line}: {said}") from error
+        return text
+
+
+def _take_marks(text: str) -> RenderedConversation:
+    answers: list[tuple[int, int]] = []
+    clean = ""
+    begin = 0
+    for part in re.split(f"([{_BEGIN}{_END}])", text):
+        if part == _BEGIN:
+            begin = len(clean)
+        elif part == _END:
+            answers.append((begin, len(clean)))
+        else:
+            clean += part
+    return RenderedConversation(clean, tuple(answers))
+
+
+def _common_length(left: str, right: str) -> int:
+    if right.startswith(left):
+        return len(left)
+    return next((i for i, (a, b) in enumerate(zip(left, right)) if a != b), min(len(left), len(right)))
+
+
+def _refuse(message: str) -> NoReturn:
+    raise DataError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().astimezone().strftime(form)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)

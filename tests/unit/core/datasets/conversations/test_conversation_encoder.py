@@ -1,0 +1,151 @@
+"""Conversations: what a line may be, where the answers are in the text, and which tokens are learnt."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.datasets.conversations.chat_template import ChatTemplate
+from megatron.core.datasets.conversations.conversation import read_conversations
+from megatron.core.datasets.conversations.conversation_encoder import ConversationEncoder
+from megatron.core.datasets.conversations.template_choice import choose_template
+from megatron.core.errors import DataError
+from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from megatron.core.tokenizers.sentence_piece_tokenizer import SentencePieceTokenizer
+from tests.unit.core.datasets.conversations.small_chat import MARKED, TEMPLATE, write_chat_folder
+
+TURNS = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "ab"},
+    {"role": "assistant", "content": "cd"},
+    {"role": "user", "content": "e"},
+    {"role": "assistant", "content": "f"},
+]
+
+
+def learnt(encoder: ConversationEncoder, content: Any) -> list[tuple[str, str]]:
+    """Return the text of each conversation of a line, and what of it is learnt, other tokens as a dot."""
+    spelt = encoder.tokenizer.detokenize
+    found = []
+    for conversation in encoder.encode_line(json.dumps(content).encode()):
+        ids, mask = conversation.tokens.tolist(), conversation.loss_mask.tolist()
+        parts = [spelt([token]) if counts else "." for token, counts in zip(ids, mask)]
+        found.append((spelt(ids), "".join(parts)))
+    return found
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["prefixes", "marks"])
+def test_answers_alone_are_learnt(tmp_path: Path, template: str) -> None:
+    tokenizer = write_chat_folder(tmp_path / "model", template)
+    encoder = ConversationEncoder(tokenizer, choose_template(tokenizer, None))
+    assert learnt(encoder, {"messages": TURNS}) == [
+        ("<|system|>s<|user|>ab<|assistant|>cd<|end|><|user|>e<|assistant|>f<|end|>", "......cd<|end|>...f<|end|>")
+    ]
+    prompt = encoder.template.render_prompt(TURNS[:2])
+    assert prompt == "<|system|>s<|user|>ab<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("content", "messages"),
+    [
+        ({"prompt": "a", "completion": "b"}, [("user", "a"), ("assistant", "b")]),
+        ({"prompt": TURNS[:2], "completion": "b"}, [("system", "s"), ("user", "ab"), ("assistant", "b")]),
+        ({"instruction": "a", "output": "b"}, [("user", "a"), ("assistant", "b")]),
+        ({"instruction": "a", "input": "x", "output": "b"}, [("user", "a\nx"), ("assistant", "b")]),
+        (
+            {"system": "s", "instruction": "a", "input": "", "output": "b"},
+            [("system", "s"), ("user", "a"), ("assistant", "b")],
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            [("user", "a"), ("assistant", "b")],
+        ),
+    ],
+)
+def test_the_forms_of_a_line(content: dict[str, Any], messages: list[tuple[str, str]]) -> None:
+    (conversation,) = read_conversations(json.dumps(content).encode())
+    assert [(message["role"], message["content"]) for message in conversation.messages] == messages
+
+
+def test_a_system_message_begins_another_conversation() -> None:
+    twice = read_conversations(json.dumps({"messages": [*TURNS, *TURNS[:3]]}).encode())
+    assert [len(conversation.messages) for conversation in twice] == [5, 3]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "not a JSON line"),
+        ("[1]", "expected a JSON object, found list"),
+        ('{"text": "a"}', "the keys are text; give messages"),
+        ('{"messages": []}', "'messages' is no list of messages"),
+        ('{"messages": [{"content": "a"}]}', "message 1 of 'messages' has no 'role'"),
+        ('{"messages": [{"role": "user"}]}', "message 1 of 'messages' has no 'content'"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "no message of the assistant (roles: user)"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "the first message is the assistant's"),
+        ('{"conversations": [{"from": "bot", "value": "a"}]}', "a message is from 'bot'; known are human"),
+        ('{"prompt": 1, "completion": "a"}', "'prompt' holds int, expected text"),
+    ],
+)
+def test_a_line_that_is_no_conversation_is_refused(line: str, problem: str) -> None:
+    with pytest.raises(DataError, match=re.escape(problem)):
+        read_conversations(line.encode())
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ messages }}\n{% for %}", "mine, line 2: "),
+        ("a\n\n{{ raise_exception('no system') }}", "mine, line 3: no system"),
+        ("a\n{{ messages[0].name + 1 }}", "mine, line 2: UndefinedError: "),
+        ("{{ messages[0].__class__.__mro__ }}\n{{ messages.append(1) }}", "SecurityError"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "differently once it goes on"),
+    ],
+)
+def test_a_template_that_fails_names_its_line(template: str, problem: str) -> None:
+    with pytest.raises(DataError, match=re.escape(problem)):
+        ChatTemplate(template, "mine", {}).render(*read_conversations(json.dumps({"messages": TURNS}).encode()))
+
+
+def test_where_a_template_is_found(tmp_path: Path) -> None:
+    several = [{"name": "default", "template": "d"}, {"name": "tools", "template": "t"}]
+    tokenizer = write_chat_folder(tmp_path / "model", several)  # type: ignore[arg-type]
+    assert choose_template(tokenizer, None).source == "d"
+    assert choose_template(tokenizer, "tools").source == "t"
+    file = tmp_path / "mine.jinja"
+    file.write_text("m")
+    assert choose_template(tokenizer, str(file)).source == "m"
+    (tmp_path / "model" / "chat_template.jinja").write_text("j")
+    tokenizer = type(tokenizer)(tmp_path / "model")
+    assert choose_template(tokenizer, None).source == "j"
+    with pytest.raises(DataError, match=r"--chat-template other is no file .* known are default, tools, chatml"):
+        choose_template(tokenizer, "other")
+    bare = write_chat_folder(tmp_path / "bare", None)
+    with pytest.raises(DataError, match=r"hold no chat template .* give --chat-template a file, or one of chatml"):
+        choose_template(bare, None)
+
+
+def test_a_tokenizer_without_a_spelling_ends_answers_all_the_same(sentence_piece_file: Path) -> None:
+    null = NullTokenizer(99)
+    encoder = ConversationEncoder(null, choose_template(null, "plain"))
+    assert learnt(encoder, {"prompt": "1 2 ", "completion": "7 8"}) == [("1 2 7 8 99", "..7899")]
+    identity = ConversationEncoder(null, choose_template(null, "identity"))
+    assert learnt(identity, {"prompt": "1 2 ", "completion": "7 8"}) == [("1 2 7 8", "..78")]
+    # Llama2Tokenizer begins each text with a token: the template says whether a conversation has one.
+    piece = SentencePieceTokenizer(sentence_piece_file, "Llama2Tokenizer")
+    encoder = ConversationEncoder(piece, choose_template(piece, "plain"))
+    (encoded,) = encoder.encode_line(b'{"prompt": "the parser", "completion": " adds"}')
+    assert piece.tokenize("")[0] not in encoded.tokens
+    assert encoded.tokens[-1] == piece.eod_id
+    assert encoded.loss_mask[-1] == 1
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
+    with pytest.raises(DataError, match=r"the chat template mine needs the package jinja2.* pip install jinja2"):
+        ChatTemplate("", "mine", {})
