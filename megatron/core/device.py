@@ -101,6 +101,11 @@ class Device:
         """Return bytes of the machine's memory from which a copy to the device need not be waited for."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
 
+    def has_peers(self) -> bool:
+        """Return whether the device reads the memory of all others that this process sees."""
+        others = (index for index in range(torch.cuda.device_count()) if index != self.index)
+        return self.is_cuda and all(torch.cuda.can_device_access_peer(self.index, other) for other in others)
+
     def graph_backend(self) -> GraphBackend | None:
         """Return what records work as graphs, or None where there is no such thing (every CPU)."""
         return CudaGraphBackend() if self.is_cuda else None

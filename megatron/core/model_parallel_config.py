@@ -48,6 +48,54 @@ class ModelParallelConfig(Config, in_args=True):
     cp_comm_type: tuple[str, ...] = flag(("p2p",), nargs="+", role="layout", in_args=False)
     """How context-parallel ranks exchange keys and values: p2p, all_gather or a2a; one for all layers, or
     one a layer."""
+    tp_comm_overlap: bool = flag(False, role="run")
+    """Under sequence parallelism, send what enters and leaves the layers' matrix products in chunks, one under way
+    while another is multiplied."""
+    tp_comm_overlap_ag: bool = flag(
+        True,
+        negative="--disable-tp-comm-overlap-ag",
+        aliases=("--disable-tp-comm-split-ag",),
+        role="run",
+        where=("tp_comm_overlap", True),
+    )
+    """Gather the inputs of column-parallel layers, and the output gradients of row-parallel ones, in chunks. Off:
+    gather the inputs of column-parallel layers, and the output gradients of row-parallel ones, before the product."""
+    tp_comm_overlap_rs: bool = flag(
+        True,
+        negative="--disable-tp-comm-overlap-rs",
+        aliases=("--disable-tp-comm-split-rs",),
+        role="run",
+        where=("tp_comm_overlap", True),
+    )
+    """Reduce-scatter the outputs of row-parallel layers in chunks. Off: reduce-scatter the outputs of row-parallel
+    layers after the product."""
+    tp_comm_overlap_rs_dgrad: bool = flag(False, role="run", where=("tp_comm_overlap", True))
+    """Reduce-scatter the input gradients of column-parallel layers in chunks beside their own product, in place of the
+    whole beside the weight gradient's."""
+    tp_comm_bulk_dgrad: bool = flag(
+        True, negative="--disable-tp-comm-bulk-dgrad", role="run", where=("tp_comm_overlap", True)
+    )
+    """Gather the inputs of column-parallel layers once more beside the input gradient's product. Off: gather the inputs
+    of column-parallel layers before the backward pass's products."""
+    tp_comm_bulk_wgrad: bool = flag(
+        True, negative="--disable-tp-comm-bulk-wgrad", role="run", where=("tp_comm_overlap", True)
+    )
+    """Reduce-scatter the input gradients of column-parallel layers beside the weight gradient's product. Off:
+    reduce-scatter the input gradients of column-parallel layers before the weight gradient's product."""
+    tp_comm_overlap_cfg: str | None = flag(None, metavar="FILE", role="run", where=("tp_comm_overlap", True))
+    """YAML file that gives the products of layers (qkv_fprop, fc2_dgrad, ...) a method: ring_exchange and pipeline are
+    chunks, bulk is the whole."""
+    tp_comm_overlap_methods: tuple[str, ...] = flag((), cli=False, role="run", in_args=False)
+    """What the file of --tp-comm-overlap-cfg says, as PRODUCT=METHOD."""
+    tp_comm_overlap_impl: str = flag(
+        "auto",
+        choices=("auto", "ring", "symmetric-memory", "whole"),
+        role="run",
+        in_args=False,
+        where=("tp_comm_overlap", True),
+    )
+    """How chunks travel: round a ring of sends and receives, or by torch's symmetric memory on CUDA; or whole, in none.
+    auto takes symmetric memory where devices have it; on CPU it measures, and takes the whole unless chunks gain."""
     fp16: bool = flag(False, role="run", excludes=("bf16",))
     """Train in float16 with float32 main parameters and dynamic loss scaling."""
     bf16: bool = flag(False, role="run")

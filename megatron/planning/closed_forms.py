@@ -16,6 +16,7 @@ from megatron.core.context_parallel.head_sharing import copies_of_key_value_head
 from megatron.core.distributed.param_layout import parts_of_range, plan_buckets
 from megatron.core.parallel_sizes import GRID_AXES, ParallelSizes, Place
 from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.tensor_parallel.linear_overlap import linear_overlap
 from megatron.planning.chunk_parameters import chunk_parameters
 
 if TYPE_CHECKING:
@@ -145,8 +146,10 @@ def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
     if here.config.model.sequence_parallel:
         total.add("reduce_scatter", TP, A, m * chunk.has_embedding)
         total.add("all_gather", TP, A, m * chunk.has_embedding)
-        total.add("all_gather", TP, A, 2 * m * chunk.has_loss)
-        total.add("reduce_scatter", TP, A, m * chunk.has_loss)
+        output = linear_overlap(here.config.model, "output")
+        _add_beside_product(total, here, "all_gather", output.forward, m * chunk.has_loss)
+        total.add("all_gather", TP, A, m * chunk.has_loss)
+        _add_beside_product(total, here, "reduce_scatter", output.backward, m * chunk.has_loss)
     else:
         total.add("all_reduce", TP, A, m * chunk.has_embedding)
         total.add("all_reduce", TP, A, m * chunk.has_loss)
@@ -177,14 +180,28 @@ def _add_layer_ends(total: _Sum, here: _Rank, entered: int, left: int, backward:
     """Add what a number of layers send where they enter and leave their two tensor-parallel regions."""
     A = here.hidden_bytes
     if here.config.model.sequence_parallel:
-        total.add("all_gather", TP, A, 2 * entered)
-        total.add("reduce_scatter", TP, A, entered + left)
-        # Backward: the gradients of both outputs, and both inputs once more for the weights' gradients.
-        total.add("all_gather", TP, A, 4 * backward)
-        total.add("reduce_scatter", TP, A, 2 * backward)
+        qkv, proj, fc1, fc2 = (linear_overlap(here.config.model, name) for name in ("qkv", "proj", "fc1", "fc2"))
+        if fc2.forward or fc2.backward:
+            left = entered  # The product and its sum over the ranks are one operation, which runs to its end.
+        for column, row, times in (qkv, proj, entered), (fc1, fc2, left):
+            _add_beside_product(total, here, "all_gather", column.forward, entered)
+            _add_beside_product(total, here, "reduce_scatter", row.forward, times)
+            # Backward: the gradient of the output, and the input once more for the weight's gradient.
+            _add_beside_product(total, here, "all_gather", row.backward, backward)
+            total.add("all_gather", TP, A, backward)
+            _add_beside_product(total, here, "reduce_scatter", column.backward, backward)
     else:
         total.add("all_reduce", TP, A, entered + left)
         total.add("all_reduce", TP, A, 2 * backward)
+
+
+def _add_beside_product(total: _Sum, here: _Rank, operation: str, is_chunked: bool, count: int) -> None:
+    """Add a collective of A, or the t - 1 sends of A/t of a ring beside a layer's product."""
+    t = here.sizes.tp
+    if is_chunked:
+        total.add("send", TP, here.hidden_bytes // t, count * (t - 1))
+    else:
+        total.add(operation, TP, here.hidden_bytes, count)
 
 
 def _add_exchange(total: _Sum, here: _Rank, number: int, is_recomputed: bool) -> None:

@@ -112,6 +112,7 @@ class Layout:
     dp: int = 1
     sharding: str = "no_shard"
     overlap: bool = False
+    tp_overlap: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
 
     @property
@@ -130,6 +131,7 @@ class Layout:
         parts.append(f"cp{self.cp}" + (f"-{self.cp_comm_type}" if self.cp > 1 else ""))
         parts.append(f"dp{self.dp}" + (f"-{self.sharding}" if self.sharding != "no_shard" else ""))
         parts += ["overlap"] if self.overlap else []
+        parts += [" ".join(flag.removeprefix("--") for flag in self.tp_overlap)] if self.tp_overlap else []
         parts += ["recompute-" + "-".join(self.recompute)] if self.recompute else []
         return " ".join(parts)
 
@@ -151,6 +153,7 @@ class Layout:
         if self.overlap:
             flags += ["--overlap-grad-reduce", "--ddp-bucket-size", "700"]
             flags += ["--overlap-param-gather"] if self.sharding != "no_shard" else []
+        flags += self.tp_overlap
         if self.recompute:
             granularity, *rest = self.recompute
             flags += ["--recompute-granularity", granularity]
@@ -165,6 +168,18 @@ DROPOUT: tuple[str, ...] = ("--hidden-dropout", "0.2", "--attention-dropout", "0
 RECOMPUTE: tuple[tuple[str, ...], ...] = ((), ("selective",), ("full", "uniform", "1"), ("full", "block", "1"))
 SHARDING: tuple[str, ...] = ("no_shard", "optim", "optim_grads")
 EXCHANGES: tuple[str, ...] = ("p2p", "all_gather", "a2a")
+TP_OVERLAP: tuple[tuple[str, ...], ...] = (
+    ("--tp-comm-overlap",),
+    ("--tp-comm-overlap", "--tp-comm-overlap-rs-dgrad"),
+    ("--tp-comm-overlap", "--disable-tp-comm-overlap-ag"),
+    (
+        "--tp-comm-overlap",
+        "--disable-tp-comm-overlap-rs",
+        "--disable-tp-comm-bulk-dgrad",
+        "--disable-tp-comm-bulk-wgrad",
+    ),
+)
+"""Which communication of a layer goes in chunks beside which product; --tp-comm-overlap alone is the usual choice."""
 MAX_WORLD_SIZE = 8
 
 
@@ -184,7 +199,11 @@ def with_micro_batch_size(cell: Cell, size: int) -> Cell:
 
 def matrix() -> list[Cell]:
     """Return the layouts that every release must pass, each once."""
-    cells = [cell for family in (_tensor, _pipeline, _context, _data, _mixed, _families, _dropout) for cell in family()]
+    cells = [
+        cell
+        for family in (_tensor, _tp_overlap, _pipeline, _context, _data, _mixed, _families, _dropout)
+        for cell in family()
+    ]
     return list({cell.name: cell for cell in cells}.values())
 
 
@@ -193,6 +212,24 @@ def _tensor() -> Iterator[Cell]:
         for sequence_parallel in (False, True) if tp > 1 else (False,):
             if shape in ("gpt2", "qwen") or recompute in ((), ("selective",)):
                 yield make_cell(shape, Layout(tp=tp, sequence_parallel=sequence_parallel, recompute=recompute))
+
+
+def _tp_overlap() -> Iterator[Cell]:
+    for shape, tp in itertools.product(("gpt2", "llama"), (2, 4)):
+        for flags in TP_OVERLAP:
+            yield make_cell(shape, Layout(tp=tp, sequence_parallel=True, tp_overlap=flags))
+    layout = Layout(tp=2, sequence_parallel=True, tp_overlap=TP_OVERLAP[0])
+    both = replace(layout, tp_overlap=TP_OVERLAP[1])
+    for recompute in RECOMPUTE[1:]:
+        yield make_cell("gpt2", replace(layout, recompute=recompute))
+    yield make_cell("llama-one-group", replace(layout, tp=4))
+    yield make_cell("gpt2-untied", replace(both, pp=2, virtual_stages=2))
+    yield make_cell("gpt2", replace(both, pp=2, schedule="zero-bubble", recompute=RECOMPUTE[3]))
+    yield make_cell("qwen", replace(layout, pp=2, dp=2, sharding="optim_grads", overlap=True))
+    for exchange in EXCHANGES:
+        yield make_cell("llama", replace(layout, cp=2, cp_comm_type=exchange, recompute=RECOMPUTE[2]), "packed")
+    yield make_cell("gemma2", replace(both, pp=2))
+    yield make_cell("gpt2", layout, extra=DROPOUT)
 
 
 def _pipeline() -> Iterator[Cell]:

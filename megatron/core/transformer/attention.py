@@ -18,6 +18,7 @@ from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.linear_overlap import linear_overlap
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.across_heads_norm import AcrossHeadsNorm
 from megatron.core.transformer.dropout import require_keys
@@ -118,6 +119,7 @@ class SelfAttention(nn.Module):
             dtype=dtype_from_name(config.params_dtype),
             device=device,
             library=config.cpu_matmul,
+            overlap=linear_overlap(config, "proj"),
         )
         self.linear_qkv = make_query_key_value(config, tp, device)
         self.q_layernorm = self._norm(config, config.num_attention_heads, tp, device) if config.qk_layernorm else None

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron.core.batch_size_rampup import read_batch_size_schedule
 from megatron.core.config_base import field_specs
 from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.tensor_parallel.overlap_file import read_overlap_methods
 from megatron.training.checkpointing.folder import candidate_folders
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.data_lists import read_data_list, read_per_split_lists
@@ -40,6 +41,7 @@ def resolve(config: RunConfig) -> Resolution:
     problems: list[str] = []
     config = _resolve_data(config, problems)
     config = _resolve_model(config, notes)
+    config = _resolve_tp_overlap(config, notes, problems)
     config = dataclasses.replace(config, checkpoint=resolve_checkpoint(config.checkpoint, notes, problems))
     config = _resolve_batch(config, problems)
     config = _resolve_data_parallelism(config, notes)
@@ -105,6 +107,31 @@ def _resolve_model(config: RunConfig, notes: list[str]) -> RunConfig:
         )
         model = dataclasses.replace(model, recompute_num_layers=None)
     return dataclasses.replace(config, model=model)
+
+
+def _resolve_tp_overlap(config: RunConfig, notes: list[str], problems: list[str]) -> RunConfig:
+    model = config.model
+    if not model.tp_comm_overlap:
+        return config
+    if not model.sequence_parallel:
+        sizes = f"--tensor-model-parallel-size {model.tensor_model_parallel_size}"
+        missing = sizes if model.tensor_model_parallel_size == 1 else f"{sizes} without --sequence-parallel"
+        notes.append(f"--tp-comm-overlap has no effect with {missing}: turned off")
+        return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap=False))
+    if model.tp_comm_overlap_cfg is None:
+        return config
+    methods: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    try:
+        methods, ignored = read_overlap_methods(model.tp_comm_overlap_cfg)
+    except ConfigurationError as error:
+        problems.extend(error.problems)
+    if ignored:
+        notes.append(
+            f"--tp-comm-overlap-cfg {model.tp_comm_overlap_cfg}: no effect have {', '.join(ignored)}: there are as "
+            "many chunks as ranks, and no kernels of transformer-engine's to set"
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap_methods=methods))
 
 
 def resolve_checkpoint(checkpoint: CheckpointConfig, notes: list[str], problems: list[str]) -> CheckpointConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from megatron.training.model_setup import ModelProvider
 from megatron.verification.cells import (
     DROPOUT,
     MAX_WORLD_SIZE,
+    TP_OVERLAP,
     Cell,
     Layout,
     fuzz,
@@ -51,6 +53,9 @@ REPRESENTATIVE = (
     make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True)),
     make_cell("qwen", Layout(tp=4, recompute=("selective",))),
     make_cell("qwen", Layout(tp=2, sequence_parallel=True, recompute=("full", "uniform", "1"))),
+    make_cell("gpt2", Layout(tp=4, sequence_parallel=True, tp_overlap=TP_OVERLAP[1])),
+    make_cell("llama", replace(SP, tp_overlap=TP_OVERLAP[0], cp=2, recompute=("full", "uniform", "1")), "packed"),
+    make_cell("gpt2", replace(SP, tp_overlap=TP_OVERLAP[0], pp=2, schedule="zero-bubble")),
     make_cell("gpt2", Layout(pp=2)),
     make_cell("gpt2", Layout(pp=2, virtual_stages=2, recompute=("full", "block", "1"))),
     make_cell("gpt2", Layout(pp=4, schedule="zero-bubble")),
