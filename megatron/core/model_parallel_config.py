@@ -46,8 +46,11 @@ class ModelParallelConfig(Config, in_args=True):
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(None, role="layout", in_args=False)
     """With virtual stages: how many micro-batches one virtual stage takes before the next one's turn."""
     cp_comm_type: tuple[str, ...] = flag(("p2p",), nargs="+", role="layout", in_args=False)
-    """How context-parallel ranks exchange keys and values: p2p, all_gather or a2a; one for all layers, or
+    """How context-parallel ranks exchange keys and values: p2p, all_gather, a2a or a2a+p2p; one for all layers, or
     one a layer."""
+    hierarchical_context_parallel_sizes: tuple[int, ...] = flag((), nargs="+", role="layout")
+    """For --cp-comm-type a2a+p2p: how many neighbouring ranks share heads by all-to-all, and how many such groups
+    form a ring."""
     tp_comm_overlap: bool = flag(False, role="run")
     """Under sequence parallelism, send what enters and leaves the layers' matrix products in chunks, one under way
     while another is multiplied."""
@@ -117,6 +120,13 @@ class ModelParallelConfig(Config, in_args=True):
         return ParallelSizes(
             tp=self.tensor_model_parallel_size, pp=self.pipeline_model_parallel_size, cp=self.context_parallel_size
         )
+
+    @property
+    def cp_inner_size(self) -> int | None:
+        """Return the ranks of a2a+p2p that share heads; None where no layer asks for it."""
+        if self.context_parallel_size == 1 or "a2a+p2p" not in self.cp_comm_type:
+            return None
+        return self.hierarchical_context_parallel_sizes[0]
 
     def cp_exchange(self, layer_number: int) -> str:
         """Return a layer's choice among ``cp_comm_type``: one for all layers, or one a layer."""

@@ -45,6 +45,7 @@ Traffic = dict[tuple[str, tuple[str, ...]], Volume]
 """Volumes by operation and axes."""
 
 TP, CP, PP, EMBEDDING = ("tp",), ("cp",), ("pp",), ("embedding",)
+CP_INNER, CP_OUTER = ("cp_inner",), ("cp_outer",)
 DP_CP, MODEL_PARALLEL, WORLD = ("dp", "cp"), ("pp", "tp"), GRID_AXES
 
 
@@ -88,11 +89,18 @@ class _Rank:
         """Return A = s/c · b · h · e."""
         return self.tokens * self.config.model.hidden_size * self.element
 
+    @property
+    def head_bytes(self) -> int:
+        """Return s/c · b · k · e."""
+        return self.tokens * self.config.model.kv_channels * self.element
+
     def group_sizes(self) -> dict[tuple[str, ...], int]:
         """Return the number of ranks of every group that communicates."""
         at_an_end = self.place["pp"] in (0, self.sizes.pp - 1)
         slices = {axes: self.sizes.size_of(axes) for axes in (TP, CP, PP, DP_CP, MODEL_PARALLEL, WORLD)}
-        return slices | {EMBEDDING: min(self.sizes.pp, 2) if at_an_end else 1}
+        inner = self.config.model.cp_inner_size or 1
+        levels = {CP_INNER: inner, CP_OUTER: self.sizes.cp // inner}
+        return slices | levels | {EMBEDDING: min(self.sizes.pp, 2) if at_an_end else 1}
 
 
 def step_traffic(config: RunConfig, rank: int) -> Traffic:
@@ -206,31 +214,45 @@ def _add_beside_product(total: _Sum, here: _Rank, operation: str, is_chunked: bo
 
 def _add_exchange(total: _Sum, here: _Rank, number: int, is_recomputed: bool) -> None:
     """Add what the attention of a layer sends for all micro-batches."""
-    if here.sizes.cp == 1:
-        return
     model, c = here.config.model, here.sizes.cp
+    if c == 1:
+        return
     exchange = model.cp_exchange(number)
-    heads = model.num_attention_heads // here.sizes.tp
     groups = key_value_heads_of_rank(model.num_query_groups, here.sizes.tp)
     forwards = here.num_microbatches * (1 + is_recomputed)
-    backwards = here.num_microbatches
-    head_bytes = here.tokens * model.kv_channels * here.element
     if exchange == "p2p":
-        keys_and_values = 2 * groups * head_bytes
-        total.add("send", CP, keys_and_values, (c - 1) * (forwards + backwards))
-        total.add("send", CP, keys_and_values // here.element * max(here.element, 4), c * backwards)
+        _add_ring(total, here, CP, c, groups, forwards)
     elif exchange == "all_gather":
-        total.add("all_gather", CP, 2 * groups * head_bytes * c, forwards)
-        total.add("reduce_scatter", CP, 2 * groups * head_bytes * c, backwards)
+        gathered = 2 * groups * here.head_bytes * c
+        total.add("all_gather", CP, gathered, forwards)
+        total.add("reduce_scatter", CP, gathered, here.num_microbatches)
+    elif exchange == "a2a":
+        _add_all_to_alls(total, here, CP, c, groups, forwards)
     else:
-        copies = copies_of_key_value_heads(heads, groups, c)
-        assert copies is not None, "a checked configuration shares the heads"
-        there = (heads + 2 * copies * groups) * head_bytes
-        back = heads * head_bytes
-        # A recomputed core alone ends before its output goes back: nothing behind it is needed.
-        again = forwards - backwards if model.recompute_granularity == "full" else 0
-        total.add("all_to_all", CP, there, forwards + backwards)
-        total.add("all_to_all", CP, back, 2 * backwards + again)
+        inner = model.cp_inner_size or 1
+        # A rank of the ring has a share of the heads, and the tokens of all who share them: as many bytes as before.
+        groups = _add_all_to_alls(total, here, CP_INNER, inner, groups, forwards)
+        _add_ring(total, here, CP_OUTER, c // inner, groups, forwards)
+
+
+def _add_ring(total: _Sum, here: _Rank, axes: tuple[str, ...], size: int, groups: int, forwards: int) -> None:
+    keys_and_values, backwards = 2 * groups * here.head_bytes, here.num_microbatches
+    total.add("send", axes, keys_and_values, (size - 1) * (forwards + backwards))
+    total.add("send", axes, keys_and_values // here.element * max(here.element, 4), size * backwards)
+
+
+def _add_all_to_alls(total: _Sum, here: _Rank, axes: tuple[str, ...], size: int, groups: int, forwards: int) -> int:
+    """Add what shares the heads, and return the key-value heads that are shared, repeated ones included."""
+    model, backwards = here.config.model, here.num_microbatches
+    heads = model.num_attention_heads // here.sizes.tp
+    copies = copies_of_key_value_heads(heads, groups, size)
+    assert copies is not None, "a checked configuration shares the heads"
+    there = (heads + 2 * copies * groups) * here.head_bytes
+    # A recomputed core alone ends before its output goes back: nothing behind it is needed.
+    again = forwards - backwards if model.recompute_granularity == "full" else 0
+    total.add("all_to_all", axes, there, forwards + backwards)
+    total.add("all_to_all", axes, heads * here.head_bytes, 2 * backwards + again)
+    return copies * groups
 
 
 def _add_sends(total: _Sum, here: _Rank, index: int, num_chunks: int) -> None:

@@ -109,6 +109,7 @@ class Layout:
     first_stage_layers: int | None = None
     cp: int = 1
     cp_comm_type: str = "p2p"
+    cp_levels: tuple[int, int] | None = None
     dp: int = 1
     sharding: str = "no_shard"
     overlap: bool = False
@@ -128,7 +129,8 @@ class Layout:
         parts += [self.schedule] if self.schedule else []
         parts += [f"[{self.pipeline_layout}]"] if self.pipeline_layout else []
         parts += [f"first{self.first_stage_layers}"] if self.first_stage_layers else []
-        parts.append(f"cp{self.cp}" + (f"-{self.cp_comm_type}" if self.cp > 1 else ""))
+        levels = "" if self.cp_levels is None else "x".join(map(str, self.cp_levels))
+        parts.append(f"cp{self.cp}" + (f"-{self.cp_comm_type}{levels}" if self.cp > 1 else ""))
         parts.append(f"dp{self.dp}" + (f"-{self.sharding}" if self.sharding != "no_shard" else ""))
         parts += ["overlap"] if self.overlap else []
         parts += [" ".join(flag.removeprefix("--") for flag in self.tp_overlap)] if self.tp_overlap else []
@@ -148,6 +150,8 @@ class Layout:
         if self.first_stage_layers is not None:
             flags += ["--decoder-first-pipeline-num-layers", str(self.first_stage_layers)]
         flags += ["--cp-comm-type", self.cp_comm_type] if self.cp > 1 else []
+        if self.cp_levels is not None:
+            flags += ["--hierarchical-context-parallel-sizes", *map(str, self.cp_levels)]
         if self.sharding != "no_shard":
             flags += ["--use-distributed-optimizer", "--data-parallel-sharding-strategy", self.sharding]
         if self.overlap:
@@ -201,7 +205,7 @@ def matrix() -> list[Cell]:
     """Return the layouts that every release must pass, each once."""
     cells = [
         cell
-        for family in (_tensor, _tp_overlap, _pipeline, _context, _data, _mixed, _families, _dropout)
+        for family in (_tensor, _tp_overlap, _pipeline, _context, _levels, _data, _mixed, _families, _dropout)
         for cell in family()
     ]
     return list({cell.name: cell for cell in cells}.values())
@@ -255,6 +259,23 @@ def _context() -> Iterator[Cell]:
             continue
         for data in DATA:
             yield make_cell(shape, Layout(cp=cp, cp_comm_type=exchange), data)
+
+
+def _levels() -> Iterator[Cell]:
+    whole = Layout(cp=4, cp_comm_type="a2a+p2p", cp_levels=(2, 2))
+    for shape, data in itertools.product(("gpt2", "llama", "mistral", "gemma2"), DATA):
+        yield make_cell(shape, whole, data)
+    for recompute in RECOMPUTE[1:3]:
+        yield make_cell("llama", replace(whole, recompute=recompute), "packed")
+    yield make_cell("gpt2", whole, "packed", extra=DROPOUT)
+    for levels in ((4, 1), (1, 4)):
+        yield make_cell("gpt2", replace(whole, cp_levels=levels), extra=DROPOUT)
+    yield make_cell("qwen", replace(whole, tp=2, sequence_parallel=True), "uneven")
+    yield make_cell("llama", replace(whole, pp=2), "packed")
+    yield make_cell("llama-one-group", replace(whole, dp=2, sharding="optim_grads"))
+    eight = replace(whole, cp=8, cp_levels=(2, 4))
+    yield make_cell("gpt2", eight, "packed")
+    yield make_cell("gpt2", replace(eight, cp_levels=(4, 2)), "packed")
 
 
 def _data() -> Iterator[Cell]:

@@ -48,7 +48,7 @@ def describe_attention(
     for number, window in enumerate(config.layer_windows):
         exchange = config.cp_exchange(number) if size > 1 else ""
         has_window = window is not None and window < seq_length
-        if exchange == "p2p":
+        if exchange in ("p2p", "a2a+p2p"):
             has_kernel = blocks.has_kernel(
                 *(device.type, dtype, head_dim),
                 has_mask=has_documents or has_window,

@@ -227,7 +227,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--expert-model-parallel-size": NotSupported(1, "1"),
     "--expert-tensor-parallel-size": NotSupported(1, "1"),
     "--num-distributed-optimizer-instances": NotSupported(1, "1"),
-    "--hierarchical-context-parallel-sizes": NotSupported("+"),
     "--pipeline-model-parallel-split-rank": NotSupported(1),
     "--wgrad-deferral-limit": NotSupported(1, "0"),
     # other models

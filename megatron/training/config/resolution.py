@@ -48,6 +48,7 @@ def resolve(config: RunConfig) -> Resolution:
     config = _resolve_precision(config)
     config = _resolve_weight_decay(config)
     notes.extend(_attention_notes(config))
+    notes.extend(_level_notes(config))
     notes.extend(_window_notes(config))
     notes.extend(_condition_notes(config))
     notes.extend(_checkpoint_notes(config))
@@ -218,9 +219,18 @@ def _attention_notes(config: RunConfig) -> list[str]:
         return []
     if config.data.reset_attention_mask:
         return ["flash-attn is not used with packed documents: --reset-attention-mask takes torch's own attention"]
-    if model.context_parallel_size > 1 and "p2p" in model.cp_comm_type:
-        return ["flash-attn is not used with --cp-comm-type p2p: blocks that are merged take torch's own attention"]
+    if model.context_parallel_size > 1 and (rings := {"p2p", "a2a+p2p"} & {*model.cp_comm_type}):
+        name = max(rings)
+        return [f"flash-attn is not used with --cp-comm-type {name}: blocks that are merged take torch's own attention"]
     return []
+
+
+def _level_notes(config: RunConfig) -> list[str]:
+    sizes = config.model.hierarchical_context_parallel_sizes
+    if not sizes or "a2a+p2p" in config.model.cp_comm_type:
+        return []
+    given = " ".join(map(str, sizes))
+    return [f"--hierarchical-context-parallel-sizes {given} has no effect without --cp-comm-type a2a+p2p"]
 
 
 def _window_notes(config: RunConfig) -> list[str]:

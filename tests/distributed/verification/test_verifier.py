@@ -64,6 +64,8 @@ REPRESENTATIVE = (
     make_cell("gpt2", Layout(pp=2, virtual_stages=2), extra=("--global-batch-size", "6")),
     *(make_cell("llama", Layout(cp=2, cp_comm_type=exchange), "packed") for exchange in ("p2p", "all_gather", "a2a")),
     make_cell("gpt2", Layout(cp=4), "uneven"),
+    make_cell("llama", Layout(cp=4, cp_comm_type="a2a+p2p", cp_levels=(2, 2)), "packed"),
+    make_cell("gpt2", Layout(cp=8, cp_comm_type="a2a+p2p", cp_levels=(4, 2))),
     *(make_cell("gpt2", Layout(dp=2, sharding=sharding)) for sharding in ("no_shard", "optim", "optim_grads")),
     make_cell("gpt2", Layout(dp=4, sharding="optim_grads", overlap=True), "uneven"),
     make_cell("qwen", Layout(dp=2, sharding="optim", overlap=True), "packed"),

@@ -57,6 +57,10 @@ CELLS = [
             ("bfloat16", 2, "a2a", FULL),
         )
     ),
+    *(
+        ("bfloat16", make_cell("llama", Layout(cp=4, cp_comm_type="a2a+p2p", cp_levels=levels, recompute=recompute)))
+        for levels, recompute in (((2, 2), ()), ((2, 2), FULL), ((2, 2), ("selective",)), ((4, 1), ()), ((1, 4), ()))
+    ),
     ("bfloat16", make_cell("gpt2", Layout(dp=4))),
     ("float32", make_cell("gpt2", Layout(dp=2, sharding="optim"), "uneven")),
     ("bfloat16", make_cell("gpt2", Layout(dp=4, sharding="optim_grads", overlap=True))),
