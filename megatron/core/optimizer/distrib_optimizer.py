@@ -31,9 +31,23 @@ class DistributedOptimizer(MegatronOptimizer):
         for chunk in self._chunks:
             # A module that no forward pass has called has not waited for its parameters.
             chunk.finish_param_gather()
+        if self._chunks[0].gathers_while_updating:
+            self._update_by_bucket(is_finite, grad_multiplier)
+            return
         super()._update(is_finite, grad_multiplier)
         for chunk in self._chunks:
             chunk.start_param_gather()
+
+    def _update_by_bucket(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
+        """Update bucket by bucket; each is gathered while the next one is updated."""
+        if not self._inner.decides_on_device:
+            # The host asks for each bucket: what it reads must not wait for those before.
+            is_finite, grad_multiplier = is_finite.cpu(), grad_multiplier.cpu()
+        optimized = {id(part.part): part for part in self._parts}
+        for chunk in self._chunks:
+            for parts, gather in chunk.parts_and_gathers():
+                self._update_parts([optimized[id(part)] for part in parts], is_finite, grad_multiplier)
+                gather()
 
 
 def make_optimizer(

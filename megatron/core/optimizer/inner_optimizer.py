@@ -94,6 +94,9 @@ class InnerOptimizer:
             self._torch_optimizer.grad_scale = torch.tensor(  # type: ignore[attr-defined]
                 1.0 / grad_multiplier, dtype=torch.float32, device=parameters[0].device
             )
+        if not self._is_torch:
+            for group in self._torch_optimizer.param_groups:
+                group["step"] = self.num_steps  # Counted once, however many parts of the parameters are updated.
         self._torch_optimizer.step()
         if self._scales_in_kernel:
             self._torch_optimizer.grad_scale = None  # type: ignore[attr-defined]

@@ -85,7 +85,6 @@ class MegatronOptimizer:
         self._inner = InnerOptimizer(
             config, [([part.main_param for part in parts], multiplier) for parts, multiplier in groups], fused_adam
         )
-        self._main_params = [part.main_param for part in self._parts]
         self._with_copy = [part for part in self._parts if part.has_main_copy]
         self.learning_rate = 0.0
         self.set_learning_rate(config.lr, config.weight_decay)
@@ -202,14 +201,22 @@ class MegatronOptimizer:
 
     def _update(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
         """Update the model from the gradients times a factor, if they are finite."""
-        for part in self._parts:
+        self._update_parts(self._parts, is_finite, grad_multiplier)
+
+    def _update_parts(
+        self, parts: Sequence[_OptimizedPart], is_finite: torch.Tensor, grad_multiplier: torch.Tensor
+    ) -> None:
+        """Update some parts: those without a gradient are left alone."""
+        for part in parts:
             # A view of where the gradient was reduced, except where gradients are kept in bf16.
             part.main_param.grad = part.part.gradient.to(part.main_param.dtype)
-        self._inner.step_if(is_finite, self._main_params, grad_multiplier)
-        for main_param in self._main_params:
+        main_params = [part.main_param for part in parts]
+        self._inner.step_if(is_finite, main_params, grad_multiplier)
+        for main_param in main_params:
             main_param.grad = None
-        if self._with_copy:
-            torch._foreach_copy_([p.part.values for p in self._with_copy], [p.main_param for p in self._with_copy])
+        with_copy = [part for part in parts if part.has_main_copy]
+        if with_copy:
+            torch._foreach_copy_([p.part.values for p in with_copy], [p.main_param for p in with_copy])
 
     def _raise_not_finite(self) -> None:
         local = [name for chunk in self._chunks for name in chunk.names_of_bad_local_gradients()]

@@ -158,7 +158,6 @@ _SWITCHES = [
     "--no-pin-cpu-grads",
     "--no-pin-cpu-params",
     "--use-precision-aware-optimizer",
-    "--overlap-param-gather-with-optimizer-step",
     "--use-torch-fsdp2",
     "--use-megatron-fsdp",
     "--use-custom-fsdp",
