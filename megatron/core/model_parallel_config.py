@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.config_base import POSITIVE, Config, flag
+from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
 from megatron.core.parallel_sizes import ParallelSizes
 
 
@@ -45,6 +45,15 @@ class ModelParallelConfig(Config, in_args=True):
     splits the backward pass; by default what fits the stages."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(None, role="layout", in_args=False)
     """With virtual stages: how many micro-batches one virtual stage takes before the next one's turn."""
+    overlap_p2p_communication: bool = flag(True, negative="--no-overlap-p2p-communication", role="run")
+    """Let messages between pipeline stages travel while passes are computed. Off: wait until each message between
+    pipeline stages has gone before the next pass."""
+    delay_wgrad_compute: bool = flag(False, role="run")
+    """Compute each micro-batch's weight gradients after its input gradient has left for the stage before."""
+    defer_embedding_wgrad_compute: bool = flag(False, role="run")
+    """Compute the output layer's weight gradients after the last stage's passes, while the other stages run theirs."""
+    wgrad_deferral_limit: int = flag(0, role="run", bounds=NOT_NEGATIVE, where=("defer_embedding_wgrad_compute", True))
+    """How many micro-batches' weight gradients of the output layer are deferred, the last ones; 0: all."""
     cp_comm_type: tuple[str, ...] = flag(("p2p",), nargs="+", role="layout", in_args=False)
     """How context-parallel ranks exchange keys and values: p2p, all_gather, a2a or a2a+p2p; one for all layers, or
     one a layer."""

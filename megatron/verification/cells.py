@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -114,6 +112,7 @@ class Layout:
     sharding: str = "no_shard"
     overlap: bool = False
     tp_overlap: tuple[str, ...] = ()
+    pp_overlap: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
 
     @property
@@ -133,7 +132,7 @@ class Layout:
         parts.append(f"cp{self.cp}" + (f"-{self.cp_comm_type}{levels}" if self.cp > 1 else ""))
         parts.append(f"dp{self.dp}" + (f"-{self.sharding}" if self.sharding != "no_shard" else ""))
         parts += ["overlap"] if self.overlap else []
-        parts += [" ".join(flag.removeprefix("--") for flag in self.tp_overlap)] if self.tp_overlap else []
+        parts += [flag.removeprefix("--") for flag in (*self.tp_overlap, *self.pp_overlap)]
         parts += ["recompute-" + "-".join(self.recompute)] if self.recompute else []
         return " ".join(parts)
 
@@ -157,7 +156,7 @@ class Layout:
         if self.overlap:
             flags += ["--overlap-grad-reduce", "--ddp-bucket-size", "700"]
             flags += ["--overlap-param-gather"] if self.sharding != "no_shard" else []
-        flags += self.tp_overlap
+        flags += [*self.tp_overlap, *self.pp_overlap]
         if self.recompute:
             granularity, *rest = self.recompute
             flags += ["--recompute-granularity", granularity]
@@ -184,6 +183,13 @@ TP_OVERLAP: tuple[tuple[str, ...], ...] = (
     ),
 )
 """Which communication of a layer goes in chunks beside which product; --tp-comm-overlap alone is the usual choice."""
+PP_OVERLAP: tuple[tuple[str, ...], ...] = (
+    ("--no-overlap-p2p-communication",),
+    ("--delay-wgrad-compute",),
+    ("--defer-embedding-wgrad-compute",),
+    ("--defer-embedding-wgrad-compute", "--wgrad-deferral-limit", "2"),
+)
+"""What of a pipeline's messages and weight gradients is computed beside what."""
 MAX_WORLD_SIZE = 8
 
 
@@ -205,7 +211,18 @@ def matrix() -> list[Cell]:
     """Return the layouts that every release must pass, each once."""
     cells = [
         cell
-        for family in (_tensor, _tp_overlap, _pipeline, _context, _levels, _data, _mixed, _families, _dropout)
+        for family in (
+            _tensor,
+            _tp_overlap,
+            _pipeline,
+            _pp_overlap,
+            _context,
+            _levels,
+            _data,
+            _mixed,
+            _families,
+            _dropout,
+        )
         for cell in family()
     ]
     return list({cell.name: cell for cell in cells}.values())
@@ -251,6 +268,18 @@ def _pipeline() -> Iterator[Cell]:
     yield make_cell("gpt2", Layout(pp=4), extra=("--micro-batch-size", "2"))
     yield make_cell("gpt2", Layout(pp=2, virtual_stages=2), extra=("--global-batch-size", "6"))
     yield make_cell("gpt2", Layout(pp=4, virtual_stages=2), num_layers=8)
+
+
+def _pp_overlap() -> Iterator[Cell]:
+    for flags in PP_OVERLAP:
+        yield make_cell("gpt2-untied", Layout(pp=4, pp_overlap=flags))
+        yield make_cell("gpt2", Layout(pp=2, virtual_stages=2, pp_overlap=flags))
+        yield make_cell("gpt2", Layout(pp=2, dp=2, sharding="optim", overlap=True, pp_overlap=flags), "uneven")
+    yield make_cell("gpt2", Layout(pp=4, schedule="zero-bubble", pp_overlap=PP_OVERLAP[0]))
+    for flags in PP_OVERLAP[:2]:
+        yield make_cell("gpt2", Layout(pp=2, dp=2, sharding="optim_grads", overlap=True, pp_overlap=flags))
+    layout = Layout(tp=2, sequence_parallel=True, pp=2, recompute=RECOMPUTE[2], pp_overlap=PP_OVERLAP[1])
+    yield make_cell("gemma2", replace(layout, tp_overlap=TP_OVERLAP[0]))
 
 
 def _context() -> Iterator[Cell]:
@@ -330,88 +359,3 @@ def _dropout() -> Iterator[Cell]:
     yield with_micro_batch_size(make_cell("llama", Layout(tp=2, pp=2), extra=DROPOUT), 4)
     for shape in ("llama-one-group", "mistral", "gemma2"):
         yield make_cell(shape, Layout(tp=2, cp=2), "packed", extra=DROPOUT)
-
-
-def fuzz(seed: int, count: int) -> list[Cell]:
-    """Return ``count`` configurations drawn at random; some of them are such that they must be refused.
-
-    A number's configuration depends on the seed and on it alone.
-    """
-    return [_draw(random.Random(f"{seed}/{number}"), number) for number in range(count)]
-
-
-_SHARE_OF_WILD = 0.15
-"""How many of the random configurations draw their sizes without a thought for what the layout can take."""
-
-
-def _draw(generator: random.Random, number: int) -> Cell:
-    layout = _draw_layout(generator)
-    shape = generator.choice(tuple(SHAPES))
-    data = generator.choice(tuple(DATA))
-    is_wild = generator.random() < _SHARE_OF_WILD
-    extra = _draw_sizes(generator) if is_wild else _draw_fitting_sizes(generator, layout, shape)
-    cell = make_cell(shape, layout, data, extra, num_layers=int(extra[1]))
-    return replace(cell, name=f"#{number} {shape} {data} {layout.name} {' '.join(extra)}")
-
-
-def _draw_layout(generator: random.Random) -> Layout:
-    while True:
-        pp = generator.choice((1, 1, 2, 2, 3, 4))
-        virtual_stages = generator.choice((1, 1, 2, 3)) if pp > 1 or generator.random() < 0.05 else 1
-        layout = Layout(
-            tp=generator.choice((1, 1, 2, 2, 3, 4)),
-            sequence_parallel=generator.random() < 0.5,
-            pp=pp,
-            virtual_stages=virtual_stages,
-            schedule="zero-bubble" if virtual_stages == 1 and generator.random() < 0.25 else None,
-            cp=generator.choice((1, 1, 2, 3, 4)),
-            cp_comm_type=generator.choice(EXCHANGES),
-            dp=generator.choice((1, 2, 3, 4)),
-            sharding=generator.choice(SHARDING),
-            overlap=generator.random() < 0.5,
-            recompute=generator.choice(RECOMPUTE),
-        )
-        if layout.tp == 1 and layout.sequence_parallel and generator.random() < 0.9:
-            layout = replace(layout, sequence_parallel=False)
-        if layout.world_size <= MAX_WORLD_SIZE:
-            return layout
-
-
-def _sizes(layers: int, heads: int, width: int, micro_batch: int, batch: int, length: int) -> tuple[str, ...]:
-    return (
-        *("--num-layers", str(layers), "--num-attention-heads", str(heads), "--hidden-size", str(heads * width)),
-        *("--ffn-hidden-size", "48", "--micro-batch-size", str(micro_batch), "--global-batch-size", str(batch)),
-        *("--seq-length", str(length), "--max-position-embeddings", str(length)),
-    )
-
-
-def _draw_sizes(generator: random.Random) -> tuple[str, ...]:
-    return _sizes(
-        generator.choice((2, 3, 4, 6)),
-        generator.choice((2, 4, 6)),
-        generator.choice((4, 6)),
-        generator.choice((1, 2)),
-        generator.choice((4, 6, 8, 12)),
-        generator.choice((12, 16, 24)),
-    )
-
-
-def _draw_fitting_sizes(generator: random.Random, layout: Layout, shape: str) -> tuple[str, ...]:
-    """Draw sizes of which the layout divides what it cuts; a shape's number of key-value heads may still not fit."""
-    flags = SHAPES[shape]
-    groups = int(flags[flags.index("--num-query-groups") + 1]) if "--num-query-groups" in flags else 1
-    heads = math.lcm(layout.tp, groups)
-    if layout.cp > 1 and layout.cp_comm_type == "a2a":
-        heads = layout.tp * math.lcm(max(groups // layout.tp, 1), layout.cp)
-        heads = math.lcm(heads, groups)
-    chunks = layout.pp * layout.virtual_stages
-    micro_batch = generator.choice((1, 1, 2))
-    unit = 2 * layout.cp * (layout.tp if layout.sequence_parallel else 1)
-    return _sizes(
-        chunks * generator.randint(1, max(1, 6 // chunks)),
-        heads * generator.randint(1, max(1, 4 // heads)),
-        generator.choice((4, 6)),
-        micro_batch,
-        micro_batch * layout.dp * generator.randint(1, max(1, 12 // (micro_batch * layout.dp))),
-        unit * generator.randint(1, max(1, 24 // unit)),
-    )

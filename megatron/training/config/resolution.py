@@ -42,6 +42,7 @@ def resolve(config: RunConfig) -> Resolution:
     config = _resolve_data(config, problems)
     config = _resolve_model(config, notes)
     config = _resolve_tp_overlap(config, notes, problems)
+    config = _resolve_pipeline_overlap(config, notes)
     config = dataclasses.replace(config, checkpoint=resolve_checkpoint(config.checkpoint, notes, problems))
     config = _resolve_batch(config, problems)
     config = _resolve_data_parallelism(config, notes)
@@ -133,6 +134,28 @@ def _resolve_tp_overlap(config: RunConfig, notes: list[str], problems: list[str]
             "many chunks as ranks, and no kernels of transformer-engine's to set"
         )
     return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap_methods=methods))
+
+
+def _resolve_pipeline_overlap(config: RunConfig, notes: list[str]) -> RunConfig:
+    """Turn off what cannot have an effect in this pipeline, with a line each."""
+    model = config.model
+    alone = "with --pipeline-model-parallel-size 1" if model.pipeline_model_parallel_size == 1 else ""
+    splits = "with --pipeline-schedule zero-bubble, which defers weight gradients itself"
+    splits = splits if model.pipeline_schedule == "zero-bubble" else ""
+    delays = "with --delay-wgrad-compute, which computes them with the others" if model.delay_wgrad_compute else ""
+    reduces = "with --data-parallel-sharding-strategy optim_grads: gradients are reduced after each micro-batch"
+    reduces = reduces if config.ddp.shards_gradients and config.parallel_sizes.num_replicas > 1 else ""
+    reasons = {
+        "overlap_p2p_communication": alone,
+        "delay_wgrad_compute": alone or splits,
+        "defer_embedding_wgrad_compute": alone or splits or delays or reduces,
+    }
+    for spec, value in config.flags():
+        reason = reasons.get(spec.name)
+        if reason and value != spec.default:
+            notes.append(f"{spec.typed(not spec.default)} has no effect {reason}")
+            model = dataclasses.replace(model, **{spec.name: spec.default})
+    return dataclasses.replace(config, model=model)
 
 
 def resolve_checkpoint(checkpoint: CheckpointConfig, notes: list[str], problems: list[str]) -> CheckpointConfig:

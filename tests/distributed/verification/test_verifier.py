@@ -16,14 +16,15 @@ from megatron.training.model_setup import ModelProvider
 from megatron.verification.cells import (
     DROPOUT,
     MAX_WORLD_SIZE,
+    PP_OVERLAP,
     TP_OVERLAP,
     Cell,
     Layout,
-    fuzz,
     make_cell,
     matrix,
     with_micro_batch_size,
 )
+from megatron.verification.random_cells import fuzz
 from megatron.verification.verifier import CellReport, Verifier
 from megatron.verification.worker_pool import WorkerPool
 from tests.distributed.verification import planted_faults
@@ -60,6 +61,8 @@ REPRESENTATIVE = (
     make_cell("gpt2", Layout(pp=2, virtual_stages=2, recompute=("full", "block", "1"))),
     make_cell("gpt2", Layout(pp=4, schedule="zero-bubble")),
     make_cell("llama", Layout(pp=2, first_stage_layers=1)),
+    *(make_cell("gpt2", Layout(pp=2, virtual_stages=2, pp_overlap=flags)) for flags in PP_OVERLAP),
+    make_cell("gpt2", Layout(pp=2, dp=2, sharding="optim", overlap=True, pp_overlap=PP_OVERLAP[3])),
     make_cell("gpt2-untied", Layout(pp=2, pipeline_layout="E|tt|tt|L", virtual_stages=2)),
     make_cell("gpt2", Layout(pp=2, virtual_stages=2), extra=("--global-batch-size", "6")),
     *(make_cell("llama", Layout(cp=2, cp_comm_type=exchange), "packed") for exchange in ("p2p", "all_gather", "a2a")),
