@@ -18,7 +18,8 @@ from collections.abc import Sequence
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from megatron.commands.command_line import Parser, report_unused
-from megatron.verification.cells import MAX_WORLD_SIZE, SHAPES, Cell, fuzz, matrix
+from megatron.verification.cells import MAX_WORLD_SIZE, SHAPES, Cell, matrix
+from megatron.verification.random_cells import fuzz
 
 
 def build_parser() -> Parser:

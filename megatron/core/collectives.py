@@ -143,11 +143,14 @@ class RingExchange:
         return self.received
 
 
-def start_ring_exchange(tensor: torch.Tensor, group: Group) -> RingExchange:
-    """Start to send a contiguous tensor to the next rank of the group and to receive one like it from the previous."""
+def start_ring_exchange(tensor: torch.Tensor, group: Group, received: torch.Tensor | None = None) -> RingExchange:
+    """Start to send a contiguous tensor to the next rank of the group and to receive one like it from the previous.
+
+    What comes is written into ``received`` where that is given.
+    """
     if _is_alone(group):
         return RingExchange(tensor, tensor, ())
-    received = torch.empty_like(tensor)
+    received = torch.empty_like(tensor) if received is None else received
     next_rank = group.ranks[(group.rank + 1) % group.size]
     previous_rank = group.ranks[(group.rank - 1) % group.size]
     group.observe("send", tensor.nbytes)

@@ -192,6 +192,11 @@ class Device:
         available = available_bytes()
         return None if available is None else available // max(_local_world_size(), 1)
 
+    def has_peers(self) -> bool:
+        """Return whether the device reads the memory of all others that this process sees."""
+        others = (index for index in range(torch.cuda.device_count()) if index != self.index)
+        return self.is_cuda and all(torch.cuda.can_device_access_peer(self.index, other) for other in others)
+
     def graph_backend(self) -> GraphBackend | None:
         """Return what records work as graphs, or None where there is no such thing (every CPU)."""
         return CudaGraphBackend() if self.is_cuda else None

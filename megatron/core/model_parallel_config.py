@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.config_base import POSITIVE, Config, flag
+from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
 from megatron.core.parallel_sizes import ParallelSizes
 
 
@@ -45,9 +45,69 @@ class ModelParallelConfig(Config, in_args=True):
     splits the backward pass; by default what fits the stages."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(None, role="layout", in_args=False)
     """With virtual stages: how many micro-batches one virtual stage takes before the next one's turn."""
+    overlap_p2p_communication: bool = flag(True, negative="--no-overlap-p2p-communication", role="run")
+    """Let messages between pipeline stages travel while passes are computed. Off: wait until each message between
+    pipeline stages has gone before the next pass."""
+    delay_wgrad_compute: bool = flag(False, role="run")
+    """Compute each micro-batch's weight gradients after its input gradient has left for the stage before."""
+    defer_embedding_wgrad_compute: bool = flag(False, role="run")
+    """Compute the output layer's weight gradients after the last stage's passes, while the other stages run theirs."""
+    wgrad_deferral_limit: int = flag(0, role="run", bounds=NOT_NEGATIVE, where=("defer_embedding_wgrad_compute", True))
+    """How many micro-batches' weight gradients of the output layer are deferred, the last ones; 0: all."""
     cp_comm_type: tuple[str, ...] = flag(("p2p",), nargs="+", role="layout", in_args=False)
-    """How context-parallel ranks exchange keys and values: p2p, all_gather or a2a; one for all layers, or
+    """How context-parallel ranks exchange keys and values: p2p, all_gather, a2a or a2a+p2p; one for all layers, or
     one a layer."""
+    hierarchical_context_parallel_sizes: tuple[int, ...] = flag((), nargs="+", role="layout")
+    """For --cp-comm-type a2a+p2p: how many neighbouring ranks share heads by all-to-all, and how many such groups
+    form a ring."""
+    tp_comm_overlap: bool = flag(False, role="run")
+    """Under sequence parallelism, send what enters and leaves the layers' matrix products in chunks, one under way
+    while another is multiplied."""
+    tp_comm_overlap_ag: bool = flag(
+        True,
+        negative="--disable-tp-comm-overlap-ag",
+        aliases=("--disable-tp-comm-split-ag",),
+        role="run",
+        where=("tp_comm_overlap", True),
+    )
+    """Gather the inputs of column-parallel layers, and the output gradients of row-parallel ones, in chunks. Off:
+    gather the inputs of column-parallel layers, and the output gradients of row-parallel ones, before the product."""
+    tp_comm_overlap_rs: bool = flag(
+        True,
+        negative="--disable-tp-comm-overlap-rs",
+        aliases=("--disable-tp-comm-split-rs",),
+        role="run",
+        where=("tp_comm_overlap", True),
+    )
+    """Reduce-scatter the outputs of row-parallel layers in chunks. Off: reduce-scatter the outputs of row-parallel
+    layers after the product."""
+    tp_comm_overlap_rs_dgrad: bool = flag(False, role="run", where=("tp_comm_overlap", True))
+    """Reduce-scatter the input gradients of column-parallel layers in chunks beside their own product, in place of the
+    whole beside the weight gradient's."""
+    tp_comm_bulk_dgrad: bool = flag(
+        True, negative="--disable-tp-comm-bulk-dgrad", role="run", where=("tp_comm_overlap", True)
+    )
+    """Gather the inputs of column-parallel layers once more beside the input gradient's product. Off: gather the inputs
+    of column-parallel layers before the backward pass's products."""
+    tp_comm_bulk_wgrad: bool = flag(
+        True, negative="--disable-tp-comm-bulk-wgrad", role="run", where=("tp_comm_overlap", True)
+    )
+    """Reduce-scatter the input gradients of column-parallel layers beside the weight gradient's product. Off:
+    reduce-scatter the input gradients of column-parallel layers before the weight gradient's product."""
+    tp_comm_overlap_cfg: str | None = flag(None, metavar="FILE", role="run", where=("tp_comm_overlap", True))
+    """YAML file that gives the products of layers (qkv_fprop, fc2_dgrad, ...) a method: ring_exchange and pipeline are
+    chunks, bulk is the whole."""
+    tp_comm_overlap_methods: tuple[str, ...] = flag((), cli=False, role="run", in_args=False)
+    """What the file of --tp-comm-overlap-cfg says, as PRODUCT=METHOD."""
+    tp_comm_overlap_impl: str = flag(
+        "auto",
+        choices=("auto", "ring", "symmetric-memory", "whole"),
+        role="run",
+        in_args=False,
+        where=("tp_comm_overlap", True),
+    )
+    """How chunks travel: round a ring of sends and receives, or by torch's symmetric memory on CUDA; or whole, in none.
+    auto takes symmetric memory where devices have it; on CPU it measures, and takes the whole unless chunks gain."""
     fp16: bool = flag(False, role="run", excludes=("bf16",))
     """Train in float16 with float32 main parameters and dynamic loss scaling."""
     bf16: bool = flag(False, role="run")
@@ -69,6 +129,13 @@ class ModelParallelConfig(Config, in_args=True):
         return ParallelSizes(
             tp=self.tensor_model_parallel_size, pp=self.pipeline_model_parallel_size, cp=self.context_parallel_size
         )
+
+    @property
+    def cp_inner_size(self) -> int | None:
+        """Return the ranks of a2a+p2p that share heads; None where no layer asks for it."""
+        if self.context_parallel_size == 1 or "a2a+p2p" not in self.cp_comm_type:
+            return None
+        return self.hierarchical_context_parallel_sizes[0]
 
     def cp_exchange(self, layer_number: int) -> str:
         """Return a layer's choice among ``cp_comm_type``: one for all layers, or one a layer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -103,6 +103,21 @@ def make_groups(
     }
 
 
+def cut_in_levels(group: Group, inner_size: int, communicator: Communicator) -> Group:
+    """Return a group with its levels: ``inner_size`` neighbours each, and those in the same place among theirs."""
+    number, place = divmod(group.rank, inner_size)
+    inner = group.ranks[number * inner_size : (number + 1) * inner_size]
+    outer = group.ranks[place::inner_size]
+    names = tuple((f"{group.name}_{level}",) for level in ("inner", "outer"))
+    return replace(
+        group,
+        levels=(
+            Group(names[0], inner, place, communicator(inner), group.observer),
+            Group(names[1], outer, number, communicator(outer), group.observer),
+        ),
+    )
+
+
 def describe_parallel_state(
     rank: int, world_size: int, sizes: ParallelSizes = ONE_RANK, observer: Observer | None = None
 ) -> ParallelState:
@@ -114,17 +129,21 @@ def describe_parallel_state(
     Raises:
         ConfigurationError: the world is not a whole number of copies.
     """
-    return _build(rank, world_size, sizes, no_communicator, observer)
+    return _build(rank, world_size, sizes, no_communicator, observer, None)
 
 
 def create_parallel_state(
-    sizes: ParallelSizes = ONE_RANK, timeout: timedelta | None = None, observer: Observer | None = None
+    sizes: ParallelSizes = ONE_RANK,
+    timeout: timedelta | None = None,
+    observer: Observer | None = None,
+    cp_inner_size: int | None = None,
 ) -> ParallelState:
     """Create this process's communicators; ``torch.distributed`` must be initialised unless the world is one process.
 
     ``sizes`` shard one copy of the model; the world holds as many copies as it has room for. One communicator
     is made for each distinct set of ranks, none for a set of one, and the set of all ranks uses the default group. Only
-    the members of a group take part in making it. ``observer`` is told of every communication.
+    the members of a group take part in making it. ``observer`` is told of every communication. With ``cp_inner_size``
+    the context-parallel group is cut in levels.
 
     Raises:
         ConfigurationError: the world is not a whole number of copies.
@@ -132,7 +151,7 @@ def create_parallel_state(
     if not dist.is_initialized():
         return describe_parallel_state(0, 1, sizes, observer)
     communicators = Communicators(timeout)
-    state = _build(dist.get_rank(), dist.get_world_size(), sizes, communicators, observer)
+    state = _build(dist.get_rank(), dist.get_world_size(), sizes, communicators, observer, cp_inner_size)
     if state.pp.size > 2 and state.embedding.size == 1:
         # torch names a group by how many its members have made before, and waits for ever where they disagree: stages
         # that have no part in the embedding group make one too, or no group of the whole pipeline could follow.
@@ -148,12 +167,19 @@ def _pipeline_ends(pp: Group) -> tuple[int, ...]:
 
 
 def _build(
-    rank: int, world_size: int, sizes: ParallelSizes, communicator: Communicator, observer: Observer | None
+    rank: int,
+    world_size: int,
+    sizes: ParallelSizes,
+    communicator: Communicator,
+    observer: Observer | None,
+    cp_inner_size: int | None,
 ) -> ParallelState:
     sizes = sizes.in_world(world_size)
     if problems := sizes.problems(world_size):
         raise ConfigurationError(problems)
     groups = make_groups(rank, sizes.grid, GROUP_AXES, communicator, observer)
+    if cp_inner_size is not None:
+        groups["cp"] = cut_in_levels(groups["cp"], cp_inner_size, communicator)
     ends = _pipeline_ends(groups["pp"])
     embedding = Group(("embedding",), ends, ends.index(rank), communicator(ends), observer)
     return ParallelState(rank=rank, sizes=sizes, place=sizes.place(rank), embedding=embedding, **groups)

@@ -37,6 +37,7 @@ class Group:
     ``axes`` names the mesh axes that the group spans, ``ranks`` lists its global ranks in grid order, ``rank`` is
     this process's place among them, and ``handle`` is the communicator: ``None`` when the group has one rank, or when
     the group only describes a world without processes. ``observer`` is told of every communication over the group.
+    ``levels`` are, where it is cut in two, this rank's group of neighbours and that of those in its place elsewhere.
     """
 
     axes: tuple[str, ...]
@@ -44,6 +45,7 @@ class Group:
     rank: int
     handle: dist.ProcessGroup | None = None
     observer: Observer | None = None
+    levels: tuple[Group, Group] | None = None
 
     def observe(self, operation: str, num_bytes: int, reduction: str = "") -> None:
         """Tell the observer, if there is one, of a communication that is about to start."""

@@ -205,7 +205,9 @@ def _machine_crossings(state: ParallelState) -> dict[tuple[str, ...], bool]:
 
 def _groups(state: ParallelState) -> tuple[Group, ...]:
     """Return a rank's groups, the smaller ones last."""
-    return state.world, state.model_parallel, state.dp_cp, state.embedding, state.tp, state.cp, state.dp, state.pp
+    levels = state.cp.levels or ()
+    slices = state.world, state.model_parallel, state.dp_cp, state.embedding, state.tp, state.cp, state.dp, state.pp
+    return *slices, *levels
 
 
 def _name_memory(recorder: Recorder, config: RunConfig, parts: TrainingParts) -> None:

@@ -24,6 +24,8 @@ ASSUMPTIONS = (
     "The GPU never waits for the host, except that no kernel is shorter than 2.5 microseconds.",
     "Communication is hidden behind the kernels that are launched between its start and the wait for it, and slows "
     "none of them. Links carry one message at a time in each direction; what a rank receives is there when it asks.",
+    "Chunks that travel beside a product (--tp-comm-overlap) are moved by copy engines, as symmetric memory moves "
+    "them: NCCL's sends and receives, of which the ring is made elsewhere, would hold a few multiprocessors meanwhile.",
     "A pipeline's stages take equally long, and idle at its two ends for (stages - 1) / (chunks x micro-batches) of "
     "the passes; a schedule that fills them idles less.",
     "Copies to the machine's memory and back take PCIe, one way each, with all of it for each GPU.",

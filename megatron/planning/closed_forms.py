@@ -16,6 +16,7 @@ from megatron.core.context_parallel.head_sharing import copies_of_key_value_head
 from megatron.core.distributed.param_layout import parts_of_range, plan_buckets
 from megatron.core.parallel_sizes import GRID_AXES, ParallelSizes, Place
 from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.tensor_parallel.linear_overlap import linear_overlap
 from megatron.planning.chunk_parameters import chunk_parameters
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ Traffic = dict[tuple[str, tuple[str, ...]], Volume]
 """Volumes by operation and axes."""
 
 TP, CP, PP, EMBEDDING = ("tp",), ("cp",), ("pp",), ("embedding",)
+CP_INNER, CP_OUTER = ("cp_inner",), ("cp_outer",)
 DP_CP, MODEL_PARALLEL, WORLD = ("dp", "cp"), ("pp", "tp"), GRID_AXES
 
 
@@ -87,11 +89,18 @@ class _Rank:
         """Return A = s/c · b · h · e."""
         return self.tokens * self.config.model.hidden_size * self.element
 
+    @property
+    def head_bytes(self) -> int:
+        """Return s/c · b · k · e."""
+        return self.tokens * self.config.model.kv_channels * self.element
+
     def group_sizes(self) -> dict[tuple[str, ...], int]:
         """Return the number of ranks of every group that communicates."""
         at_an_end = self.place["pp"] in (0, self.sizes.pp - 1)
         slices = {axes: self.sizes.size_of(axes) for axes in (TP, CP, PP, DP_CP, MODEL_PARALLEL, WORLD)}
-        return slices | {EMBEDDING: min(self.sizes.pp, 2) if at_an_end else 1}
+        inner = self.config.model.cp_inner_size or 1
+        levels = {CP_INNER: inner, CP_OUTER: self.sizes.cp // inner}
+        return slices | levels | {EMBEDDING: min(self.sizes.pp, 2) if at_an_end else 1}
 
 
 def step_traffic(config: RunConfig, rank: int) -> Traffic:
@@ -151,8 +160,10 @@ def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
     if here.config.model.sequence_parallel:
         total.add("reduce_scatter", TP, A, m * chunk.has_embedding)
         total.add("all_gather", TP, A, m * chunk.has_embedding)
-        total.add("all_gather", TP, A, 2 * m * chunk.has_loss)
-        total.add("reduce_scatter", TP, A, m * chunk.has_loss)
+        output = linear_overlap(here.config.model, "output")
+        _add_beside_product(total, here, "all_gather", output.forward, m * chunk.has_loss)
+        total.add("all_gather", TP, A, m * chunk.has_loss)
+        _add_beside_product(total, here, "reduce_scatter", output.backward, m * chunk.has_loss)
     else:
         total.add("all_reduce", TP, A, m * chunk.has_embedding)
         total.add("all_reduce", TP, A, m * chunk.has_loss)
@@ -183,43 +194,71 @@ def _add_layer_ends(total: _Sum, here: _Rank, entered: int, left: int, backward:
     """Add what a number of layers send where they enter and leave their two tensor-parallel regions."""
     A = here.hidden_bytes
     if here.config.model.sequence_parallel:
-        total.add("all_gather", TP, A, 2 * entered)
-        total.add("reduce_scatter", TP, A, entered + left)
-        # Backward: the gradients of both outputs, and both inputs once more for the weights' gradients.
-        total.add("all_gather", TP, A, 4 * backward)
-        total.add("reduce_scatter", TP, A, 2 * backward)
+        qkv, proj, fc1, fc2 = (linear_overlap(here.config.model, name) for name in ("qkv", "proj", "fc1", "fc2"))
+        if fc2.forward or fc2.backward:
+            left = entered  # The product and its sum over the ranks are one operation, which runs to its end.
+        for column, row, times in (qkv, proj, entered), (fc1, fc2, left):
+            _add_beside_product(total, here, "all_gather", column.forward, entered)
+            _add_beside_product(total, here, "reduce_scatter", row.forward, times)
+            # Backward: the gradient of the output, and the input once more for the weight's gradient.
+            _add_beside_product(total, here, "all_gather", row.backward, backward)
+            total.add("all_gather", TP, A, backward)
+            _add_beside_product(total, here, "reduce_scatter", column.backward, backward)
     else:
         total.add("all_reduce", TP, A, entered + left)
         total.add("all_reduce", TP, A, 2 * backward)
 
 
+def _add_beside_product(total: _Sum, here: _Rank, operation: str, is_chunked: bool, count: int) -> None:
+    """Add a collective of A, or the t - 1 sends of A/t of a ring beside a layer's product."""
+    t = here.sizes.tp
+    if is_chunked:
+        total.add("send", TP, here.hidden_bytes // t, count * (t - 1))
+    else:
+        total.add(operation, TP, here.hidden_bytes, count)
+
+
 def _add_exchange(total: _Sum, here: _Rank, number: int, is_recomputed: bool) -> None:
     """Add what the attention of a layer sends for all micro-batches."""
-    if here.sizes.cp == 1:
-        return
     model, c = here.config.model, here.sizes.cp
+    if c == 1:
+        return
     exchange = model.cp_exchange(number)
-    heads = model.num_attention_heads // here.sizes.tp
     groups = key_value_heads_of_rank(model.num_query_groups, here.sizes.tp)
     forwards = here.num_microbatches * (1 + is_recomputed)
-    backwards = here.num_microbatches
-    head_bytes = here.tokens * model.kv_channels * here.element
     if exchange == "p2p":
-        keys_and_values = 2 * groups * head_bytes
-        total.add("send", CP, keys_and_values, (c - 1) * (forwards + backwards))
-        total.add("send", CP, keys_and_values // here.element * max(here.element, 4), c * backwards)
+        _add_ring(total, here, CP, c, groups, forwards)
     elif exchange == "all_gather":
-        total.add("all_gather", CP, 2 * groups * head_bytes * c, forwards)
-        total.add("reduce_scatter", CP, 2 * groups * head_bytes * c, backwards)
+        gathered = 2 * groups * here.head_bytes * c
+        total.add("all_gather", CP, gathered, forwards)
+        total.add("reduce_scatter", CP, gathered, here.num_microbatches)
+    elif exchange == "a2a":
+        _add_all_to_alls(total, here, CP, c, groups, forwards)
     else:
-        copies = copies_of_key_value_heads(heads, groups, c)
-        assert copies is not None, "a checked configuration shares the heads"
-        there = (heads + 2 * copies * groups) * head_bytes
-        back = heads * head_bytes
-        # A recomputed core alone ends before its output goes back: nothing behind it is needed.
-        again = forwards - backwards if model.recompute_granularity == "full" else 0
-        total.add("all_to_all", CP, there, forwards + backwards)
-        total.add("all_to_all", CP, back, 2 * backwards + again)
+        inner = model.cp_inner_size or 1
+        # A rank of the ring has a share of the heads, and the tokens of all who share them: as many bytes as before.
+        groups = _add_all_to_alls(total, here, CP_INNER, inner, groups, forwards)
+        _add_ring(total, here, CP_OUTER, c // inner, groups, forwards)
+
+
+def _add_ring(total: _Sum, here: _Rank, axes: tuple[str, ...], size: int, groups: int, forwards: int) -> None:
+    keys_and_values, backwards = 2 * groups * here.head_bytes, here.num_microbatches
+    total.add("send", axes, keys_and_values, (size - 1) * (forwards + backwards))
+    total.add("send", axes, keys_and_values // here.element * max(here.element, 4), size * backwards)
+
+
+def _add_all_to_alls(total: _Sum, here: _Rank, axes: tuple[str, ...], size: int, groups: int, forwards: int) -> int:
+    """Add what shares the heads, and return the key-value heads that are shared, repeated ones included."""
+    model, backwards = here.config.model, here.num_microbatches
+    heads = model.num_attention_heads // here.sizes.tp
+    copies = copies_of_key_value_heads(heads, groups, size)
+    assert copies is not None, "a checked configuration shares the heads"
+    there = (heads + 2 * copies * groups) * here.head_bytes
+    # A recomputed core alone ends before its output goes back: nothing behind it is needed.
+    again = forwards - backwards if model.recompute_granularity == "full" else 0
+    total.add("all_to_all", axes, there, forwards + backwards)
+    total.add("all_to_all", axes, heads * here.head_bytes, 2 * backwards + again)
+    return copies * groups
 
 
 def _add_sends(total: _Sum, here: _Rank, index: int, num_chunks: int) -> None:

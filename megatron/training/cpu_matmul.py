@@ -6,22 +6,18 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
 from megatron.core.collectives import any_rank, broadcast_object
-from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.errors import ConfigurationError
 from megatron.core.kernels.matrix_product import has_library, linear
 from megatron.core.main_grad import MainGrad
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
-from megatron.training.checkpointing.folder import candidate_folders
-from megatron.training.checkpointing.native import is_release
-from megatron.training.config.checkpoint_arguments import recorded_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.initialize import Runtime
+from megatron.training.recorded_choice import AUTO, recorded_choice
 
-_AUTO = "auto"
 _LIBRARIES = ("onednn", "mkl")
 _MAX_SIZE = 512
 """Larger products differ by much the same factor, and so few of them fit into the time that no minimum is quiet."""
@@ -47,50 +43,29 @@ def choose_library(config: RunConfig, runtime: Runtime, log: Callable[[str], Non
     dtype = dtype_from_name(model.params_dtype)
 
     def is_missing(library: str) -> bool:
-        return any_rank(library != _AUTO and not has_library(library, dtype), world)
+        return any_rank(library != AUTO and not has_library(library, dtype), world)
 
-    if model.cpu_matmul != _AUTO:
+    if model.cpu_matmul != AUTO:
         if is_missing(model.cpu_matmul):
             raise ConfigurationError(
                 f"--cpu-matmul {model.cpu_matmul}: torch lacks that library for {model.params_dtype} on this "
                 "processor; give --cpu-matmul auto"
             )
         return config
-    library, origin = _recorded(config, runtime), "as in the checkpoint"
+    library, origin = recorded_choice(config, runtime, "cpu_matmul"), "as in the checkpoint"
     if library is not None and is_missing(library):
         log(
             f"WARNING: the checkpoint's matrix products are computed by {library}, which torch lacks for "
             f"{model.params_dtype} on this processor: the last bits will differ"
         )
-        library = _AUTO
+        library = AUTO
     if library is None:
         library, origin = broadcast_object(_quicker(config, dtype), world), "measured"
-        library = _AUTO if is_missing(library) else library
-    if library == _AUTO:
+        library = AUTO if is_missing(library) else library
+    if library == AUTO:
         return config
     log(f" > matrix products on CPU: {library} ({origin})")
     return dataclasses.replace(config, model=dataclasses.replace(model, cpu_matmul=library))
-
-
-def _recorded(config: RunConfig, runtime: Runtime) -> str | None:
-    """Return the library in the checkpoint that the run goes on from, as rank 0 reads it; None where it begins anew."""
-    load, world = config.checkpoint.load, runtime.state.world
-    if load is None or config.checkpoint.finetune:
-        return None
-    found = _library_of(Path(load), config.checkpoint.ckpt_step) if world.is_first else None
-    agreed: str | None = broadcast_object(found, world)
-    return agreed
-
-
-def _library_of(directory: Path, ckpt_step: int | None) -> str | None:
-    try:
-        folders = candidate_folders(directory, ckpt_step)
-        if not folders or is_release(folders[0]):
-            return None
-        recorded = recorded_config(folders[0])["model"].get("cpu_matmul", _AUTO)
-    except (InputError, LookupError, TypeError, ValueError):
-        return _AUTO  # what is wrong with it is said where it is loaded
-    return str(recorded)
 
 
 def _quicker(config: RunConfig, dtype: torch.dtype) -> str:
@@ -100,11 +75,11 @@ def _quicker(config: RunConfig, dtype: torch.dtype) -> str:
     width, inner = model.hidden_size, model.ffn_hidden_size // model.tensor_model_parallel_size
     is_small = 2 * rows * width * inner < _MIN_OPERATIONS
     if is_small or config.initialization.deterministic_mode or not all(has_library(n, dtype) for n in _LIBRARIES):
-        return _AUTO
+        return AUTO
     rows, width, inner = (min(size, _MAX_SIZE) for size in (rows, width, inner))
     times = measure_libraries(rows, width, inner, dtype)
     default, other = _LIBRARIES if dtype is torch.float32 else _LIBRARIES[::-1]
-    return other if is_quicker(times[other], times[default]) else _AUTO
+    return other if is_quicker(times[other], times[default]) else AUTO
 
 
 def is_quicker(rounds: Sequence[Sequence[float]], default_rounds: Sequence[Sequence[float]]) -> bool:

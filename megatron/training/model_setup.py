@@ -15,11 +15,12 @@ from megatron.core.kernels.attention_choice import describe_missing_flash
 from megatron.core.kernels.transformer_engine import TRANSFORMER_ENGINE, why_no_transformer_engine
 from megatron.core.main_grad import WeightGradQueue
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.model import Model
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, ScheduleConfig
 from megatron.core.pipeline_parallel.action import StagePlace
-from megatron.core.pipeline_parallel.executor import PipelineConnection
+from megatron.core.pipeline_parallel.executor import LateGrads, PipelineConnection
 from megatron.core.pipeline_parallel.message_order import MessageOrders
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
@@ -48,6 +49,7 @@ class TrainingParts:
     ``connection`` reaches the neighbouring stages (None without a pipeline), and ``weight_grad_queues`` defer the
     chunks' weight gradients where the pipeline schedule splits the backward pass. ``graphs`` run the chunks' layers
     where CUDA graphs are asked for, and ``weights`` are those that leave the device while a step's passes run.
+    ``late_grads`` defers those of the output layer, which the last chunk has.
     """
 
     chunks: tuple[Model, ...]
@@ -58,6 +60,7 @@ class TrainingParts:
     weight_grad_queues: tuple[WeightGradQueue | None, ...]
     graphs: tuple[GraphedLayers, ...] = ()
     weights: tuple[WeightOffload, ...] = ()
+    late_grads: LateGrads | None = None
 
 
 def with_transformer_impl(config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> RunConfig:
@@ -109,7 +112,7 @@ def build_training_parts(
     graphs: tuple[GraphedLayers, ...] = ()
     if config.training.cuda_graph_impl == "local":
         graphs = record_layers(chunks, runtime.device.graph_backend(), config.training.cuda_graph_warmup_steps)
-    splits_backward = config.pipeline_schedule == "zero-bubble"
+    splits_backward = config.pipeline_schedule == "zero-bubble" or config.model.delay_wgrad_compute
     return TrainingParts(
         chunks=chunks,
         ddp_chunks=ddp_chunks,
@@ -119,6 +122,7 @@ def build_training_parts(
         weight_grad_queues=tuple(WeightGradQueue(c.parameters()) if splits_backward else None for c in chunks),
         graphs=graphs,
         weights=weights,
+        late_grads=make_late_grads(config, chunks),
     )
 
 
@@ -172,8 +176,19 @@ def connect_pipeline(
     links = create_pipeline_links(pp, wraps_around=layout.num_chunks > 1, timeout=timeout, device=device)
     shape = model.hidden_shape(config.data.seq_length, config.training.micro_batch_size)
     place = StagePlace(pp.size, pp.rank, layout.num_chunks)
-    orders = None if links.post_receives_ahead else MessageOrders(place)
-    return PipelineConnection(place, links, lambda microbatch: shape, dtype_from_name(model.params_dtype), orders)
+    overlaps = config.model.overlap_p2p_communication
+    # Where a rank waits for each of its messages, the ranks must meet in them: they do in one order.
+    orders = None if links.post_receives_ahead and overlaps else MessageOrders(place)
+    dtype = dtype_from_name(model.params_dtype)
+    return PipelineConnection(place, links, lambda microbatch: shape, dtype, orders, overlaps)
+
+
+def make_late_grads(config: RunConfig, chunks: Sequence[Model]) -> LateGrads | None:
+    """Return what defers the output layer's weight gradients on the stage that has it, where that is asked for."""
+    last = chunks[-1]
+    if not config.model.defer_embedding_wgrad_compute or not isinstance(last, GPTModel) or not last.post_process:
+        return None
+    return LateGrads(WeightGradQueue([last.output_weight]), config.model.wgrad_deferral_limit)
 
 
 def schedule_of(config: RunConfig) -> ScheduleConfig:

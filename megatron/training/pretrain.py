@@ -39,6 +39,7 @@ from megatron.training.process.signals import ExitRequest
 from megatron.training.reporting.log_lines import format_datetime
 from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.reporting.profiling import Profiling
+from megatron.training.tp_overlap import choose_tp_overlap
 from megatron.training.training import TrainingRun, evaluate_and_report, is_evaluation_due, train
 from megatron.training.training_step import ForwardStep
 
@@ -86,6 +87,7 @@ def pretrain(
         config = with_vocabulary(config, tokenizer, log)
         runtime = initialize_runtime(config, launch)
         config = choose_library(config, runtime, log)
+        config = choose_tp_overlap(config, runtime, log)
         config = with_transformer_impl(config, runtime, log)
         _run(Application(config, runtime, tokenizer, model_provider, datasets_provider, forward_step, log), start_time)
     except InputError as error:

@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel.executor import (
     ScheduleResult,
     run_schedule,
 )
-from megatron.core.pipeline_parallel.schedules import SCHEDULES
+from megatron.core.pipeline_parallel.schedules import SCHEDULES, with_delayed_weight_grads
 from megatron.core.timers import Timers
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.microbatches import Microbatches, MicrobatchSource
@@ -240,18 +240,22 @@ class TrainingStep:
         per_microbatch = config.training.micro_batch_size * config.data_parallel_size
         microbatches = Microbatches(source, len(parts.chunks))
         chunks = [
-            ModelChunk(self._forward(microbatches, chunk, begun.iteration), ddp_chunk.no_sync, weight_grad_queue)
+            ModelChunk(
+                self._forward(microbatches, chunk, begun.iteration),
+                *(ddp_chunk.no_sync, weight_grad_queue, parts.late_grads if chunk is parts.chunks[-1] else None),
+            )
             for chunk, ddp_chunk, weight_grad_queue in zip(parts.chunks, parts.ddp_chunks, parts.weight_grad_queues)
         ]
 
         def actions_of(rank: int) -> Sequence[Action]:
-            return SCHEDULES[config.pipeline_schedule](
+            actions = SCHEDULES[config.pipeline_schedule](
                 pp.size,
                 rank,
                 begun.global_batch_size // per_microbatch,
                 len(chunks),
                 config.model.microbatch_group_size_per_virtual_pipeline_stage,
             )
+            return with_delayed_weight_grads(actions) if config.model.delay_wgrad_compute else actions
 
         actions = actions_of(pp.rank)
         for model in parts.chunks:

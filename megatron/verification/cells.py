@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -109,9 +107,12 @@ class Layout:
     first_stage_layers: int | None = None
     cp: int = 1
     cp_comm_type: str = "p2p"
+    cp_levels: tuple[int, int] | None = None
     dp: int = 1
     sharding: str = "no_shard"
     overlap: bool = False
+    tp_overlap: tuple[str, ...] = ()
+    pp_overlap: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
     offloaded_layers: int = 0
     offloads_weights: bool = False
@@ -129,9 +130,11 @@ class Layout:
         parts += [self.schedule] if self.schedule else []
         parts += [f"[{self.pipeline_layout}]"] if self.pipeline_layout else []
         parts += [f"first{self.first_stage_layers}"] if self.first_stage_layers else []
-        parts.append(f"cp{self.cp}" + (f"-{self.cp_comm_type}" if self.cp > 1 else ""))
+        levels = "" if self.cp_levels is None else "x".join(map(str, self.cp_levels))
+        parts.append(f"cp{self.cp}" + (f"-{self.cp_comm_type}{levels}" if self.cp > 1 else ""))
         parts.append(f"dp{self.dp}" + (f"-{self.sharding}" if self.sharding != "no_shard" else ""))
         parts += ["overlap"] if self.overlap else []
+        parts += [flag.removeprefix("--") for flag in (*self.tp_overlap, *self.pp_overlap)]
         parts += ["recompute-" + "-".join(self.recompute)] if self.recompute else []
         parts += [f"offload-{self.offloaded_layers}"] if self.offloaded_layers else []
         parts += ["weights"] if self.offloads_weights else []
@@ -150,11 +153,14 @@ class Layout:
         if self.first_stage_layers is not None:
             flags += ["--decoder-first-pipeline-num-layers", str(self.first_stage_layers)]
         flags += ["--cp-comm-type", self.cp_comm_type] if self.cp > 1 else []
+        if self.cp_levels is not None:
+            flags += ["--hierarchical-context-parallel-sizes", *map(str, self.cp_levels)]
         if self.sharding != "no_shard":
             flags += ["--use-distributed-optimizer", "--data-parallel-sharding-strategy", self.sharding]
         if self.overlap:
             flags += ["--overlap-grad-reduce", "--ddp-bucket-size", "700"]
             flags += ["--overlap-param-gather"] if self.sharding != "no_shard" else []
+        flags += [*self.tp_overlap, *self.pp_overlap]
         if self.recompute:
             granularity, *rest = self.recompute
             flags += ["--recompute-granularity", granularity]
@@ -178,6 +184,25 @@ MODULES: tuple[str, ...] = ("selective", "core_attn", "layernorm", "mlp")
 IN_PARTS: tuple[str, ...] = ("full", "uniform", "1", "distributed")
 SHARDING: tuple[str, ...] = ("no_shard", "optim", "optim_grads")
 EXCHANGES: tuple[str, ...] = ("p2p", "all_gather", "a2a")
+TP_OVERLAP: tuple[tuple[str, ...], ...] = (
+    ("--tp-comm-overlap",),
+    ("--tp-comm-overlap", "--tp-comm-overlap-rs-dgrad"),
+    ("--tp-comm-overlap", "--disable-tp-comm-overlap-ag"),
+    (
+        "--tp-comm-overlap",
+        "--disable-tp-comm-overlap-rs",
+        "--disable-tp-comm-bulk-dgrad",
+        "--disable-tp-comm-bulk-wgrad",
+    ),
+)
+"""Which communication of a layer goes in chunks beside which product; --tp-comm-overlap alone is the usual choice."""
+PP_OVERLAP: tuple[tuple[str, ...], ...] = (
+    ("--no-overlap-p2p-communication",),
+    ("--delay-wgrad-compute",),
+    ("--defer-embedding-wgrad-compute",),
+    ("--defer-embedding-wgrad-compute", "--wgrad-deferral-limit", "2"),
+)
+"""What of a pipeline's messages and weight gradients is computed beside what."""
 MAX_WORLD_SIZE = 8
 
 
@@ -199,7 +224,19 @@ def matrix() -> list[Cell]:
     """Return the layouts that every release must pass, each once."""
     cells = [
         cell
-        for family in (_tensor, _pipeline, _context, _data, _mixed, _families, _dropout, _kept)
+        for family in (
+            _tensor,
+            _tp_overlap,
+            _pipeline,
+            _pp_overlap,
+            _context,
+            _levels,
+            _data,
+            _mixed,
+            _families,
+            _dropout,
+            _kept,
+        )
         for cell in family()
     ]
     return list({cell.name: cell for cell in cells}.values())
@@ -210,6 +247,24 @@ def _tensor() -> Iterator[Cell]:
         for sequence_parallel in (False, True) if tp > 1 else (False,):
             if shape in ("gpt2", "qwen") or recompute in ((), ("selective",)):
                 yield make_cell(shape, Layout(tp=tp, sequence_parallel=sequence_parallel, recompute=recompute))
+
+
+def _tp_overlap() -> Iterator[Cell]:
+    for shape, tp in itertools.product(("gpt2", "llama"), (2, 4)):
+        for flags in TP_OVERLAP:
+            yield make_cell(shape, Layout(tp=tp, sequence_parallel=True, tp_overlap=flags))
+    layout = Layout(tp=2, sequence_parallel=True, tp_overlap=TP_OVERLAP[0])
+    both = replace(layout, tp_overlap=TP_OVERLAP[1])
+    for recompute in RECOMPUTE[1:]:
+        yield make_cell("gpt2", replace(layout, recompute=recompute))
+    yield make_cell("llama-one-group", replace(layout, tp=4))
+    yield make_cell("gpt2-untied", replace(both, pp=2, virtual_stages=2))
+    yield make_cell("gpt2", replace(both, pp=2, schedule="zero-bubble", recompute=RECOMPUTE[3]))
+    yield make_cell("qwen", replace(layout, pp=2, dp=2, sharding="optim_grads", overlap=True))
+    for exchange in EXCHANGES:
+        yield make_cell("llama", replace(layout, cp=2, cp_comm_type=exchange, recompute=RECOMPUTE[2]), "packed")
+    yield make_cell("gemma2", replace(both, pp=2))
+    yield make_cell("gpt2", layout, extra=DROPOUT)
 
 
 def _pipeline() -> Iterator[Cell]:
@@ -229,12 +284,41 @@ def _pipeline() -> Iterator[Cell]:
     yield make_cell("gpt2", Layout(pp=4, virtual_stages=2), num_layers=8)
 
 
+def _pp_overlap() -> Iterator[Cell]:
+    for flags in PP_OVERLAP:
+        yield make_cell("gpt2-untied", Layout(pp=4, pp_overlap=flags))
+        yield make_cell("gpt2", Layout(pp=2, virtual_stages=2, pp_overlap=flags))
+        yield make_cell("gpt2", Layout(pp=2, dp=2, sharding="optim", overlap=True, pp_overlap=flags), "uneven")
+    yield make_cell("gpt2", Layout(pp=4, schedule="zero-bubble", pp_overlap=PP_OVERLAP[0]))
+    for flags in PP_OVERLAP[:2]:
+        yield make_cell("gpt2", Layout(pp=2, dp=2, sharding="optim_grads", overlap=True, pp_overlap=flags))
+    layout = Layout(tp=2, sequence_parallel=True, pp=2, recompute=RECOMPUTE[2], pp_overlap=PP_OVERLAP[1])
+    yield make_cell("gemma2", replace(layout, tp_overlap=TP_OVERLAP[0]))
+
+
 def _context() -> Iterator[Cell]:
     for shape, cp, exchange in itertools.product(("gpt2", "llama", "qwen"), (2, 4), EXCHANGES):
         if exchange == "a2a" and cp == 4 and shape != "gpt2":
             continue
         for data in DATA:
             yield make_cell(shape, Layout(cp=cp, cp_comm_type=exchange), data)
+
+
+def _levels() -> Iterator[Cell]:
+    whole = Layout(cp=4, cp_comm_type="a2a+p2p", cp_levels=(2, 2))
+    for shape, data in itertools.product(("gpt2", "llama", "mistral", "gemma2"), DATA):
+        yield make_cell(shape, whole, data)
+    for recompute in RECOMPUTE[1:3]:
+        yield make_cell("llama", replace(whole, recompute=recompute), "packed")
+    yield make_cell("gpt2", whole, "packed", extra=DROPOUT)
+    for levels in ((4, 1), (1, 4)):
+        yield make_cell("gpt2", replace(whole, cp_levels=levels), extra=DROPOUT)
+    yield make_cell("qwen", replace(whole, tp=2, sequence_parallel=True), "uneven")
+    yield make_cell("llama", replace(whole, pp=2), "packed")
+    yield make_cell("llama-one-group", replace(whole, dp=2, sharding="optim_grads"))
+    eight = replace(whole, cp=8, cp_levels=(2, 4))
+    yield make_cell("gpt2", eight, "packed")
+    yield make_cell("gpt2", replace(eight, cp_levels=(4, 2)), "packed")
 
 
 def _data() -> Iterator[Cell]:
@@ -312,88 +396,3 @@ def _kept() -> Iterator[Cell]:
             Layout(dp=2, sharding="optim_grads", overlap=True, recompute=MODULES, offloaded_layers=2),
         ):
             yield make_cell(shape, layout, extra=extra)
-
-
-def fuzz(seed: int, count: int) -> list[Cell]:
-    """Return ``count`` configurations drawn at random; some of them are such that they must be refused.
-
-    A number's configuration depends on the seed and on it alone.
-    """
-    return [_draw(random.Random(f"{seed}/{number}"), number) for number in range(count)]
-
-
-_SHARE_OF_WILD = 0.15
-"""How many of the random configurations draw their sizes without a thought for what the layout can take."""
-
-
-def _draw(generator: random.Random, number: int) -> Cell:
-    layout = _draw_layout(generator)
-    shape = generator.choice(tuple(SHAPES))
-    data = generator.choice(tuple(DATA))
-    is_wild = generator.random() < _SHARE_OF_WILD
-    extra = _draw_sizes(generator) if is_wild else _draw_fitting_sizes(generator, layout, shape)
-    cell = make_cell(shape, layout, data, extra, num_layers=int(extra[1]))
-    return replace(cell, name=f"#{number} {shape} {data} {layout.name} {' '.join(extra)}")
-
-
-def _draw_layout(generator: random.Random) -> Layout:
-    while True:
-        pp = generator.choice((1, 1, 2, 2, 3, 4))
-        virtual_stages = generator.choice((1, 1, 2, 3)) if pp > 1 or generator.random() < 0.05 else 1
-        layout = Layout(
-            tp=generator.choice((1, 1, 2, 2, 3, 4)),
-            sequence_parallel=generator.random() < 0.5,
-            pp=pp,
-            virtual_stages=virtual_stages,
-            schedule="zero-bubble" if virtual_stages == 1 and generator.random() < 0.25 else None,
-            cp=generator.choice((1, 1, 2, 3, 4)),
-            cp_comm_type=generator.choice(EXCHANGES),
-            dp=generator.choice((1, 2, 3, 4)),
-            sharding=generator.choice(SHARDING),
-            overlap=generator.random() < 0.5,
-            recompute=generator.choice(RECOMPUTE),
-        )
-        if layout.tp == 1 and layout.sequence_parallel and generator.random() < 0.9:
-            layout = replace(layout, sequence_parallel=False)
-        if layout.world_size <= MAX_WORLD_SIZE:
-            return layout
-
-
-def _sizes(layers: int, heads: int, width: int, micro_batch: int, batch: int, length: int) -> tuple[str, ...]:
-    return (
-        *("--num-layers", str(layers), "--num-attention-heads", str(heads), "--hidden-size", str(heads * width)),
-        *("--ffn-hidden-size", "48", "--micro-batch-size", str(micro_batch), "--global-batch-size", str(batch)),
-        *("--seq-length", str(length), "--max-position-embeddings", str(length)),
-    )
-
-
-def _draw_sizes(generator: random.Random) -> tuple[str, ...]:
-    return _sizes(
-        generator.choice((2, 3, 4, 6)),
-        generator.choice((2, 4, 6)),
-        generator.choice((4, 6)),
-        generator.choice((1, 2)),
-        generator.choice((4, 6, 8, 12)),
-        generator.choice((12, 16, 24)),
-    )
-
-
-def _draw_fitting_sizes(generator: random.Random, layout: Layout, shape: str) -> tuple[str, ...]:
-    """Draw sizes of which the layout divides what it cuts; a shape's number of key-value heads may still not fit."""
-    flags = SHAPES[shape]
-    groups = int(flags[flags.index("--num-query-groups") + 1]) if "--num-query-groups" in flags else 1
-    heads = math.lcm(layout.tp, groups)
-    if layout.cp > 1 and layout.cp_comm_type == "a2a":
-        heads = layout.tp * math.lcm(max(groups // layout.tp, 1), layout.cp)
-        heads = math.lcm(heads, groups)
-    chunks = layout.pp * layout.virtual_stages
-    micro_batch = generator.choice((1, 1, 2))
-    unit = 2 * layout.cp * (layout.tp if layout.sequence_parallel else 1)
-    return _sizes(
-        chunks * generator.randint(1, max(1, 6 // chunks)),
-        heads * generator.randint(1, max(1, 4 // heads)),
-        generator.choice((4, 6)),
-        micro_batch,
-        micro_batch * layout.dp * generator.randint(1, max(1, 12 // (micro_batch * layout.dp))),
-        unit * generator.randint(1, max(1, 24 // unit)),
-    )

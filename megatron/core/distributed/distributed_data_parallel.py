@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class DistributedDataParallel(nn.Module):
 
     Where the configuration shards the optimizer and there are replicas (``is_sharded``), a rank ends with the reduced
     gradients of its own shards only, the parameters are views of flat buffers, and ``start_param_gather`` brings in the
-    other ranks' updates. ``parts`` are what this rank has to update, at any sharding.
+    other ranks' updates. ``parts`` are what this rank has to update, at any sharding; ``gathers_while_updating`` asks
+    for an update bucket by bucket, each of which is gathered while the next is updated.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class DistributedDataParallel(nn.Module):
             for parameter in buffer.parameters:
                 parameter.register_post_accumulate_grad_hook(_move_into_main_grad)  # type: ignore[no-untyped-call]
         self._overlaps_gather = self.is_sharded and config.overlap_param_gather
+        self.gathers_while_updating = self._overlaps_gather and config.overlap_param_gather_with_optimizer_step
         if self._overlaps_gather:
             await_in_forward(module, self.grad_buffers)
 
@@ -121,6 +124,17 @@ class DistributedDataParallel(nn.Module):
         for buffer in self.grad_buffers:
             if buffer.flat_parameters is not None:
                 buffer.flat_parameters.start_gather(async_op=self._overlaps_gather)
+
+    def parts_and_gathers(self) -> Iterator[tuple[tuple[ParamPart, ...], Callable[[], None]]]:
+        """Yield what this rank has to update of each bucket, and what gathers the bucket then, as a forward pass goes.
+
+        The chunk must be sharded.
+        """
+        for buffer in self.grad_buffers:
+            assert buffer.flat_parameters is not None
+            for index in reversed(range(len(buffer.buckets))):
+                gather = partial(buffer.flat_parameters.start_gather_of, index, async_op=self._overlaps_gather)
+                yield buffer.parts_of_segments[index], gather
 
     def finish_param_gather(self) -> None:
         """Wait until every parameter has its new value."""

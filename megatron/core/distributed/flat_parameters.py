@@ -41,12 +41,16 @@ class FlatParameters:
         """All-gather every bucket, in the order in which a forward pass uses them; with ``async_op`` do not wait."""
         assert not self._works, "a gather is still under way"
         for index in reversed(range(len(self.layout.buckets))):
-            bucket = self.layout.buckets[index]
-            start, end = bucket.shard(self.group.rank, self.group.size)
-            whole = self.data[bucket.start : bucket.end]
-            work = all_gather_into(whole, self.data[start:end], self.group, async_op)
-            if work is not None:
-                self._works[index] = work
+            self.start_gather_of(index, async_op)
+
+    def start_gather_of(self, bucket_index: int, async_op: bool) -> None:
+        """All-gather one bucket; with ``async_op`` do not wait."""
+        bucket = self.layout.buckets[bucket_index]
+        start, end = bucket.shard(self.group.rank, self.group.size)
+        whole = self.data[bucket.start : bucket.end]
+        work = all_gather_into(whole, self.data[start:end], self.group, async_op)
+        if work is not None:
+            self._works[bucket_index] = work
 
     def is_pending(self, bucket_index: int) -> bool:
         """Return whether a bucket's gather has been started and not waited for."""

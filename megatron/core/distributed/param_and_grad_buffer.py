@@ -85,7 +85,8 @@ class ParamAndGradBuffer:
 
     Buckets are reduced strictly in buffer order, so that every data-parallel rank issues the same collectives in the
     same order even where a parameter stays unused on some of them. ``segments`` and ``parts`` say where this rank finds
-    its reduced gradients: the whole buffer or, where the plan shards, one shard of every bucket.
+    its reduced gradients: the whole buffer or, where the plan shards, one shard of every bucket. ``parts_of_segments``
+    has the parts segment by segment.
 
     Shapes: ``grad_data: [layout.num_elements]``; padding between parameters is zero and stays so.
     """
@@ -110,7 +111,8 @@ class ParamAndGradBuffer:
         self.grad_data = torch.zeros(self._grad_length(), dtype=grad_dtype, device=first.device)
         self.buckets = tuple(self._make_bucket(index, bucket) for index, bucket in enumerate(layout.buckets))
         self.segments = tuple(self._make_segments())
-        self.parts = tuple(part for segment in self.segments for part in self._parts_of(segment))
+        self.parts_of_segments = tuple(tuple(self._parts_of(segment)) for segment in self.segments)
+        self.parts = tuple(part for parts in self.parts_of_segments for part in parts)
         self._num_started = 0
 
     def parameters_of(self, bucket: GradBucket) -> tuple[torch.nn.Parameter, ...]:

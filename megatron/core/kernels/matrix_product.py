@@ -32,6 +32,20 @@ def linear(
     return F.linear(x, weight, bias)
 
 
+def linear_into(
+    output: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, library: str = "auto"
+) -> None:
+    """Write what `linear` returns into a contiguous tensor of its shape; nothing is recorded for a gradient."""
+    if uses_onednn(x, library):
+        output.copy_(linear(x, weight, bias, library))
+        return
+    rows, result = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
+    if bias is None:
+        torch.mm(rows, weight.t(), out=result)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=result)
+
+
 def product(left: torch.Tensor, right: torch.Tensor, library: str = "auto") -> torch.Tensor:
     """Return ``left @ right``, not necessarily contiguous, by a ``library`` as `linear` does.
 

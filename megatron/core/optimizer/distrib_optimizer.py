@@ -5,7 +5,7 @@ Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -13,6 +13,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.host_memory.copy_stream import CopyStream, ImmediateCopies
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket
 from megatron.core.parallel_state import ParallelState
 
 
@@ -28,13 +29,59 @@ class DistributedOptimizer(MegatronOptimizer):
     full-size buckets where gradients are sharded too.
     """
 
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        model_chunks: Sequence[DistributedDataParallel],
+        state: ParallelState,
+        fused_adam: type[torch.optim.Optimizer] | None = None,
+        copy_stream: Callable[[], CopyStream] = ImmediateCopies,
+    ) -> None:
+        super().__init__(config, model_chunks, state, fused_adam, copy_stream)
+        buckets_of: dict[int, list[UpdateBucket]] = {}
+        for bucket in self._on_device:
+            buckets_of.setdefault(id(bucket.parts[0].part.parameter), []).append(bucket)
+        # The gathers in the order that all ranks share, each with what this rank updates before it.
+        self._gathers = [
+            ([bucket for part in parts for bucket in buckets_of.pop(id(part.parameter), ())], gather)
+            for chunk in self._gathering_chunks()
+            for parts, gather in chunk.parts_and_gathers()
+        ]
+        assert not (self._gathers and self.offload), "what the host updates is not in the order of the gathers"
+
     def _update(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
         for chunk in self._chunks:
             # A module that no forward pass has called has not waited for its parameters.
             chunk.finish_param_gather()
+        if self._gathers:
+            self._update_by_gather(is_finite, grad_multiplier)
+            return
         super()._update(is_finite, grad_multiplier)
         for chunk in self._chunks:
             chunk.start_param_gather()
+
+    def _update_by_gather(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
+        """Update what is gathered together; it is gathered while the next is updated."""
+        if not all(bucket.inner.decides_on_device for bucket in self._on_device):
+            # The host asks for each bucket: what it reads must not wait for those before.
+            is_finite, grad_multiplier = is_finite.cpu(), grad_multiplier.cpu()
+        for buckets, gather in self._gathers:
+            for bucket in buckets:
+                bucket.step_if(is_finite, grad_multiplier)
+            gather()
+
+    def _device_pieces(self, groups: list[PartGroup]) -> Iterator[list[PartGroup]]:
+        if not self._gathering_chunks():
+            yield from super()._device_pieces(groups)
+            return
+        for chunk in self._gathering_chunks():
+            for gathered, _ in chunk.parts_and_gathers():
+                mine = {id(part.parameter) for part in gathered}
+                pieces = [([part for part in parts if id(part.parameter) in mine], factor) for parts, factor in groups]
+                yield from super()._device_pieces([(parts, factor) for parts, factor in pieces if parts])
+
+    def _gathering_chunks(self) -> list[DistributedDataParallel]:
+        return [chunk for chunk in self._chunks if chunk.gathers_while_updating]
 
 
 def make_optimizer(

@@ -78,9 +78,9 @@ class MegatronOptimizer:
             on_host += [
                 UpdateBucket(config, piece, on_host=True, is_decoupled=decoupled) for piece in cut_into_buckets(away)
             ]
-            # State that is stored in few bytes is opened a bucket at a time.
-            pieces = cut_into_buckets(here) if config.use_precision_aware_optimizer else [here] if here else []
-            self._on_device += [UpdateBucket(config, piece, fused_adam, is_decoupled=decoupled) for piece in pieces]
+            self._on_device += [
+                UpdateBucket(config, piece, fused_adam, is_decoupled=decoupled) for piece in self._device_pieces(here)
+            ]
         self.offload = HostOffload(config, on_host, copy_stream(), copy_stream()) if on_host else None
         self._buckets = (*on_host, *self._on_device)
         # What `sharded_state` has lent of state that is stored in few bytes, to be stored when it has been filled.
@@ -218,6 +218,14 @@ class MegatronOptimizer:
             bucket.step_if(is_finite, grad_multiplier)
         if self.offload is not None:
             self.offload.finish(is_finite, grad_multiplier)
+
+    def _device_pieces(self, groups: list[PartGroup]) -> Iterator[list[PartGroup]]:
+        """Yield what is updated together on the device, all of ``groups`` where nothing speaks against it."""
+        if self.config.use_precision_aware_optimizer:
+            # State that is stored in few bytes is opened a bucket at a time.
+            yield from cut_into_buckets(groups)
+        elif groups:
+            yield groups
 
     def _part_groups(self) -> Iterator[tuple[list[PartGroup], bool]]:
         """Yield this rank's parts by weight decay: those of the common learning rate, and those of another."""

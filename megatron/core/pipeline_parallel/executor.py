@@ -84,16 +84,29 @@ def _no_reduction(*, ends_microbatch: bool = True) -> AbstractContextManager[Non
 
 
 @dataclass(frozen=True, eq=False)
+class LateGrads:
+    """Hold the queue of those weights whose gradients of ``BACKWARD`` passes come after all passes of this rank.
+
+    Of ``max_microbatches`` passes they do, the last ones; of all where it is 0.
+    """
+
+    queue: WeightGradQueue
+    max_microbatches: int = 0
+
+
+@dataclass(frozen=True, eq=False)
 class ModelChunk:
     """Hold what the executor needs of one model chunk.
 
     ``no_sync`` surrounds every backward pass but the last. ``weight_grad_queue`` takes the weights' gradients of
-    ``BACKWARD_INPUT`` passes until their ``BACKWARD_WEIGHT``; without one they are computed at once.
+    ``BACKWARD_INPUT`` passes until their ``BACKWARD_WEIGHT``; without one they are computed at once. ``late_grads`` are
+    computed after all actions.
     """
 
     forward: ChunkForward
     no_sync: NoSync = _no_reduction
     weight_grad_queue: WeightGradQueue | None = None
+    late_grads: LateGrads | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +114,8 @@ class PipelineConnection:
     """Hold where this rank stands in the pipeline and how it reaches its neighbours.
 
     ``message_shape`` and ``dtype`` describe what travels; a gradient has the shape and dtype of its activation.
-    ``orders`` is there where the ranks keep one order of all messages; without it receives are posted ahead.
+    ``orders`` is there where the ranks keep one order of all messages; without it receives are posted ahead. Without
+    ``overlaps_sends`` each message is waited for when it is sent, which needs that order.
     """
 
     place: StagePlace
@@ -109,6 +123,7 @@ class PipelineConnection:
     message_shape: MessageShape
     dtype: torch.dtype
     orders: MessageOrders | None = None
+    overlaps_sends: bool = True
 
     def order_of(self, actions_of: Callable[[int], Sequence[Action]]) -> Sequence[Transfer] | None:
         """Return this rank's part of the order of all messages, given each rank's actions; None where there is none."""
@@ -209,6 +224,7 @@ class _Run:
         self.trains = any(action.kind.sends_gradient for action in actions)
         # The last pass of each kind, since a split pass leaves its last contributions in two places.
         self._last_passes = {(a.kind, a.chunk): index for index, a in enumerate(actions)}
+        self._late_passes = {index for number in range(len(chunks)) for index in self._passes_with_late_grads(number)}
         self._stashes: dict[tuple[int, int], _Stash] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.num_tokens = torch.zeros((), dtype=torch.float64, device=device)
@@ -227,11 +243,16 @@ class _Run:
             self._receive_queue(link, connection, is_gradient, device)
             for link, is_gradient in ((connection.links.activations_in, False), (connection.links.gradients_in, True))
         )
-        limit = sends_in_flight(self.place.pp, self.actions)
+        limit = sends_in_flight(self.place.pp, self.actions) if connection.overlaps_sends else 0
         self.activations_out, self.gradients_out = (
             HandOver() if link is None else SendQueue(link, limit)
             for link in (connection.links.activations_out, connection.links.gradients_out)
         )
+
+    def _passes_with_late_grads(self, number: int) -> Sequence[int]:
+        late = self.chunks[number].late_grads
+        passes = [i for i, a in enumerate(self.actions) if a.kind is Pass.BACKWARD and a.chunk == number]
+        return [] if late is None else passes[-late.max_microbatches :]
 
     def _receive_queue(
         self, link: Link | None, connection: PipelineConnection, is_gradient: bool, device: torch.device
@@ -262,11 +283,22 @@ class _Run:
                 out = self.activations_out if action.kind is Pass.FORWARD else self.gradients_out
                 out.send(leaving)
             del leaving
+        self._compute_late_grads()
         self.activations_out.finish()
         self.gradients_out.finish()
         assert not self._stashes or not self.trains, "the schedule leaves micro-batches without a backward pass"
         timeline = None if clock is None else RankTimeline(self.actions, tuple(starts), tuple(ends))
         return ScheduleResult(self.loss_sum, self.num_tokens, self.auxiliary, timeline)
+
+    def _compute_late_grads(self) -> None:
+        """Compute what was deferred, in the order of its passes; the last one completes the gradients."""
+        remaining = [self.actions[index] for index in sorted(self._late_passes)]
+        while remaining:
+            action = remaining.pop(0)
+            chunk = self.chunks[action.chunk]
+            assert chunk.late_grads is not None
+            with chunk.no_sync() if any(a.chunk == action.chunk for a in remaining) else nullcontext():
+                chunk.late_grads.queue.run(action.microbatch)
 
     def _receive(self, action: Action) -> torch.Tensor | None:
         if not self.place.receives(action.kind, action.chunk):
@@ -300,6 +332,9 @@ class _Run:
                     chunk.weight_grad_queue.run(action.microbatch)
             elif action.kind is Pass.BACKWARD_INPUT and chunk.weight_grad_queue is not None:
                 with chunk.weight_grad_queue.collecting(action.microbatch):
+                    leaving = self._backward(action, message)
+            elif index in self._late_passes and chunk.late_grads is not None:
+                with chunk.late_grads.queue.collecting(action.microbatch):
                     leaving = self._backward(action, message)
             else:
                 leaving = self._backward(action, message)

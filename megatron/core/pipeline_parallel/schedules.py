@@ -6,7 +6,7 @@ chunks on each rank, and the size of the groups in which interleaved chunks take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from megatron.core.errors import ConfigurationError
@@ -108,6 +108,16 @@ def zero_bubble(
             actions.append(Action(Pass.BACKWARD_WEIGHT, action.microbatch - rank))
     deferred = range(max(0, num_microbatches - rank), num_microbatches)
     return (*actions, *(Action(Pass.BACKWARD_WEIGHT, microbatch) for microbatch in deferred))
+
+
+def with_delayed_weight_grads(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """Return the actions with each whole backward pass split: its input gradient leaves before the weights' follow."""
+    halves = (Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)
+    return tuple(
+        action._replace(kind=kind)
+        for action in actions
+        for kind in (halves if action.kind is Pass.BACKWARD else (action.kind,))
+    )
 
 
 SCHEDULES: Mapping[str, PipelineSchedule] = MappingProxyType(

@@ -16,6 +16,7 @@ from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
 from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
+from megatron.core.tensor_parallel.linear_overlap import WHOLE, LinearOverlap
 from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -54,10 +55,12 @@ class ColumnParallelLinear(nn.Module):
         num_stacked: int = 1,
         padded_out_features: int | None = None,
         library: str = "auto",
+        overlap: LinearOverlap = WHOLE,
     ) -> None:
         super().__init__()
         self.tp = tp
         self.product_library = library
+        self.overlap = overlap
         self.region = InputRegion.SEQUENCE if sequence_parallel else InputRegion.REPLICATED
         out_per_rank = (padded_out_features or out_features) // tp.size
 
@@ -76,7 +79,9 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's output features."""
-        return tensor_parallel_linear(x, self.weight, self.bias, self.region, self.tp, library=self.product_library)
+        return tensor_parallel_linear(
+            x, self.weight, self.bias, self.region, self.tp, library=self.product_library, overlap=self.overlap
+        )
 
 
 class RowParallelLinear(nn.Module):
@@ -97,10 +102,12 @@ class RowParallelLinear(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         library: str = "auto",
+        overlap: LinearOverlap = WHOLE,
     ) -> None:
         super().__init__()
         self.tp = tp
         self.product_library = library
+        self.overlap = overlap
         self.sequence_parallel = sequence_parallel
         # On a CPU the bias is added to a scattered sum: runs there keep their last bits.
         self.brings_bias_into_sum = torch.device(device).type == "cuda"
@@ -122,7 +129,11 @@ class RowParallelLinear(nn.Module):
         # One rank brings the bias into the sum: a product adds it for nothing, a pass of its own costs memory traffic.
         in_product: torch.Tensor | None = self.bias
         in_sum: torch.Tensor | None = None
-        if self.bias is not None and scatters:
+        has_chunks = scatters and (self.overlap.forward or self.overlap.backward)
+        if has_chunks:
+            brings_bias = self.brings_bias_into_sum and not self.overlap.uses_symmetric_memory
+            in_product = in_sum = self.bias if brings_bias else None
+        elif self.bias is not None and scatters:
             # Its gradient is of this rank's part of the sequence, as other replicated parameters' are.
             in_product, in_sum = (self.bias.detach(), self.bias) if self.brings_bias_into_sum else (None, None)
         partial = tensor_parallel_linear(
@@ -133,10 +144,14 @@ class RowParallelLinear(nn.Module):
             self.tp,
             adds_bias=self.tp.rank == 0,
             library=self.product_library,
+            overlap=self.overlap,
+            scatters=has_chunks,
         )
         if not scatters:
             return reduce_from_tensor_parallel_region(partial, self.tp)
-        output = reduce_scatter_to_sequence_parallel_region(partial, self.tp, in_sum)
+        output = partial
+        if not has_chunks:
+            output = reduce_scatter_to_sequence_parallel_region(output, self.tp, in_sum)
         return output if self.bias is None or in_sum is not None else output + self.bias
 
 

@@ -18,6 +18,7 @@ from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.linear_overlap import linear_overlap
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.across_heads_norm import AcrossHeadsNorm
 from megatron.core.transformer.dropout import require_keys
@@ -47,7 +48,7 @@ def describe_attention(
     for number, window in enumerate(config.layer_windows):
         exchange = config.cp_exchange(number) if size > 1 else ""
         has_window = window is not None and window < seq_length
-        if exchange == "p2p":
+        if exchange in ("p2p", "a2a+p2p"):
             has_kernel = blocks.has_kernel(
                 *(device.type, dtype, head_dim),
                 has_mask=has_documents or has_window,
@@ -118,6 +119,7 @@ class SelfAttention(nn.Module):
             dtype=dtype_from_name(config.params_dtype),
             device=device,
             library=config.cpu_matmul,
+            overlap=linear_overlap(config, "proj"),
         )
         self.linear_qkv = make_query_key_value(config, tp, device)
         self.q_layernorm = self._norm(config, config.num_attention_heads, tp, device) if config.qk_layernorm else None

@@ -14,6 +14,7 @@ from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.linear_overlap import linear_overlap
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -48,6 +49,7 @@ class MLP(nn.Module):
             device=device,
             num_stacked=num_stacked,
             library=config.cpu_matmul,
+            overlap=linear_overlap(config, "fc1"),
         )
         self.linear_fc2 = RowParallelLinear(
             config.ffn_hidden_size,
@@ -59,6 +61,7 @@ class MLP(nn.Module):
             dtype=dtype,
             device=device,
             library=config.cpu_matmul,
+            overlap=linear_overlap(config, "fc2"),
         )
 
     def forward(self, x: torch.Tensor) -> LayerOutput:

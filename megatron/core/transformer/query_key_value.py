@@ -13,6 +13,7 @@ from megatron.core.process_group import Group
 from megatron.core.sharding import Box, ParamSpec, Piece
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, make_parameter
 from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
+from megatron.core.tensor_parallel.linear_overlap import linear_overlap
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -33,6 +34,7 @@ def make_query_key_value(config: TransformerConfig, tp: Group, device: torch.dev
             dtype=dtype_from_name(config.params_dtype),
             device=device,
             library=config.cpu_matmul,
+            overlap=linear_overlap(config, "qkv"),
         )
     return SharedGroupQueryKeyValue(config, tp, device)
 
@@ -50,6 +52,7 @@ class SharedGroupQueryKeyValue(nn.Module):
         super().__init__()
         self.tp = tp
         self.product_library = config.cpu_matmul
+        self.overlap = linear_overlap(config, "qkv")
         self.region = InputRegion.SEQUENCE if config.sequence_parallel else InputRegion.REPLICATED
         dtype = dtype_from_name(config.params_dtype)
         width = config.hidden_size
@@ -90,4 +93,6 @@ class SharedGroupQueryKeyValue(nn.Module):
         bias = None
         if self.query_bias is not None and self.key_value_bias is not None:
             bias = torch.cat((self.query_bias, self.key_value_bias))
-        return tensor_parallel_linear(x, weight, bias, self.region, self.tp, library=self.product_library)
+        return tensor_parallel_linear(
+            x, weight, bias, self.region, self.tp, library=self.product_library, overlap=self.overlap
+        )

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron.core.batch_size_rampup import read_batch_size_schedule
 from megatron.core.config_base import field_specs
 from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.tensor_parallel.overlap_file import read_overlap_methods
 from megatron.training.checkpointing.folder import candidate_folders
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.data_config import RAW_DATASETS
@@ -42,12 +43,15 @@ def resolve(config: RunConfig) -> Resolution:
     config = _resolve_data(config, problems)
     config = _resolve_fine_tuning(config, notes)
     config = _resolve_model(config, notes)
+    config = _resolve_tp_overlap(config, notes, problems)
+    config = _resolve_pipeline_overlap(config, notes)
     config = dataclasses.replace(config, checkpoint=resolve_checkpoint(config.checkpoint, notes, problems))
     config = _resolve_batch(config, problems)
     config = _resolve_data_parallelism(config, notes)
     config = _resolve_precision(config)
     config = _resolve_weight_decay(config)
     notes.extend(_attention_notes(config))
+    notes.extend(_level_notes(config))
     notes.extend(_window_notes(config))
     notes.extend(_condition_notes(config))
     notes.extend(_offload_notes(config))
@@ -144,6 +148,53 @@ def _resolve_model(config: RunConfig, notes: list[str]) -> RunConfig:
     return dataclasses.replace(config, model=model)
 
 
+def _resolve_tp_overlap(config: RunConfig, notes: list[str], problems: list[str]) -> RunConfig:
+    model = config.model
+    if not model.tp_comm_overlap:
+        return config
+    if not model.sequence_parallel:
+        sizes = f"--tensor-model-parallel-size {model.tensor_model_parallel_size}"
+        missing = sizes if model.tensor_model_parallel_size == 1 else f"{sizes} without --sequence-parallel"
+        notes.append(f"--tp-comm-overlap has no effect with {missing}: turned off")
+        return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap=False))
+    if model.tp_comm_overlap_cfg is None:
+        return config
+    methods: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    try:
+        methods, ignored = read_overlap_methods(model.tp_comm_overlap_cfg)
+    except ConfigurationError as error:
+        problems.extend(error.problems)
+    if ignored:
+        notes.append(
+            f"--tp-comm-overlap-cfg {model.tp_comm_overlap_cfg}: no effect have {', '.join(ignored)}: there are as "
+            "many chunks as ranks, and no kernels of transformer-engine's to set"
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap_methods=methods))
+
+
+def _resolve_pipeline_overlap(config: RunConfig, notes: list[str]) -> RunConfig:
+    """Turn off what cannot have an effect in this pipeline, with a line each."""
+    model = config.model
+    alone = "with --pipeline-model-parallel-size 1" if model.pipeline_model_parallel_size == 1 else ""
+    splits = "with --pipeline-schedule zero-bubble, which defers weight gradients itself"
+    splits = splits if model.pipeline_schedule == "zero-bubble" else ""
+    delays = "with --delay-wgrad-compute, which computes them with the others" if model.delay_wgrad_compute else ""
+    reduces = "with --data-parallel-sharding-strategy optim_grads: gradients are reduced after each micro-batch"
+    reduces = reduces if config.ddp.shards_gradients and config.parallel_sizes.num_replicas > 1 else ""
+    reasons = {
+        "overlap_p2p_communication": alone,
+        "delay_wgrad_compute": alone or splits,
+        "defer_embedding_wgrad_compute": alone or splits or delays or reduces,
+    }
+    for spec, value in config.flags():
+        reason = reasons.get(spec.name)
+        if reason and value != spec.default:
+            notes.append(f"{spec.typed(not spec.default)} has no effect {reason}")
+            model = dataclasses.replace(model, **{spec.name: spec.default})
+    return dataclasses.replace(config, model=model)
+
+
 def resolve_checkpoint(checkpoint: CheckpointConfig, notes: list[str], problems: list[str]) -> CheckpointConfig:
     """Let --pretrained-checkpoint be what is loaded where --load has no checkpoint yet."""
     pretrained, load = checkpoint.pretrained_checkpoint, checkpoint.load
@@ -231,9 +282,18 @@ def _attention_notes(config: RunConfig) -> list[str]:
         return []
     if config.data.reset_attention_mask:
         return ["flash-attn is not used with packed documents: --reset-attention-mask takes torch's own attention"]
-    if model.context_parallel_size > 1 and "p2p" in model.cp_comm_type:
-        return ["flash-attn is not used with --cp-comm-type p2p: blocks that are merged take torch's own attention"]
+    if model.context_parallel_size > 1 and (rings := {"p2p", "a2a+p2p"} & {*model.cp_comm_type}):
+        name = max(rings)
+        return [f"flash-attn is not used with --cp-comm-type {name}: blocks that are merged take torch's own attention"]
     return []
+
+
+def _level_notes(config: RunConfig) -> list[str]:
+    sizes = config.model.hierarchical_context_parallel_sizes
+    if not sizes or "a2a+p2p" in config.model.cp_comm_type:
+        return []
+    given = " ".join(map(str, sizes))
+    return [f"--hierarchical-context-parallel-sizes {given} has no effect without --cp-comm-type a2a+p2p"]
 
 
 def _window_notes(config: RunConfig) -> list[str]:

@@ -190,7 +190,7 @@ def make_runtime(config: RunConfig, device: Device, local_rank: int = 0, observe
     from megatron.core.tensor_parallel.random import RngStreams
 
     timeout = timedelta(minutes=config.initialization.distributed_timeout_minutes)
-    state = create_parallel_state(config.parallel_sizes, timeout, observer)
+    state = create_parallel_state(config.parallel_sizes, timeout, observer, config.model.cp_inner_size)
     return Runtime(device, state, RngStreams(device, config.initialization.seed, state.place), local_rank)
 
 

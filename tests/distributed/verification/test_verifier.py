@@ -18,13 +18,15 @@ from megatron.verification.cells import (
     IN_PARTS,
     MAX_WORLD_SIZE,
     MODULES,
+    PP_OVERLAP,
+    TP_OVERLAP,
     Cell,
     Layout,
-    fuzz,
     make_cell,
     matrix,
     with_micro_batch_size,
 )
+from megatron.verification.random_cells import fuzz
 from megatron.verification.verifier import CellReport, Verifier
 from megatron.verification.worker_pool import WorkerPool
 from tests.distributed.verification import planted_faults
@@ -54,14 +56,21 @@ REPRESENTATIVE = (
     make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True)),
     make_cell("qwen", Layout(tp=4, recompute=("selective",))),
     make_cell("qwen", Layout(tp=2, sequence_parallel=True, recompute=("full", "uniform", "1"))),
+    make_cell("gpt2", Layout(tp=4, sequence_parallel=True, tp_overlap=TP_OVERLAP[1])),
+    make_cell("llama", replace(SP, tp_overlap=TP_OVERLAP[0], cp=2, recompute=("full", "uniform", "1")), "packed"),
+    make_cell("gpt2", replace(SP, tp_overlap=TP_OVERLAP[0], pp=2, schedule="zero-bubble")),
     make_cell("gpt2", Layout(pp=2)),
     make_cell("gpt2", Layout(pp=2, virtual_stages=2, recompute=("full", "block", "1"))),
     make_cell("gpt2", Layout(pp=4, schedule="zero-bubble")),
     make_cell("llama", Layout(pp=2, first_stage_layers=1)),
+    *(make_cell("gpt2", Layout(pp=2, virtual_stages=2, pp_overlap=flags)) for flags in PP_OVERLAP),
+    make_cell("gpt2", Layout(pp=2, dp=2, sharding="optim", overlap=True, pp_overlap=PP_OVERLAP[3])),
     make_cell("gpt2-untied", Layout(pp=2, pipeline_layout="E|tt|tt|L", virtual_stages=2)),
     make_cell("gpt2", Layout(pp=2, virtual_stages=2), extra=("--global-batch-size", "6")),
     *(make_cell("llama", Layout(cp=2, cp_comm_type=exchange), "packed") for exchange in ("p2p", "all_gather", "a2a")),
     make_cell("gpt2", Layout(cp=4), "uneven"),
+    make_cell("llama", Layout(cp=4, cp_comm_type="a2a+p2p", cp_levels=(2, 2)), "packed"),
+    make_cell("gpt2", Layout(cp=8, cp_comm_type="a2a+p2p", cp_levels=(4, 2))),
     *(make_cell("gpt2", Layout(dp=2, sharding=sharding)) for sharding in ("no_shard", "optim", "optim_grads")),
     make_cell("gpt2", Layout(dp=4, sharding="optim_grads", overlap=True), "uneven"),
     make_cell("qwen", Layout(dp=2, sharding="optim", overlap=True), "packed"),

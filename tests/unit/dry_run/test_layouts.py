@@ -41,6 +41,7 @@ KEPT: dict[str, tuple[str, ...]] = {
 WHOLE = (
     DryRunCase("345M", (*GPT2_345M, *COMMON, "--global-batch-size", "8")),
     DryRunCase("8B", (*EIGHT_BILLION, *HALVED), 8),
+    DryRunCase("8B overlapped", (*EIGHT_BILLION, *HALVED, "--tp-comm-overlap"), 8),
     DryRunCase("8B packed", (*EIGHT_BILLION, *HALVED, "--reset-attention-mask"), 8),
     DryRunCase("8B p2p", (*EIGHT_BILLION, *SHARED, "p2p"), 8),
     DryRunCase("8B all_gather", (*EIGHT_BILLION, *SHARED, "all_gather"), 8),
@@ -123,6 +124,15 @@ def test_memory_and_parameters_of_345m(results: dict[str, DryRunResult]) -> None
         assert report["peak_holders"][holder] == pytest.approx(width * parameters, rel=0.01)
     # The logits themselves at least, and at most with two copies of them in float32.
     assert 2 * 8192 * 50304 <= report["peak_holders"]["logits"] <= 10 * 8192 * 50304
+
+
+def test_chunks_hide_communication_behind_products(results: dict[str, DryRunResult]) -> None:
+    whole, chunked = results["8B"].report, results["8B overlapped"].report
+    # What is left is beside the layers: samples and the ranks' agreement behind the gathered parameters.
+    assert chunked["communication_ms"] < 0.7 * whole["communication_ms"]
+    assert chunked["hidden_communication_ms"] > whole["hidden_communication_ms"]
+    assert chunked["predicted_ms"] < whole["predicted_ms"]
+    assert chunked["peak_bytes"] <= 1.01 * whole["peak_bytes"]
 
 
 @pytest.mark.parametrize(("name", "other"), [("8B packed", "8B"), ("8B all_gather", "8B p2p")])

@@ -7,7 +7,16 @@ import pytest
 import pretrain_gpt
 from megatron.planning.closed_forms import Traffic, Volume, step_traffic
 from megatron.training.config.run_config import RunConfig
-from megatron.verification.cells import FAMILY_SHAPES, IN_PARTS, MODULES, Cell, Layout, make_cell, matrix
+from megatron.verification.cells import (
+    FAMILY_SHAPES,
+    IN_PARTS,
+    MODULES,
+    TP_OVERLAP,
+    Cell,
+    Layout,
+    make_cell,
+    matrix,
+)
 from megatron.verification.collective_recorder import record_step
 from megatron.verification.run_cell import resolve_cell
 
@@ -42,6 +51,11 @@ CELLS = [
     ("float32", make_cell("gpt2", Layout(tp=2, recompute=("full", "block", "3", "distributed")))),
     ("float32", make_cell("gpt2", Layout(tp=2, recompute=("full", "uniform", "3", "distributed")))),
     ("float64", make_cell("qwen", Layout(tp=4, sequence_parallel=True))),
+    *(
+        ("bfloat16", make_cell("gpt2-untied", Layout(tp=4, sequence_parallel=True, tp_overlap=flags)))
+        for flags in TP_OVERLAP
+    ),
+    ("float32", make_cell("gpt2", Layout(tp=2, sequence_parallel=True, tp_overlap=TP_OVERLAP[0], recompute=FULL))),
     ("float32", make_cell("llama", Layout(pp=2, virtual_stages=2))),
     ("bfloat16", make_cell("gpt2", Layout(pp=4, schedule="zero-bubble"))),
     ("bfloat16", make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2, pipeline_layout="E|tt|tt|L", dp=2))),
@@ -57,6 +71,10 @@ CELLS = [
             ("float32", 2, "a2a", ("selective",)),
             ("bfloat16", 2, "a2a", FULL),
         )
+    ),
+    *(
+        ("bfloat16", make_cell("llama", Layout(cp=4, cp_comm_type="a2a+p2p", cp_levels=levels, recompute=recompute)))
+        for levels, recompute in (((2, 2), ()), ((2, 2), FULL), ((2, 2), ("selective",)), ((4, 1), ()), ((1, 4), ()))
     ),
     ("bfloat16", make_cell("gpt2", Layout(dp=4))),
     ("float32", make_cell("gpt2", Layout(dp=2, sharding="optim"), "uneven")),
@@ -97,6 +115,23 @@ def test_tensor_parallelism_by_hand() -> None:
         ("all_reduce", ("pp", "tp")): Volume(1, 8),
         ("all_reduce", ("pp", "dp", "cp", "tp")): Volume(1, 32),
     }
+
+
+def test_chunks_send_what_a_ring_of_whole_collectives_sends() -> None:
+    layout = ("--tensor-model-parallel-size", "4", "--sequence-parallel")
+    whole = step_traffic(config_of(*layout, world_size=4), 0)
+    chunked = step_traffic(config_of(*layout, "--tp-comm-overlap", "--tp-comm-overlap-rs-dgrad", world_size=4), 0)
+
+    def sent(traffic: Traffic) -> int:
+        volumes = [traffic[operation, ("tp",)].num_bytes * 3 // 4 for operation in ("all_gather", "reduce_scatter")]
+        return sum(volumes) + traffic.get(("send", ("tp",)), Volume(0, 0)).num_bytes
+
+    assert sent(whole) == sent(chunked)
+    a, layers, microbatches = 16 * 24 * 2, 4, 8
+    # Eight a layer, four each way, and two of the output layer: three messages of a quarter each.
+    assert chunked["send", ("tp",)] == Volume(3, 3 * a // 4) * (8 * layers + 2) * microbatches
+    # Two inputs a layer and the output layer's come once more, and the embedding's gradient.
+    assert chunked["all_gather", ("tp",)] == Volume(1, a) * (2 * layers + 2) * microbatches
 
 
 def samples_sent(*flags: str, world_size: int, stages: int) -> list[Volume]:

@@ -12,7 +12,8 @@ from megatron.commands.verify_parallelism import main
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
-from megatron.verification.cells import DATA, EXCHANGES, MAX_WORLD_SIZE, Layout, fuzz, make_cell, matrix
+from megatron.verification.cells import DATA, EXCHANGES, MAX_WORLD_SIZE, Layout, make_cell, matrix
+from megatron.verification.random_cells import fuzz
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -23,7 +23,7 @@ from megatron.core.parallel_state import Communicators, create_parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import PipelineLinks
 from megatron.interop.inference_model import inference_stage
-from megatron.verification.cells import Cell, Layout, fuzz, make_cell, matrix
+from megatron.verification.cells import PP_OVERLAP, TP_OVERLAP, Cell, Layout, make_cell, matrix
 from megatron.verification.collective_recorder import CollectiveRecorder, record_cell, record_run, stand_in
 from megatron.verification.communication_replay import (
     INDEPENDENT_PROGRESS,
@@ -32,6 +32,7 @@ from megatron.verification.communication_replay import (
     Operation,
     communication_problems,
 )
+from megatron.verification.random_cells import fuzz
 from megatron.verification.run_cell import resolve_cell
 from tests.unit.core.inference.small_models import build, odd_config
 
@@ -187,8 +188,11 @@ SP = Layout(tp=2, sequence_parallel=True)
 CHOSEN = [
     make_cell("gpt2", Layout(pp=4, schedule="zero-bubble")),
     make_cell("gpt2", Layout(pp=4, virtual_stages=2), num_layers=8),
+    *(make_cell("gpt2", Layout(pp=2, virtual_stages=2, pp_overlap=flags)) for flags in PP_OVERLAP[:3]),
     make_cell("gpt2", replace(SP, pp=2, dp=2, sharding="optim_grads")),
+    make_cell("gpt2", replace(SP, tp=4, pp=2, tp_overlap=TP_OVERLAP[1], recompute=("full", "uniform", "1"))),
     make_cell("qwen", Layout(pp=2, cp=2, dp=2, sharding="optim"), "packed"),
+    make_cell("qwen", Layout(pp=2, cp=4, cp_comm_type="a2a+p2p", cp_levels=(2, 2)), "packed"),
     make_cell("llama", Layout(tp=2, pp=2, virtual_stages=2, dp=2, sharding="optim", overlap=True)),
     make_cell("gpt2", Layout(pp=2, cp=2, dp=2, cp_comm_type="a2a", recompute=("full", "uniform", "1")), "uneven"),
 ]

@@ -21,6 +21,7 @@ from megatron.core.sharding import attach_spec, spec_of, tie_over_pipeline
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
+from megatron.core.tensor_parallel.linear_overlap import linear_overlap
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.dropout import keys_of_rank
 from megatron.core.transformer.kv_cache import KeyValueCache
@@ -77,6 +78,7 @@ class GPTModel(Model):
                 device=device,
                 padded_out_features=config.padded_vocab_size,
                 library=config.cpu_matmul,
+                overlap=linear_overlap(config, "output"),
             )
         elif post_process and self.embedding is not None:
             set_gradient_uses(self.embedding.word_embeddings.weight, 2)
@@ -176,8 +178,10 @@ class GPTModel(Model):
             logits: torch.Tensor = self.output_layer(hidden)
             return logits
         region = InputRegion.SEQUENCE if self.config.sequence_parallel else InputRegion.REPLICATED
-        library = self.config.cpu_matmul
-        return tensor_parallel_linear(hidden, self.output_weight, None, region, self.tp, library=library)
+        library, overlap = self.config.cpu_matmul, linear_overlap(self.config, "output")
+        return tensor_parallel_linear(
+            hidden, self.output_weight, None, region, self.tp, library=library, overlap=overlap
+        )
 
 
 def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:

@@ -9,8 +9,8 @@ from megatron.core.context_parallel.head_sharing import copies_of_key_value_head
 from megatron.training.config.checks.check import Check
 from megatron.training.config.run_config import RunConfig
 
-_EXCHANGES = ("p2p", "all_gather", "a2a")
-_NOT_SUPPORTED = "a2a+p2p"
+_LEVELS = "a2a+p2p"
+_EXCHANGES = ("p2p", "all_gather", "a2a", _LEVELS)
 _LARGEST_PROPOSED_SIZE = 64
 
 
@@ -39,9 +39,7 @@ def _unit(context: int, tensor: int) -> int:
 def _check_exchanges(config: RunConfig) -> Iterator[str]:
     given, layers = config.model.cp_comm_type, config.model.num_layers
     for name in dict.fromkeys(given):
-        if name == _NOT_SUPPORTED:
-            yield f"--cp-comm-type {name} is not supported yet; values that work: {', '.join(_EXCHANGES)}"
-        elif name not in _EXCHANGES:
+        if name not in _EXCHANGES:
             yield f"--cp-comm-type {name}: values that work: {', '.join(_EXCHANGES)}"
     if len(given) not in (1, layers):
         yield (
@@ -49,11 +47,35 @@ def _check_exchanges(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_levels(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    context, sizes = model.context_parallel_size, model.hierarchical_context_parallel_sizes
+    if context <= 1 or _LEVELS not in model.cp_comm_type or _has_levels(config):
+        return
+    flag = "--hierarchical-context-parallel-sizes"
+    pairs = ", ".join(f"{inner} {context // inner}" for inner in range(1, context + 1) if context % inner == 0)
+    said = f"{flag} {' '.join(map(str, sizes))} are not two of this product" if sizes else f"{flag} is missing"
+    yield f"--cp-comm-type {_LEVELS} cuts --context-parallel-size {context} in two, and {said}; give one of: {pairs}"
+
+
+def _has_levels(config: RunConfig) -> bool:
+    sizes = config.model.hierarchical_context_parallel_sizes
+    return len(sizes) == 2 and min(sizes) > 0 and math.prod(sizes) == config.model.context_parallel_size
+
+
 def _check_heads(config: RunConfig) -> Iterator[str]:
     model = config.model
-    context, tensor = model.context_parallel_size, model.tensor_model_parallel_size
-    if context <= 1 or "a2a" not in model.cp_comm_type:
-        return
+    context = model.context_parallel_size
+    if context > 1 and "a2a" in model.cp_comm_type:
+        yield from _head_problems(config, context, "a2a", "--context-parallel-size")
+    if context > 1 and _LEVELS in model.cp_comm_type and _has_levels(config):
+        inner = model.hierarchical_context_parallel_sizes[0]
+        yield from _head_problems(config, inner, _LEVELS, "the first of --hierarchical-context-parallel-sizes")
+
+
+def _head_problems(config: RunConfig, context: int, exchange: str, sharers: str) -> Iterator[str]:
+    model = config.model
+    tensor = model.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.num_query_groups
     if tensor <= 0 or groups <= 0 or heads <= 0 or heads % tensor != 0:
         return
@@ -62,8 +84,8 @@ def _check_heads(config: RunConfig) -> Iterator[str]:
         return
     sizes = [size for size in range(1, local_heads + 1) if copies_of_key_value_heads(local_heads, local_groups, size)]
     yield (
-        f"--cp-comm-type a2a shares the {local_heads} heads of a tensor-parallel rank, in {local_groups} query "
-        f"groups, among --context-parallel-size {context} ranks, which is not possible; context-parallel sizes that "
+        f"--cp-comm-type {exchange} shares the {local_heads} heads of a tensor-parallel rank, in {local_groups} query "
+        f"groups, among {sharers} {context} ranks, which is not possible; context-parallel sizes that "
         f"work: {', '.join(map(str, sizes))}; or give --cp-comm-type p2p or all_gather"
     )
 
@@ -71,9 +93,11 @@ def _check_heads(config: RunConfig) -> Iterator[str]:
 CHECKS = (
     Check(("seq_length", "context_parallel_size", "tensor_model_parallel_size"), _check_sequence),
     Check(("cp_comm_type", "num_layers"), _check_exchanges),
+    Check(("cp_comm_type", "context_parallel_size", "hierarchical_context_parallel_sizes"), _check_levels),
     Check(
         (
             "cp_comm_type",
+            "hierarchical_context_parallel_sizes",
             "context_parallel_size",
             "tensor_model_parallel_size",
             "num_attention_heads",

@@ -31,7 +31,16 @@ def _check_types(config: RunConfig) -> Iterator[str]:
                 yield f"{flag} {value} is of Adam's state; give --optimizer adam, or {flag} fp32"
 
 
+def _check_gather(config: RunConfig) -> Iterator[str]:
+    if config.ddp.overlap_param_gather_with_optimizer_step and config.optimizer.optimizer_cpu_offload:
+        yield (
+            "--overlap-param-gather-with-optimizer-step updates in the order of the forward pass, which offloaded "
+            "parameters do not have; leave it or the optimizer's offload out"
+        )
+
+
 CHECKS = (
+    Check(("overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload"), _check_gather),
     Check(
         (
             *("optimizer", "params_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype"),

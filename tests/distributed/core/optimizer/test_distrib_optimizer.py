@@ -14,9 +14,11 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
+from megatron.core.parallel_state import create_parallel_state
 from tests.distributed.core.optimizer.toy_training import (
     GATHER,
     GRADS,
+    IN_STEP,
     OPTIM,
     OVERLAP,
     Options,
@@ -61,7 +63,7 @@ def test_any_sharding_trains_as_no_sharding(world_size: int, cp: int, per_token:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_without_clipping_the_update_is_bitwise_the_same(dtype: torch.dtype) -> None:
     """Two ranks add the same two numbers however they are reduced; only the norm is summed in another order."""
-    variants = [{}, OPTIM, OPTIM | OVERLAP | GATHER]
+    variants = [{}, OPTIM, OPTIM | OVERLAP | GATHER, OPTIM | OVERLAP | IN_STEP]
     for (expected, _, _), *others in run_distributed(
         2, trained_each, variants, dtype=dtype, optimizer={"clip_grad": 0.0}
     ):
@@ -73,9 +75,38 @@ def test_without_clipping_the_update_is_bitwise_the_same(dtype: torch.dtype) -> 
 def test_overlap_changes_no_bit(strategy: str) -> None:
     # Gathering piecewise gives the first one the same buckets.
     base: Options = {"data_parallel_sharding_strategy": strategy, **GATHER}
-    for apart, together in run_distributed(2, trained_each, [base, base | OVERLAP], dtype=torch.float32):
-        assert apart[1] == together[1]
-        assert all(torch.equal(apart[0][name], parameter) for name, parameter in together[0].items())
+    variants = [base, base | OVERLAP, base | IN_STEP]
+    for apart, *others in run_distributed(2, trained_each, variants, dtype=torch.float32):
+        for together in others:
+            assert apart[1] == together[1]
+            assert all(torch.equal(apart[0][name], parameter) for name, parameter in together[0].items())
+
+
+def events_of_a_step(options: Options) -> list[str]:
+    """Return which updates and gathers a step makes, in their order."""
+    run = build(options, state=create_parallel_state(observer=lambda call: events.append(call.operation)))
+    events: list[str] = []
+    run.step(0)
+    run.ddp.finish_param_gather()
+    inner = run.optimizer._inner
+    step_if = inner.step_if
+
+    def noted(*arguments: Any) -> None:
+        events.append("update")
+        step_if(*arguments)
+
+    inner.step_if = noted  # type: ignore[method-assign]
+    events.clear()
+    run.step(1)
+    return [event for event in events if event in ("update", "all_gather")]
+
+
+def test_each_bucket_is_gathered_while_the_next_is_updated() -> None:
+    for events in run_distributed(2, events_of_a_step, OPTIM | GATHER):
+        assert events == ["update", *["all_gather"] * (len(events) - 1)]
+    for events in run_distributed(2, events_of_a_step, OPTIM | IN_STEP):
+        assert len(events) >= 6
+        assert events == ["update", "all_gather"] * (len(events) // 2)
 
 
 @pytest.mark.parametrize(

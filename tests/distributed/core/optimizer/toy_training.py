@@ -28,6 +28,7 @@ OPTIM: Options = {"use_distributed_optimizer": True}
 GRADS: Options = {"data_parallel_sharding_strategy": "optim_grads", "ddp_bucket_size": 65}
 OVERLAP: Options = {"overlap_grad_reduce": True, "ddp_bucket_size": 65}
 GATHER: Options = {"overlap_param_gather": True, "ddp_bucket_size": 65}
+IN_STEP: Options = GATHER | {"overlap_param_gather_with_optimizer_step": True}
 Trained = tuple[dict[str, torch.Tensor], list[StepOutcome], type]
 
 

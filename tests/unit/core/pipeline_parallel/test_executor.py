@@ -9,10 +9,18 @@ import pytest
 import torch
 
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
-from megatron.core.main_grad import WeightGradQueue
+from megatron.core.main_grad import MainGrad, WeightGradQueue, attach_main_grad
 from megatron.core.pipeline_parallel.action import Action, Pass
-from megatron.core.pipeline_parallel.executor import MicrobatchLoss, ModelChunk, run_schedule
-from megatron.core.pipeline_parallel.schedules import forward_only, interleaved, without_pipelining, zero_bubble
+from megatron.core.pipeline_parallel.executor import LateGrads, MicrobatchLoss, ModelChunk, run_schedule
+from megatron.core.pipeline_parallel.schedules import (
+    forward_only,
+    interleaved,
+    with_delayed_weight_grads,
+    without_pipelining,
+    zero_bubble,
+)
+from megatron.core.process_group import single_rank_group
+from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
 
 CPU = torch.device("cpu")
 NUM_TOKENS = (3.0, 0.0, 5.0)
@@ -139,3 +147,41 @@ def test_the_last_chunk_alone_returns_the_loss() -> None:
     chunks = [ModelChunk(lambda microbatch, hidden: torch.ones(1, requires_grad=True))]
     with pytest.raises(AssertionError, match="the last chunk, and no other, returns the loss"):
         run_schedule([Action(Pass.FORWARD, 0)], chunks, device=CPU)
+
+
+@pytest.mark.parametrize(("max_microbatches", "late"), [(0, [0, 1, 2]), (2, [1, 2]), (7, [0, 1, 2])])
+def test_late_gradients_follow_all_passes_and_the_last_completes_them(max_microbatches: int, late: list[int]) -> None:
+    log: list[str] = []
+    weight = torch.nn.Parameter(torch.ones(1, 2, dtype=torch.float64))
+    main_grad = MainGrad(torch.zeros(1, 2, dtype=torch.float64), on_complete=lambda: log.append("complete"))
+    attach_main_grad(weight, main_grad)
+
+    @contextlib.contextmanager
+    def no_sync(*, ends_microbatch: bool = True) -> Iterator[None]:
+        log.append("[")
+        yield
+        log.append("]")
+
+    def forward_step(microbatch: int, hidden: torch.Tensor | None) -> MicrobatchLoss:
+        log.append(f"F{microbatch}")
+        x = torch.full((1, 1, 2), 10.0**microbatch, dtype=torch.float64, requires_grad=True)
+        x.register_hook(lambda grad: log.append(f"B{microbatch}"))
+        product = tensor_parallel_linear(x, weight, None, InputRegion.SPLIT, single_rank_group())
+        return MicrobatchLoss(product.sum(), torch.tensor(1.0))
+
+    chunk = ModelChunk(forward_step, no_sync, late_grads=LateGrads(WeightGradQueue([weight]), max_microbatches))
+    run_schedule(without_pipelining(1, 0, 3), [chunk], device=CPU)
+    assert main_grad.tensor.tolist() == [[37.0, 37.0]]
+    early = "F0 [ complete B0 ]" if 0 not in late else "F0 [ B0 ]"
+    drained = "[ complete ] " * (len(late) - 1) + "complete"
+    assert " ".join(log) == f"{early} F1 [ B1 ] F2 B2 {drained}"
+
+
+def test_delayed_weight_gradients_follow_the_input_gradient_at_once() -> None:
+    plain = interleaved(2, 0, 4, 2)
+    split = with_delayed_weight_grads(plain)
+    assert [action for action in split if action.kind is Pass.FORWARD] == [a for a in plain if a.kind is Pass.FORWARD]
+    places = [index for index, action in enumerate(split) if action.kind is Pass.BACKWARD_INPUT]
+    assert len(places) == sum(action.kind is Pass.BACKWARD for action in plain) == 8
+    assert [split[index + 1] for index in places] == [split[i]._replace(kind=Pass.BACKWARD_WEIGHT) for i in places]
+    assert with_delayed_weight_grads(zero_bubble(2, 0, 4)) == zero_bubble(2, 0, 4)

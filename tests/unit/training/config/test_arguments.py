@@ -399,3 +399,13 @@ def test_the_argument_document_is_up_to_date() -> None:
         [sys.executable, "tools/generate_argument_docs.py", "--check"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_levels_of_context_parallelism_count_for_their_exchange_only() -> None:
+    sizes = ["--hierarchical-context-parallel-sizes", "2", "1"]
+    flags = [*MINIMAL, "--context-parallel-size", "2", *sizes]
+    assert resolve_arguments(flags, 2).notes == (
+        "--hierarchical-context-parallel-sizes 2 1 has no effect without --cp-comm-type a2a+p2p",
+    )
+    parsed = resolve_arguments([*flags, "--cp-comm-type", "a2a+p2p"], 2)
+    assert (parsed.notes, parsed.config.model.cp_inner_size) == ((), 2)

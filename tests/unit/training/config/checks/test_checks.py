@@ -63,11 +63,23 @@ WRONG = [
     ),
     ("--cp-comm-type p2p p2p p2p", 1, "has 3 values; give one for all layers, or one for each of --num-layers 2"),
     (
-        "--cp-comm-type a2a+p2p",
-        1,
-        "--cp-comm-type a2a+p2p is not supported yet; values that work: p2p, all_gather, a2a",
+        "--cp-comm-type a2a+p2p --context-parallel-size 4",
+        4,
+        "--cp-comm-type a2a+p2p cuts --context-parallel-size 4 in two, and --hierarchical-context-parallel-sizes is "
+        "missing; give one of: 1 4, 2 2, 4 1",
     ),
-    ("--cp-comm-type ring", 1, "--cp-comm-type ring: values that work: p2p, all_gather, a2a"),
+    (
+        "--cp-comm-type a2a+p2p --context-parallel-size 4 --hierarchical-context-parallel-sizes 2 4",
+        4,
+        "and --hierarchical-context-parallel-sizes 2 4 are not two of this product; give one of: 1 4, 2 2, 4 1",
+    ),
+    (
+        "--cp-comm-type a2a+p2p --context-parallel-size 4 --hierarchical-context-parallel-sizes 4 1",
+        4,
+        "--cp-comm-type a2a+p2p shares the 6 heads of a tensor-parallel rank, in 6 query groups, among the first of "
+        "--hierarchical-context-parallel-sizes 4 ranks, which is not possible; context-parallel sizes that work: 1, 2,",
+    ),
+    ("--cp-comm-type ring", 1, "--cp-comm-type ring: values that work: p2p, all_gather, a2a, a2a+p2p"),
     ("--tensor-model-parallel-size 0", 1, "--tensor-model-parallel-size 0: a value greater than 0"),
     ("--hidden-size 50", 1, "--hidden-size 50 is not divisible by --num-attention-heads 6; numbers of heads"),
     ("--num-query-groups 4 --group-query-attention", 1, "numbers of groups that work: 1, 2, 3, 6"),

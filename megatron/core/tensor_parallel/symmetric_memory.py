@@ -1,0 +1,68 @@
+"""Torch's symmetric memory: products that read other ranks' memory, or write into it, while they are computed.
+
+The copies between ranks are made by copy engines, which leave all multiprocessors to the products. Written by torch's
+sources; no machine with two GPUs has run it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import platform
+
+import torch
+
+from megatron.core.collectives import all_gather_objects, any_rank
+from megatron.core.process_group import Group
+
+_OPERATORS = "torch.distributed._symmetric_memory"
+
+
+def why_no_symmetric_memory(tp: Group, has_peers: bool) -> str | None:
+    """Return on every rank why the group's products cannot use symmetric memory, or None where they can. Collective.
+
+    ``has_peers`` says that this rank's device reads the memory of the others that it sees.
+    """
+    if any_rank(not (_has_operators() and has_peers), tp):
+        return "torch or the devices lack it"
+    if len(set(all_gather_objects(platform.node(), tp))) > 1:
+        return "tensor-parallel ranks are on several machines"
+    return None
+
+
+def _has_operators() -> bool:
+    """Return whether torch knows the operators; they are there once their module is imported."""
+    try:
+        importlib.import_module(_OPERATORS)
+    except ImportError:
+        return False
+    names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+    return all(hasattr(torch.ops.symm_mem, name) for name in names)
+
+
+def gather_and_multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: Group, keeps: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return ``x @ weight.T + bias`` for the parts of all ranks, and these where it ``keeps`` them.
+
+    Shapes: ``x: [s/tp, b, in] -> [s, b, out], [s, b, in]``.
+    """
+    assert tp.handle is not None
+    tp.observe("all_gather", x.nbytes * tp.size)
+    gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(
+        x.contiguous(), [weight.t()], 0, tp.handle.group_name, return_A=keeps
+    )
+    product: torch.Tensor = products[0]
+    return product if bias is None else product.add_(bias), gathered
+
+
+def multiply_and_scatter(x: torch.Tensor, weight: torch.Tensor, tp: Group) -> torch.Tensor:
+    """Return this rank's part of the sum over the group of ``x @ weight.T``.
+
+    Shapes: ``x: [s, b, in] -> [s/tp, b, out]``.
+    """
+    assert tp.handle is not None
+    tp.observe("reduce_scatter", x.nbytes // x.shape[-1] * weight.shape[0], "sum")
+    part: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+        x.contiguous(), weight.t(), "sum", 0, tp.handle.group_name
+    )
+    return part

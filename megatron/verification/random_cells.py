@@ -1,0 +1,104 @@
+"""Layouts and sizes that are drawn at random."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+from megatron.verification.cells import (
+    DATA,
+    EXCHANGES,
+    MAX_WORLD_SIZE,
+    RECOMPUTE,
+    SHAPES,
+    SHARDING,
+    Cell,
+    Layout,
+    make_cell,
+)
+
+
+def fuzz(seed: int, count: int) -> list[Cell]:
+    """Return ``count`` configurations drawn at random; some of them are such that they must be refused.
+
+    A number's configuration depends on the seed and on it alone.
+    """
+    return [_draw(random.Random(f"{seed}/{number}"), number) for number in range(count)]
+
+
+_SHARE_OF_WILD = 0.15
+"""How many of the random configurations draw their sizes without a thought for what the layout can take."""
+
+
+def _draw(generator: random.Random, number: int) -> Cell:
+    layout = _draw_layout(generator)
+    shape = generator.choice(tuple(SHAPES))
+    data = generator.choice(tuple(DATA))
+    is_wild = generator.random() < _SHARE_OF_WILD
+    extra = _draw_sizes(generator) if is_wild else _draw_fitting_sizes(generator, layout, shape)
+    cell = make_cell(shape, layout, data, extra, num_layers=int(extra[1]))
+    return replace(cell, name=f"#{number} {shape} {data} {layout.name} {' '.join(extra)}")
+
+
+def _draw_layout(generator: random.Random) -> Layout:
+    while True:
+        pp = generator.choice((1, 1, 2, 2, 3, 4))
+        virtual_stages = generator.choice((1, 1, 2, 3)) if pp > 1 or generator.random() < 0.05 else 1
+        layout = Layout(
+            tp=generator.choice((1, 1, 2, 2, 3, 4)),
+            sequence_parallel=generator.random() < 0.5,
+            pp=pp,
+            virtual_stages=virtual_stages,
+            schedule="zero-bubble" if virtual_stages == 1 and generator.random() < 0.25 else None,
+            cp=generator.choice((1, 1, 2, 3, 4)),
+            cp_comm_type=generator.choice(EXCHANGES),
+            dp=generator.choice((1, 2, 3, 4)),
+            sharding=generator.choice(SHARDING),
+            overlap=generator.random() < 0.5,
+            recompute=generator.choice(RECOMPUTE),
+        )
+        if layout.tp == 1 and layout.sequence_parallel and generator.random() < 0.9:
+            layout = replace(layout, sequence_parallel=False)
+        if layout.world_size <= MAX_WORLD_SIZE:
+            return layout
+
+
+def _sizes(layers: int, heads: int, width: int, micro_batch: int, batch: int, length: int) -> tuple[str, ...]:
+    return (
+        *("--num-layers", str(layers), "--num-attention-heads", str(heads), "--hidden-size", str(heads * width)),
+        *("--ffn-hidden-size", "48", "--micro-batch-size", str(micro_batch), "--global-batch-size", str(batch)),
+        *("--seq-length", str(length), "--max-position-embeddings", str(length)),
+    )
+
+
+def _draw_sizes(generator: random.Random) -> tuple[str, ...]:
+    return _sizes(
+        generator.choice((2, 3, 4, 6)),
+        generator.choice((2, 4, 6)),
+        generator.choice((4, 6)),
+        generator.choice((1, 2)),
+        generator.choice((4, 6, 8, 12)),
+        generator.choice((12, 16, 24)),
+    )
+
+
+def _draw_fitting_sizes(generator: random.Random, layout: Layout, shape: str) -> tuple[str, ...]:
+    """Draw sizes of which the layout divides what it cuts; a shape's number of key-value heads may still not fit."""
+    flags = SHAPES[shape]
+    groups = int(flags[flags.index("--num-query-groups") + 1]) if "--num-query-groups" in flags else 1
+    heads = math.lcm(layout.tp, groups)
+    if layout.cp > 1 and layout.cp_comm_type == "a2a":
+        heads = layout.tp * math.lcm(max(groups // layout.tp, 1), layout.cp)
+        heads = math.lcm(heads, groups)
+    chunks = layout.pp * layout.virtual_stages
+    micro_batch = generator.choice((1, 1, 2))
+    unit = 2 * layout.cp * (layout.tp if layout.sequence_parallel else 1)
+    return _sizes(
+        chunks * generator.randint(1, max(1, 6 // chunks)),
+        heads * generator.randint(1, max(1, 4 // heads)),
+        generator.choice((4, 6)),
+        micro_batch,
+        micro_batch * layout.dp * generator.randint(1, max(1, 12 // (micro_batch * layout.dp))),
+        unit * generator.randint(1, max(1, 24 // unit)),
+    )

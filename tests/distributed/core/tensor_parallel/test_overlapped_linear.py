@@ -1,0 +1,137 @@
+"""Linear maps whose communication goes in chunks: the same numbers, each chunk under way beside a product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core import collectives
+from megatron.core.process_group import CollectiveCall, Group
+from megatron.core.tensor_parallel import overlapped_linear, symmetric_memory
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.linear_overlap import WHOLE, LinearOverlap
+from tests.harness.distributed import run_distributed
+from tests.harness.toy_model import tensor_parallel_group
+
+LENGTH, BATCH, WIDTH, INNER = 12, 3, 10, 16
+CHUNKED = LinearOverlap(forward=True, backward=True)
+VARIANTS = (
+    CHUNKED,
+    LinearOverlap(forward=True),
+    LinearOverlap(backward=True),
+    LinearOverlap(forward=True, backward=True, bulk_gather=False, bulk_scatter=False),
+)
+
+
+def draw(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def run_pair(tp: Group, overlap: LinearOverlap, brings_bias: bool) -> dict[str, torch.Tensor]:
+    """Run a column-parallel layer and a row-parallel one under sequence parallelism, forward and backward."""
+    shared: dict[str, Any] = {"has_bias": True, "sequence_parallel": True, "init_std": 0.1, "overlap": overlap}
+    shared |= {"dtype": torch.float64, "device": "cpu"}
+    first, second = ColumnParallelLinear(WIDTH, INNER, tp, **shared), RowParallelLinear(INNER, WIDTH, tp, **shared)
+    second.brings_bias_into_sum = brings_bias
+    with torch.no_grad():
+        for seed, parameter in enumerate((*first.parameters(), *second.parameters())):
+            parameter.copy_(draw(seed + 10 * (tp.rank if parameter is not second.bias else 0), *parameter.shape))
+    # What comes in is not contiguous, forward and backward.
+    x = draw(50 + tp.rank, BATCH, LENGTH // tp.size, WIDTH).transpose(0, 1).requires_grad_()
+    output = second(first(x).square())
+    output.backward(draw(60 + tp.rank, BATCH, LENGTH // tp.size, WIDTH).transpose(0, 1))
+    gradients = {f"{index}": p.grad for index, p in enumerate((*first.parameters(), *second.parameters()))}
+    return {"output": output.detach(), "x": x.grad, **gradients}  # type: ignore[dict-item]
+
+
+def differences() -> list[float]:
+    """Return how far each variant is from whole collectives, and these with each way of adding the bias."""
+    tp, found = tensor_parallel_group(), []
+    for brings_bias in (False, True):
+        expected = run_pair(tp, WHOLE, brings_bias)
+        for overlap in VARIANTS:
+            results = run_pair(tp, overlap, brings_bias)
+            found.append(max(float((results[name] - expected[name]).abs().max()) for name in expected))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_chunks_compute_what_whole_collectives_do(size: int) -> None:
+    for found in run_distributed(size, differences):
+        assert max(found) < 1e-12, found
+
+
+def order_of_events() -> list[list[str]]:
+    """Return what happens in which order: messages that begin and arrive, and products."""
+    events: list[str] = []
+
+    def observe(call: CollectiveCall) -> None:
+        assert call.num_bytes == LENGTH // plain.size * BATCH * WIDTH * 8
+        events.append(call.operation)
+
+    plain = tensor_parallel_group()
+    tp = Group(plain.axes, plain.ranks, plain.rank, plain.handle, observe)
+    wait = collectives.RingExchange.wait
+
+    def noted_wait(exchange: collectives.RingExchange) -> torch.Tensor:
+        events.append("wait")
+        return wait(exchange)
+
+    def multiply(output: torch.Tensor, x: torch.Tensor) -> None:
+        events.append("product")
+        output.copy_(x)
+
+    orders = []
+    collectives.RingExchange.wait = noted_wait  # type: ignore[method-assign]
+    overlapped_linear.gather_and_multiply(draw(1, LENGTH // tp.size, BATCH, WIDTH), multiply, WIDTH, tp)
+    orders.append(list(events))
+    events.clear()
+    overlapped_linear.multiply_and_scatter(draw(1, LENGTH, BATCH, WIDTH), multiply, WIDTH, tp)
+    return [*orders, events]
+
+
+def test_every_message_is_under_way_while_a_chunk_is_multiplied() -> None:
+    gathered = ["send", "product", "wait", "send", "product", "wait", "product"]
+    scattered = ["product", "send", "product", "wait", "send", "product", "wait"]
+    assert run_distributed(3, order_of_events) == [[gathered, scattered]] * 3
+
+
+def differences_in_symmetric_memory() -> list[float]:
+    """Let collectives stand in for torch's operators, which only CUDA has, under their signatures."""
+    tp, calls = tensor_parallel_group(), []
+
+    def gather(
+        x: torch.Tensor, weights: list[torch.Tensor], dim: int, name: str, *, return_A: bool = True
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        assert tp.handle is not None
+        assert (dim, name, x.is_contiguous()) == (0, tp.handle.group_name, True)
+        calls.append("gather")
+        whole = collectives.all_gather_first_dim(x, tp)
+        return whole if return_A else None, [whole @ weight for weight in weights]
+
+    def scatter(x: torch.Tensor, weight: torch.Tensor, op: str, dim: int, name: str) -> torch.Tensor:
+        assert (op, dim) == ("sum", 0)
+        calls.append("scatter")
+        return collectives.reduce_scatter_first_dim(x @ weight, tp)
+
+    expected = run_pair(tp, WHOLE, brings_bias=True)
+    assert symmetric_memory.why_no_symmetric_memory(tp, has_peers=True) is None
+    torch.ops.symm_mem.fused_all_gather_matmul = gather
+    torch.ops.symm_mem.fused_matmul_reduce_scatter = scatter
+    overlap = LinearOverlap(forward=True, backward=True, uses_symmetric_memory=True)
+    results = run_pair(tp, overlap, brings_bias=True)
+    assert calls == ["gather", "scatter", "gather", "scatter"]
+    return [float((results[name] - expected[name]).abs().max()) for name in expected]
+
+
+def test_symmetric_memory_is_called_for_both_products_and_both_gradients() -> None:
+    for found in run_distributed(2, differences_in_symmetric_memory):
+        assert max(found) < 1e-12, found
+    assert run_distributed(2, why_without_peers) == ["torch or the devices lack it"] * 2
+
+
+def why_without_peers() -> str | None:
+    tp = tensor_parallel_group()
+    return symmetric_memory.why_no_symmetric_memory(tp, has_peers=tp.rank == 0)
