@@ -66,6 +66,8 @@ def _check_offload(config: RunConfig) -> Iterator[str]:
 def _check_weights(config: RunConfig) -> Iterator[str]:
     model = config.model
     if not model.cpu_offloading:
+        if not model.cpu_offloading_activations:
+            yield "--no-cpu-offloading-activations has no effect without --cpu-offloading; leave it out"
         return
     if not model.cpu_offloading_activations and not model.cpu_offloading_weights:
         yield (

@@ -84,6 +84,12 @@ def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
             close(one, other)
             assert torch.equal(one, again), name
         assert has_branch or torch.equal(runs[0][0], values["residual"])
+        # Recompute takes the stream that a call has left.
+        parameters = inputs["weight"], inputs.get("bias"), EPSILON
+        _, again = residual_norm.add_and_normalise(
+            runs[0][0], None, *parameters, subtracts_mean=is_layer_norm, weight_offset=1.0
+        )
+        assert torch.equal(again, runs[0][1])
         if keys is not None:
             # What was dropped has no gradient.
             dropped = runs[0][2] == 0

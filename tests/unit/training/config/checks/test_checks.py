@@ -142,6 +142,7 @@ WRONG = [
         "--cpu-offloading-num-layers 3 is greater than --num-layers 2; values from 1 to 2 work",
     ),
     ("--cpu-offloading-num-layers 1", 1, "has no effect without --cpu-offloading; add it"),
+    ("--no-cpu-offloading-activations", 1, "has no effect without --cpu-offloading; leave it out"),
     ("--cpu-offloading-weights", 1, "--cpu-offloading-weights has no effect without --cpu-offloading"),
     (
         "--cpu-offloading --cpu-offloading-num-layers 1 --no-cpu-offloading-activations",
