@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.core.collectives import raise_on_all_ranks
@@ -11,6 +11,7 @@ from megatron.core.datasets.history.sample_keys import ReadCounter
 from megatron.core.distributed.replica_check import check_replicas_equal
 from megatron.core.errors import TrainingError
 from megatron.core.timers import Timers
+from megatron.planning.theoretical_memory import describe_theoretical_memory, model_size
 from megatron.training.checkpointing.saver import RunCheckpoints
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource
@@ -97,13 +98,15 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     return reason
 
 
-def evaluate_and_report(run: TrainingRun, evaluation_sets: Sequence[EvaluationSet]) -> None:
-    """Evaluate on each set, print the framed line and write the figure down."""
+def evaluate_and_report(run: TrainingRun, evaluation_sets: Sequence[EvaluationSet], is_verbose: bool = False) -> None:
+    """Evaluate on each set, print the framed line and write the figure down; where it is verbose, count along."""
     iteration = run.train_state.iteration
     for chosen in evaluation_sets:
+        count = chosen.num_microbatches
+        begin = _evaluation_counter(run, count) if is_verbose else lambda microbatch: None
         with run.timers("evaluate", log_level=0), chosen.open_source() as source:
-            count = chosen.num_microbatches
-            lm_loss = evaluate(run.config, run.runtime, run.parts, run.forward_step, source, count)
+            lm_loss = evaluate(run.config, run.runtime, run.parts, run.forward_step, source, count, begin)
+        _report_time(run, "evaluate")
         run.train_state.consumed_valid_samples += chosen.num_advanced
         run.log(format_evaluation(f"iteration {iteration} on {chosen.title}", lm_loss))
         if run.metrics is not None:
@@ -116,11 +119,34 @@ def is_evaluation_due(config: RunConfig, iteration: int) -> bool:
     return _is_due(config.validation.eval_interval, iteration)
 
 
+def _evaluation_counter(run: TrainingRun, num_microbatches: int) -> Callable[[int], None]:
+    """Return what prints Megatron's line on each global batch of an evaluation as its first micro-batch begins."""
+    training = run.config.training
+    samples_per_microbatch = training.micro_batch_size * run.config.data_parallel_size
+    per_iteration = training.global_batch_size // samples_per_microbatch
+    run.log(f"Evaluating on {num_microbatches * samples_per_microbatch} samples")
+
+    def begin(microbatch: int) -> None:
+        if microbatch % per_iteration == 0:
+            run.log(f"Evaluating iter {microbatch // per_iteration + 1}/{-(-num_microbatches // per_iteration)}")
+
+    return begin
+
+
+def _report_time(run: TrainingRun, name: str) -> None:
+    """Print the time of something that is no part of an iteration; every rank must call."""
+    run.log(run.timers.report(run.runtime.state.world, [name]))
+
+
 def _save(run: TrainingRun) -> None:
+    if run.config.checkpoint.save is None:
+        return
     state = run.train_state
     if run.counter is not None:
         state.train_data = run.counter.history_at(state.consumed_train_samples).to_dict()
-    run.checkpoints.save(state)
+    with run.timers("save-checkpoint", log_level=0):
+        run.checkpoints.save(state)
+    _report_time(run, "save-checkpoint")
 
 
 def _compare_replicas(run: TrainingRun) -> None:
@@ -143,6 +169,8 @@ def _compare_replicas(run: TrainingRun) -> None:
 def _log_iterations(run: TrainingRun, report: StepReport, average: IntervalAverage, with_memory: bool) -> None:
     logging = run.config.logging
     run.log(format_step(report, average, run.config.train_iters, logging.log_throughput))
+    if with_memory and run.runtime.is_reporter:
+        _log_model_size(run)
     if with_memory and run.runtime.state.dp_cp.is_first:
         print_line(format_memory(run.runtime.state.rank, report.iteration, run.runtime.device))
     if run.metrics is not None and logging.log_timers_to_tensorboard:
@@ -152,6 +180,13 @@ def _log_iterations(run: TrainingRun, report: StepReport, average: IntervalAvera
     times = run.timers.report(run.runtime.state.world, normalizer=average.num_iterations)
     if times:
         run.log(times)
+
+
+def _log_model_size(run: TrainingRun) -> None:
+    """Print the numbers of parameters and the theoretical memory, where the closed form is of this model."""
+    count = sum(parameter.numel() for chunk in run.parts.chunks for parameter in chunk.parameters())
+    if count == model_size(run.config).shards[run.runtime.state.pp.rank]:
+        run.log("\n".join(describe_theoretical_memory(run.config)))
 
 
 def _write_metrics(run: TrainingRun, report: StepReport) -> None:

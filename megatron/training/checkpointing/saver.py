@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from megatron.training.config.checkpoint_config import NATIVE_FORMAT, Checkpoint
 from megatron.training.config.run_config import RunConfig
 from megatron.training.model_setup import TrainingParts
 from megatron.training.process.initialize import Runtime
+from megatron.training.reporting.schedule_lines import describe_schedule_values
 from megatron.training.train_state import TrainState
 
 
@@ -153,7 +153,7 @@ class RunCheckpoints:
             self.config.checkpoint,
             self.config.to_dict(),
             self.log,
-            partial(check_schedule, config=self.config),
+            self._check_schedule,
         )
         if loaded is None:
             return TrainState()
@@ -210,6 +210,10 @@ class RunCheckpoints:
         """
         if self.saver is not None:
             self.saver.check_last()
+
+    def _check_schedule(self, state: Mapping[str, Any]) -> None:
+        check_schedule(state, self.config)
+        self.log(describe_schedule_values(state, self.config))
 
     def _tensors(self) -> RunTensors:
         for chunk in self.parts.ddp_chunks:
