@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.datasets.blended_dataset_builder import DatasetSplits
@@ -32,6 +33,7 @@ from megatron.training.process.initialize import (
     has_run_failed,
     initialize_runtime,
     is_first_failure,
+    scheduler_job_id,
     shut_down,
 )
 from megatron.training.process.refusal import reasons_of, refuse_in_run
@@ -40,12 +42,14 @@ from megatron.training.reporting.dataset_lines import describe_datasets
 from megatron.training.reporting.log_lines import format_datetime
 from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.reporting.profiling import Profiling
+from megatron.training.reporting.progress_log import ProgressLog
 from megatron.training.reporting.startup_lines import (
     describe_batch_and_tokenizer,
     describe_buckets,
     describe_initialized,
     describe_precision,
 )
+from megatron.training.train_state import TrainState
 from megatron.training.training import TrainingRun, evaluate_and_report, is_evaluation_due, train
 from megatron.training.training_step import ForwardStep
 
@@ -175,8 +179,19 @@ def _set_up(application: Application, profiling: Profiling) -> tuple[TrainingRun
         timers=timers,
         checkpoints=checkpoints,
         profiling=profiling,
+        progress=_open_progress(config, runtime, train_state),
     )
     return run, datasets
+
+
+def _open_progress(config: RunConfig, runtime: Runtime, train_state: TrainState) -> ProgressLog | None:
+    """Return the progress log of the reporting rank, with the start of this job in it; None where there is none."""
+    if not config.logging.log_progress or config.checkpoint.save is None or not runtime.is_reporter:
+        return None
+    folder, seq_length = Path(config.checkpoint.save), config.data.seq_length
+    progress = ProgressLog(folder, config.world_size, scheduler_job_id(), seq_length)
+    progress.start(train_state)
+    return progress
 
 
 def _train_and_evaluate(application: Application, run: TrainingRun, datasets: DatasetSplits, start_time: float) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.datasets.history.sample_keys import ReadCounter
 from megatron.core.distributed.replica_check import check_replicas_equal
 from megatron.core.errors import TrainingError
-from megatron.core.timers import Timers
+from megatron.core.timers import Timers, format_report
 from megatron.planning.theoretical_memory import describe_theoretical_memory, model_size
 from megatron.training.checkpointing.saver import RunCheckpoints
 from megatron.training.config.run_config import RunConfig
@@ -21,6 +22,7 @@ from megatron.training.model_setup import TrainingParts
 from megatron.training.process.console import print_line
 from megatron.training.process.initialize import Runtime
 from megatron.training.process.signals import ExitRequest
+from megatron.training.reporting.layer_norms import format_layer_norms, layer_norm_scalars, measure_layer_norms
 from megatron.training.reporting.log_lines import (
     IntervalAverage,
     StepReport,
@@ -30,6 +32,7 @@ from megatron.training.reporting.log_lines import (
 )
 from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.reporting.profiling import Profiling
+from megatron.training.reporting.progress_log import ProgressLog
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import Agreement, ForwardStep, TrainingStep
 
@@ -49,6 +52,7 @@ class TrainingRun:
     timers: Timers
     checkpoints: RunCheckpoints
     profiling: Profiling
+    progress: ProgressLog | None = None
 
     def log(self, text: str) -> None:
         """Print on the reporting rank."""
@@ -64,7 +68,8 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     config, state = run.config, run.train_state
     profiling, parts = run.profiling, run.parts
     timers, action_clock = profiling.timers(run.timers), profiling.action_clock
-    step = TrainingStep(config, run.runtime, parts, run.forward_step, timers, action_clock=action_clock)
+    observer = None if config.logging.log_layer_norms is None else partial(_log_layer_norms, run)
+    step = TrainingStep(config, run.runtime, parts, run.forward_step, timers, observer, action_clock)
     average = IntervalAverage()
     saved_iteration = state.iteration
     first_log = True
@@ -111,7 +116,7 @@ def evaluate_and_report(run: TrainingRun, evaluation_sets: Sequence[EvaluationSe
         run.log(format_evaluation(f"iteration {iteration} on {chosen.title}", lm_loss))
         if run.metrics is not None:
             run.metrics.write({"iteration": iteration, "split": chosen.name, "lm_loss": lm_loss})
-            run.metrics.evaluation_scalars(chosen.name, lm_loss, iteration)
+            run.metrics.evaluation_scalars(chosen.name, lm_loss, run.train_state)
 
 
 def is_evaluation_due(config: RunConfig, iteration: int) -> bool:
@@ -145,8 +150,10 @@ def _save(run: TrainingRun) -> None:
     if run.counter is not None:
         state.train_data = run.counter.history_at(state.consumed_train_samples).to_dict()
     with run.timers("save-checkpoint", log_level=0):
-        run.checkpoints.save(state)
+        is_saved = run.checkpoints.save(state)
     _report_time(run, "save-checkpoint")
+    if is_saved and run.progress is not None:
+        run.progress.save(state, is_async=run.config.checkpoint.async_save)
 
 
 def _compare_replicas(run: TrainingRun) -> None:
@@ -173,13 +180,25 @@ def _log_iterations(run: TrainingRun, report: StepReport, average: IntervalAvera
         _log_model_size(run)
     if with_memory and run.runtime.state.dp_cp.is_first:
         print_line(format_memory(run.runtime.state.rank, report.iteration, run.runtime.device))
+    times = run.timers.gather(run.runtime.state.world, normalizer=average.num_iterations)
     if run.metrics is not None and logging.log_timers_to_tensorboard:
-        seconds = run.timers.elapsed_s(reset=False)
-        scalars = {f"{name}-time": elapsed_s / average.num_iterations for name, elapsed_s in seconds.items()}
-        run.metrics.scalars(scalars, report.iteration)
-    times = run.timers.report(run.runtime.state.world, normalizer=average.num_iterations)
-    if times:
-        run.log(times)
+        names = dict.fromkeys(name for of_rank in times for name in of_rank)
+        longest = {f"{name}-time": max(of_rank.get(name, 0.0) for of_rank in times) / 1000.0 for name in names}
+        run.metrics.scalars(longest, report.iteration)
+    if any(times):
+        run.log(format_report(times, logging.timing_log_option))
+
+
+def _log_layer_norms(run: TrainingRun) -> None:
+    """Log the norms of each layer in the iteration that is under way, where they are due."""
+    iteration, parts = run.train_state.iteration + 1, run.parts
+    if not _is_due(run.config.logging.log_layer_norms, iteration):
+        return
+    num_layers, loss_scale = run.config.model.num_layers, parts.optimizer.loss_scale
+    norms = measure_layer_norms(parts.ddp_chunks, num_layers, run.runtime.state, loss_scale)
+    run.log(format_layer_norms(iteration, norms))
+    if run.metrics is not None:
+        run.metrics.scalars(layer_norm_scalars(norms), iteration)
 
 
 def _log_model_size(run: TrainingRun) -> None:

@@ -32,8 +32,9 @@ class DistributedOptimizer(MegatronOptimizer):
             # A module that no forward pass has called has not waited for its parameters.
             chunk.finish_param_gather()
         super()._update(is_finite, grad_multiplier)
-        for chunk in self._chunks:
-            chunk.start_param_gather()
+        with self._timers("params-all-gather", log_level=1):
+            for chunk in self._chunks:
+                chunk.start_param_gather()
 
 
 def make_optimizer(

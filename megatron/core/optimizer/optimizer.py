@@ -27,6 +27,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.sharding import ParamSpec
+from megatron.core.timers import Timers
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class MegatronOptimizer:
         self.config = config
         self._chunks = tuple(model_chunks)
         self._state = state
+        self._timers = Timers()
         self._scaler = make_grad_scaler(config)
         self._meter = GradMeter(model_chunks, state)
         parts_of: dict[int, list[_OptimizedPart]] = {}
@@ -114,17 +116,21 @@ class MegatronOptimizer:
         return self.finish_step(self.begin_step().tolist())
 
     @torch.no_grad()
-    def begin_step(self) -> torch.Tensor:
+    def begin_step(self, timers: Timers | None = None) -> torch.Tensor:
         """Update the parameters unless a gradient is not finite, and return what `finish_step` has to be told.
 
-        On CUDA nothing waits for the device.
+        On CUDA nothing waits for the device but ``timers``, which time the parts of the step.
 
         Shapes: ``-> [1 or 2]`` float64.
         """
-        totals = self._meter.measure(self.config.log_num_zeros_in_grad)
-        norm = totals[0].sqrt()
-        scale = self._scaler.scale
-        self._update(norm.isfinite(), clip_coefficient(norm / scale, self.config.clip_grad) / scale)
+        self._timers = timers or Timers()
+        with self._timers("optimizer-unscale-and-check-inf", log_level=1):
+            totals = self._meter.measure(self.config.log_num_zeros_in_grad, self._timers)
+        with self._timers("optimizer-clip-main-grad", log_level=1):
+            norm = totals[0].sqrt()
+            scale = self._scaler.scale
+            multiplier = clip_coefficient(norm / scale, self.config.clip_grad) / scale
+        self._update(norm.isfinite(), multiplier)
         return totals
 
     @torch.no_grad()
@@ -202,13 +208,17 @@ class MegatronOptimizer:
 
     def _update(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
         """Update the model from the gradients times a factor, if they are finite."""
-        for part in self._parts:
-            # A view of where the gradient was reduced, except where gradients are kept in bf16.
-            part.main_param.grad = part.part.gradient.to(part.main_param.dtype)
-        self._inner.step_if(is_finite, self._main_params, grad_multiplier)
+        with self._timers("optimizer-copy-to-main-grad", log_level=1):
+            for part in self._parts:
+                # A view of where the gradient was reduced, except where gradients are kept in bf16.
+                part.main_param.grad = part.part.gradient.to(part.main_param.dtype)
+        with self._timers("optimizer-inner-step", log_level=1):
+            self._inner.step_if(is_finite, self._main_params, grad_multiplier)
         for main_param in self._main_params:
             main_param.grad = None
-        if self._with_copy:
+        if not self._with_copy:
+            return
+        with self._timers("optimizer-copy-main-to-model-params", log_level=1):
             torch._foreach_copy_([p.part.values for p in self._with_copy], [p.main_param for p in self._with_copy])
 
     def _raise_not_finite(self) -> None:

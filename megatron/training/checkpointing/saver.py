@@ -64,6 +64,11 @@ class CheckpointSaver:
         """Return whether a save is under way."""
         return self._task is not None
 
+    @property
+    def has_failed(self) -> bool:
+        """Return whether the newest save was given up."""
+        return self._failure is not None
+
     def save(self, tensors: RunTensors, common: CommonState) -> None:
         """Save a checkpoint, or begin to."""
         self.finish()
@@ -179,10 +184,13 @@ class RunCheckpoints:
                 self.log(f"schedule changed since the checkpoint: {change}")
         return TrainState.from_progress(loaded.progress)
 
-    def save(self, train_state: TrainState) -> None:
-        """Save a checkpoint of this moment, or with ``--async-save`` begin to; nothing without ``--save``."""
+    def save(self, train_state: TrainState) -> bool:
+        """Save a checkpoint of this moment, or with ``--async-save`` begin to; nothing without ``--save``.
+
+        Return whether that has come about, as far as it is known.
+        """
         if self.saver is None:
-            return
+            return False
         common = CommonState(
             progress=train_state.freeze(),
             config=self.config.to_dict(),
@@ -191,6 +199,7 @@ class RunCheckpoints:
             write_tokenizer=self._write_tokenizer,
         )
         self.saver.save(self._tensors(), common)
+        return not self.saver.has_failed
 
     def poll(self) -> None:
         """Let a save that is under way go on, without waiting for it; to be called between iterations."""
