@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron.core.collectives import raise_on_all_ranks
@@ -22,6 +22,7 @@ from megatron.training.model_setup import TrainingParts
 from megatron.training.process.console import print_line
 from megatron.training.process.initialize import Runtime
 from megatron.training.process.signals import ExitRequest
+from megatron.training.reporting.attention_logits import AttentionLogits
 from megatron.training.reporting.layer_norms import format_layer_norms, layer_norm_scalars, measure_layer_norms
 from megatron.training.reporting.log_lines import (
     IntervalAverage,
@@ -70,6 +71,9 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     timers, action_clock = profiling.timers(run.timers), profiling.action_clock
     observer = None if config.logging.log_layer_norms is None else partial(_log_layer_norms, run)
     step = TrainingStep(config, run.runtime, parts, run.forward_step, timers, observer, action_clock)
+    logits = None
+    if config.logging.log_max_attention_logit:
+        logits = AttentionLogits(parts.chunks, run.runtime.device.torch_device)
     average = IntervalAverage()
     saved_iteration = state.iteration
     first_log = True
@@ -78,8 +82,12 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     while state.iteration < config.train_iters and reason is None:
         batch_size = config.training.batch_sizes.global_batch_size_at(state.consumed_train_samples)
         profiling.begin_iteration(state.iteration, parts.chunks)
+        if logits is not None:
+            logits.is_on = _is_due(config.logging.log_interval, state.iteration + 1)
         report, agreement = step.run(state, train_source, batch_size, exit_request)
         profiling.end_iteration(state.iteration)
+        if logits is not None and logits.is_on:
+            report = replace(report, max_attention_logit=logits.take(run.runtime.state.world))
         run.checkpoints.poll()
         average.add(report)
         _write_metrics(run, report)

@@ -84,7 +84,8 @@ DURING = {
     "iteration": rf" \[{DATE}\] iteration +\d+/ +\d+ \| consumed samples: +\d+ \| elapsed time per iteration \(ms\): "
     rf"\d+\.\d \|( throughput per GPU \(TFLOP/s/GPU\): \d+\.\d \|)? learning rate: {EXPONENT} \| global batch size: +"
     rf"\d+ \|( lm loss: {EXPONENT} \|)? loss scale: \d+\.\d \|( grad norm: \d+\.\d{{3}} \|)?( num zeros: \d+ \|)?"
-    r"( params norm: \d+\.\d{3} \|)? number of skipped iterations: +\d+ \| number of nan iterations: +\d+ \|",
+    r"( params norm: \d+\.\d{3} \|)?( max attention logit: -?\d+\.\d{3} \|)? number of skipped iterations: +\d+ \|"
+    r" number of nan iterations: +\d+ \|",
     "block": rf"Number of parameters in transformer block in billions:  {BILLIONS}",
     "embedding": rf"Number of parameters in embedding layers in billions: {BILLIONS}",
     "total": rf"Total number of parameters in billions: {BILLIONS}",
@@ -165,6 +166,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[ForkedRun, Path]:
     flags = f"{LLAMA} {SHORT} --train-iters 3 --pipeline-model-parallel-size 2 --timing-log-level 2 --log-throughput"
     flags += " --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard --log-batch-size-to-tensorboard"
     flags += " --log-world-size-to-tensorboard --log-memory-to-tensorboard --log-layer-norms 2 --log-params-norm"
+    flags += " --log-max-attention-logit"
     flags += f" --log-num-zeros-in-grad --tensorboard-dir {folder / 'board'}"
     return fork_training(toy_args(folder, flags, extra_sets(folder / "extra")), nproc=2).check(), folder
 
@@ -257,6 +259,7 @@ def test_every_figure_is_on_the_board_over_iterations_and_over_samples(llama: tu
         over_samples = [(4 * event.step, event.value) for event in board.Scalars(tag)]
         assert [(event.step, event.value) for event in board.Scalars(f"{tag} vs samples")] == over_samples
     assert {"iteration-time", "throughput", "forward-backward-time", "backward-recv-time", "optimizer-time"} <= tags
+    assert "max_attention_logit" in tags
     assert {"samples vs steps", "mem-allocated-bytes", "mem-reserved-bytes", "mem-max-allocated-bytes"} <= tags
     for name in ("web", "books"):
         shown = [event.value for event in board.Scalars(f"lm loss {name}")]
@@ -267,6 +270,11 @@ def test_every_figure_is_on_the_board_over_iterations_and_over_samples(llama: tu
 def layer_norms(log: str) -> dict[str, tuple[float, float]]:
     found = re.findall(r"^ iteration +\d+ \| +([\w ]+?) \| params norm: (\S+) \| grad norm: (\S+) \|$", log, re.M)
     return {name: (float(params), float(grads)) for name, params, grads in found}
+
+
+def largest_logit(log: str) -> float:
+    (found,) = re.findall(r" max attention logit: (\S+) \|", log)
+    return float(found)
 
 
 def test_norms_of_layers_add_up_to_the_whole_models(llama: tuple[ForkedRun, Path]) -> None:
@@ -286,15 +294,19 @@ def test_norms_of_layers_add_up_to_the_whole_models(llama: tuple[ForkedRun, Path
         assert board.Scalars(f"params-norm/{tag}")[0].value == pytest.approx(params, rel=1e-6)
 
 
-def test_norms_of_layers_are_those_of_one_process_at_every_layout(tmp_path: Path) -> None:
+def test_norms_and_logits_are_those_of_one_process_at_every_layout(tmp_path: Path) -> None:
     flags = "--train-iters 1 --lr-warmup-iters 0 --log-layer-norms 1 --eval-iters 0 --hidden-dropout 0 "
-    flags += "--attention-dropout 0"
-    alone = layer_norms(fork_training(toy_args(tmp_path, flags, save=False)).check().stdout)
+    flags += "--attention-dropout 0 --log-max-attention-logit"
+    log = fork_training(toy_args(tmp_path, flags, save=False)).check().stdout
+    alone, logit = layer_norms(log), largest_logit(log)
+    assert len(alone) == 4
     for layout in (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel",
         "--tensor-model-parallel-size 2 --data-parallel-sharding-strategy optim_grads --micro-batch-size 1",
     ):
         run = fork_training(toy_args(tmp_path, flags, layout, save=False), nproc=4).check()
+        assert largest_logit(run.stdout) == pytest.approx(logit, abs=2e-3)
+        assert layer_norms(run.stdout).keys() == alone.keys()
         for name, (params, grads) in layer_norms(run.stdout).items():
             assert params == pytest.approx(alone[name][0], rel=2e-6), f"{layout} {name}"
             assert grads == pytest.approx(alone[name][1], rel=2e-5), f"{layout} {name}"

@@ -190,7 +190,6 @@ _SWITCHES = [
     "--moe-extended-tp",
     "--log-straggler",
     "--log-energy",
-    "--log-max-attention-logit",
     "--log-device-memory-used",
     "--check-for-spiky-loss",
     "--check-for-large-grads",

@@ -84,6 +84,7 @@ class MetricsWriter:
                 "tflops_per_device": step.tflops_per_device,
                 "mfu": step.mfu,
                 **step.auxiliary,
+                **({} if step.max_attention_logit is None else {"max_attention_logit": step.max_attention_logit}),
             }
         )
 
@@ -105,6 +106,7 @@ class MetricsWriter:
         machine: dict[str, float | None] = {
             "samples vs steps": step.consumed_samples,
             "iteration-time": step.step_time_s,
+            "max_attention_logit": step.max_attention_logit,
             "throughput": step.tflops_per_device if logging.log_throughput else None,
         }
         if logging.log_memory_to_tensorboard:

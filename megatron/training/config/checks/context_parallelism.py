@@ -68,7 +68,17 @@ def _check_heads(config: RunConfig) -> Iterator[str]:
     )
 
 
+def _check_logits(config: RunConfig) -> Iterator[str]:
+    size = config.model.context_parallel_size
+    if config.logging.log_max_attention_logit and size > 1:
+        yield (
+            f"--log-max-attention-logit with --context-parallel-size {size}: no rank has all keys of a query; leave it "
+            "out, or give --context-parallel-size 1"
+        )
+
+
 CHECKS = (
+    Check(("context_parallel_size", "log_max_attention_logit"), _check_logits),
     Check(("seq_length", "context_parallel_size", "tensor_model_parallel_size"), _check_sequence),
     Check(("cp_comm_type", "num_layers"), _check_exchanges),
     Check(
