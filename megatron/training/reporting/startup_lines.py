@@ -15,6 +15,7 @@ from megatron.core.sharding import spec_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reporting.log_lines import format_datetime
 
+_FEW_BUCKETS = 8
 _COMPILED = (
     "> compiling dataset index builder ...",
     ">>> done with dataset index builder. Compilation time: 0.000 seconds",
@@ -56,23 +57,25 @@ def describe_initialized(config: RunConfig, start_time: float) -> str:
 
 
 def describe_buckets(
-    ddp_chunks: Sequence[DistributedDataParallel], state: ParallelState, with_names: bool
+    ddp_chunks: Sequence[DistributedDataParallel], state: ParallelState, everything: bool
 ) -> str | None:
     """Return the lines on a pipeline stage's gradient buckets; None on ranks that leave them to another.
 
-    ``with_names`` lists the parameters of each.
+    Many buckets, and the names of the parameters in each, are listed where ``everything`` is asked for.
     """
     if not (state.tp.is_first and state.dp_cp.is_first):
         return None
-    return "\n".join(line for chunk in ddp_chunks for line in _describe_chunk(chunk, with_names))
+    return "\n".join(line for chunk in ddp_chunks for line in _describe_chunk(chunk, everything))
 
 
-def _describe_chunk(chunk: DistributedDataParallel, with_names: bool) -> Iterator[str]:
+def _describe_chunk(chunk: DistributedDataParallel, everything: bool) -> Iterator[str]:
     for buffer in chunk.grad_buffers:
         yield f"Number of buckets for gradient all-reduce / reduce-scatter: {len(buffer.buckets)}"
+        if len(buffer.buckets) > _FEW_BUCKETS and not everything:
+            continue
         for number, bucket in enumerate(buffer.buckets, start=1):
             parameters = buffer.parameters_of(bucket)
             count = sum(parameter.numel() for parameter in parameters)
             yield f"Params for bucket {number} ({count} elements, {bucket.layout.num_elements} padded size):"
-            if with_names:
+            if everything:
                 yield from (f"\tmodule.{spec_of(parameter).name}" for parameter in parameters)
