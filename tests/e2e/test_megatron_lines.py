@@ -167,7 +167,7 @@ def test_norms_of_layers_add_up_to_the_whole_models(llama: tuple[ForkedRun, Path
 
 def test_norms_and_logits_are_those_of_one_process_at_every_layout(tmp_path: Path) -> None:
     flags = "--train-iters 1 --lr-warmup-iters 0 --log-layer-norms 1 --eval-iters 0 --hidden-dropout 0 "
-    flags += "--attention-dropout 0 --log-max-attention-logit"
+    flags += "--attention-dropout 0 --log-max-attention-logit --timing-log-level 1"
     log = fork_training(toy_args(tmp_path, flags, save=False)).check().stdout
     alone, logit = layer_norms(log), largest_logit(log)
     assert len(alone) == 4
@@ -176,6 +176,9 @@ def test_norms_and_logits_are_those_of_one_process_at_every_layout(tmp_path: Pat
         "--tensor-model-parallel-size 2 --data-parallel-sharding-strategy optim_grads --micro-batch-size 1",
     ):
         run = fork_training(toy_args(tmp_path, flags, layout, save=False), nproc=4).check()
+        assert set(parse(run.stdout)) >= {"iteration", "step time"}
+        assert re.search(r"^    layernorm-grads-all-reduce \.+: ", run.stdout, re.M) is not None or "optim" in layout
+        assert (re.search(r"^    params-all-gather \.+: ", run.stdout, re.M) is not None) == ("optim" in layout)
         assert largest_logit(run.stdout) == pytest.approx(logit, abs=2e-3)
         assert layer_norms(run.stdout).keys() == alone.keys()
         for name, (params, grads) in layer_norms(run.stdout).items():
