@@ -138,8 +138,14 @@ class Timers:
 
         ``normalizer`` divides the times: the number of iterations since the last report. Empty if nothing has run.
         """
+        return format_report(self.gather(group, names, normalizer, reset), self.log_option)
+
+    def gather(
+        self, group: Group, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True
+    ) -> list[dict[str, float]]:
+        """Return what `format_report` is given: each rank's times by name in milliseconds; all ranks must call."""
         local = {name: s * 1000.0 / normalizer for name, s in self.elapsed_s(names, reset).items()}
-        return format_report(all_gather_objects(local, group), self.log_option)
+        return all_gather_objects(local, group)
 
 
 def format_report(times_ms: Sequence[dict[str, float]], log_option: str = "minmax") -> str:

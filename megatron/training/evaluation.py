@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from megatron.core.models.model import Model
 from megatron.core.pipeline_parallel.action import Action
-from megatron.core.pipeline_parallel.executor import ModelChunk, run_schedule
+from megatron.core.pipeline_parallel.executor import ChunkResult, ModelChunk, run_schedule
 from megatron.core.pipeline_parallel.schedules import forward_only
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.microbatches import Microbatches, MicrobatchSource
@@ -22,13 +24,22 @@ def evaluate(
     forward_step: ForwardStep,
     source: MicrobatchSource,
     num_microbatches: int,
+    begin_microbatch: Callable[[int], None] = lambda microbatch: None,
 ) -> float:
-    """Return the mean loss over the tokens of ``num_microbatches`` micro-batches of each rank, equal on all ranks."""
+    """Return the mean loss over the tokens of ``num_microbatches`` micro-batches of each rank, equal on all ranks.
+
+    ``begin_microbatch`` is called with the number of each micro-batch that this rank's first chunk begins.
+    """
     pp = runtime.state.pp
     microbatches = Microbatches(source, len(parts.chunks))
 
     def runnable(model: Model) -> ModelChunk:
-        return ModelChunk(lambda microbatch, hidden: forward_step(microbatches.take(microbatch), model, hidden))
+        def forward(microbatch: int, hidden: torch.Tensor | None) -> ChunkResult:
+            if model is parts.chunks[0]:
+                begin_microbatch(microbatch)
+            return forward_step(microbatches.take(microbatch), model, hidden)
+
+        return ModelChunk(forward)
 
     for model in parts.chunks:
         model.eval()

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.datasets.blended_dataset_builder import DatasetSplits
@@ -32,14 +33,24 @@ from megatron.training.process.initialize import (
     has_run_failed,
     initialize_runtime,
     is_first_failure,
+    scheduler_job_id,
     shut_down,
 )
 from megatron.training.process.refusal import reasons_of, refuse_in_run
 from megatron.training.process.signals import ExitRequest
+from megatron.training.reporting.dataset_lines import describe_datasets
 from megatron.training.reporting.log_lines import format_datetime
 from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.reporting.profiling import Profiling
+from megatron.training.reporting.progress_log import ProgressLog
+from megatron.training.reporting.startup_lines import (
+    describe_batch_and_tokenizer,
+    describe_buckets,
+    describe_initialized,
+    describe_precision,
+)
 from megatron.training.tp_overlap import choose_tp_overlap
+from megatron.training.train_state import TrainState
 from megatron.training.training import TrainingRun, evaluate_and_report, is_evaluation_due, train
 from megatron.training.training_step import ForwardStep
 
@@ -82,13 +93,16 @@ def pretrain(
     start_time = time.time()
     log = _printer(launch)
     try:
-        log(_describe_world(config))
+        log(f"{_describe_world(config)}\n{describe_precision(config)}")
         log(format_arguments(config))
+        log(describe_batch_and_tokenizer(config))
         config = with_vocabulary(config, tokenizer, log)
+        log("> initializing torch distributed ...")
         runtime = initialize_runtime(config, launch)
         config = choose_library(config, runtime, log)
         config = choose_tp_overlap(config, runtime, log)
         config = with_transformer_impl(config, runtime, log)
+        log(describe_initialized(config, start_time))
         _run(Application(config, runtime, tokenizer, model_provider, datasets_provider, forward_step, log), start_time)
     except InputError as error:
         return refuse_in_run(reasons_of(error), launch)
@@ -133,17 +147,27 @@ def _set_up(application: Application, profiling: Profiling) -> tuple[TrainingRun
     timers = Timers(
         config.logging.timing_log_level, config.logging.timing_log_option, synchronize=runtime.device.synchronize
     )
+    log(f"building {type(config.model).__name__.removesuffix('Config')} model ...")
     with timers("model-and-optimizer-setup"):
         parts = build_training_parts(config, runtime, application.model_provider, log)
+    buckets = describe_buckets(parts.ddp_chunks, runtime.state, config.logging.log_megatron_lines)
+    if buckets is not None:
+        print_line(buckets)
+    log(f"> learning rate decay style: {config.scheduler.lr_decay_style}")
     saver = open_saver(config.checkpoint, runtime, log)
     checkpoints = RunCheckpoints(config, runtime, parts, application.tokenizer, saver, log)
     with timers("load-checkpoint"):
         train_state = checkpoints.resume()
+    log(timers.report(runtime.state.world, ["load-checkpoint"]))
+    log(format_datetime("after model, optimizer, and learning rate scheduler are built"))
+    log("> building train, validation, and test datasets ...")
     with timers("train/valid/test-data-iterators-setup"):
         targets = sample_targets(config, train_state)
         builder = application.datasets_provider(config, application.tokenizer, targets, log)
         datasets = build_datasets(builder, targets, runtime)
-    log(timers.report(runtime.state.world))
+    log(describe_datasets(datasets, config.logging.log_megatron_lines))
+    log(format_datetime("after dataloaders are built"))
+    log(f"done with setup ...\n{timers.report(runtime.state.world)}")
 
     run = TrainingRun(
         config=config,
@@ -157,8 +181,19 @@ def _set_up(application: Application, profiling: Profiling) -> tuple[TrainingRun
         timers=timers,
         checkpoints=checkpoints,
         profiling=profiling,
+        progress=_open_progress(config, runtime, train_state),
     )
     return run, datasets
+
+
+def _open_progress(config: RunConfig, runtime: Runtime, train_state: TrainState) -> ProgressLog | None:
+    """Return the progress log of the reporting rank, with the start of this job in it; None where there is none."""
+    if not config.logging.log_progress or config.checkpoint.save is None or not runtime.is_reporter:
+        return None
+    folder, seq_length = Path(config.checkpoint.save), config.data.seq_length
+    progress = ProgressLog(folder, config.world_size, scheduler_job_id(), seq_length)
+    progress.start(train_state)
+    return progress
 
 
 def _train_and_evaluate(application: Application, run: TrainingRun, datasets: DatasetSplits, start_time: float) -> None:
@@ -177,8 +212,8 @@ def _train_and_evaluate(application: Application, run: TrainingRun, datasets: Da
         run.log(stop_reason)
         return
     if not is_evaluated:
-        evaluate_and_report(run, run.evaluation_sets.validation)
-    evaluate_and_report(run, run.evaluation_sets.test)
+        evaluate_and_report(run, run.evaluation_sets.validation, is_verbose=True)
+    evaluate_and_report(run, run.evaluation_sets.test, is_verbose=True)
 
 
 def _read_counter(config: RunConfig, datasets: DatasetSplits) -> ReadCounter | None:
@@ -211,6 +246,7 @@ def _open_metrics(config: RunConfig, runtime: Runtime, start_iteration: int) -> 
 
 def _train(run: TrainingRun, train_source: BatchSource, start_time: float) -> str | None:
     exit_request = ExitRequest(run.config.training, start_time, has_run_failed)
+    run.log("training ...")
     run.log(format_datetime("before the start of training step"))
     try:
         reason = train(run, train_source, exit_request)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.datasets.history.sample_keys import ReadCounter
 from megatron.core.distributed.replica_check import check_replicas_equal
 from megatron.core.errors import TrainingError
-from megatron.core.timers import Timers
+from megatron.core.timers import Timers, format_report
+from megatron.planning.theoretical_memory import describe_theoretical_memory, model_size
 from megatron.training.checkpointing.saver import RunCheckpoints
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource
@@ -20,6 +22,8 @@ from megatron.training.model_setup import TrainingParts
 from megatron.training.process.console import print_line
 from megatron.training.process.initialize import Runtime
 from megatron.training.process.signals import ExitRequest
+from megatron.training.reporting.attention_logits import AttentionLogits
+from megatron.training.reporting.layer_norms import format_layer_norms, layer_norm_scalars, measure_layer_norms
 from megatron.training.reporting.log_lines import (
     IntervalAverage,
     StepReport,
@@ -29,6 +33,7 @@ from megatron.training.reporting.log_lines import (
 )
 from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.reporting.profiling import Profiling
+from megatron.training.reporting.progress_log import ProgressLog
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import Agreement, ForwardStep, TrainingStep
 
@@ -48,6 +53,7 @@ class TrainingRun:
     timers: Timers
     checkpoints: RunCheckpoints
     profiling: Profiling
+    progress: ProgressLog | None = None
 
     def log(self, text: str) -> None:
         """Print on the reporting rank."""
@@ -63,7 +69,11 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     config, state = run.config, run.train_state
     profiling, parts = run.profiling, run.parts
     timers, action_clock = profiling.timers(run.timers), profiling.action_clock
-    step = TrainingStep(config, run.runtime, parts, run.forward_step, timers, action_clock=action_clock)
+    observer = None if config.logging.log_layer_norms is None else partial(_log_layer_norms, run)
+    step = TrainingStep(config, run.runtime, parts, run.forward_step, timers, observer, action_clock)
+    logits = None
+    if config.logging.log_max_attention_logit:
+        logits = AttentionLogits(parts.chunks, run.runtime.device.torch_device)
     average = IntervalAverage()
     saved_iteration = state.iteration
     first_log = True
@@ -72,8 +82,12 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     while state.iteration < config.train_iters and reason is None:
         batch_size = config.training.batch_sizes.global_batch_size_at(state.consumed_train_samples)
         profiling.begin_iteration(state.iteration, parts.chunks)
+        if logits is not None:
+            logits.is_on = _is_due(config.logging.log_interval, state.iteration + 1)
         report, agreement = step.run(state, train_source, batch_size, exit_request)
         profiling.end_iteration(state.iteration)
+        if logits is not None and logits.is_on:
+            report = replace(report, max_attention_logit=logits.take(run.runtime.state.world))
         run.checkpoints.poll()
         average.add(report)
         _write_metrics(run, report)
@@ -97,18 +111,20 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     return reason
 
 
-def evaluate_and_report(run: TrainingRun, evaluation_sets: Sequence[EvaluationSet]) -> None:
-    """Evaluate on each set, print the framed line and write the figure down."""
+def evaluate_and_report(run: TrainingRun, evaluation_sets: Sequence[EvaluationSet], is_verbose: bool = False) -> None:
+    """Evaluate on each set, print the framed line and write the figure down; where it is verbose, count along."""
     iteration = run.train_state.iteration
     for chosen in evaluation_sets:
+        count = chosen.num_microbatches
+        begin = _evaluation_counter(run, count) if is_verbose else lambda microbatch: None
         with run.timers("evaluate", log_level=0), chosen.open_source() as source:
-            count = chosen.num_microbatches
-            lm_loss = evaluate(run.config, run.runtime, run.parts, run.forward_step, source, count)
+            lm_loss = evaluate(run.config, run.runtime, run.parts, run.forward_step, source, count, begin)
+        _report_time(run, "evaluate")
         run.train_state.consumed_valid_samples += chosen.num_advanced
         run.log(format_evaluation(f"iteration {iteration} on {chosen.title}", lm_loss))
         if run.metrics is not None:
             run.metrics.write({"iteration": iteration, "split": chosen.name, "lm_loss": lm_loss})
-            run.metrics.evaluation_scalars(chosen.name, lm_loss, iteration)
+            run.metrics.evaluation_scalars(chosen.name, lm_loss, run.train_state)
 
 
 def is_evaluation_due(config: RunConfig, iteration: int) -> bool:
@@ -116,11 +132,36 @@ def is_evaluation_due(config: RunConfig, iteration: int) -> bool:
     return _is_due(config.validation.eval_interval, iteration)
 
 
+def _evaluation_counter(run: TrainingRun, num_microbatches: int) -> Callable[[int], None]:
+    """Return what prints Megatron's line on each global batch of an evaluation as its first micro-batch begins."""
+    training = run.config.training
+    samples_per_microbatch = training.micro_batch_size * run.config.data_parallel_size
+    per_iteration = training.global_batch_size // samples_per_microbatch
+    run.log(f"Evaluating on {num_microbatches * samples_per_microbatch} samples")
+
+    def begin(microbatch: int) -> None:
+        if microbatch % per_iteration == 0:
+            run.log(f"Evaluating iter {microbatch // per_iteration + 1}/{-(-num_microbatches // per_iteration)}")
+
+    return begin
+
+
+def _report_time(run: TrainingRun, name: str) -> None:
+    """Print the time of something that is no part of an iteration; every rank must call."""
+    run.log(run.timers.report(run.runtime.state.world, [name]))
+
+
 def _save(run: TrainingRun) -> None:
+    if run.config.checkpoint.save is None:
+        return
     state = run.train_state
     if run.counter is not None:
         state.train_data = run.counter.history_at(state.consumed_train_samples).to_dict()
-    run.checkpoints.save(state)
+    with run.timers("save-checkpoint", log_level=0):
+        is_saved = run.checkpoints.save(state)
+    _report_time(run, "save-checkpoint")
+    if is_saved and run.progress is not None:
+        run.progress.save(state, is_async=run.config.checkpoint.async_save)
 
 
 def _compare_replicas(run: TrainingRun) -> None:
@@ -143,15 +184,36 @@ def _compare_replicas(run: TrainingRun) -> None:
 def _log_iterations(run: TrainingRun, report: StepReport, average: IntervalAverage, with_memory: bool) -> None:
     logging = run.config.logging
     run.log(format_step(report, average, run.config.train_iters, logging.log_throughput))
+    if with_memory and run.runtime.is_reporter:
+        _log_model_size(run)
     if with_memory and run.runtime.state.dp_cp.is_first:
         print_line(format_memory(run.runtime.state.rank, report.iteration, run.runtime.device))
+    times = run.timers.gather(run.runtime.state.world, normalizer=average.num_iterations)
     if run.metrics is not None and logging.log_timers_to_tensorboard:
-        seconds = run.timers.elapsed_s(reset=False)
-        scalars = {f"{name}-time": elapsed_s / average.num_iterations for name, elapsed_s in seconds.items()}
-        run.metrics.scalars(scalars, report.iteration)
-    times = run.timers.report(run.runtime.state.world, normalizer=average.num_iterations)
-    if times:
-        run.log(times)
+        names = dict.fromkeys(name for of_rank in times for name in of_rank)
+        longest = {f"{name}-time": max(of_rank.get(name, 0.0) for of_rank in times) / 1000.0 for name in names}
+        run.metrics.scalars(longest, report.iteration)
+    if any(times):
+        run.log(format_report(times, logging.timing_log_option))
+
+
+def _log_layer_norms(run: TrainingRun) -> None:
+    """Log the norms of each layer in the iteration that is under way, where they are due."""
+    iteration, parts = run.train_state.iteration + 1, run.parts
+    if not _is_due(run.config.logging.log_layer_norms, iteration):
+        return
+    num_layers, loss_scale = run.config.model.num_layers, parts.optimizer.loss_scale
+    norms = measure_layer_norms(parts.ddp_chunks, num_layers, run.runtime.state, loss_scale)
+    run.log(format_layer_norms(iteration, norms))
+    if run.metrics is not None:
+        run.metrics.scalars(layer_norm_scalars(norms), iteration)
+
+
+def _log_model_size(run: TrainingRun) -> None:
+    """Print the numbers of parameters and the theoretical memory, where the closed form is of this model."""
+    count = sum(parameter.numel() for chunk in run.parts.chunks for parameter in chunk.parameters())
+    if count == model_size(run.config).shards[run.runtime.state.pp.rank]:
+        run.log("\n".join(describe_theoretical_memory(run.config)))
 
 
 def _write_metrics(run: TrainingRun, report: StepReport) -> None:

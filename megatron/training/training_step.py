@@ -172,7 +172,7 @@ class TrainingStep:
             self.runtime.device.empty_cache()
         self._finish_gradients(result)
         with self.timers("optimizer", log_level=1):
-            totals = self.parts.optimizer.begin_step()
+            totals = self.parts.optimizer.begin_step(self.timers)
         agreement = agree(result, exit_request, self.runtime, self.parts.chunks[0].auxiliary_loss_names, totals)
         outcome = self._outcome(agreement, train_state, source, global_batch_size)
         if outcome.success:
@@ -202,7 +202,7 @@ class TrainingStep:
     def _finish_gradients(self, result: ScheduleResult) -> None:
         with self.timers("all-grads-sync", log_level=1):
             num_tokens = result.num_tokens if self.config.training.calculate_per_token_loss else None
-            finalize_model_grads(self.parts.ddp_chunks, self.runtime.state, num_tokens)
+            finalize_model_grads(self.parts.ddp_chunks, self.runtime.state, num_tokens, self.timers)
         if self._observe_gradients is not None:
             self._observe_gradients()
 
@@ -273,6 +273,7 @@ class TrainingStep:
                 calculate_per_token_loss=config.training.calculate_per_token_loss,
                 loss_scale=begun.loss_scale,
                 clock=self._action_clock(actions),
+                timers=self.timers,
             )
             for weights in parts.weights:
                 weights.come_home()

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.interop.open_checkpoint import open_checkpoint
+from tests.e2e.megatron_lines import parse
 from tests.e2e.toy_run import leftovers, newest
 from tests.harness.training_run import REPOSITORY, CommandResult, read_metrics, run_command
 
@@ -134,6 +136,7 @@ def test_script_trains_saves_and_resumes(
         if not pattern.search(run.stdout)
     ]
     assert not missing, run.stdout
+    parse(run.stdout)
     lines = ITERATION.findall(run.stdout)
     assert lines == [("2", "8"), ("4", "16"), ("6", "24")], run.stdout
     assert "Traceback" not in run.stderr
@@ -164,8 +167,12 @@ def test_domains_script_reports_every_validation_set(text: Path, tmp_path: Path)
     small += ["--merge-file", str(DATA / "gpt2-merges.txt")]
     environment = {"DATASET": text, "OUTPUT_DIR": tmp_path / "output", "GPUS_PER_NODE": Path("2")}
     run = run_script("llama_7b_domains.sh", tmp_path, *small, **environment).check()
+    parse(run.stdout)
     records = read_metrics(tmp_path / "output" / "checkpoints" / "metrics.jsonl")
     evaluated = [(record["iteration"], record["split"]) for record in records if "split" in record]
     assert evaluated == [(iteration, name) for iteration in (4, 6) for name in ("validation", *names)]
+    board = EventAccumulator(str(tmp_path / "output" / "tf_logs"))
+    board.Reload()
     for name in names:
+        assert len(board.Scalars(f"lm loss {name}")) == len(board.Scalars(f"lm loss {name} ppl vs samples")) == 2
         assert re.search(rf" validation loss at iteration 4 on validation set {name} \| lm loss value: ", run.stdout)

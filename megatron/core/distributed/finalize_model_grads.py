@@ -11,27 +11,34 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.parallel_state import ParallelState
 from megatron.core.process_group import Group
+from megatron.core.timers import Timers
 
 
 def finalize_model_grads(
     model_chunks: Sequence[DistributedDataParallel],
     state: ParallelState,
     num_tokens: torch.Tensor | None = None,
+    timers: Timers | None = None,
 ) -> None:
     """Finish the data-parallel reduction, sum partial gradients over the ranks with copies, apply the divisor.
 
     Copies are those within the tensor-parallel group, and those of the word embedding on the first and the last
     pipeline stage. ``num_tokens`` is the number of tokens in this rank's loss sums over all micro-batches of the
     iteration; only the last pipeline stage's value is used. If it is given, every gradient is divided by its total
-    over the global batch.
+    over the global batch. ``timers`` time the two sums.
 
     Shapes: ``num_tokens: []``.
     """
     for chunk in model_chunks:
         chunk.finish_grad_sync()
     parts = [part for chunk in model_chunks for part in chunk.parts]
-    reduce_partial_gradients(parts, state.tp)
-    reduce_tied_gradients(parts, state.embedding)
+    timers = timers or Timers()
+    if state.tp.size > 1:
+        with timers("layernorm-grads-all-reduce", log_level=1):
+            reduce_partial_gradients(parts, state.tp)
+    if state.embedding.size > 1:
+        with timers("embedding-grads-all-reduce", log_level=1):
+            reduce_tied_gradients(parts, state.embedding)
     if num_tokens is not None:
         total = num_tokens.to(torch.float64, copy=True)
         broadcast(total, state.pp, source=state.pp.size - 1)

@@ -17,6 +17,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, spec_of
+from megatron.core.timers import Timers
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,11 @@ class GradMeter:
                 weights[part.position // PARAM_ALIGNMENT : -(-end // PARAM_ALIGNMENT)] = 0.0
         return None if bool(weights.all()) else weights.to(segment.gradient.device)
 
-    def measure(self, count_zeros: bool = False) -> torch.Tensor:
+    def measure(self, count_zeros: bool = False, timers: Timers | None = None) -> torch.Tensor:
         """Return the sum of squares and, if asked for, the number of zeros over the whole model, on the device.
 
-        Every rank that holds a part of the model must call. Nothing waits for the device; see
-        `GradStatistics.from_totals`.
+        Every rank that holds a part of the model must call. Nothing waits for the device but ``timers``, which time
+        the counting; see `GradStatistics.from_totals`.
 
         Shapes: ``-> [1 or 2]`` float64.
         """
@@ -102,9 +103,10 @@ class GradMeter:
         for gradient, weights in self._segments:
             square_sum.add_(sum_of_squares(gradient, weights))
         if count_zeros:
-            for part in self._parts:
-                if is_counted(part.spec, self._state):
-                    totals[1].add_(_num_zeros(part))
+            with (timers or Timers())("optimizer-count-zeros", log_level=1):
+                for part in self._parts:
+                    if is_counted(part.spec, self._state):
+                        totals[1].add_(_num_zeros(part))
         all_reduce(totals, self._group)
         return totals
 

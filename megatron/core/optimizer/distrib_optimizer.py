@@ -57,8 +57,9 @@ class DistributedOptimizer(MegatronOptimizer):
             self._update_by_gather(is_finite, grad_multiplier)
             return
         super()._update(is_finite, grad_multiplier)
-        for chunk in self._chunks:
-            chunk.start_param_gather()
+        with self._timers("params-all-gather", log_level=1):
+            for chunk in self._chunks:
+                chunk.start_param_gather()
 
     def _update_by_gather(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
         """Update what is gathered together; it is gathered while the next is updated."""
@@ -67,7 +68,7 @@ class DistributedOptimizer(MegatronOptimizer):
             is_finite, grad_multiplier = is_finite.cpu(), grad_multiplier.cpu()
         for buckets, gather in self._gathers:
             for bucket in buckets:
-                bucket.step_if(is_finite, grad_multiplier)
+                bucket.step_if(is_finite, grad_multiplier, self._timers)
             gather()
 
     def _device_pieces(self, groups: list[PartGroup]) -> Iterator[list[PartGroup]]:

@@ -30,6 +30,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, cut_into_buckets
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import ParamSpec, spec_of
+from megatron.core.timers import Timers
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class MegatronOptimizer:
         self.config = config
         self._chunks = tuple(model_chunks)
         self._state = state
+        self._timers = Timers()
         self._scaler = make_grad_scaler(config)
         self._meter = GradMeter(model_chunks, state)
         self.num_steps = 0
@@ -111,18 +113,22 @@ class MegatronOptimizer:
         return self.finish_step(self.begin_step().tolist())
 
     @torch.no_grad()
-    def begin_step(self) -> torch.Tensor:
+    def begin_step(self, timers: Timers | None = None) -> torch.Tensor:
         """Update the parameters unless a gradient is not finite, and return what `finish_step` has to be told.
 
-        On CUDA nothing waits for the device.
+        On CUDA nothing waits for the device but ``timers``, which time the parts of the step.
 
         Shapes: ``-> [1 or 2]`` float64.
         """
         self._lent.clear()
-        totals = self._meter.measure(self.config.log_num_zeros_in_grad)
-        norm = totals[0].sqrt()
-        scale = self._scaler.scale
-        self._update(norm.isfinite(), clip_coefficient(norm / scale, self.config.clip_grad) / scale)
+        self._timers = timers or Timers()
+        with self._timers("optimizer-unscale-and-check-inf", log_level=1):
+            totals = self._meter.measure(self.config.log_num_zeros_in_grad, self._timers)
+        with self._timers("optimizer-clip-main-grad", log_level=1):
+            norm = totals[0].sqrt()
+            scale = self._scaler.scale
+            multiplier = clip_coefficient(norm / scale, self.config.clip_grad) / scale
+        self._update(norm.isfinite(), multiplier)
         return totals
 
     @torch.no_grad()
@@ -215,9 +221,10 @@ class MegatronOptimizer:
         if self.offload is not None:
             self.offload.begin()
         for bucket in self._on_device:
-            bucket.step_if(is_finite, grad_multiplier)
+            bucket.step_if(is_finite, grad_multiplier, self._timers)
         if self.offload is not None:
-            self.offload.finish(is_finite, grad_multiplier)
+            with self._timers("optimizer-inner-step", log_level=1):
+                self.offload.finish(is_finite, grad_multiplier)
 
     def _device_pieces(self, groups: list[PartGroup]) -> Iterator[list[PartGroup]]:
         """Yield what is updated together on the device, all of ``groups`` where nothing speaks against it."""

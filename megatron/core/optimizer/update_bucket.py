@@ -13,6 +13,7 @@ from megatron.core.optimizer.compact_state import CompactTensor, RemainderTensor
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.precision import arithmetic_dtype
+from megatron.core.timers import Timers
 
 PartGroup = tuple[Sequence[ParamPart], float]
 """Parts of parameters, and the multiplier of their weight decay."""
@@ -72,18 +73,22 @@ class UpdateBucket:
         """Return how many elements are updated."""
         return sum(part.part.values.numel() for part in self.parts)
 
-    def step_if(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
+    def step_if(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor, timers: Timers) -> None:
         """Update the model from the gradients times a factor, if they are finite.
 
         Shapes: ``is_finite, grad_multiplier: []``.
         """
         with self._opened():
-            for part in self.parts:
-                # A view of where the gradient was reduced, except where gradients are kept in bf16.
-                part.main_param.grad = part.part.gradient.to(part.main_param.dtype)
-            self.inner.step_if(is_finite, self.main_params, grad_multiplier)
+            with timers("optimizer-copy-to-main-grad", log_level=1):
+                for part in self.parts:
+                    # A view of where the gradient was reduced, except where gradients are kept in bf16.
+                    part.main_param.grad = part.part.gradient.to(part.main_param.dtype)
+            with timers("optimizer-inner-step", log_level=1):
+                self.inner.step_if(is_finite, self.main_params, grad_multiplier)
             self._drop_gradients()
-            if self._with_copy:
+            if not self._with_copy:
+                return
+            with timers("optimizer-copy-main-to-model-params", log_level=1):
                 torch._foreach_copy_([p.part.values for p in self._with_copy], [p.main_param for p in self._with_copy])
 
     def step(self, gradients: Sequence[torch.Tensor], grad_multiplier: float) -> None:

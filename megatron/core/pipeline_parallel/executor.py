@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel.p2p_communication import (
 )
 from megatron.core.pipeline_parallel.timeline import RankTimeline, Timeline
 from megatron.core.process_group import Group
+from megatron.core.timers import Timer, Timers
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ def run_schedule(
     calculate_per_token_loss: bool = False,
     loss_scale: float = 1.0,
     clock: Callable[[], float] | None = None,
+    timers: Timers | None = None,
 ) -> ScheduleResult:
     """Run this rank's actions of one iteration and return its losses.
 
@@ -189,11 +191,12 @@ def run_schedule(
     backward passes in the list nothing is kept. ``connection`` is needed where the pipeline has more than one rank, and
     its ``order_of`` these actions with it.
     ``clock`` records when each action's computation starts and ends: on a device that works asynchronously it must wait
-    for the device.
+    for the device. ``timers`` time backward passes, sends and receives.
     """
     assert connection is None or connection.place.num_chunks == len(chunks)
     assert connection is None or (connection.orders is None) == (order is None), "the order of the messages is missing"
-    run = _Run(actions, chunks, device, connection, order, calculate_per_token_loss, loss_scale)
+    timers = timers or Timers()
+    run = _Run(actions, chunks, device, connection, order, calculate_per_token_loss, loss_scale, timers)
     return run.run(clock)
 
 
@@ -214,12 +217,14 @@ class _Run:
         order: Sequence[Transfer] | None,
         calculate_per_token_loss: bool,
         loss_scale: float,
+        timers: Timers,
     ) -> None:
         self.actions = tuple(actions)
         self.chunks = chunks
         self.place = StagePlace(num_chunks=len(chunks)) if connection is None else connection.place
         self.calculate_per_token_loss = calculate_per_token_loss
         self.loss_scale = loss_scale
+        self._timers = timers
         self.num_microbatches = sum(a.kind is Pass.FORWARD and a.chunk == 0 for a in actions)
         self.trains = any(action.kind.sends_gradient for action in actions)
         # The last pass of each kind, since a split pass leaves its last contributions in two places.
@@ -278,10 +283,7 @@ class _Run:
             del message
             ends.append(now())
             if leaving is not None:
-                if self._order is not None:
-                    self._post_receives_before_send(self._order)
-                out = self.activations_out if action.kind is Pass.FORWARD else self.gradients_out
-                out.send(leaving)
+                self._send(action, leaving)
             del leaving
         self._compute_late_grads()
         self.activations_out.finish()
@@ -304,7 +306,23 @@ class _Run:
         if not self.place.receives(action.kind, action.chunk):
             return None
         queue = self.activations_in if action.kind is Pass.FORWARD else self.gradients_in
-        while self._order is not None and isinstance(queue, ReceiveQueue) and not queue.is_posted:
+        if isinstance(queue, HandOver):
+            return queue.take()
+        with self._timer(action, "recv"):
+            return self._receive_from(queue)
+
+    def _timer(self, action: Action, part: str) -> Timer:
+        return self._timers(f"{'forward' if action.kind is Pass.FORWARD else 'backward'}-{part}", log_level=2)
+
+    def _send(self, action: Action, leaving: torch.Tensor) -> None:
+        queue = self.activations_out if action.kind is Pass.FORWARD else self.gradients_out
+        with nullcontext() if isinstance(queue, HandOver) else self._timer(action, "send"):
+            if self._order is not None:
+                self._post_receives_before_send(self._order)
+            queue.send(leaving)
+
+    def _receive_from(self, queue: ReceiveQueue) -> torch.Tensor:
+        while self._order is not None and not queue.is_posted:
             self._post_receive(self._order.popleft())
         return queue.take()
 
@@ -325,7 +343,10 @@ class _Run:
         chunk = self.chunks[action.chunk]
         is_last = index == self._last_passes[action.kind, action.chunk]
         ends_microbatch = action.kind is not Pass.BACKWARD_INPUT
-        with nullcontext() if is_last else chunk.no_sync(ends_microbatch=ends_microbatch):
+        with (
+            self._timer(action, "compute"),
+            nullcontext() if is_last else chunk.no_sync(ends_microbatch=ends_microbatch),
+        ):
             if action.kind is Pass.BACKWARD_WEIGHT:
                 leaving = None
                 if chunk.weight_grad_queue is not None:

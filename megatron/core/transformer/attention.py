@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -97,6 +98,7 @@ class SelfAttention(nn.Module):
         if config.score_scalar != config.kv_channels:
             self.score_factor = (config.kv_channels / config.score_scalar) ** 0.5
         self.dropout = config.attention_dropout
+        self.observe_logits: Callable[[torch.Tensor, torch.Tensor, AttentionPattern], None] | None = None
         self.recompute_core = "core_attn" in config.recomputed_modules
         self.cp = single_rank_group(("cp",)) if cp is None else cp
         self.core = with_context_parallel(
@@ -164,6 +166,8 @@ class SelfAttention(nn.Module):
             key, value = cache.update(self.layer_number, key, value)
         if self.window is not None and self.window < key.shape[0] * self.cp.size:
             pattern = pattern.within(self.window)
+        if self.observe_logits is not None and self.training:
+            self.observe_logits(query, key, pattern)
         of_weights = None
         if self.training and self.dropout > 0.0:
             of_weights = require_keys(dropout).of_attention(self.layer_number, self.dropout, self.heads)

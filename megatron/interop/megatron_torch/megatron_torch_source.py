@@ -93,6 +93,11 @@ class MegatronTorchSource:
                 start += count
         return numbers
 
+    @property
+    def checkpoint_version(self) -> float:
+        """Return the version that the files say, which is that of the order of their rows."""
+        return self.ranks[0, 0].version
+
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Return a box of a tensor, or all of it, contiguous on the CPU; only the pages that it needs are read."""
         info = self.tensors[name]

@@ -35,6 +35,7 @@ from megatron.training.checkpointing.choice import (
     warn_of_random_weights,
 )
 from megatron.training.checkpointing.config_changes import ConfigChange, compare_configs
+from megatron.training.checkpointing.folder import iteration_of_folder
 from megatron.training.checkpointing.native import is_release, open_stored
 from megatron.training.checkpointing.precision import MAIN_PREFIX, plan_precision
 from megatron.training.checkpointing.rng import choose_streams
@@ -92,6 +93,7 @@ def load_checkpoint(
     filled: set[str] = set()
 
     def load(folder: Path) -> LoadedCheckpoint:
+        log(_describe_choice(directory, folder))
         return _load_folder(folder, tensors, state, options, config, log, filled, check_schedule)
 
     loaded = first_undamaged(folders, load, log)
@@ -155,6 +157,7 @@ def _load_folder(
     """Load one folder. ``filled`` collects the tensors that a damaged one may have filled before it was given up."""
     verify, strictness = options.verify_checkpoint, STRICTNESS[options.dist_ckpt_strictness]
     stored = open_stored(folder, state, verify, config.get("model"))
+    log(f" checkpoint version {stored.version}")
     begins_anew = options.finetune or is_release(folder)
     common = stored.index.common
     changes = _compare_configuration(folder, stored.config, config, strictness)
@@ -207,6 +210,14 @@ def _load_folder(
         rng=None if choice is None else choice.streams,
         model_record=common.get(MODEL_RECORD),
     )
+
+
+def _describe_choice(directory: Path, folder: Path) -> str:
+    """Return Megatron's line on what is about to be loaded."""
+    iteration = iteration_of_folder(folder)
+    if iteration is None:
+        return f" loading release checkpoint from {directory}"
+    return f" loading checkpoint from {directory} at iteration {iteration}"
 
 
 def _compare_configuration(

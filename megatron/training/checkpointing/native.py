@@ -18,6 +18,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.source import HuggingFaceSource
+from megatron.interop.megatron_torch.rank_tree import CHECKPOINT_VERSION
 from megatron.interop.torchtitan.torchtitan_source import TorchtitanSource
 from megatron.training.checkpointing.folder import RELEASE
 from megatron.training.checkpointing.torch_format import SourceCheckpoint, index_of, open_torch_checkpoint
@@ -33,6 +34,11 @@ class StoredCheckpoint(Protocol):
     @property
     def config(self) -> Mapping[str, Any]:
         """Return what the checkpoint records of its run's configuration; other fields are unknown."""
+
+    @property
+    def version(self) -> float:
+        """Return the checkpoint_version of Megatron's files in which rows have the order that they have here."""
+        ...
 
     def load(
         self,
@@ -58,6 +64,11 @@ class NativeCheckpoint:
         """Return the configuration of the run that saved it."""
         config: Mapping[str, Any] = self.index.common["config"]
         return config
+
+    @property
+    def version(self) -> float:
+        """Return the version whose order of rows the native format has."""
+        return CHECKPOINT_VERSION
 
     def load(
         self,

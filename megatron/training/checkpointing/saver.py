@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from megatron.training.config.checkpoint_config import NATIVE_FORMAT, Checkpoint
 from megatron.training.config.run_config import RunConfig
 from megatron.training.model_setup import TrainingParts
 from megatron.training.process.initialize import Runtime
+from megatron.training.reporting.schedule_lines import describe_schedule_values
 from megatron.training.train_state import TrainState
 
 
@@ -63,6 +63,11 @@ class CheckpointSaver:
     def is_saving(self) -> bool:
         """Return whether a save is under way."""
         return self._task is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether the newest save was given up."""
+        return self._failure is not None
 
     def save(self, tensors: RunTensors, common: CommonState) -> None:
         """Save a checkpoint, or begin to."""
@@ -153,7 +158,7 @@ class RunCheckpoints:
             self.config.checkpoint,
             self.config.to_dict(),
             self.log,
-            partial(check_schedule, config=self.config),
+            self._check_schedule,
         )
         if loaded is None:
             return TrainState()
@@ -179,10 +184,13 @@ class RunCheckpoints:
                 self.log(f"schedule changed since the checkpoint: {change}")
         return TrainState.from_progress(loaded.progress)
 
-    def save(self, train_state: TrainState) -> None:
-        """Save a checkpoint of this moment, or with ``--async-save`` begin to; nothing without ``--save``."""
+    def save(self, train_state: TrainState) -> bool:
+        """Save a checkpoint of this moment, or with ``--async-save`` begin to; nothing without ``--save``.
+
+        Return whether that has come about, as far as it is known.
+        """
         if self.saver is None:
-            return
+            return False
         common = CommonState(
             progress=train_state.freeze(),
             config=self.config.to_dict(),
@@ -191,6 +199,7 @@ class RunCheckpoints:
             write_tokenizer=self._write_tokenizer,
         )
         self.saver.save(self._tensors(), common)
+        return not self.saver.has_failed
 
     def poll(self) -> None:
         """Let a save that is under way go on, without waiting for it; to be called between iterations."""
@@ -210,6 +219,10 @@ class RunCheckpoints:
         """
         if self.saver is not None:
             self.saver.check_last()
+
+    def _check_schedule(self, state: Mapping[str, Any]) -> None:
+        check_schedule(state, self.config)
+        self.log(describe_schedule_values(state, self.config))
 
     def _tensors(self) -> RunTensors:
         for chunk in self.parts.ddp_chunks:

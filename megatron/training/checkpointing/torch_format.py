@@ -29,7 +29,7 @@ from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 from megatron.interop.megatron_torch.pickle_writer import given_tensor
 from megatron.interop.megatron_torch.rank_planner import PlannedFile, RankExtras, RankPlanner
-from megatron.interop.megatron_torch.rank_tree import Slot
+from megatron.interop.megatron_torch.rank_tree import CHECKPOINT_VERSION, Slot
 from megatron.interop.megatron_torch.torch_file_writer import TorchFileWriter
 from megatron.interop.torch_dist.folder_files import is_torch_dist
 from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
@@ -57,6 +57,12 @@ class SourceCheckpoint:
     streams: Mapping[str, torch.Tensor]
     state: ParallelState
     config: Mapping[str, Any]
+
+    @property
+    def version(self) -> float:
+        """Return the version that Megatron's files say; other formats have the order of the newest."""
+        source = self.source
+        return source.checkpoint_version if isinstance(source, MegatronTorchSource) else CHECKPOINT_VERSION
 
     def load(
         self,

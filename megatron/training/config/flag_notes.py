@@ -166,7 +166,6 @@ _SWITCHES = [
     "--moe-extended-tp",
     "--log-straggler",
     "--log-energy",
-    "--log-max-attention-logit",
     "--log-device-memory-used",
     "--check-for-spiky-loss",
     "--check-for-large-grads",
@@ -186,7 +185,6 @@ _SWITCHES = [
 NOT_SUPPORTED: dict[str, NotSupported] = {
     **{switch: NotSupported(0) for switch in _SWITCHES},
     "--data-parallel-random-init": NotSupported(0),
-    "--log-progress": NotSupported(0, instead="use --metrics-jsonl"),
     "--fp16-lm-cross-entropy": NotSupported(0, instead="leave it out: the loss is computed in float32"),
     # fp8 and offloading
     "--fp8-format": NotSupported(1, instead="use --bf16"),

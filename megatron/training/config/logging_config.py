@@ -17,6 +17,15 @@ class LoggingConfig(Config, role="output"):
     """Log the floating-point throughput of each GPU."""
     log_params_norm: bool = False
     """Log the norm of the parameters."""
+    log_megatron_lines: bool = False
+    """Print Megatron's long start-up lines too: the parameters of each gradient bucket, each data set of a blend, the
+    files of its index, and those of compilers, which have nothing to do here."""
+    log_layer_norms: int | None = flag(None, bounds=POSITIVE)
+    """Log the norms of each layer's parameters and gradients every N iterations, and write them to TensorBoard."""
+    log_max_attention_logit: bool = False
+    """Log the largest attention logit of the iterations that have a line, which computes their logits once more."""
+    log_progress: bool = flag(False, needs="save")
+    """Append each start of a job and each checkpoint, with throughputs, to progress.txt in the folder of --save."""
     timing_log_level: int = flag(0, choices=("0", "1", "2"))
     """How much is timed: 0 the iteration, 1 its large parts, 2 each operation."""
     timing_log_option: str = flag("minmax", choices=("max", "minmax", "all"))

@@ -86,6 +86,11 @@ def read_launch_environment() -> LaunchEnvironment:
     )
 
 
+def scheduler_job_id() -> str:
+    """Return the number that SLURM gave the job; empty where there is none."""
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
 def is_first_failure() -> bool:
     """Return whether no other process of this run has failed before this one; to be asked once by each that fails.
 

@@ -43,6 +43,7 @@ class StepReport:
     auxiliary: Mapping[str, float] = field(default_factory=dict)
     decoupled_learning_rate: float | None = None
     next_decoupled_learning_rate: float | None = None
+    max_attention_logit: float | None = None
 
     @property
     def is_nan(self) -> bool:
@@ -101,6 +102,8 @@ def format_step(step: StepReport, average: IntervalAverage, train_iters: int, lo
         parts.append(f" num zeros: {step.num_zeros} |")
     if step.params_norm is not None:
         parts.append(f" params norm: {step.params_norm:.3f} |")
+    if step.max_attention_logit is not None:
+        parts.append(f" max attention logit: {step.max_attention_logit:.3f} |")
     parts.append(f" number of skipped iterations: {average.num_skipped:3d} |")
     parts.append(f" number of nan iterations: {average.num_nan:3d} |")
     return "".join(parts)

@@ -15,6 +15,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.console import print_line
 from megatron.training.reporting.log_lines import StepReport
+from megatron.training.train_state import TrainState
 
 
 class MetricsWriter:
@@ -85,11 +86,12 @@ class MetricsWriter:
                 "mfu": step.mfu,
                 **step.auxiliary,
                 **({} if decoupled is None else {"decoupled_learning_rate": decoupled}),
+                **({} if step.max_attention_logit is None else {"max_attention_logit": step.max_attention_logit}),
             }
         )
 
     def step_scalars(self, step: StepReport) -> None:
-        """Add the figures of one iteration to TensorBoard, under Megatron's names."""
+        """Add the figures of one iteration to TensorBoard, under Megatron's names, over iterations and over samples."""
         logging = self._logging
         scalars: dict[str, float | None] = {
             "lm loss": None if step.is_skipped else step.lm_loss,
@@ -97,8 +99,6 @@ class MetricsWriter:
             "grad-norm": step.grad_norm,
             "num-zeros": step.num_zeros,
             "params-norm": step.params_norm,
-            "iteration-time": step.step_time_s,
-            "throughput": step.tflops_per_device if logging.log_throughput else None,
             "learning-rate": step.learning_rate if logging.log_learning_rate_to_tensorboard else None,
             "decoupled-learning-rate": step.decoupled_learning_rate
             if logging.log_learning_rate_to_tensorboard
@@ -107,22 +107,38 @@ class MetricsWriter:
             "batch-size": step.global_batch_size if logging.log_batch_size_to_tensorboard else None,
             "world-size": self._world_size if logging.log_world_size_to_tensorboard else None,
         }
+        self.scalars(scalars, step.iteration, step.consumed_samples)
+        machine: dict[str, float | None] = {
+            "samples vs steps": step.consumed_samples,
+            "iteration-time": step.step_time_s,
+            "max_attention_logit": step.max_attention_logit,
+            "throughput": step.tflops_per_device if logging.log_throughput else None,
+        }
         if logging.log_memory_to_tensorboard:
-            scalars["mem-allocated-bytes"] = self._device.memory_use().allocated * 1024 * 1024
-        self.scalars(scalars, step.iteration)
+            use = self._device.memory_use()
+            for name, mebibytes in (
+                ("mem-allocated-bytes", use.allocated),
+                ("mem-max-allocated-bytes", use.max_allocated),
+                ("mem-reserved-bytes", use.reserved),
+            ):
+                machine[name] = mebibytes * 1024 * 1024
+        self.scalars(machine, step.iteration)
 
-    def evaluation_scalars(self, split: str, lm_loss: float, iteration: int) -> None:
+    def evaluation_scalars(self, split: str, lm_loss: float, state: TrainState) -> None:
         """Add the loss of an evaluation to TensorBoard, and its perplexity where it is asked for."""
         with_perplexity = self._logging.log_validation_ppl_to_tensorboard
         perplexity = math.exp(min(20.0, lm_loss)) if with_perplexity else None
-        self.scalars({f"lm loss {split}": lm_loss, f"lm loss {split} ppl": perplexity}, iteration)
+        figures = {f"lm loss {split}": lm_loss, f"lm loss {split} ppl": perplexity}
+        self.scalars(figures, state.iteration, state.consumed_train_samples)
 
-    def scalars(self, values: Mapping[str, float | None], iteration: int) -> None:
-        """Add to TensorBoard the figures that are not None."""
+    def scalars(self, values: Mapping[str, float | None], iteration: int, samples: int | None = None) -> None:
+        """Add to TensorBoard the figures that are not None; with ``samples`` also as ``NAME vs samples`` at those."""
         if self.tensorboard is not None:
             for name, value in values.items():
                 if value is not None:
                     self._add_scalar(name, value, iteration)
+                    if samples is not None:
+                        self._add_scalar(f"{name} vs samples", value, samples)
 
     def close(self) -> None:
         """Flush and close the files."""

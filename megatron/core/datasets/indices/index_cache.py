@@ -40,6 +40,11 @@ class IndexArrays:
         return self.arrays[name]
 
     @property
+    def files(self) -> Mapping[str, Path]:
+        """Return the files of the arrays by name; none for an index in memory."""
+        return self._files or {}
+
+    @property
     def source(self) -> str:
         """Name the files for a message, or say that there are none."""
         if self._files is None:

@@ -190,6 +190,11 @@ class GPTDataset:
         """The sample that each number stands for."""
         return self._indices["shuffle_index"]
 
+    @property
+    def index_files(self) -> Mapping[str, Path]:
+        """The files of these three arrays by name; none for an index in memory."""
+        return self._indices.files
+
     def __len__(self) -> int:
         return self._num_samples
 

@@ -90,7 +90,17 @@ def _head_problems(config: RunConfig, context: int, exchange: str, sharers: str)
     )
 
 
+def _check_logits(config: RunConfig) -> Iterator[str]:
+    size = config.model.context_parallel_size
+    if config.logging.log_max_attention_logit and size > 1:
+        yield (
+            f"--log-max-attention-logit with --context-parallel-size {size}: no rank has all keys of a query; leave it "
+            "out, or give --context-parallel-size 1"
+        )
+
+
 CHECKS = (
+    Check(("context_parallel_size", "log_max_attention_logit"), _check_logits),
     Check(("seq_length", "context_parallel_size", "tensor_model_parallel_size"), _check_sequence),
     Check(("cp_comm_type", "num_layers"), _check_exchanges),
     Check(("cp_comm_type", "context_parallel_size", "hierarchical_context_parallel_sizes"), _check_levels),

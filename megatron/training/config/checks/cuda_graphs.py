@@ -41,7 +41,13 @@ def _check_gradients(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_logits(config: RunConfig) -> Iterator[str]:
+    if config.training.cuda_graph_impl == "local" and config.logging.log_max_attention_logit:
+        yield f"{_REFUSED} --log-max-attention-logit computes more in some iterations only; leave one of them out"
+
+
 CHECKS = (
+    Check(("cuda_graph_impl", "log_max_attention_logit"), _check_logits),
     Check(("cuda_graph_impl", "reset_attention_mask", "reset_position_ids"), _check_documents),
     Check(("cuda_graph_impl", "attention_dropout", "attention_backend"), _check_dropout),
     Check(("cuda_graph_impl", "data_parallel_sharding_strategy"), _check_gradients),

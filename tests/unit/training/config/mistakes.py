@@ -120,6 +120,8 @@ MISTAKES = {
         Mistake("--recompute-granularity full"),
         Mistake("--cuda-graph-impl local"),
         Mistake("--cuda-graph-impl local --attention-dropout 0 --reset-position-ids"),
+        Mistake("--cuda-graph-impl local --attention-dropout 0 --log-max-attention-logit"),
+        Mistake("--context-parallel-size 2 --log-max-attention-logit", processes=2),
         Mistake("--enable-cuda-graph --attention-dropout 0 --data-parallel-sharding-strategy optim_grads", processes=2),
         Mistake("--external-cuda-graph"),
         Mistake("--recompute-activations --recompute-method uniform"),

@@ -1,0 +1,129 @@
+"""How many parameters a model has where, and the memory of training it, in closed form and in Megatron's lines.
+
+Parameters are exact, with the padding of the vocabulary. The activations are those of Korthikanti et al. 2022 (table 2,
+https://arxiv.org/abs/2205.05198), for attention that keeps no scores and dropout that keeps no masks; what passes
+through a step's kernels beside them is not in the figure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.planning.chunk_parameters import chunk_parameters
+from megatron.planning.closed_forms import ELEMENT_BYTES
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt.gpt_config import GPTConfig
+    from megatron.training.config.run_config import RunConfig
+
+_MEGABYTE = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Hold numbers of parameters: of the whole model, and of one tensor-parallel rank of each pipeline stage."""
+
+    block: int
+    embedding: int
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TheoreticalMemory:
+    """Hold bytes of the most loaded rank; ``activations`` is None where no closed form holds."""
+
+    weights_and_optimizer: float
+    activations: float | None
+
+
+def model_size(config: RunConfig) -> ModelSize:
+    """Return how many parameters a configuration's model has, all ranks' copies of one counted once."""
+    model, layout = config.model, config.stage_layout
+    whole = dataclasses.replace(model, tensor_model_parallel_size=1, sequence_parallel=False)
+    block = StageContents(tuple(range(model.num_layers)), has_embedding=False, has_loss=False)
+    # A tied output layer is counted with the embedding that it shares.
+    ends = StageContents((), has_embedding=True, has_loss=True)
+    num_norm = model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
+    rows = model.padded_vocab_size - whole.padded_vocab_size
+    embedding = _count(whole, ends) - num_norm
+    embedding += rows * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
+    shards = [
+        sum(_count(model, chunk) for chunk in layout.chunks(rank)) for rank in range(model.pipeline_model_parallel_size)
+    ]
+    return ModelSize(_count(whole, block) + num_norm, embedding, tuple(shards))
+
+
+def theoretical_memory(config: RunConfig) -> TheoreticalMemory:
+    """Return what weights, gradients, the optimizer's state and activations take on the most loaded rank."""
+    weights = max(model_size(config).shards) * _bytes_a_parameter(config)
+    return TheoreticalMemory(weights, _activation_bytes(config))
+
+
+def describe_theoretical_memory(config: RunConfig) -> list[str]:
+    """Return Megatron's lines on the numbers of parameters and on the memory of the most loaded rank."""
+    size, memory = model_size(config), theoretical_memory(config)
+    *others, most = sorted(size.shards)
+    lines = [
+        f"Number of parameters in transformer block in billions: {size.block / 1e9: .2f}",
+        f"Number of parameters in embedding layers in billions: {size.embedding / 1e9:.2f}",
+        f"Total number of parameters in billions: {(size.block + size.embedding) / 1e9:.2f}",
+        f"Number of parameters in most loaded shard in billions: {most / 1e9:.4f}",
+    ]
+    if others:
+        lines.append(f"Number of parameters in other shards in billions: {others[-1] / 1e9:.4f}")
+    weights = memory.weights_and_optimizer / _MEGABYTE
+    line = f"Theoretical memory footprints: weight and optimizer={weights:.2f} MB"
+    if memory.activations is not None:
+        activations = memory.activations / _MEGABYTE
+        line += f", activation={activations:.2f} MB, total={weights + activations:.2f} MB"
+    return [*lines, line]
+
+
+def _count(model: GPTConfig, chunk: StageContents) -> int:
+    return sum(parameter.size for parameter in chunk_parameters(model, chunk))
+
+
+def _bytes_a_parameter(config: RunConfig) -> float:
+    """Return the bytes of a weight, its gradient, and its share of main parameter and moments."""
+    ddp, optimizer = config.ddp, config.optimizer
+    weight = ELEMENT_BYTES[config.model.params_dtype]
+    gradient: float = ELEMENT_BYTES[ddp.grad_dtype(config.model.params_dtype)]
+    wide = max(weight, 4)
+    num_moments = 2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum > 0)
+    state: float = wide * num_moments + (wide if weight < wide else 0)
+    replicas = config.parallel_sizes.num_replicas
+    if ddp.shards_over(replicas):
+        state /= replicas
+        gradient /= replicas if ddp.shards_gradients else 1
+    return weight + gradient + state
+
+
+def _activation_bytes(config: RunConfig) -> float | None:
+    """Return the bytes that the first stage keeps for its backward passes.
+
+    None where the tensor-parallel ranks hold copies, or the layers recompute all that they keep.
+    """
+    model, sizes = config.model, config.parallel_sizes
+    if (sizes.tp > 1 and not model.sequence_parallel) or model.recompute_granularity != "selective":
+        return None
+    element, h = ELEMENT_BYTES[model.params_dtype], model.hidden_size
+    tokens = config.data.seq_length // sizes.cp * config.training.micro_batch_size
+    # The inputs of both norms and both column-parallel maps; queries and what attention makes of them; keys, values.
+    attention = 4 * h + 2 * model.query_projection_size + 2 * model.kv_projection_size
+    feed_forward = model.ffn_hidden_size * (3 if model.is_gated else 2)
+    layer = tokens * element * (attention + feed_forward)
+    chunks = config.stage_layout.chunks(0)
+    per_microbatch = tokens * element * h + layer * sum(len(chunk.layer_numbers) for chunk in chunks)
+    num_microbatches = config.training.global_batch_size // (config.training.micro_batch_size * sizes.dp)
+    in_flight: float = min(sizes.pp, num_microbatches)
+    if len(chunks) > 1:
+        # Interleaved chunks warm up further.
+        in_flight = sizes.pp * (1 + (sizes.pp - 1) / (sizes.pp * len(chunks)))
+    total = per_microbatch * in_flight
+    if sizes.pp == 1:
+        # The last norm's and the output layer's inputs, and the logits in float32.
+        total += tokens * (2 * element * h + 4 * model.padded_vocab_size)
+    return total / sizes.tp

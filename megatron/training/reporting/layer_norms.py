@@ -1,0 +1,77 @@
+"""Norms of each layer's parameters and gradients over the whole model, every element counted once."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.collectives import all_reduce
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.optimizer.clip_grads import counting_group, is_counted, sum_of_squares
+from megatron.core.parallel_state import ParallelState
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class NormsOfLayer:
+    """Hold the norms of one layer, or of what lies before or after all layers."""
+
+    name: str
+    params_norm: float
+    grad_norm: float
+
+
+@torch.no_grad()
+def measure_layer_norms(
+    model_chunks: Sequence[DistributedDataParallel], num_layers: int, state: ParallelState, loss_scale: float
+) -> list[NormsOfLayer]:
+    """Return the norms of the embedding, of each layer, and of what follows them, equal on all ranks.
+
+    Gradients are those that are reduced and not yet clipped, without the ``loss_scale``. Collective; waits for the
+    device.
+    """
+    parts = [part for chunk in model_chunks for part in chunk.parts]
+    totals = torch.zeros(num_layers + 2, 2, dtype=torch.float64, device=parts[0].gradient.device)
+    for part in parts:
+        if is_counted(part.spec, state):
+            row = totals[_row_of(part, num_layers)]
+            row[0].add_(sum_of_squares(part.values))
+            row[1].add_(sum_of_squares(part.gradient))
+    all_reduce(totals, counting_group(model_chunks, state))
+    names = ["embedding", *(f"layer {number}" for number in range(num_layers)), "output"]
+    return [
+        NormsOfLayer(name, math.sqrt(of_params), math.sqrt(of_gradients) / loss_scale)
+        for name, (of_params, of_gradients) in zip(names, totals.tolist(), strict=True)
+    ]
+
+
+def _row_of(part: ParamPart, num_layers: int) -> int:
+    """Return 0 for the embedding, the number of a layer plus 1, or the last row for what follows."""
+    found = _LAYER.search(part.spec.name)
+    if found is not None:
+        return int(found[1]) + 1
+    return 0 if "embedding" in part.spec.name else num_layers + 1
+
+
+def format_layer_norms(iteration: int, norms: Sequence[NormsOfLayer]) -> str:
+    """Return one line for each layer."""
+    return "\n".join(
+        f" iteration {iteration:8d} | {norm.name:>9} | params norm: {norm.params_norm:.6E} | "
+        f"grad norm: {norm.grad_norm:.6E} |"
+        for norm in norms
+    )
+
+
+def layer_norm_scalars(norms: Sequence[NormsOfLayer]) -> dict[str, float | None]:
+    """Return the figures by their TensorBoard tags."""
+    tags = [(norm, norm.name.replace(" ", "-")) for norm in norms]
+    return {
+        **{f"params-norm/{tag}": norm.params_norm for norm, tag in tags},
+        **{f"grad-norm/{tag}": norm.grad_norm for norm, tag in tags},
+    }
