@@ -25,7 +25,9 @@ from megatron.core.pipeline_parallel.message_order import MessageOrders
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
 from megatron.core.precision import dtype_from_name
+from megatron.core.tensor_parallel.float8_state import Float8State
 from megatron.core.transformer.attention import describe_attention
+from megatron.core.transformer.float8_layers import compute_in_float8, describe_float8
 from megatron.core.transformer.graphed_layers import GraphedLayers
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -45,7 +47,7 @@ class TrainingParts:
     ``chunks`` are this rank's model chunks in their order along the pipeline, ``ddp_chunks`` the same wrapped,
     ``connection`` reaches the neighbouring stages (None without a pipeline), and ``weight_grad_queues`` defer the
     chunks' weight gradients where the pipeline schedule splits the backward pass. ``graphs`` run the chunks' layers
-    where CUDA graphs are asked for.
+    where CUDA graphs are asked for. ``float8`` is what delayed scaling remembers, where there is such.
     """
 
     chunks: tuple[Model, ...]
@@ -55,6 +57,7 @@ class TrainingParts:
     connection: PipelineConnection | None
     weight_grad_queues: tuple[WeightGradQueue | None, ...]
     graphs: tuple[GraphedLayers, ...] = ()
+    float8: Float8State | None = None
 
 
 def with_transformer_impl(config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> RunConfig:
@@ -92,6 +95,10 @@ def build_training_parts(
     without_family = describe_missing_family(model) if config.checkpoint.save and isinstance(model, GPTConfig) else None
     if without_family is not None:
         log(without_family)
+    float8 = compute_in_float8(chunks, model, device)
+    in_float8 = describe_float8(model, device)
+    if in_float8 is not None:
+        log(in_float8)
     if config.training.compile:
         compile_regions(chunks, config, log)
     per_token = config.training.calculate_per_token_loss
@@ -113,6 +120,7 @@ def build_training_parts(
         connection=connect_pipeline(config, runtime, layout, chunks[0].config),
         weight_grad_queues=tuple(WeightGradQueue(c.parameters()) if splits_backward else None for c in chunks),
         graphs=graphs,
+        float8=float8,
     )
 
 

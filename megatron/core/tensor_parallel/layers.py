@@ -15,6 +15,7 @@ from megatron.core.kernels.accumulation import add_rows
 from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
+from megatron.core.tensor_parallel.float8_quantisers import Float8Quantisers
 from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,
@@ -58,6 +59,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.tp = tp
         self.product_library = library
+        self.quantisers: Float8Quantisers | None = None
         self.region = InputRegion.SEQUENCE if sequence_parallel else InputRegion.REPLICATED
         out_per_rank = (padded_out_features or out_features) // tp.size
 
@@ -76,7 +78,11 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's output features."""
-        return tensor_parallel_linear(x, self.weight, self.bias, self.region, self.tp, library=self.product_library)
+        return tensor_parallel_linear(
+            *(x, self.weight, self.bias, self.region, self.tp),
+            library=self.product_library,
+            quantisers=self.quantisers,
+        )
 
 
 class RowParallelLinear(nn.Module):
@@ -101,6 +107,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.tp = tp
         self.product_library = library
+        self.quantisers: Float8Quantisers | None = None
         self.sequence_parallel = sequence_parallel
         # On a CPU the bias is added to a scattered sum: runs there keep their last bits.
         self.brings_bias_into_sum = torch.device(device).type == "cuda"
@@ -133,6 +140,7 @@ class RowParallelLinear(nn.Module):
             self.tp,
             adds_bias=self.tp.rank == 0,
             library=self.product_library,
+            quantisers=self.quantisers,
         )
         if not scatters:
             return reduce_from_tensor_parallel_region(partial, self.tp)

@@ -7,7 +7,7 @@ Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022, 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from megatron.core.collectives import (
 from megatron.core.kernels.matrix_product import linear, product
 from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
+
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel.float8_quantisers import Float8Quantisers
 
 
 class InputRegion(Enum):
@@ -106,15 +109,20 @@ def tensor_parallel_linear(
     *,
     adds_bias: bool = True,
     library: str = "auto",
+    quantisers: Float8Quantisers | None = None,
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias`` on this rank's shard of the weight.
 
     Where the ranks' results are to be summed, only one of them ``adds_bias``; the bias has its gradient on all.
-    ``library`` computes the products on CPU (see `linear`).
+    ``library`` computes the products on CPU (see `linear`); with ``quantisers`` they are in fp8.
 
     Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` where the region is SEQUENCE) ``-> [s, b, out]`` with the shard's own
     ``in`` and ``out``. Backward: the input's gradient is all-reduced (REPLICATED) or reduce-scattered along s
     (SEQUENCE) while the weight's gradient is computed.
     """
+    if quantisers is not None:
+        from megatron.core.tensor_parallel.float8_linear import float8_linear
+
+        return float8_linear(x, weight, bias, region, tp, quantisers, adds_bias=adds_bias, library=library)
     result: torch.Tensor = _Linear.apply(x, weight, bias, region, tp, adds_bias, library)  # type: ignore[no-untyped-call]
     return result

@@ -11,6 +11,7 @@ from torch import nn
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import Box, ParamSpec, Piece
+from megatron.core.tensor_parallel.float8_quantisers import Float8Quantisers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, make_parameter
 from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -50,6 +51,7 @@ class SharedGroupQueryKeyValue(nn.Module):
         super().__init__()
         self.tp = tp
         self.product_library = config.cpu_matmul
+        self.quantisers: Float8Quantisers | None = None
         self.region = InputRegion.SEQUENCE if config.sequence_parallel else InputRegion.REPLICATED
         dtype = dtype_from_name(config.params_dtype)
         width = config.hidden_size
@@ -90,4 +92,6 @@ class SharedGroupQueryKeyValue(nn.Module):
         bias = None
         if self.query_bias is not None and self.key_value_bias is not None:
             bias = torch.cat((self.query_bias, self.key_value_bias))
-        return tensor_parallel_linear(x, weight, bias, self.region, self.tp, library=self.product_library)
+        return tensor_parallel_linear(
+            *(x, weight, bias, self.region, self.tp), library=self.product_library, quantisers=self.quantisers
+        )

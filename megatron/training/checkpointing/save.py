@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.save_plan import SavePlan, SavePlanner, ga
 from megatron.core.dist_checkpointing.shard_file import RankShare, WrittenShare, build_index, take_share
 from megatron.core.dist_checkpointing.state_dict import (
     RunTensors,
+    float8_tensors,
     model_tensors,
     optimizer_tensors,
     rng_tensors,
@@ -233,7 +234,8 @@ def _plain_content(tensors: RunTensors, common: CommonState, target: SaveTarget)
 
 def _described(tensors: RunTensors, target: SaveTarget) -> list[ShardedTensor]:
     rng = {} if target.options.no_save_rng else tensors.rng
-    return _saved_state(tensors, target) + rng_tensors(rng, target.state)
+    described = _saved_state(tensors, target) + rng_tensors(rng, target.state)
+    return described + float8_tensors(tensors.float8, target.state)
 
 
 def _saved_state(tensors: RunTensors, target: SaveTarget) -> list[ShardedTensor]:

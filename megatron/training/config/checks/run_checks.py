@@ -9,6 +9,7 @@ from megatron.training.config.checks import (
     data_files,
     fields,
     files,
+    float8,
     layout,
     learning_rate,
     model,
@@ -27,6 +28,7 @@ _CHECKS = (
     *learning_rate.CHECKS,
     *profiling.CHECKS,
     *cuda_graphs.CHECKS,
+    *float8.CHECKS,
 )
 _FILE_CHECKS = (*data_files.CHECKS, *files.CHECKS)
 

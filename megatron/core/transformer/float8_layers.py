@@ -1,0 +1,55 @@
+"""Give the linear layers of transformer layers their quantisers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megatron.core.kernels.float8.scaled_product import has_scaled_products
+from megatron.core.tensor_parallel.float8_quantisers import Float8Quantisers
+from megatron.core.tensor_parallel.float8_recipe import Float8Recipe
+from megatron.core.tensor_parallel.float8_state import LINEAR_LAYERS, Float8State
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.query_key_value import SharedGroupQueryKeyValue
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+_LINEAR = (ColumnParallelLinear, RowParallelLinear, SharedGroupQueryKeyValue)
+
+
+def compute_in_float8(
+    models: Sequence[nn.Module], config: TransformerConfig, device: torch.device | str
+) -> Float8State | None:
+    """Let the linear layers of the chunks' transformer layers compute in fp8, as far as the configuration asks for it.
+
+    Returns what delayed scaling remembers, None for other recipes. Embedding and output layer stay as they are.
+    """
+    layers = config.float8_layers(config.num_layers)
+    recipe = Float8Recipe.of(config)
+    state = Float8State(config, config.num_layers, device) if recipe.is_delayed and layers else None
+    for layer in (module for model in models for module in model.modules() if isinstance(module, TransformerLayer)):
+        if layer.layer_number not in layers:
+            continue
+        linear_layers = [module for module in layer.modules() if isinstance(module, _LINEAR)]
+        assert len(linear_layers) <= LINEAR_LAYERS, "delayed scaling has room for four linear layers in a layer"
+        for place, module in enumerate(linear_layers):
+            module.quantisers = Float8Quantisers(recipe, state, (layer.layer_number, place))
+    return state
+
+
+def describe_float8(config: TransformerConfig, device: torch.device | str) -> str | None:
+    """Return one line that says which products are in fp8 and what computes them; None where none are."""
+    layers = config.float8_layers(config.num_layers)
+    if not layers:
+        return None
+    recipe, device = Float8Recipe.of(config), torch.device(device)
+    by = "torch's scaled products"
+    if device.type != "cuda" or not has_scaled_products(recipe.blocks, recipe.weight_blocks, device):
+        by = "float32 products of the quantised operands: this device has no scaled products for them"
+    weights = "" if recipe.has_weight_gradients else ", weight gradients excepted"
+    return (
+        f"fp8: {config.fp8_format}, {config.fp8_recipe} scaling, layers {layers.start + 1} to {layers.stop} of "
+        f"{config.num_layers}{weights}; computed by {by}"
+    )
