@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.config_base import POSITIVE, flag
-from megatron.core.float8_config import Float8Config
+from megatron.core.config_base import POSITIVE, Config, flag
 from megatron.core.parallel_sizes import ParallelSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelParallelConfig(Float8Config, in_args=True):
+class ModelParallelConfig(Config, in_args=True):
     """Hold the parallel layout that every layer may need to know.
 
     ``params_dtype`` is a torch dtype by name; ``fp16`` and ``bf16`` decide it where one of them is set.
@@ -61,7 +60,6 @@ class ModelParallelConfig(Float8Config, in_args=True):
 
     def __post_init__(self) -> None:
         """Fill in the values that follow from others."""
-        super().__post_init__()
         half = "float16" if self.fp16 else "bfloat16" if self.bf16 else None
         object.__setattr__(self, "params_dtype", half or self.params_dtype or "float32")
 

@@ -10,10 +10,12 @@ from megatron.core.collectives import all_gather_objects, any_rank
 from megatron.core.cuda_graph import GraphBackend
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
+from megatron.core.fp8.float8_state import Float8State
 from megatron.core.kernels.apex import load_fused_adam
 from megatron.core.kernels.attention_choice import describe_missing_flash
 from megatron.core.kernels.transformer_engine import TRANSFORMER_ENGINE, why_no_transformer_engine
 from megatron.core.main_grad import WeightGradQueue
+from megatron.core.models.float8_layers import compute_in_float8, describe_float8
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.model import Model
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
@@ -25,9 +27,7 @@ from megatron.core.pipeline_parallel.message_order import MessageOrders
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
 from megatron.core.precision import dtype_from_name
-from megatron.core.tensor_parallel.float8_state import Float8State
 from megatron.core.transformer.attention import describe_attention
-from megatron.core.transformer.float8_layers import compute_in_float8, describe_float8
 from megatron.core.transformer.graphed_layers import GraphedLayers
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -95,7 +95,8 @@ def build_training_parts(
     without_family = describe_missing_family(model) if config.checkpoint.save and isinstance(model, GPTConfig) else None
     if without_family is not None:
         log(without_family)
-    float8 = compute_in_float8(chunks, model, device)
+    num_averaged = 1 if config.training.calculate_per_token_loss else runtime.state.dp_cp.size
+    float8 = compute_in_float8(chunks, model, device, num_averaged)
     in_float8 = describe_float8(model, device)
     if in_float8 is not None:
         log(in_float8)

@@ -65,7 +65,7 @@ WRONG = [
     ("--split 7,x", 1, "--split"),
     ("--tokenizer-type GPT2BPETokenizer --vocab-file absent.json --merge-file absent.txt", 1, "absent.json"),
     ("--tokenizer-type HuggingFaceTokenizer", 1, "--tokenizer-model is missing"),
-    ("--fp8-format hybrid", 1, "--fp8-format hybrid is not supported yet"),
+    ("--fp8-format hybrid --hidden-size 64 --seq-length 32", 1, "--fp8-format hybrid needs --bf16 or --fp16"),
     ("--optimizer hybridadam", 1, "--optimizer hybridadam is not supported yet"),
     ("--cpu-offloading", 1, "--cpu-offloading is not supported yet"),
     ("--hidden-dropout 1.5", 1, "--hidden-dropout 1.5"),
@@ -153,7 +153,7 @@ def test_a_launch_that_cannot_be(environment: dict[str, str]) -> None:
 
 
 def test_several_problems_are_printed_together() -> None:
-    done = run([*MINIMAL, *["--hiden-size", "3", "--fp16", "--bf16", "--fp8-format", "hybrid"]])
+    done = run([*MINIMAL, *["--hiden-size", "3", "--fp16", "--bf16", "--spec", "hybrid"]])
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 3
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.core.collectives import all_gather_first_dim, all_gather_into, all_reduce, reduce_scatter_into
+from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.kernels.float8.quantised import Quantised
 from megatron.core.kernels.float8.scaled_product import scaled_product
 from megatron.core.kernels.matrix_product import product
 from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.float8_quantisers import Float8Quantisers
-from megatron.core.tensor_parallel.linear import InputRegion
+from megatron.core.tensor_parallel.mappings import InputRegion
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 class _Float8Linear(torch.autograd.Function):

@@ -6,8 +6,7 @@ Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022, 
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,23 +16,12 @@ from megatron.core.collectives import (
     all_reduce,
     reduce_scatter_into,
 )
+from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.kernels.matrix_product import linear, product
 from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
-
-if TYPE_CHECKING:
-    from megatron.core.tensor_parallel.float8_quantisers import Float8Quantisers
-
-
-class InputRegion(Enum):
-    """Say how the input of a linear map is laid out over the tensor-parallel group."""
-
-    SPLIT = "split"
-    """Each rank holds its own input; its gradient needs no communication (row-parallel)."""
-    REPLICATED = "replicated"
-    """Every rank holds the same input; its gradient is all-reduced."""
-    SEQUENCE = "sequence"
-    """Ranks hold parts of dim 0: gathered forward, the gradient reduce-scattered backward."""
+from megatron.core.tensor_parallel.float8_linear import float8_linear
+from megatron.core.tensor_parallel.mappings import InputRegion
 
 
 class _Linear(torch.autograd.Function):
@@ -121,8 +109,6 @@ def tensor_parallel_linear(
     (SEQUENCE) while the weight's gradient is computed.
     """
     if quantisers is not None:
-        from megatron.core.tensor_parallel.float8_linear import float8_linear
-
         return float8_linear(x, weight, bias, region, tp, quantisers, adds_bias=adds_bias, library=library)
     result: torch.Tensor = _Linear.apply(x, weight, bias, region, tp, adds_bias, library)  # type: ignore[no-untyped-call]
     return result

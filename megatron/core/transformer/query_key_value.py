@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import Box, ParamSpec, Piece
-from megatron.core.tensor_parallel.float8_quantisers import Float8Quantisers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, make_parameter
-from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
+from megatron.core.tensor_parallel.linear import tensor_parallel_linear
+from megatron.core.tensor_parallel.mappings import InputRegion
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

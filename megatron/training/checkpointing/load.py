@@ -35,9 +35,8 @@ from megatron.training.checkpointing.choice import (
     warn_of_random_weights,
 )
 from megatron.training.checkpointing.config_changes import ConfigChange, compare_configs
-from megatron.training.checkpointing.float8 import choose_float8
 from megatron.training.checkpointing.native import is_release, open_stored
-from megatron.training.checkpointing.precision import MAIN_PREFIX, plan_precision
+from megatron.training.checkpointing.precision import MAIN_PREFIX, choose_float8, plan_precision
 from megatron.training.checkpointing.rng import choose_streams
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.train_state import TrainProgress

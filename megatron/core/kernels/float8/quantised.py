@@ -1,7 +1,7 @@
 """Matrices in 8-bit floating point, quantised with a scale for each block of elements.
 
-Every scale is a power of two, so that scaling rounds nothing: numbers keep their last bit at whichever scale, as long as
-they are in range. Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; blocks of 32 (MX): Rouhani et al. 2023,
+Every scale is a power of two, so that scaling rounds nothing: a number becomes the same one at whichever scale, as long
+as it is in range. Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; blocks of 32 (MX): Rouhani et al. 2023,
 https://arxiv.org/abs/2310.10537.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.kernels.triton_choice import runs_on_triton
+from megatron.core.kernels.triton_choice import casts_to_float8, runs_on_triton
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -76,7 +76,8 @@ def amax_of(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
             if missing:
                 padding = (0, missing) if dim == 1 else (0, 0, 0, missing)
                 amax = torch.nn.functional.pad(amax, padding)
-            amax = amax.unflatten(dim, (-1, length)).amax(dim + 1)
+            counted = (*amax.shape[:dim], -1, length, *amax.shape[dim + 1 :])
+            amax = amax.reshape(counted).amax(dim + 1)
     return amax.float()
 
 
@@ -107,25 +108,36 @@ def quantise(x: torch.Tensor, dtype: torch.dtype, blocks: Blocks, scale: torch.T
     return Quantised(_cast(x, dtype, _spread(scale, blocks, x.shape)), scale, blocks)
 
 
-def quantise_both(
-    x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, amax: torch.Tensor | None, *, transpose: bool
-) -> tuple[Quantised, Quantised | None]:
-    """Round a matrix to fp8 by one scale, and with ``transpose`` its transpose too, both with rows that lie together.
+def quantise_whole(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    scale: torch.Tensor,
+    amax: torch.Tensor | None,
+    *,
+    plain: bool = True,
+    transpose: bool,
+) -> tuple[Quantised | None, Quantised | None]:
+    """Round a matrix (``plain``), its transpose or both to fp8 by one scale; on CUDA, rows lie together in both.
 
-    ``amax`` is raised to the matrix's largest absolute value. On CUDA this is one pass over ``x``.
+    ``amax`` is raised to the matrix's largest absolute value. With Triton all of it is one pass over ``x``.
 
     Shapes: ``x: [n, m]``, ``scale: [1, 1]``, ``amax: []``.
     """
-    if runs_on_triton(x):
+    data, turned = _cast_whole(x, dtype, scale, amax, plain, transpose)
+    return tuple(None if part is None else Quantised(part, scale, WHOLE) for part in (data, turned))  # type: ignore[return-value]
+
+
+def _cast_whole(
+    x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, amax: torch.Tensor | None, plain: bool, transpose: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if runs_on_triton(x) and casts_to_float8(x.device):
         from megatron.core.kernels.triton_programs.float8_cast import cast_and_transpose
 
-        data, turned = cast_and_transpose(x, dtype, scale, amax, transpose)
-    else:
-        if amax is not None:
-            amax.copy_(torch.maximum(amax, x.detach().abs().amax().float()))
-        data = _cast(x, dtype, scale)
-        turned = data.t() if transpose else None
-    return Quantised(data, scale, WHOLE), None if turned is None else Quantised(turned, scale, WHOLE)
+        return cast_and_transpose(x, dtype, scale, amax, plain, transpose)
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, x.detach().abs().amax().float()))
+    data = _cast(x, dtype, scale)
+    return (data if plain else None), (data.t() if transpose else None)
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) -> torch.Tensor:

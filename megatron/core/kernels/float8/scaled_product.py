@@ -1,4 +1,4 @@
-"""Products of matrices in fp8: by the device's own kernels where it has them, else by those of the numbers they hold."""
+"""Products of matrices in fp8: by the device's own kernels, or by float32 ones of the numbers that they hold."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _probed(
 
 
 def _swizzled(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales in the order in which cuBLAS reads them: tiles of 128 × 4, and in each the rows r, r + 32, … together.
+    """Return scales in the order in which cuBLAS reads them: tiles of 128 × 4, each row by row of every 32nd together.
 
     Scale ``(r, c)`` of a tile is at ``16 (r mod 32) + 4 (r div 32) + c``. Rows and columns that are missing are zero.
 

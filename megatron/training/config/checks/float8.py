@@ -14,7 +14,11 @@ _SHAPE = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"
 
 
 def _asked(config: RunConfig) -> str:
-    return f"--fp8-format {config.model.fp8_format}"
+    """Return the flag that asks for fp8, as it was typed."""
+    model = config.model
+    return (
+        "--fp8-hybrid" if model.fp8_hybrid else "--fp8-e4m3" if model.fp8_e4m3 else f"--fp8-format {model.fp8_format}"
+    )
 
 
 def _check_precision(config: RunConfig) -> Iterator[str]:
@@ -27,7 +31,7 @@ def _check_formats(config: RunConfig) -> Iterator[str]:
     model = config.model
     for given, meant in ((model.fp8_hybrid, "hybrid"), (model.fp8_e4m3, "e4m3")):
         if given and model.fp8_format != meant:
-            yield f"--fp8-{meant} and {_asked(config)} exclude each other; keep one"
+            yield f"--fp8-{meant} and --fp8-format {model.fp8_format} exclude each other; keep one"
 
 
 def _check_layers(config: RunConfig) -> Iterator[str]:
@@ -85,8 +89,8 @@ def _check_tokens(config: RunConfig) -> Iterator[str]:
     step = parts * (2 if model.context_parallel_size > 1 else 1)
     fitting = next(size for size in count(_rounded(length, step), step) if size * batch // parts % _MULTIPLE == 0)
     yield (
-        f"--seq-length {length} x --micro-batch-size {batch} makes {tokens} tokens of a micro-batch on each rank, which "
-        f"{_asked(config)} needs to be a multiple of {_MULTIPLE}; use --seq-length {fitting}"
+        f"--seq-length {length} x --micro-batch-size {batch} makes {tokens} tokens of a micro-batch on each rank, "
+        f"which {_asked(config)} needs to be a multiple of {_MULTIPLE}; use --seq-length {fitting}"
     )
 
 

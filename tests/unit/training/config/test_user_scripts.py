@@ -139,7 +139,7 @@ def test_scripts_with_choices(script: str, workplace: Path, monkeypatch: pytest.
         ({"AC": "full"}, True),
         ({"PACKING": "true"}, True),
         ({"LOAD": "somewhere"}, True),
-        ({"PR": "fp8"}, False),
+        ({"PR": "fp8"}, True),
         ({"AC": "offload"}, False),
         ({"OPTIMIZER_OFFLOAD": "static"}, False),
         ({"OPTIMIZER_OFFLOAD": "auto"}, False),

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from megatron.core.distributed.float8_parameters import send_in_float8
+from megatron.core.fp8.float8_quantisers import Float8Quantisers
+from megatron.core.fp8.float8_recipe import Float8Recipe
+from megatron.core.fp8.float8_state import LINEAR_LAYERS, Float8State
 from megatron.core.kernels.float8.scaled_product import has_scaled_products
-from megatron.core.tensor_parallel.float8_quantisers import Float8Quantisers
-from megatron.core.tensor_parallel.float8_recipe import Float8Recipe
-from megatron.core.tensor_parallel.float8_state import LINEAR_LAYERS, Float8State
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.query_key_value import SharedGroupQueryKeyValue
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -20,15 +21,16 @@ _LINEAR = (ColumnParallelLinear, RowParallelLinear, SharedGroupQueryKeyValue)
 
 
 def compute_in_float8(
-    models: Sequence[nn.Module], config: TransformerConfig, device: torch.device | str
+    models: Sequence[nn.Module], config: TransformerConfig, device: torch.device | str, num_averaged: int = 1
 ) -> Float8State | None:
     """Let the linear layers of the chunks' transformer layers compute in fp8, as far as the configuration asks for it.
 
-    Returns what delayed scaling remembers, None for other recipes. Embedding and output layer stay as they are.
+    ``num_averaged`` is over how many ranks gradients are averaged. Returns what delayed scaling remembers, None for
+    other recipes. Embedding and output layer stay as they are.
     """
     layers = config.float8_layers(config.num_layers)
     recipe = Float8Recipe.of(config)
-    state = Float8State(config, config.num_layers, device) if recipe.is_delayed and layers else None
+    state = Float8State(config, config.num_layers, device, num_averaged) if recipe.is_delayed and layers else None
     for layer in (module for model in models for module in model.modules() if isinstance(module, TransformerLayer)):
         if layer.layer_number not in layers:
             continue
@@ -36,6 +38,10 @@ def compute_in_float8(
         assert len(linear_layers) <= LINEAR_LAYERS, "delayed scaling has room for four linear layers in a layer"
         for place, module in enumerate(linear_layers):
             module.quantisers = Float8Quantisers(recipe, state, (layer.layer_number, place))
+            if config.fp8_param_gather:
+                for name, parameter in module.named_parameters():
+                    if name.endswith("weight"):
+                        send_in_float8(parameter)
     return state
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from megatron.core.collectives import all_reduce
+from megatron.core.fp8.float8_recipe import OPERANDS, Float8Recipe
+from megatron.core.fp8.float8_state import Float8State
 from megatron.core.kernels.float8.quantised import (
     SQUARES_OF_128,
     WHOLE,
@@ -12,12 +14,10 @@ from megatron.core.kernels.float8.quantised import (
     Quantised,
     amax_of,
     quantise,
-    quantise_both,
+    quantise_whole,
     scale_of,
 )
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.float8_recipe import OPERANDS, Float8Recipe
-from megatron.core.tensor_parallel.float8_state import Float8State
 
 
 class Float8Quantisers:
@@ -55,9 +55,10 @@ class Float8Quantisers:
         dtype, blocks = self.recipe.dtype(operand), self.recipe.blocks
         if blocks == WHOLE:
             scale, amax = self._scale(operand, x, group, records)
-            return quantise_both(x, dtype, scale, amax, transpose=transpose)
-        plain = quantise(x, dtype, blocks)
-        return plain, self.columns(operand, x, group) if transpose else None
+            plain, turned = quantise_whole(x, dtype, scale, amax, transpose=transpose)
+            assert plain is not None
+            return plain, turned
+        return quantise(x, dtype, blocks), self.columns(operand, x, group) if transpose else None
 
     def columns(self, operand: str, x: torch.Tensor, group: Group | None = None) -> Quantised:
         """Return the transpose of an input or a gradient, quantised along its rows, where these have scales.
@@ -83,8 +84,10 @@ class Float8Quantisers:
             amax = None
             if scale is None:
                 scale, amax = self._scale("weight", x, None, records)
-            plain, turned = quantise_both(x, dtype, scale, amax, transpose=transpose)
-            return plain if turned is None else turned
+            plain, turned = quantise_whole(x, dtype, scale, amax, plain=not transpose, transpose=transpose)
+            quantised = turned if plain is None else plain
+            assert quantised is not None
+            return quantised
         if blocks == SQUARES_OF_128:
             quantised = quantise(x, dtype, blocks, scale)
             return quantised.transposed() if transpose else quantised

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.float8_config import Float8Config
+from megatron.core.fp8.float8_config import Float8Config
 from megatron.core.kernels.float8.quantised import (
     E4M3,
     E5M2,
