@@ -30,6 +30,7 @@ from megatron.core.errors import MegatronError
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.huggingface.model_record import MODEL_RECORD
+from megatron.interop.megatron_torch.rank_tree import FLOAT8_SCALING
 from megatron.interop.new_iteration import iteration_folder
 from megatron.training.checkpointing.choice import Log
 from megatron.training.checkpointing.publication import (
@@ -162,6 +163,8 @@ def _planned_share(
 ) -> Share:
     """Return what this rank writes of one of Megatron's formats, staged where training goes on meanwhile."""
     rng = {} if target.options.no_save_rng else tensors.rng
+    if tensors.float8 is not None:
+        content = {**content, FLOAT8_SCALING: {n: each.clone() for n, each in tensors.float8.tensors().items()}}
     share = plan(folder, content, _saved_state(tensors, target), rng, target.state)
     return share if target.area is None else share.staged(target.area)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.commands.checkpoint import convert
 from megatron.interop.native.native_source import NativeSource
 from tests.e2e.toy_run import assert_same_checkpoints, exact_figures, newest, toy_args
 from tests.harness.forked_training import ForkedRun, fork_training
@@ -51,7 +52,7 @@ def losses(run: ForkedRun) -> list[float]:
 
 
 def scaling(checkpoints: Path) -> dict[str, torch.Tensor]:
-    source = NativeSource(newest(checkpoints))
+    source = NativeSource(newest(checkpoints), with_random_streams=True)
     return {name: source.read(f"float8.{name}") for name in ("amax_history", "expected_amax")}
 
 
@@ -143,6 +144,23 @@ def test_a_resumed_run_is_the_run_that_went_on(tmp_path: Path, train, layout: st
     second = fork_training(words, num_processes).check()
     assert exact_figures(second.iterations()) == exact_figures(whole.iterations())
     assert_same_checkpoints(newest(tmp_path / "checkpoints"), newest(checkpoints))
+
+
+@pytest.mark.parametrize("checkpoint_format", ["torch", "torch_dist"])
+def test_megatrons_formats_keep_the_histories(tmp_path: Path, train, checkpoint_format: str) -> None:
+    whole, _ = train("--fp8-recipe delayed")
+    words = toy_args(tmp_path, SHAPE, f"--fp8-format hybrid --ckpt-format {checkpoint_format}")
+    fork_training([*words, "--exit-interval", "3"]).check()
+    second = fork_training([*words, "--pipeline-model-parallel-size", "2"], 2).check()
+    assert exact_figures(second.iterations()) == exact_figures(whole.iterations())
+
+
+def test_a_converted_checkpoint_leaves_the_scales_out(tmp_path: Path, train) -> None:
+    _, checkpoints = train("--fp8-recipe delayed")
+    for saver in ("torch", "torch_dist", "native"):
+        folders = ["--load-dir", str(checkpoints), "--save-dir", str(tmp_path / saver)]
+        assert convert.main([*folders, "--loader", "native", "--saver", saver]) == 0
+        assert newest(tmp_path / saver).is_dir()
 
 
 def test_scales_go_on_at_another_layout_and_begin_anew_at_another_length(tmp_path: Path, train) -> None:
