@@ -49,8 +49,8 @@ def triton_works() -> bool:
 
 
 @functools.cache
-def casts_to_float8(device: torch.device) -> bool:
-    """Return whether the program that casts to fp8 works on a device where others do: not before Hopper."""
+def casts_to_float8(device: str) -> bool:
+    """Return whether the program that casts to fp8 works on a kind of device where others do: not before Hopper."""
     from megatron.core.kernels.triton_programs.probe import probe_float8
 
     try:

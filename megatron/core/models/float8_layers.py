@@ -12,6 +12,7 @@ from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.fp8.float8_recipe import Float8Recipe
 from megatron.core.fp8.float8_state import LINEAR_LAYERS, Float8State
 from megatron.core.kernels.float8.scaled_product import has_scaled_products
+from megatron.core.kernels.triton_choice import casts_to_float8, triton_works
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.query_key_value import SharedGroupQueryKeyValue
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,6 +31,9 @@ def compute_in_float8(
     """
     layers = config.float8_layers(config.num_layers)
     recipe = Float8Recipe.of(config)
+    if layers and torch.device(device).type == "cuda" and triton_works():
+        # Asked for here: the answer costs a wait, which no step should have.
+        casts_to_float8("cuda")
     state = Float8State(config, config.num_layers, device, num_averaged) if recipe.is_delayed and layers else None
     for layer in (module for model in models for module in model.modules() if isinstance(module, TransformerLayer)):
         if layer.layer_number not in layers:
@@ -52,7 +56,7 @@ def describe_float8(config: TransformerConfig, device: torch.device | str) -> st
         return None
     recipe, device = Float8Recipe.of(config), torch.device(device)
     by = "torch's scaled products"
-    if device.type != "cuda" or not has_scaled_products(recipe.blocks, recipe.weight_blocks, device):
+    if device.type != "cuda" or not has_scaled_products(recipe.blocks, recipe.weight_blocks, device.type):
         by = "float32 products of the quantised operands: this device has no scaled products for them"
     weights = "" if recipe.has_weight_gradients else ", weight gradients excepted"
     return (

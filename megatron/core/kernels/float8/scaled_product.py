@@ -67,20 +67,18 @@ def device_product(left: Quantised, right: Quantised, out_dtype: torch.dtype) ->
     return result.to(out_dtype)
 
 
-def has_scaled_products(blocks: Blocks, weight_blocks: Blocks, device: torch.device) -> bool:
-    """Return whether the device has products of its own for operands quantised in these blocks."""
+def has_scaled_products(blocks: Blocks, weight_blocks: Blocks, device: str) -> bool:
+    """Return whether a kind of device has products of its own for operands quantised in these blocks."""
     return _probed(blocks, weight_blocks, E4M3, E4M3, device)
 
 
 def _has_scaled_product(left: Quantised, right: Quantised) -> bool:
     fits = left.blocks.fit(left.data.shape) and right.blocks.fit(right.data.shape)
-    return fits and _probed(left.blocks, right.blocks, left.data.dtype, right.data.dtype, left.data.device)
+    return fits and _probed(left.blocks, right.blocks, left.data.dtype, right.data.dtype, left.data.device.type)
 
 
 @functools.cache
-def _probed(
-    left: Blocks, right: Blocks, left_dtype: torch.dtype, right_dtype: torch.dtype, device: torch.device
-) -> bool:
+def _probed(left: Blocks, right: Blocks, left_dtype: torch.dtype, right_dtype: torch.dtype, device: str) -> bool:
     """Compute one product, and return whether that succeeds."""
     x = torch.ones(_PROBE, _PROBE, device=device)
     try:

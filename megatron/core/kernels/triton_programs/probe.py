@@ -21,7 +21,7 @@ def probe(device: str) -> None:
         raise RuntimeError(str(error)) from error
 
 
-def probe_float8(device: torch.device) -> None:
+def probe_float8(device: str) -> None:
     """Cast a small matrix to fp8 on the device, and wait for the result.
 
     Raises:
