@@ -12,6 +12,7 @@ from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.fp8.float8_recipe import Float8Recipe
 from megatron.core.fp8.float8_state import LINEAR_LAYERS, Float8State
 from megatron.core.kernels.float8.scaled_product import has_scaled_products
+from megatron.core.kernels.transformer_engine import TRANSFORMER_ENGINE
 from megatron.core.kernels.triton_choice import casts_to_float8, triton_works
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.query_key_value import SharedGroupQueryKeyValue
@@ -58,6 +59,8 @@ def describe_float8(config: TransformerConfig, device: torch.device | str) -> st
     by = "torch's scaled products"
     if device.type != "cuda" or not has_scaled_products(recipe.blocks, recipe.weight_blocks, device.type):
         by = "float32 products of the quantised operands: this device has no scaled products for them"
+    if config.transformer_impl == TRANSFORMER_ENGINE:
+        by += " and not by transformer-engine, which has attention and norms"
     weights = "" if recipe.has_weight_gradients else ", weight gradients excepted"
     return (
         f"fp8: {config.fp8_format}, {config.fp8_recipe} scaling, layers {layers.start + 1} to {layers.stop} of "
