@@ -37,6 +37,8 @@ LLAMA_8B = (
     *("--micro-batch-size", "1", "--vocab-size", "128256", "--make-vocab-size-divisible-by", "128"),
     *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
 )
+FP8 = ("--fp8-format", "hybrid", "--fp8-amax-history-len", "1024", "--fp8-amax-compute-algo", "max")
+TENSORWISE = ("--fp8-recipe", "tensorwise")
 COMMON = (
     *("--train-iters", "10", "--lr", "1e-4", "--bf16", "--mock-data", "--tokenizer-type", "NullTokenizer"),
     *("--eval-iters", "0"),
@@ -68,6 +70,16 @@ CASES = (
         "8B, TP 2 + SP · DP 4",
         8,
         (*LLAMA_8B, "--global-batch-size", "16", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    ),
+    Case("8B, TP 1 · DP 8, fp8 delayed", 8, (*LLAMA_8B, "--global-batch-size", "32", *FP8)),
+    Case("8B, TP 1 · DP 8, fp8 tensorwise", 8, (*LLAMA_8B, "--global-batch-size", "32", *FP8, *TENSORWISE)),
+    Case(
+        "8B, TP 2 + SP · DP 4, fp8 delayed, parameters gathered in fp8",
+        8,
+        (
+            *(*LLAMA_8B, *FP8, "--fp8-param-gather", "--global-batch-size", "16"),
+            *("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+        ),
     ),
 )
 

@@ -92,6 +92,14 @@ class MainGrad:
             self.tensor.addmm_(left, right)
         self._arrived()
 
+    def add_computed(self, compute: Callable[[], torch.Tensor]) -> None:
+        """Add what ``compute`` returns: a product of another kind, of the parameter's shape."""
+        if not self._defer(self._add_computed_now, compute):
+            self._add_computed_now(compute)
+
+    def _add_computed_now(self, compute: Callable[[], torch.Tensor]) -> None:
+        self._add_now(compute())
+
     def add_rows(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
         """Add ``rows[i]`` to row ``indices[i]``.
 

@@ -22,7 +22,8 @@ class AttentionRate:
 class Gpu:
     """Hold one GPU type: what its maker publishes, and what others have measured on it.
 
-    ``half_flops`` and ``single_flops`` are dense peaks a second of 16-bit and float32 products. ``product_share`` is
+    ``half_flops`` and ``single_flops`` are dense peaks a second of 16-bit and float32 products, ``float8_flops`` that
+    of fp8 ones, 0 where there are none. ``product_share`` is
     the part of the peak that large products reach. ``link_bandwidth`` is NVLink's in one direction and
     ``network_bandwidth`` that of one network port a GPU, ``host_bandwidth`` PCIe's in one direction, in bytes a second.
     ``flash`` and ``cudnn`` are the rates of these attention kernels by the size of a head, in causal attention to 8,192
@@ -35,6 +36,7 @@ class Gpu:
     num_sms: int
     half_flops: float
     single_flops: float
+    float8_flops: float
     memory_bandwidth: float
     link_bandwidth: float
     network_bandwidth: float
@@ -62,6 +64,7 @@ A100 = Gpu(
     num_sms=108,
     half_flops=312e12,
     single_flops=19.5e12,
+    float8_flops=0.0,
     memory_bandwidth=2039e9,
     link_bandwidth=300e9,
     network_bandwidth=25e9,
@@ -80,6 +83,7 @@ H100 = Gpu(
     num_sms=132,
     half_flops=989e12,
     single_flops=67e12,
+    float8_flops=1979e12,
     memory_bandwidth=3350e9,
     link_bandwidth=450e9,
     network_bandwidth=50e9,
@@ -103,6 +107,7 @@ B200 = Gpu(
     num_sms=148,
     half_flops=2250e12,
     single_flops=75e12,
+    float8_flops=4500e12,
     memory_bandwidth=7700e9,
     link_bandwidth=900e9,
     network_bandwidth=50e9,

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from megatron.dry_run.gpu import Gpu
 from megatron.dry_run.step_record import Communication, Operation
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "dot")
+_SCALED_PRODUCT = "_scaled_mm"
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "dot", _SCALED_PRODUCT)
 _BANDWIDTH_SHARE = 0.85
 """Part of the memory's bandwidth that simple kernels reach (BabelStream on A100 and H100 reaches 0.85 to 0.93)."""
 _KERNEL_S = 2.5e-6
@@ -63,10 +64,12 @@ def operation_seconds(operation: Operation, gpu: Gpu) -> float:
 
 def _product_seconds(operation: Operation, gpu: Gpu) -> float:
     """Return the time of a product at the best choice of tiles, waves and parts of the inner dimension."""
-    left, right = [shape for shape in operation.shapes if len(shape) >= 2][-2:]
+    matrices = [shape for shape in operation.shapes if len(shape) >= 2]
+    # The operands of a scaled product stand before their scales, those of others behind what they are added to.
+    left, right = matrices[:2] if operation.name == _SCALED_PRODUCT else matrices[-2:]
     batch = math.prod(left[:-2])
     rows, inner, columns = left[-2], left[-1], right[-1]
-    peak = gpu.half_flops if operation.itemsize == 2 else gpu.single_flops
+    peak = {1: gpu.float8_flops, 2: gpu.half_flops}.get(operation.itemsize, gpu.single_flops)
     rate = peak * gpu.product_share / gpu.num_sms
     best = math.inf
     for tile_rows, tile_columns, share in _TILES:

@@ -11,9 +11,11 @@ from megatron.core.cuda_graph import GraphBackend
 from megatron.core.device import HostCopies
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
+from megatron.core.fp8.float8_state import Float8State
 from megatron.core.kernels.attention_choice import describe_missing_flash
 from megatron.core.kernels.transformer_engine import TRANSFORMER_ENGINE, why_no_transformer_engine
 from megatron.core.main_grad import WeightGradQueue
+from megatron.core.models.float8_layers import compute_in_float8, describe_float8
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.model import Model
@@ -49,7 +51,8 @@ class TrainingParts:
     ``connection`` reaches the neighbouring stages (None without a pipeline), and ``weight_grad_queues`` defer the
     chunks' weight gradients where the pipeline schedule splits the backward pass. ``graphs`` run the chunks' layers
     where CUDA graphs are asked for, and ``weights`` are those that leave the device while a step's passes run.
-    ``late_grads`` defers those of the output layer, which the last chunk has.
+    ``late_grads`` defers those of the output layer, which the last chunk has. ``float8`` is what delayed scaling
+    remembers, where there is such.
     """
 
     chunks: tuple[Model, ...]
@@ -61,6 +64,7 @@ class TrainingParts:
     graphs: tuple[GraphedLayers, ...] = ()
     weights: tuple[WeightOffload, ...] = ()
     late_grads: LateGrads | None = None
+    float8: Float8State | None = None
 
 
 def with_transformer_impl(config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> RunConfig:
@@ -98,6 +102,11 @@ def build_training_parts(
     without_family = describe_missing_family(model) if config.checkpoint.save and isinstance(model, GPTConfig) else None
     if without_family is not None:
         log(without_family)
+    num_averaged = 1 if config.training.calculate_per_token_loss else runtime.state.dp_cp.size
+    float8 = compute_in_float8(chunks, model, device, num_averaged)
+    in_float8 = describe_float8(model, device)
+    if in_float8 is not None:
+        log(in_float8)
     if config.training.compile:
         compile_regions(chunks, config, log)
     per_token = config.training.calculate_per_token_loss
@@ -123,6 +132,7 @@ def build_training_parts(
         graphs=graphs,
         weights=weights,
         late_grads=make_late_grads(config, chunks),
+        float8=float8,
     )
 
 

@@ -11,8 +11,9 @@ import torch
 from megatron.core.collectives import all_reduce
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
+from megatron.core.tensor_parallel.linear import tensor_parallel_linear
 from megatron.core.tensor_parallel.linear_overlap import WHOLE, LinearOverlap, linear_overlap
+from megatron.core.tensor_parallel.mappings import InputRegion
 from megatron.core.tensor_parallel.symmetric_memory import why_no_symmetric_memory
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.initialize import Runtime
@@ -47,7 +48,8 @@ def choose_tp_overlap(config: RunConfig, runtime: Runtime, log: Callable[[str], 
     else:
         recorded = recorded_choice(config, runtime, "tp_comm_overlap_impl")
         impl, why = (recorded, "as in the checkpoint") if recorded in ("ring", "whole") else _measured(config, runtime)
-    log(f" > tensor-parallel communication beside products: {_WORDS[impl]} ({why})")
+    where = "" if model.fp8_format is None else "; of layers in 16 bits only, fp8 products have no chunks"
+    log(f" > tensor-parallel communication beside products: {_WORDS[impl]} ({why}){where}")
     return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap_impl=impl))
 
 

@@ -171,6 +171,8 @@ class TrainingStep:
         if self.config.training.empty_unused_memory_level >= 2:
             self.runtime.device.empty_cache()
         self._finish_gradients(result)
+        if self.parts.float8 is not None:
+            self.parts.float8.update(self.runtime.state.world, train_state.iteration)
         with self.timers("optimizer", log_level=1):
             totals = self.parts.optimizer.begin_step(self.timers)
         agreement = agree(result, exit_request, self.runtime, self.parts.chunks[0].auxiliary_loss_names, totals)

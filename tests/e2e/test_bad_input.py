@@ -65,7 +65,7 @@ WRONG = [
     ("--split 7,x", 1, "--split"),
     ("--tokenizer-type GPT2BPETokenizer --vocab-file absent.json --merge-file absent.txt", 1, "absent.json"),
     ("--tokenizer-type HuggingFaceTokenizer", 1, "--tokenizer-model is missing"),
-    ("--fp8-format hybrid", 1, "--fp8-format hybrid is not supported yet"),
+    ("--fp8-format hybrid --hidden-size 64 --seq-length 32", 1, "--fp8-format hybrid needs --bf16 or --fp16"),
     ("--optimizer muon", 1, "--optimizer muon is not supported yet"),
     ("--use-precision-aware-optimizer --main-params-dtype fp16", 1, "give --bf16, or --main-params-dtype fp32"),
     ("--cpu-offloading", 1, "--cpu-offloading needs --cpu-offloading-num-layers"),
@@ -154,7 +154,7 @@ def test_a_launch_that_cannot_be(environment: dict[str, str]) -> None:
 
 
 def test_several_problems_are_printed_together() -> None:
-    done = run([*MINIMAL, *["--hiden-size", "3", "--fp16", "--bf16", "--fp8-format", "hybrid"]])
+    done = run([*MINIMAL, *["--hiden-size", "3", "--fp16", "--bf16", "--spec", "hybrid"]])
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 3
 

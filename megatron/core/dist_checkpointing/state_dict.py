@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from megatron.core.sharding import ParamSpec, spec_of
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
 RNG_PREFIX = "rng."
+FLOAT8_PREFIX = "float8."
 
 
 class CheckpointableOptimizer(Protocol):
@@ -35,16 +36,28 @@ class CheckpointableOptimizer(Protocol):
         """Take over what `scalar_state` returned."""
 
 
+class Float8Scaling(Protocol):
+    """What a checkpoint asks of fp8's delayed scaling."""
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return what is saved, by name; loading fills it in place."""
+
+    def loaded(self) -> None:
+        """Note that the tensors were filled."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunTensors:
     """Hold the objects whose tensors a checkpoint saves and fills.
 
-    ``models`` are this rank's model chunks, ``rng`` the state of each named stream of random numbers.
+    ``models`` are this rank's model chunks, ``rng`` the state of each named stream of random numbers, ``float8`` what
+    fp8's delayed scaling remembers of the whole model, the same on every rank.
     """
 
     models: Sequence[torch.nn.Module]
     optimizer: CheckpointableOptimizer | None = None
     rng: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    float8: Float8Scaling | None = None
 
 
 def model_tensors(models: Sequence[torch.nn.Module]) -> list[ShardedTensor]:
@@ -69,6 +82,13 @@ def optimizer_tensors(optimizer: CheckpointableOptimizer) -> list[ShardedTensor]
 def rng_tensors(rng: Mapping[str, torch.Tensor], state: ParallelState) -> list[ShardedTensor]:
     """Describe this rank's random number streams, named by its place in the grid."""
     return [whole_tensor(rng_name(stream, state.place), tensor) for stream, tensor in sorted(rng.items())]
+
+
+def float8_tensors(float8: Float8Scaling | None, state: ParallelState) -> list[ShardedTensor]:
+    """Describe what delayed scaling remembers; the first rank of a model copy owns it."""
+    is_owner = state.tp.is_first and state.pp.is_first
+    tensors = {} if float8 is None else float8.tensors()
+    return [replace(whole_tensor(FLOAT8_PREFIX + name, each), is_owner=is_owner) for name, each in tensors.items()]
 
 
 def rng_name(stream: str, place: Place) -> str:

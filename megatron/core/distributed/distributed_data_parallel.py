@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.distributed.float8_parameters import is_sent_in_float8
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, ReductionPlan, await_in_forward
 from megatron.core.distributed.param_layout import plan_buckets
 from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
@@ -67,13 +68,14 @@ class DistributedDataParallel(nn.Module):
             await_in_forward(module, self.grad_buffers)
 
     def _make_grad_buffers(self, plan: ReductionPlan) -> tuple[ParamAndGradBuffer, ...]:
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        by_kind: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for parameter in self.module.parameters():
             if parameter.requires_grad:
-                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+                in_float8 = self.is_sharded and is_sent_in_float8(parameter)
+                by_kind.setdefault((parameter.dtype, in_float8), []).append(parameter)
         make = ShardedGradBuffer if plan.shard and self.config.shards_gradients else ParamAndGradBuffer
         buffers = []
-        for dtype, parameters in by_dtype.items():
+        for (dtype, _), parameters in by_kind.items():
             tied = [i for i, parameter in enumerate(parameters) if spec_of(parameter).is_tied_over_pipeline]
             layout = plan_buckets([p.numel() for p in parameters], tied, self.config, self.group.size)
             grad_dtype = dtype_from_name(self.config.grad_dtype(str(dtype).removeprefix("torch.")))

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron.core.collectives import all_reduce, averages_addends, reduce_scatter_into
 from megatron.core.distributed.flat_parameters import FlatParameters, ParamPart
+from megatron.core.distributed.float8_parameters import Float8FlatParameters, is_sent_in_float8
 from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, parts_of_range
 from megatron.core.kernels.accumulation import adds_wide_products
 from megatron.core.main_grad import MainGrad, attach_main_grad, gradient_uses_of
@@ -105,8 +106,9 @@ class ParamAndGradBuffer:
         self.group = group
         self.plan = plan
         self._counts_as_last_microbatch = counts_as_last_microbatch
-        self.flat_parameters = FlatParameters(parameters, layout, group) if plan.shard else None
         first = parameters[0]
+        kind = Float8FlatParameters if is_sent_in_float8(first) else FlatParameters
+        self.flat_parameters = kind(parameters, layout, group) if plan.shard else None
         self._fuses_products = plan.fuse_accumulation and adds_wide_products(first.dtype, grad_dtype, first.device)
         self.grad_data = torch.zeros(self._grad_length(), dtype=grad_dtype, device=first.device)
         self.buckets = tuple(self._make_bucket(index, bucket) for index, bucket in enumerate(layout.buckets))

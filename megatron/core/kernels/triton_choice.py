@@ -46,3 +46,15 @@ def triton_works() -> bool:
             )
         return False
     return True
+
+
+@functools.cache
+def casts_to_float8(device: str) -> bool:
+    """Return whether the program that casts to fp8 works on a kind of device where others do: not before Hopper."""
+    from megatron.core.kernels.triton_programs.probe import probe_float8
+
+    try:
+        probe_float8(device)
+    except RuntimeError:
+        return False
+    return True

@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.kernels.accumulation import add_rows
 from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
-from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
+from megatron.core.tensor_parallel.linear import tensor_parallel_linear
 from megatron.core.tensor_parallel.linear_overlap import WHOLE, LinearOverlap
 from megatron.core.tensor_parallel.mappings import (
+    InputRegion,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
@@ -61,6 +63,7 @@ class ColumnParallelLinear(nn.Module):
         self.tp = tp
         self.product_library = library
         self.overlap = overlap
+        self.quantisers: Float8Quantisers | None = None
         self.region = InputRegion.SEQUENCE if sequence_parallel else InputRegion.REPLICATED
         out_per_rank = (padded_out_features or out_features) // tp.size
 
@@ -80,7 +83,10 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's output features."""
         return tensor_parallel_linear(
-            x, self.weight, self.bias, self.region, self.tp, library=self.product_library, overlap=self.overlap
+            *(x, self.weight, self.bias, self.region, self.tp),
+            library=self.product_library,
+            overlap=self.overlap,
+            quantisers=self.quantisers,
         )
 
 
@@ -108,6 +114,7 @@ class RowParallelLinear(nn.Module):
         self.tp = tp
         self.product_library = library
         self.overlap = overlap
+        self.quantisers: Float8Quantisers | None = None
         self.sequence_parallel = sequence_parallel
         # On a CPU the bias is added to a scattered sum: runs there keep their last bits.
         self.brings_bias_into_sum = torch.device(device).type == "cuda"
@@ -129,7 +136,7 @@ class RowParallelLinear(nn.Module):
         # One rank brings the bias into the sum: a product adds it for nothing, a pass of its own costs memory traffic.
         in_product: torch.Tensor | None = self.bias
         in_sum: torch.Tensor | None = None
-        has_chunks = scatters and (self.overlap.forward or self.overlap.backward)
+        has_chunks = scatters and self.quantisers is None and (self.overlap.forward or self.overlap.backward)
         if has_chunks:
             brings_bias = self.brings_bias_into_sum and not self.overlap.uses_symmetric_memory
             in_product = in_sum = self.bias if brings_bias else None
@@ -146,6 +153,7 @@ class RowParallelLinear(nn.Module):
             library=self.product_library,
             overlap=self.overlap,
             scatters=has_chunks,
+            quantisers=self.quantisers,
         )
         if not scatters:
             return reduce_from_tensor_parallel_region(partial, self.tp)

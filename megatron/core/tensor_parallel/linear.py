@@ -6,7 +6,6 @@ Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022, 
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any
 
 import torch
@@ -18,22 +17,14 @@ from megatron.core.collectives import (
     reduce_scatter_first_dim,
     reduce_scatter_into,
 )
+from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.kernels.matrix_product import linear, product
 from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.float8_linear import float8_linear
 from megatron.core.tensor_parallel.linear_overlap import WHOLE, LinearOverlap
+from megatron.core.tensor_parallel.mappings import InputRegion
 from megatron.core.tensor_parallel.overlapped_linear import gathered_linear, scattered_linear
-
-
-class InputRegion(Enum):
-    """Say how the input of a linear map is laid out over the tensor-parallel group."""
-
-    SPLIT = "split"
-    """Each rank holds its own input; its gradient needs no communication (row-parallel)."""
-    REPLICATED = "replicated"
-    """Every rank holds the same input; its gradient is all-reduced."""
-    SEQUENCE = "sequence"
-    """Ranks hold parts of dim 0: gathered forward, the gradient reduce-scattered backward."""
 
 
 class _Linear(torch.autograd.Function):
@@ -128,18 +119,23 @@ def tensor_parallel_linear(
     library: str = "auto",
     overlap: LinearOverlap = WHOLE,
     scatters: bool = False,
+    quantisers: Float8Quantisers | None = None,
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias`` on this rank's shard of the weight.
 
     Where the ranks' results are to be summed, only one of them ``adds_bias``; the bias has its gradient on all.
     ``library`` computes the products on CPU (see `linear`). ``scatters`` makes the sum, for an input that is SPLIT, and
-    leaves each rank its part along s. ``overlap`` says what travels beside which product.
+    leaves each rank its part along s. ``overlap`` says what travels beside which product. With ``quantisers`` the
+    products are in fp8, and nothing is scattered or overlapped here.
 
     Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` where the region is SEQUENCE) ``-> [s, b, out]`` with the shard's own
     ``in`` and ``out``, ``[s/tp, b, out]`` where it ``scatters``. Backward: the input's gradient is all-reduced
     (REPLICATED) or reduce-scattered along s (SEQUENCE) while the weight's gradient is computed; the output's gradient
     is gathered along s where the output was scattered.
     """
+    if quantisers is not None:
+        assert not scatters, "products in fp8 have no chunks"
+        return float8_linear(x, weight, bias, region, tp, quantisers, adds_bias=adds_bias, library=library)
     arguments = (x, weight, bias, region, tp, adds_bias, library, overlap, scatters)
     result: torch.Tensor = _Linear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result

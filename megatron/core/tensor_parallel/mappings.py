@@ -6,12 +6,24 @@ Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import torch
 
 from megatron.core.collectives import all_gather_first_dim, all_reduce, reduce_scatter_first_dim
 from megatron.core.process_group import Group
+
+
+class InputRegion(Enum):
+    """Say how the input of a linear map is laid out over the tensor-parallel group."""
+
+    SPLIT = "split"
+    """Each rank holds its own input; its gradient needs no communication (row-parallel)."""
+    REPLICATED = "replicated"
+    """Every rank holds the same input; its gradient is all-reduced."""
+    SEQUENCE = "sequence"
+    """Ranks hold parts of dim 0: gathered forward, the gradient reduce-scattered backward."""
 
 
 class _ReduceFromRegion(torch.autograd.Function):

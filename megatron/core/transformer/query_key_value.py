@@ -8,12 +8,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import Box, ParamSpec, Piece
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, make_parameter
-from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
+from megatron.core.tensor_parallel.linear import tensor_parallel_linear
 from megatron.core.tensor_parallel.linear_overlap import linear_overlap
+from megatron.core.tensor_parallel.mappings import InputRegion
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -53,6 +55,7 @@ class SharedGroupQueryKeyValue(nn.Module):
         self.tp = tp
         self.product_library = config.cpu_matmul
         self.overlap = linear_overlap(config, "qkv")
+        self.quantisers: Float8Quantisers | None = None
         self.region = InputRegion.SEQUENCE if config.sequence_parallel else InputRegion.REPLICATED
         dtype = dtype_from_name(config.params_dtype)
         width = config.hidden_size
@@ -94,5 +97,8 @@ class SharedGroupQueryKeyValue(nn.Module):
         if self.query_bias is not None and self.key_value_bias is not None:
             bias = torch.cat((self.query_bias, self.key_value_bias))
         return tensor_parallel_linear(
-            x, weight, bias, self.region, self.tp, library=self.product_library, overlap=self.overlap
+            *(x, weight, bias, self.region, self.tp),
+            library=self.product_library,
+            overlap=self.overlap,
+            quantisers=self.quantisers,
         )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, flag
+from megatron.core.fp8.float8_config import Float8Config
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig(ModelParallelConfig, in_args=True):
+class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
     """Hold everything that a transformer layer is built from.
 
     ``ffn_hidden_size``, ``kv_channels`` and ``num_query_groups`` are 0 where they are not given and are then
@@ -158,6 +159,7 @@ class TransformerConfig(ModelParallelConfig, in_args=True):
     def __post_init__(self) -> None:
         """Fill in the values that follow from others."""
         super().__post_init__()
+        Float8Config.__post_init__(self)
         if self.ffn_hidden_size == 0:
             object.__setattr__(self, "ffn_hidden_size", default_ffn_hidden_size(self.hidden_size, self.is_gated))
         if self.kv_channels == 0:

@@ -21,6 +21,7 @@ from megatron.interop.megatron_torch.common_state import (
 )
 from megatron.interop.megatron_torch.megatron_arguments import check_arguments, config_of_arguments
 from megatron.interop.megatron_torch.rank_files import RankFile, open_rank_files
+from megatron.interop.megatron_torch.rank_tree import FLOAT8_SCALING
 from megatron.interop.megatron_torch.stage_parameters import WORD_EMBEDDING, LocalParameter, StageDescriber
 from megatron.interop.megatron_torch.stored_optimizer import has_optimizer, stored_states
 from megatron.interop.megatron_torch.stored_values import LazyTensor, native_row_blocks
@@ -115,6 +116,12 @@ class MegatronTorchSource:
         """Return what each (tensor, pipeline) rank stored of its streams of random numbers."""
         stored = {place: rank.file.value.get("rng_state") for place, rank in self.ranks.items()}
         return {place: self.ranks[place].file.with_tensors(value) for place, value in stored.items()}
+
+    def float8_scaling(self) -> Mapping[str, torch.Tensor]:
+        """Return by name what fp8's delayed scaling remembers, which all ranks have stored alike; often nothing."""
+        file = next(iter(self.ranks.values())).file
+        scaling: Mapping[str, torch.Tensor] = file.with_tensors(file.value.get(FLOAT8_SCALING) or {})
+        return scaling
 
     def check_storages(self, index: int = 0, count: int = 1) -> None:
         """Compare the checksums of every ``count``-th stored block of numbers, from number ``index`` on.

@@ -42,6 +42,7 @@ from megatron.interop.megatron_torch.rank_tree import (
     Slot,
     distributed_optimizer_state,
     flat_optimizer_state,
+    float8_entry,
     model_state,
     optimizer_state,
     rank_value,
@@ -137,6 +138,7 @@ class RankPlanner:
             extras.rng_state,
             float(self.common["progress"]["floating_point_operations_so_far"]),
         )
+        value |= float8_entry(self.common)
         rank_folder = folder / rank_folder_name(tp_rank, pp_rank, self.pp)
         files = [PlannedFile(plan_torch_file(rank_folder / MODEL_FILE, value), tuple(slots))]
         if flat is not None:

@@ -16,6 +16,8 @@ from megatron.interop.megatron_torch.stage_parameters import LocalParameter
 from megatron.interop.megatron_torch.stored_optimizer import alone_in_bucket, in_optimizer_order, plan_flat_buffer
 
 CHECKPOINT_VERSION = 3.0
+FLOAT8_SCALING = "float8_scaling"
+"""Key of what fp8's delayed scaling remembers, in a ``common`` and in the files."""
 _LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
 
 DtypeOf = Callable[[str], torch.dtype]
@@ -168,6 +170,15 @@ def rank_value(
     value |= {name: item for name, item in rest.items() if item is not None}
     value["num_floating_point_operations_so_far"] = floating_point_operations
     return value
+
+
+def float8_entry(common: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry, which Megatron passes over, of what fp8's delayed scaling remembers; empty where it is not on.
+
+    Megatron keeps that of each rank, in transformer-engine's own form.
+    """
+    tensors = common.get(FLOAT8_SCALING) or {}
+    return {FLOAT8_SCALING: {name: given_tensor(values) for name, values in tensors.items()}} if tensors else {}
 
 
 def param_groups(terms: OptimizerTerms) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.checksum import checksum
 from megatron.core.dist_checkpointing.index import INDEX_FILE, StoredPiece, StoredTensor, read_index
 from megatron.core.dist_checkpointing.mapping import dtype_of
 from megatron.core.dist_checkpointing.shard_file import check_file
-from megatron.core.dist_checkpointing.state_dict import RNG_PREFIX
+from megatron.core.dist_checkpointing.state_dict import FLOAT8_PREFIX, RNG_PREFIX
 from megatron.core.errors import DamagedCheckpointError
 from megatron.core.sharding import Box, describe_box, uncovered
 from megatron.interop.checkpoint_source import TensorInfo
@@ -25,7 +25,7 @@ class NativeSource:
     A stored piece (at most 64 MiB, or a row) is read whole and compared with its checksum even where only a part of it
     is wanted; the last one is kept for the next read. Without ``verify`` nothing is compared. Streams of random numbers
     belong to the layout that ``common`` names; ``with_random_streams`` they are among the tensors, for a copy that
-    keeps it.
+    keeps it, and so are the scales of fp8, which belong to a run.
 
     Raises:
         DamagedCheckpointError: the index or a shard file is missing, cut short or changed.
@@ -42,7 +42,7 @@ class NativeSource:
         self.stored: Mapping[str, StoredTensor] = {
             name: tensor
             for name, tensor in index.tensors.items()
-            if with_random_streams or not name.startswith(RNG_PREFIX)
+            if with_random_streams or not name.startswith((RNG_PREFIX, FLOAT8_PREFIX))
         }
         self.tensors = {
             name: TensorInfo(tensor.global_shape, dtype_of(tensor.dtype)) for name, tensor in self.stored.items()

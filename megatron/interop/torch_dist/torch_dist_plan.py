@@ -16,6 +16,7 @@ from megatron.interop.megatron_torch.pickle_writer import given_tensor, namespac
 from megatron.interop.megatron_torch.rank_planner import RankPlanner
 from megatron.interop.megatron_torch.rank_tree import (
     distributed_optimizer_state,
+    float8_entry,
     loss_scale_entry,
     param_groups,
     rank_value,
@@ -100,6 +101,7 @@ class TorchDistPlan:
             float(progress["floating_point_operations_so_far"]),
         )
         sharding = {"distrib_optim_sharding_type": _FULLY_RESHARDABLE} if self._is_distributed else {}
+        value |= float8_entry(self.common)
         value["content_metadata"] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, **sharding}
         return value
 

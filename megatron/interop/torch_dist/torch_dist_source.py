@@ -17,6 +17,7 @@ from megatron.core.sharding import Box
 from megatron.interop.checkpoint_source import TensorInfo
 from megatron.interop.megatron_torch.common_state import real_vocab_size, shared_state
 from megatron.interop.megatron_torch.megatron_arguments import check_arguments, config_of_arguments
+from megatron.interop.megatron_torch.rank_tree import FLOAT8_SCALING
 from megatron.interop.megatron_torch.stage_parameters import OUTPUT_LAYER, WORD_EMBEDDING, StageDescriber
 from megatron.interop.megatron_torch.stored_optimizer import scalars_of
 from megatron.interop.torch_dist.bucket_states import GROUP_PREFIX, BucketStates
@@ -47,6 +48,7 @@ class TorchDistSource:
         common = read_common(folder)
         self.arguments: Mapping[str, Any] = common["args"].attributes
         check_arguments(self.arguments, folder / COMMON_FILE)
+        self._float8_scaling: Mapping[str, torch.Tensor] = common.get(FLOAT8_SCALING) or {}
         self._keys = self._parsed_keys()
         self._reader = BoxReader()
         self._boxes: dict[str, list[StoredBox]] = {}
@@ -82,6 +84,10 @@ class TorchDistSource:
     def random_states(self) -> Mapping[tuple[int, int], Any]:
         """Return what each (tensor, pipeline) rank stored of its streams of random numbers."""
         return read_random_states(self.metadata)
+
+    def float8_scaling(self) -> Mapping[str, torch.Tensor]:
+        """Return by name what fp8's delayed scaling remembers; often nothing."""
+        return self._float8_scaling
 
     def check_storages(self, index: int = 0, count: int = 1) -> None:
         """Compare the checksums of every ``count``-th entry, from number ``index`` on.

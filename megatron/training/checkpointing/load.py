@@ -37,7 +37,7 @@ from megatron.training.checkpointing.choice import (
 from megatron.training.checkpointing.config_changes import ConfigChange, compare_configs
 from megatron.training.checkpointing.folder import iteration_of_folder
 from megatron.training.checkpointing.native import is_release, open_stored
-from megatron.training.checkpointing.precision import MAIN_PREFIX, plan_precision
+from megatron.training.checkpointing.precision import MAIN_PREFIX, choose_float8, plan_precision
 from megatron.training.checkpointing.rng import choose_streams
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.train_state import TrainProgress
@@ -181,6 +181,8 @@ def _load_folder(
     if not begins_anew and not options.no_load_rng:
         choice = choose_streams(stored.index, tensors.rng, state, progress.iteration)
         described += choice.tensors
+    scaling = choose_float8(stored.index, None if begins_anew else tensors.float8, state)
+    described += scaling.tensors
     if strictness.allows_missing:
         _check_untouched(folder, described, stored.index, filled, state)
         filled.update(stored.index.tensors)
@@ -192,8 +194,11 @@ def _load_folder(
     if change.line is not None:
         log(change.line)
     _report_misfits(loaded, strictness, log)
-    if choice is not None and choice.line is not None:
-        log(choice.line)
+    for line in (None if choice is None else choice.line, scaling.line):
+        if line is not None:
+            log(line)
+    if tensors.float8 is not None:
+        tensors.float8.loaded()
     if optimizer is not None:
         scalars = dict(common["optimizer"])
         if change.is_needed:

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.save_plan import SavePlan, SavePlanner, ga
 from megatron.core.dist_checkpointing.shard_file import RankShare, WrittenShare, build_index, take_share
 from megatron.core.dist_checkpointing.state_dict import (
     RunTensors,
+    float8_tensors,
     model_tensors,
     optimizer_tensors,
     rng_tensors,
@@ -29,6 +30,7 @@ from megatron.core.errors import MegatronError
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.huggingface.model_record import MODEL_RECORD
+from megatron.interop.megatron_torch.rank_tree import FLOAT8_SCALING
 from megatron.interop.new_iteration import iteration_folder
 from megatron.training.checkpointing.choice import Log
 from megatron.training.checkpointing.publication import (
@@ -161,6 +163,8 @@ def _planned_share(
 ) -> Share:
     """Return what this rank writes of one of Megatron's formats, staged where training goes on meanwhile."""
     rng = {} if target.options.no_save_rng else tensors.rng
+    if tensors.float8 is not None:
+        content = {**content, FLOAT8_SCALING: {n: each.clone() for n, each in tensors.float8.tensors().items()}}
     share = plan(folder, content, _saved_state(tensors, target), rng, target.state)
     return share if target.area is None else share.staged(target.area)
 
@@ -233,7 +237,8 @@ def _plain_content(tensors: RunTensors, common: CommonState, target: SaveTarget)
 
 def _described(tensors: RunTensors, target: SaveTarget) -> list[ShardedTensor]:
     rng = {} if target.options.no_save_rng else tensors.rng
-    return _saved_state(tensors, target) + rng_tensors(rng, target.state)
+    described = _saved_state(tensors, target) + rng_tensors(rng, target.state)
+    return described + float8_tensors(tensors.float8, target.state)
 
 
 def _saved_state(tensors: RunTensors, target: SaveTarget) -> list[ShardedTensor]:

@@ -227,7 +227,12 @@ class RunCheckpoints:
     def _tensors(self) -> RunTensors:
         for chunk in self.parts.ddp_chunks:
             chunk.finish_param_gather()
-        return RunTensors(models=self.parts.chunks, optimizer=self.parts.optimizer, rng=self.runtime.rng.state_dict())
+        return RunTensors(
+            models=self.parts.chunks,
+            optimizer=self.parts.optimizer,
+            rng=self.runtime.rng.state_dict(),
+            float8=self.parts.float8,
+        )
 
     def _write_tokenizer(self, folder: Path) -> None:
         # The record makes the folder of this name itself.

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.disk import sync_folder, write_error
 from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredTensor
 from megatron.core.dist_checkpointing.load import LoadedTensors
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_name
-from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX, rng_name
+from megatron.core.dist_checkpointing.state_dict import FLOAT8_PREFIX, MODEL_PREFIX, OPTIMIZER_PREFIX, rng_name
 from megatron.core.dist_checkpointing.strictness import STRICT, Strictness, find_misfits
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState
@@ -127,7 +127,8 @@ def open_torch_checkpoint(
         return source
 
     source = run_on_all_ranks(open_files, state.world)
-    streams = _streams(source)
+    # Neither belongs to a parameter: the one to a rank, the other to the whole model.
+    streams = _streams(source) | {FLOAT8_PREFIX + name: each for name, each in source.float8_scaling().items()}
     stored = {
         name: StoredTensor(name, tuple(values.shape), dtype_name(values.dtype), ()) for name, values in streams.items()
     }

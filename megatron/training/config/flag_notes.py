@@ -142,9 +142,6 @@ NO_EFFECT: dict[str, NoEffect] = {
 
 _SWITCHES = [
     "--use-legacy-models",
-    "--fp8-param-gather",
-    "--no-fp8-wgrad",
-    "--first-last-layers-bf16",
     "--fp8-dot-product-attention",
     "--fp8-multi-head-attention",
     "--use-torch-fsdp2",
@@ -186,17 +183,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     **{switch: NotSupported(0) for switch in _SWITCHES},
     "--data-parallel-random-init": NotSupported(0),
     "--fp16-lm-cross-entropy": NotSupported(0, instead="leave it out: the loss is computed in float32"),
-    # fp8 and offloading
-    "--fp8-format": NotSupported(1, instead="use --bf16"),
-    "--fp8-hybrid": NotSupported(0, instead="use --bf16"),
-    "--fp8-e4m3": NotSupported(0, instead="use --bf16"),
-    "--fp8-recipe": NotSupported(1, "delayed"),
-    "--fp8-margin": NotSupported(1, "0"),
-    "--fp8-interval": NotSupported(1, "1"),
-    "--fp8-amax-history-len": NotSupported(1, "1"),
-    "--fp8-amax-compute-algo": NotSupported(1, "most_recent"),
-    "--num-layers-at-start-in-bf16": NotSupported(1, "1"),
-    "--num-layers-at-end-in-bf16": NotSupported(1, "1"),
     # parallelism
     "--expert-model-parallel-size": NotSupported(1, "1"),
     "--expert-tensor-parallel-size": NotSupported(1, "1"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron.core.batch_size_rampup import read_batch_size_schedule
 from megatron.core.config_base import field_specs
 from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.fp8.float8_config import Float8Config
 from megatron.core.tensor_parallel.overlap_file import read_overlap_methods
 from megatron.training.checkpointing.folder import candidate_folders
 from megatron.training.config.checkpoint_config import CheckpointConfig
@@ -53,6 +54,7 @@ def resolve(config: RunConfig) -> Resolution:
     notes.extend(_attention_notes(config))
     notes.extend(_level_notes(config))
     notes.extend(_window_notes(config))
+    notes.extend(_float8_notes(config))
     notes.extend(_condition_notes(config))
     notes.extend(_offload_notes(config))
     notes.extend(_checkpoint_notes(config))
@@ -262,6 +264,8 @@ def _resolve_data_parallelism(config: RunConfig, notes: list[str]) -> RunConfig:
     elif ddp.overlap_param_gather:
         notes.append("--overlap-param-gather has no effect without --use-distributed-optimizer: turned off")
         ddp = dataclasses.replace(ddp, overlap_param_gather=False)
+    if config.model.fp8_param_gather and config.parallel_sizes.num_replicas == 1:
+        notes.append("--fp8-param-gather has no effect with one data-parallel rank: nothing is gathered")
     return dataclasses.replace(config, ddp=ddp)
 
 
@@ -306,6 +310,19 @@ def _window_notes(config: RunConfig) -> list[str]:
         return []
     pattern = model.window_attn_skip_freq
     return [f"--window-size {model.window_size} has no effect: --window-attn-skip-freq {pattern} gives it to no layer"]
+
+
+def _float8_notes(config: RunConfig) -> list[str]:
+    if config.model.fp8_format is not None:
+        return []
+    specs = {spec.name: spec for spec in field_specs(Float8Config)}
+    wanted = specs["fp8_format"]
+    given = [spec for spec in specs.values() if getattr(config.model, spec.name) != spec.default]
+    return [
+        f"{spec.typed(getattr(config.model, spec.name))} has no effect without {wanted.typed(wanted.metavar)}"
+        for spec in given
+        if spec.options.needs is None
+    ]
 
 
 def _condition_notes(config: RunConfig) -> list[str]:

@@ -14,12 +14,13 @@ _SIZES = (
 )
 _BLOCKS = ("--bf16", "--seq-length", "512", "--max-position-embeddings", "512")
 """A sequence that FlexAttention takes: under context parallelism each rank has chunks of its blocks' length."""
+_FP8 = ("--bf16", "--fp8-format", "hybrid")
 _DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 
 
 def layouts() -> list[DryRunCase]:
     """Return the cases."""
-    return [*_plain(), *_sharded(), *_blocks(), *_features()]
+    return [*_plain(), *_float8(), *_sharded(), *_blocks(), *_features()]
 
 
 def _case(
@@ -46,6 +47,13 @@ def _plain() -> Iterator[DryRunCase]:
     yield _case(Layout(recompute=MODULES, offloaded_layers=1), "llama")
     yield _case(Layout(), data="packed")
     yield _case(Layout(), data="uneven")
+
+
+def _float8() -> Iterator[DryRunCase]:
+    for recipe in ("delayed", "tensorwise", "rowwise"):
+        yield _case(Layout(), extra=(*_FP8, "--fp8-recipe", recipe))
+    yield _case(Layout(tp=2, sequence_parallel=True), extra=_FP8, rank=1)
+    yield _case(Layout(pp=2, schedule="zero-bubble"), extra=_FP8)
 
 
 def _sharded() -> Iterator[DryRunCase]:

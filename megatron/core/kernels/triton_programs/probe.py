@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from triton.errors import TritonError
 
+from megatron.core.kernels.triton_programs.float8_cast import cast_and_transpose
 from megatron.core.kernels.triton_programs.gated_activation import gated_activation
 
 
@@ -16,5 +17,20 @@ def probe(device: str) -> None:
     """
     try:
         gated_activation(torch.ones(1, 2, device=device), "swiglu").item()
+    except TritonError as error:
+        raise RuntimeError(str(error)) from error
+
+
+def probe_float8(device: str) -> None:
+    """Cast a small matrix to fp8 on the device, and wait for the result.
+
+    Raises:
+        RuntimeError: the device cannot.
+    """
+    scale = torch.ones(1, 1, device=device)
+    try:
+        data, _ = cast_and_transpose(torch.ones(1, 2, device=device), torch.float8_e4m3fn, scale, None, True, False)
+        assert data is not None
+        data.float().sum().item()
     except TritonError as error:
         raise RuntimeError(str(error)) from error

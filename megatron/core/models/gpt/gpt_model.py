@@ -20,8 +20,9 @@ from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import attach_spec, spec_of, tie_over_pipeline
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
+from megatron.core.tensor_parallel.linear import tensor_parallel_linear
 from megatron.core.tensor_parallel.linear_overlap import linear_overlap
+from megatron.core.tensor_parallel.mappings import InputRegion
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.dropout import keys_of_rank
 from megatron.core.transformer.kv_cache import KeyValueCache

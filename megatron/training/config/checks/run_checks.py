@@ -10,6 +10,7 @@ from megatron.training.config.checks import (
     data_files,
     fields,
     files,
+    float8,
     layout,
     learning_rate,
     model,
@@ -31,6 +32,7 @@ _CHECKS = (
     *profiling.CHECKS,
     *cuda_graphs.CHECKS,
     *activation_memory.CHECKS,
+    *float8.CHECKS,
 )
 _FILE_CHECKS = (*data_files.CHECKS, *files.CHECKS)
 

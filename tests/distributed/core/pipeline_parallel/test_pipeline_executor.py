@@ -29,7 +29,8 @@ from megatron.core.pipeline_parallel.message_order import MessageOrders
 from megatron.core.pipeline_parallel.p2p_communication import SendQueue, create_pipeline_links
 from megatron.core.pipeline_parallel.schedules import SCHEDULES
 from megatron.core.process_group import single_rank_group
-from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
+from megatron.core.tensor_parallel.linear import tensor_parallel_linear
+from megatron.core.tensor_parallel.mappings import InputRegion
 from tests.harness.distributed import run_distributed
 
 WIDTH, INNER = 5, 7

@@ -17,6 +17,8 @@ from tests.unit.core.kernels.interpreted import needs_triton
 pytestmark = needs_triton
 MAX_REGISTERS = 64
 """With these, 1024 threads of any program are at work on a multiprocessor at once."""
+MIN_FLOAT8_CAPABILITY = 90
+NUM_FLOAT8 = 4
 MAX_NORM_GRADIENT_REGISTERS = 128
 """Its threads keep their part of the weight gradients while the rows pass."""
 
@@ -33,9 +35,16 @@ class Compiled:
     narrow_accesses: int
 
 
-def programs() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
+def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
     """Yield name, program, types of the arguments that are no bf16 pointers, compile-time sizes, warps."""
-    from megatron.core.kernels.triton_programs import cross_entropy, dropout, gated_activation, residual_norm, rotary
+    from megatron.core.kernels.triton_programs import (
+        cross_entropy,
+        dropout,
+        float8_cast,
+        gated_activation,
+        residual_norm,
+        rotary,
+    )
 
     rows = {"labels": "*i64", "width": "i32", "num_columns": "odd", "normalizer": "*fp32", "label_logit": "*fp32"}
     rows |= {"log_normalizer": "*fp32", "row_grad": "*fp32"}
@@ -78,6 +87,13 @@ def programs() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]
         warps = residual_norm.warps(width)
         yield name, residual_norm.forward_program, arguments, {"BLOCK": width}, warps
         yield f"{name}, gradient", residual_norm.backward_program, arguments, {"BLOCK": width}, warps
+    if capability >= MIN_FLOAT8_CAPABILITY:
+        kinds = {"scale": "*fp32", "amax": "*fp32", "data": "*u8", "turned": "*u8", "num_rows": "i32", "width": "i32"}
+        for is_e5m2 in (False, True):
+            sizes = {"BLOCK": float8_cast._BLOCK, "IS_E5M2": is_e5m2}
+            yield f"float8 {is_e5m2}", float8_cast.cast_program, kinds, sizes, 4
+            weights = kinds | {"amax": None, "data": None}
+            yield f"float8 transpose {is_e5m2}", float8_cast.cast_program, weights, sizes, 4
 
 
 def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) -> list[Compiled]:
@@ -89,7 +105,7 @@ def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) ->
     triton.knobs.cache.dir = str(folder / "cache")
     disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     results = []
-    for name, program, kinds, sizes, num_warps in programs():
+    for name, program, kinds, sizes, num_warps in programs(capability):
         signature, constants, attributes = {}, dict(sizes), {}
         for place, argument in enumerate(program.arg_names):
             kind = "constexpr" if argument in sizes else kinds.get(argument, "*bf16")
@@ -98,7 +114,7 @@ def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) ->
             elif kind == "odd" and odd_is_one:
                 kind, constants[argument] = "constexpr", 1
             # As at a launch: pointers, and numbers that are no "odd" ones, are multiples of 16.
-            elif kind in ("i32", "*bf16", "*fp32", "*i32", "*i64"):
+            elif kind in ("i32", "*bf16", "*fp32", "*i32", "*i64", "*u8"):
                 attributes[(place,)] = [["tt.divisibility", 16]]
             signature[argument] = {None: "constexpr", "odd": "i32"}.get(kind, kind)
         source = ASTSource(fn=program, signature=signature, constexprs=constants, attrs=attributes)
@@ -120,7 +136,7 @@ def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) ->
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability: int, tmp_path: Path) -> None:
     (results,) = run_distributed(1, compile_programs, capability, tmp_path, timeout_s=120.0)
-    assert len(results) == 22
+    assert len(results) == 22 + NUM_FLOAT8 * (capability >= MIN_FLOAT8_CAPABILITY)
     for result in results:
         assert result.stack_bytes == 0, result
         is_norm_gradient = "Norm" in result.name and "gradient" in result.name
@@ -135,4 +151,4 @@ def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability:
 
 def test_programs_compile_for_one_row_one_sample_and_one_head(tmp_path: Path) -> None:
     (results,) = run_distributed(1, compile_programs, 90, tmp_path, odd_is_one=True, timeout_s=120.0)
-    assert len(results) == 22
+    assert len(results) == 22 + NUM_FLOAT8

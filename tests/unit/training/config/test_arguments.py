@@ -152,7 +152,7 @@ def test_flags_without_their_value_hide_no_other_problem() -> None:
     problems = caught.value.problems
     assert set(problems[:5]) == {
         "--num-layers: a value is missing; give --num-layers N",
-        "--fp8-format: expected 1 argument",
+        "--fp8-format: a value is missing; give --fp8-format {hybrid,e4m3}",
         "--bf16 is a switch and takes no value; give --bf16 alone, or leave it out",
         "--adam-beta2: a value is missing; give --adam-beta2 X",
         "--rampup-batch-size: a value is missing; give --rampup-batch-size N",
@@ -171,7 +171,7 @@ def test_a_stray_value_is_refused() -> None:
 
 
 def test_all_problems_are_reported_together() -> None:
-    problems = problems_of("--hiden-size 3 --fp8-format hybrid --lr x --fp16 --bf16 --num-attention-heads 5")
+    problems = problems_of("--hiden-size 3 --spec hybrid --lr x --fp16 --bf16 --num-attention-heads 5")
     assert len(problems) == 5
     assert all("\n" not in problem for problem in problems)
 

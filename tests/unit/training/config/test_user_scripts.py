@@ -139,7 +139,7 @@ def test_scripts_with_choices(script: str, workplace: Path, monkeypatch: pytest.
         ({"AC": "full"}, True),
         ({"PACKING": "true"}, True),
         ({"LOAD": "somewhere"}, True),
-        ({"PR": "fp8"}, False),
+        ({"PR": "fp8"}, True),
         ({"AC": "offload"}, True),
         ({"OPTIMIZER_OFFLOAD": "static"}, True),
         ({"OPTIMIZER_OFFLOAD": "auto"}, True),

@@ -1,0 +1,76 @@
+"""What delayed scaling remembers: for every operand of every linear layer a scale, and the amax of earlier steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from megatron.core.collectives import all_reduce
+from megatron.core.fp8.float8_config import Float8Config
+from megatron.core.fp8.float8_recipe import OPERANDS, Float8Recipe
+from megatron.core.kernels.float8.quantised import scale_of
+from megatron.core.process_group import Group
+
+LINEAR_LAYERS = 4
+"""Number of linear layers in a transformer layer."""
+
+
+class Float8State:
+    """Hold the scales and the histories of the whole model, the same on every rank of any layout.
+
+    A rank writes the amax of what it quantises into ``amax``. `update` takes the largest of all ranks, in one
+    collective a step, and makes the scales of the next step from it. Memory stays where it is, as CUDA graphs need it.
+
+    What is kept does not depend on the layout either: ``num_averaged`` is over how many ranks gradients are averaged
+    after the backward pass, in which they are as many times as large.
+
+    Shapes: ``amax, scale, expected: [layers, 4, 3]``, ``history: [layers, 4, 3, length]``, the newest first; all
+    float32.
+    """
+
+    def __init__(
+        self, config: Float8Config, num_layers: int, device: torch.device | str, num_averaged: int = 1
+    ) -> None:
+        self._config = config
+        recipe = Float8Recipe.of(config)
+        shape = (num_layers, LINEAR_LAYERS, len(OPERANDS))
+        self.amax = torch.zeros(shape, device=device)
+        self.scale = torch.ones(shape, device=device)
+        self.expected = torch.zeros(shape, device=device)
+        self.history = torch.zeros(*shape, config.fp8_amax_history_len, device=device)
+        self._dtypes = [recipe.dtype(operand) for operand in OPERANDS]
+        times = [float(num_averaged) if operand == "grad" else 1.0 for operand in OPERANDS]
+        self._times = torch.tensor(times, device=device)
+        self.has_history = False
+
+    @torch.no_grad()
+    def update(self, world: Group, iteration: int) -> None:
+        """Take the amax of a step, which was the iteration of this number, and set the scales of the next; collective.
+
+        An amax that is not finite counts for nothing.
+        """
+        all_reduce(self.amax, world, "max")
+        amax = torch.where(self.amax.isfinite(), self.amax, 0.0) / self._times
+        self.history.copy_(torch.cat((amax.unsqueeze(-1), self.history[..., :-1]), dim=-1))
+        if iteration % self._config.fp8_interval == 0 or not self.has_history:
+            expected = self.history.amax(-1) if self._config.fp8_amax_compute_algo == "max" else self.history[..., 0]
+            # An operand that nothing was seen of keeps its scale.
+            self.expected.copy_(torch.where(expected > 0, expected, self.expected))
+            self._set_scales()
+        self.amax.zero_()
+        self.has_history = True
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return by name what a checkpoint keeps; filling them in place loads them."""
+        return {"expected_amax": self.expected, "amax_history": self.history}
+
+    def loaded(self) -> None:
+        """Note that `tensors` were filled."""
+        self.has_history = bool(self.history.any())
+        self._set_scales()
+
+    def _set_scales(self) -> None:
+        amax, margin = self.expected * self._times, self._config.fp8_margin
+        scales = [scale_of(amax[..., i], dtype, margin) for i, dtype in enumerate(self._dtypes)]
+        self.scale.copy_(torch.stack(scales, dim=-1))

@@ -1,0 +1,1 @@
+"""8-bit floating point: matrices with their scales, and their products."""

@@ -1,0 +1,68 @@
+"""Give the linear layers of transformer layers their quantisers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.float8_parameters import send_in_float8
+from megatron.core.fp8.float8_quantisers import Float8Quantisers
+from megatron.core.fp8.float8_recipe import Float8Recipe
+from megatron.core.fp8.float8_state import LINEAR_LAYERS, Float8State
+from megatron.core.kernels.float8.scaled_product import has_scaled_products
+from megatron.core.kernels.transformer_engine import TRANSFORMER_ENGINE
+from megatron.core.kernels.triton_choice import casts_to_float8, triton_works
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.query_key_value import SharedGroupQueryKeyValue
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+_LINEAR = (ColumnParallelLinear, RowParallelLinear, SharedGroupQueryKeyValue)
+
+
+def compute_in_float8(
+    models: Sequence[nn.Module], config: TransformerConfig, device: torch.device | str, num_averaged: int = 1
+) -> Float8State | None:
+    """Let the linear layers of the chunks' transformer layers compute in fp8, as far as the configuration asks for it.
+
+    ``num_averaged`` is over how many ranks gradients are averaged. Returns what delayed scaling remembers, None for
+    other recipes. Embedding and output layer stay as they are.
+    """
+    layers = config.float8_layers(config.num_layers)
+    recipe = Float8Recipe.of(config)
+    if layers and torch.device(device).type == "cuda" and triton_works():
+        # Asked for here: the answer costs a wait, which no step should have.
+        casts_to_float8("cuda")
+    state = Float8State(config, config.num_layers, device, num_averaged) if recipe.is_delayed and layers else None
+    for layer in (module for model in models for module in model.modules() if isinstance(module, TransformerLayer)):
+        if layer.layer_number not in layers:
+            continue
+        linear_layers = [module for module in layer.modules() if isinstance(module, _LINEAR)]
+        assert len(linear_layers) <= LINEAR_LAYERS, "delayed scaling has room for four linear layers in a layer"
+        for place, module in enumerate(linear_layers):
+            module.quantisers = Float8Quantisers(recipe, state, (layer.layer_number, place))
+            if config.fp8_param_gather:
+                for name, parameter in module.named_parameters():
+                    if name.endswith("weight"):
+                        send_in_float8(parameter)
+    return state
+
+
+def describe_float8(config: TransformerConfig, device: torch.device | str) -> str | None:
+    """Return one line that says which products are in fp8 and what computes them; None where none are."""
+    layers = config.float8_layers(config.num_layers)
+    if not layers:
+        return None
+    recipe, device = Float8Recipe.of(config), torch.device(device)
+    by = "torch's scaled products"
+    if device.type != "cuda" or not has_scaled_products(recipe.blocks, recipe.weight_blocks, device.type):
+        by = "float32 products of the quantised operands: this device has no scaled products for them"
+    if config.transformer_impl == TRANSFORMER_ENGINE:
+        by += " and not by transformer-engine, which has attention and norms"
+    weights = "" if recipe.has_weight_gradients else ", weight gradients excepted"
+    return (
+        f"fp8: {config.fp8_format}, {config.fp8_recipe} scaling, layers {layers.start + 1} to {layers.stop} of "
+        f"{config.num_layers}{weights}; computed by {by}"
+    )

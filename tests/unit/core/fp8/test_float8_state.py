@@ -1,0 +1,101 @@
+"""Delayed scaling: histories of amax, and the scales that follow from them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.fp8.float8_config import Float8Config
+from megatron.core.fp8.float8_quantisers import Float8Quantisers
+from megatron.core.fp8.float8_recipe import Float8Recipe
+from megatron.core.fp8.float8_state import Float8State
+from megatron.core.kernels.float8.quantised import E4M3, E5M2, scale_of
+from megatron.core.process_group import single_rank_group
+
+WORLD = single_rank_group(("world",))
+PLACE = (1, 2)
+
+
+def state_after(amaxes: list[float], **config: object) -> Float8State:
+    """Return the state after steps in which one operand had these amaxes."""
+    state = Float8State(Float8Config(fp8_format="hybrid", **config), 3, "cpu")  # type: ignore[arg-type]
+    for iteration, amax in enumerate(amaxes):
+        state.amax[PLACE] = torch.tensor([amax, 2 * amax, 3 * amax])
+        state.update(WORLD, iteration)
+    return state
+
+
+def expected(amax: float, margin: int = 0) -> list[float]:
+    given = [(amax, E4M3), (2 * amax, E4M3), (3 * amax, E5M2)]
+    return [float(scale_of(torch.tensor(each), dtype, margin)) for each, dtype in given]
+
+
+@pytest.mark.parametrize(
+    ("config", "amax"),
+    [
+        ({}, 5.0),
+        ({"fp8_amax_history_len": 3}, 5.0),
+        ({"fp8_amax_history_len": 3, "fp8_amax_compute_algo": "max"}, 900.0),
+        ({"fp8_amax_history_len": 2, "fp8_amax_compute_algo": "max"}, 40.0),
+        ({"fp8_interval": 3}, 40.0e4),
+    ],
+)
+def test_scales_follow_from_the_history(config: dict[str, object], amax: float) -> None:
+    state = state_after([1.0, 7.0, 900.0, 40.0, 5.0] if amax < 1e5 else [1.0, 7.0, 900.0, 40.0e4, 5.0], **config)
+    assert state.scale[PLACE].tolist() == expected(amax)
+    assert state.scale[0, 0].tolist() == [1.0, 1.0, 1.0]
+    assert not state.amax.any()
+
+
+def test_the_history_has_the_newest_first() -> None:
+    state = state_after([1.0, 7.0, 900.0, 40.0], fp8_amax_history_len=3)
+    assert state.history[PLACE][0].tolist() == [40.0, 900.0, 7.0]
+
+
+def test_gradients_that_are_averaged_later_are_remembered_as_averaged() -> None:
+    config = Float8Config(fp8_format="hybrid")
+    state = Float8State(config, 3, "cpu", num_averaged=4)
+    state.amax[PLACE] = torch.tensor([40.0, 80.0, 120.0])
+    state.update(WORLD, 0)
+    assert state.history[PLACE][:, 0].tolist() == [40.0, 80.0, 30.0]
+    assert state.scale[PLACE].tolist() == expected(40.0)
+    other = Float8State(config, 3, "cpu", num_averaged=2)
+    for name, values in state.tensors().items():
+        other.tensors()[name].copy_(values)
+    other.loaded()
+    assert other.scale[PLACE][2] == state.scale[PLACE][2] / 2
+
+
+def test_a_margin_leaves_powers_of_two_free() -> None:
+    assert state_after([40.0], fp8_margin=2).scale[PLACE].tolist() == [4 * each for each in expected(40.0)]
+
+
+@pytest.mark.parametrize("amax", [0.0, float("inf"), float("nan")])
+def test_a_step_that_says_nothing_leaves_the_scale(amax: float) -> None:
+    assert state_after([40.0, amax]).scale[PLACE].tolist() == expected(40.0)
+
+
+def test_the_first_step_scales_by_what_it_sees_and_the_next_by_that() -> None:
+    config = Float8Config(fp8_format="hybrid")
+    state = Float8State(config, 3, "cpu")
+    quantisers = Float8Quantisers(Float8Recipe.of(config), state, PLACE)
+
+    def scale(x: torch.Tensor) -> float:
+        plain, _ = quantisers.matrix("grad", x, transpose=False, records=True)
+        return float(plain.scale)
+
+    small, large = torch.full((2, 3), 1e-6), torch.full((2, 3), 1e6)
+    assert scale(small) == float(scale_of(torch.tensor(1e-6), E5M2))
+    state.update(WORLD, 0)
+    assert scale(large) == float(scale_of(torch.tensor(1e-6), E5M2))
+    state.update(WORLD, 1)
+    assert scale(small) == float(scale_of(torch.tensor(1e6), E5M2))
+
+
+def test_evaluation_is_not_remembered() -> None:
+    config = Float8Config(fp8_format="hybrid")
+    state = Float8State(config, 3, "cpu")
+    quantisers = Float8Quantisers(Float8Recipe.of(config), state, PLACE)
+    quantisers.matrix("input", torch.ones(2, 3), transpose=False, records=False)
+    quantisers.weight(torch.ones(2, 3), transpose=False, records=False, scale=None)
+    assert not state.amax.any()

@@ -1,0 +1,131 @@
+"""Matrices in fp8: scales, rounding, and products against float64 of the same quantised operands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.kernels.float8.quantised import (
+    E4M3,
+    E5M2,
+    ROWS,
+    SEGMENTS_OF_32,
+    SEGMENTS_OF_128,
+    SQUARES_OF_128,
+    WHOLE,
+    Blocks,
+    Quantised,
+    amax_of,
+    quantise,
+    quantise_whole,
+    scale_of,
+)
+from megatron.core.kernels.float8.scaled_product import _swizzled, device_product, scaled_product
+
+RECIPES = {
+    "tensorwise": (WHOLE, WHOLE),
+    "rowwise": (ROWS, ROWS),
+    "blockwise": (SEGMENTS_OF_128, SQUARES_OF_128),
+    "mxfp8": (SEGMENTS_OF_32, SEGMENTS_OF_32),
+}
+SHAPES = [(48, 256, 144), (16, 144, 80)]
+
+
+def operands(recipe: str, shape: tuple[int, int, int], left_dtype: torch.dtype) -> tuple[Quantised, Quantised]:
+    torch.manual_seed(3)
+    rows, inner, columns = shape
+    sizes = torch.logspace(-4, 4, rows).unsqueeze(1)
+    left, right = torch.randn(rows, inner) * sizes, torch.randn(columns, inner)
+    blocks, weight_blocks = RECIPES[recipe]
+    return quantise(left.bfloat16(), left_dtype, blocks), quantise(right.bfloat16(), E4M3, weight_blocks)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_are_those_of_the_quantised_operands(
+    recipe: str, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    left, right = operands(recipe, shape, dtype)
+    expected = left.values(torch.float64) @ right.values(torch.float64).t()
+    result = scaled_product(left, right, torch.float32).double()
+    assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
+    bias = torch.randn(shape[2])
+    with_bias = scaled_product(left, right, torch.float32, bias).double()
+    assert (with_bias - expected - bias).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_torch_has_the_same_products_on_a_cpu(recipe: str) -> None:
+    left, right = operands(recipe, (32, 48, 16), E5M2)
+    expected = left.values(torch.float64) @ right.values(torch.float64).t()
+    result = device_product(left, right, torch.float32).double()
+    assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_scale_is_the_smallest_power_of_two_that_suffices(dtype: torch.dtype) -> None:
+    limit = torch.finfo(dtype).max
+    amax = torch.cat((torch.logspace(-12, 12, 97), limit * torch.tensor([1.0, 0.5, 2.0, 1.25])))
+    scale = scale_of(amax, dtype)
+    assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
+    assert torch.all(amax / scale <= limit)
+    assert torch.all(amax / (scale / 2) > limit)
+    assert torch.equal(scale_of(amax, dtype, margin=3), 8 * scale)
+    odd = scale_of(torch.tensor([0.0, torch.inf, torch.nan]), dtype)
+    assert odd[0] == 1
+    assert odd[1:].isnan().all()
+
+
+def test_numbers_round_alike_at_every_scale() -> None:
+    x = torch.randn(32, 48)
+    expected = quantise(x, E4M3, WHOLE).values()
+    for factor in (2.0**-20, 2.0**20):
+        assert torch.equal(quantise(x * factor, E4M3, WHOLE).values(), expected * factor)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_what_is_out_of_range_is_cut_off_and_what_is_not_finite_shows(dtype: torch.dtype) -> None:
+    x = torch.tensor([[1e30, -1e30, 1.0, torch.inf, -torch.inf, torch.nan]])
+    values = quantise(x, dtype, WHOLE, torch.ones(1, 1)).values()[0]
+    limit = torch.finfo(dtype).max
+    assert values[:3].tolist() == [limit, -limit, 1.0]
+    assert values[3:].isnan().all()
+    assert quantise(x, dtype, WHOLE).values().isnan().any()
+
+
+@pytest.mark.parametrize("blocks", [Blocks(2, 3), Blocks(1, 4), Blocks(0, 3), Blocks(3, 0)])
+def test_blocks_cut_off_at_the_edges_have_scales_of_their_own(blocks: Blocks) -> None:
+    x = torch.randn(5, 7) * torch.logspace(-3, 3, 35).view(5, 7)
+    amax, scale = amax_of(x, blocks), quantise(x, E4M3, blocks).scale
+    rows, columns = blocks.rows or 5, blocks.columns or 7
+    for i in range(amax.shape[0]):
+        for j in range(amax.shape[1]):
+            block = x[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+            assert amax[i, j] == block.abs().max()
+            assert torch.equal(scale[i, j], scale_of(block.abs().max(), E4M3))
+    assert amax.shape == (-(-5 // rows), -(-7 // columns))
+    assert (quantise(x, E4M3, blocks).values() - x).abs().div(x.abs()).median() < 2**-4
+
+
+def test_a_whole_matrix_and_its_transpose_have_one_scale_and_raise_the_amax() -> None:
+    x, scale, amax = torch.randn(6, 10), torch.full((1, 1), 0.5), torch.tensor(0.25)
+    plain, turned = quantise_whole(x, E5M2, scale, amax, transpose=True)
+    assert plain is not None
+    assert turned is not None
+    assert torch.equal(turned.values(), plain.values().t())
+    assert amax == x.abs().max()
+    quantise_whole(x / 4, E5M2, scale, amax, transpose=False)
+    assert amax == x.abs().max()
+
+
+def test_scales_of_blocks_of_32_lie_as_cublas_reads_them() -> None:
+    rows, columns = 200, 7
+    exponents = (torch.arange(rows * columns) % 251 + 1).to(torch.uint8).view(rows, columns)
+    ordered = _swizzled(exponents.view(torch.float8_e8m0fnu)).view(torch.uint8)
+    assert ordered.numel() == 256 * 8
+    for row in range(rows):
+        for column in range(columns):
+            tile = (row // 128) * 2 + column // 4
+            place = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+            assert ordered[place] == exponents[row, column]

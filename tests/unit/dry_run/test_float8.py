@@ -1,0 +1,94 @@
+"""fp8 on a GPU that is not there: its kernels, its bytes, and what it is predicted to gain."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_dry_run.run import COMMON, FP8, LLAMA_8B
+from megatron.commands import gpu_dry_run
+from megatron.dry_run.gpu import A100, B200, H100, H200
+from megatron.dry_run.pretended_cuda import find_compiler
+from megatron.dry_run.roofline import operation_seconds
+from megatron.dry_run.step_record import Operation
+from tests.harness.dry_runs import DryRunCase, run_dry_runs
+
+needs_compiler = pytest.mark.skipif(
+    find_compiler() is None, reason="a CPU build of torch needs a C++ compiler for this"
+)
+LAYERS, MICROBATCHES = 32, 4
+EIGHT_BILLION = (*LLAMA_8B, *COMMON, "--global-batch-size", "32")
+HALVED = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--global-batch-size", "16")
+CASES = (
+    DryRunCase("bf16", EIGHT_BILLION, 8),
+    DryRunCase("fp8", (*EIGHT_BILLION, *FP8), 8, num_steps=2),
+    DryRunCase("bf16 halved", (*EIGHT_BILLION, *HALVED, "--num-layers", "2"), 8, num_steps=2),
+    DryRunCase(
+        "fp8 halved", (*EIGHT_BILLION, *HALVED, *FP8, "--fp8-param-gather", "--num-layers", "2"), 8, num_steps=2
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    results = run_dry_runs(CASES, tmp_path_factory.mktemp("guard"))
+    assert [result.error for result in results.values()] == [""] * len(CASES)
+    return {name: result.report for name, result in results.items()}
+
+
+def scaled_product(rows: int, inner: int, columns: int) -> Operation:
+    num_bytes = rows * inner + inner * columns + 2 * rows * columns
+    shapes = ((rows, inner), (inner, columns), (1, 1), (1, 1))
+    return Operation("", "_scaled_mm", "", shapes, 1, num_bytes, 2.0 * rows * inner * columns)
+
+
+def test_large_products_take_about_half_as_long_as_in_16_bits() -> None:
+    fp8 = scaled_product(8192, 4096, 14336)
+    half = Operation("", "mm", "", fp8.shapes[:2], 2, fp8.num_bytes, fp8.flops)
+    for gpu in (H100, H200, B200):
+        assert 1.8 < operation_seconds(half, gpu) / operation_seconds(fp8, gpu) < 2.0
+    assert A100.float8_flops == 0
+
+
+@needs_compiler
+def test_an_8b_model_is_predicted_to_gain_by_three_tenths(reports: dict[str, dict[str, Any]]) -> None:
+    gain = reports["bf16"]["predicted_ms"] / reports["fp8"]["predicted_ms"]
+    print(f"predicted gain {gain:.3f}")
+    assert gain >= 1.3
+    assert reports["fp8"]["peak_bytes"] < reports["bf16"]["peak_bytes"]
+
+
+@needs_compiler
+def test_the_layers_products_are_scaled_ones_and_every_operand_is_cast_once(reports: dict[str, dict[str, Any]]) -> None:
+    operations = reports["fp8"]["by_operation"]
+    linear_layers = 4 * LAYERS * MICROBATCHES
+    assert operations["_scaled_mm"] == 3 * linear_layers
+    assert operations["float8_cast.cast_program"] == 4 * linear_layers
+    # The output layer stays: forward, input gradient, weight gradient.
+    assert sum(operations.get(name, 0) for name in ("mm", "addmm")) == 3 * MICROBATCHES
+
+
+@needs_compiler
+def test_what_travels_is_half_as_large(reports: dict[str, dict[str, Any]]) -> None:
+    def gathered(name: str, phase: str, axes: str) -> int:
+        return sum(
+            each["bytes"]
+            for each in reports[name]["collectives"]
+            if each["operation"] == "all_gather" and each["phase"] == phase and axes in str(each["axes"])
+        )
+
+    layers_of_inputs = gathered("fp8 halved", "forward", "tp") / gathered("bf16 halved", "forward", "tp")
+    # The output layer's input, and the layers' projections back, stay as they are.
+    assert 0.5 < layers_of_inputs < 0.7
+    parameters = gathered("fp8 halved", "optimizer", "dp") / gathered("bf16 halved", "optimizer", "dp")
+    assert 0.5 < parameters < 1.0
+
+
+def test_a_gpu_without_such_products_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*EIGHT_BILLION, *FP8, "--world-size", "8", "--gpu", "a100-80gb"]
+    assert gpu_dry_run.main(flags) == 2
+    answer = capsys.readouterr().err
+    assert re.search(r"--gpu a100-80gb has no products in fp8; use one of b200, h100, ", answer)
+    assert len(answer.splitlines()) == 1
