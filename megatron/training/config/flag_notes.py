@@ -30,7 +30,10 @@ class NoEffect:
 
 @dataclasses.dataclass(frozen=True)
 class NotSupported:
-    """Describe a flag whose feature is not built; its ``default`` value is accepted in silence."""
+    """Describe a flag whose feature is not built; its ``default`` value is accepted in silence.
+
+    Where ``instead`` is empty, `refusal_reasons` has what to do.
+    """
 
     arity: Arity
     default: str | None = None
@@ -178,7 +181,6 @@ _SWITCHES = [
     "--delay-wgrad-compute",
     "--distribute-saved-activations",
     "--init-method-xavier-uniform",
-    "--disable-bf16-reduced-precision-matmul",
     "--fp32-residual-connection",
     "--apply-residual-connection-post-layernorm",
     "--multi-latent-attention",

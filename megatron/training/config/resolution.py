@@ -11,6 +11,7 @@ from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.training.checkpointing.folder import candidate_folders
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.data_lists import read_data_list, read_per_split_lists
+from megatron.training.config.idle_flags import idle_flags
 from megatron.training.config.run_config import RunConfig
 
 DEFAULT_SPLIT = "969, 30, 1"
@@ -50,6 +51,7 @@ def resolve(config: RunConfig) -> Resolution:
     notes.extend(_condition_notes(config))
     notes.extend(_checkpoint_notes(config))
     notes.extend(_validation_notes(config))
+    notes.extend(idle_flags(config))
     return Resolution(config, tuple(notes), tuple(problems))
 
 

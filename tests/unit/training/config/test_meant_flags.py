@@ -217,4 +217,11 @@ def test_packing_without_a_mask_says_that_attention_is_not_cut() -> None:
     )
     assert both.config.data.reset_attention_mask
     assert len(parse(no_mask).notes) == 1
+    patched = parse(f"{no_mask} --reset-position-ids --patch-tokenizer-type Qwen2Tokenizer")
+    assert patched.config.data.reset_attention_mask
+    assert patched.notes[-1] == (
+        "--reset-position-ids keeps documents apart in attention too, as Pai-Megatron-Patch does with "
+        "--no-create-attention-mask-in-dataloader: --reset-attention-mask is added"
+    )
+    assert not parse("--reset-position-ids --patch-tokenizer-type Qwen2Tokenizer").config.data.reset_attention_mask
     assert parse("--reset-position-ids").notes == ()
