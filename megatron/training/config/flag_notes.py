@@ -255,7 +255,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--moe-expert-capacity-factor": NotSupported(1),
     "--moe-token-drop-policy": NotSupported(1),
     "--mtp-num-layers": NotSupported(1),
-    "--embedding-init-method-std": NotSupported(1),
     "--glu-linear-offset": NotSupported(1, "0.0"),
     "--activation-func-clamp-value": NotSupported(1),
     "--softmax-type": NotSupported(1, "vanilla"),
@@ -278,7 +277,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--s3-cache-path": NotSupported(1),
     "--object-storage-cache-path": NotSupported(1),
     # checkpoints
-    "--save-retain-interval": NotSupported(1, instead="use --keep-last 1 --keep-every N"),
     "--ckpt-convert-format": NotSupported(1),
     "--ckpt-convert-save": NotSupported(1),
     "--ckpt-convert-update-legacy-dist-opt-format": NotSupported(0),

@@ -47,7 +47,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("--use-nccl-ub", "communicators take NCCL's own settings; leave it out: the numbers are the same"),
     ("--reuse-grad-buf-for-mxfp8-param-ag", "it goes with fp8; use --bf16"),
     ("--init-method-xavier-uniform", "weights are drawn from a normal distribution: use --init-method-std"),
-    ("--embedding-init-method-std", "the embedding is drawn with --init-method-std, as all weights are"),
     (
         "--fp32-residual-connection",
         "the residual stream has the model's precision: leave --bf16 or --fp16 out for float32",
