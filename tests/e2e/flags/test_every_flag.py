@@ -35,7 +35,7 @@ ANSWERED = {
 }
 # Their companions are answered so, and with those they have nothing to change.
 OF_ANSWERED = {"--cuda-graph-warmup-steps": "--cuda-graph-impl", "--memory-snapshot-path": "--record-memory-history"}
-# Alone they ask for what is done anyway, or for something of a checkpoint where there is none, as a line says.
+# Alone they ask for what is done anyway, or for something of checkpoints that there are none of.
 STATED = {
     "--add-qkv-bias",
     "--data-args-path",
@@ -48,6 +48,7 @@ STATED = {
     "--no-verify-checkpoint",
     "--openai-gelu",
     "--override-opt-param-scheduler",
+    "--save-retain-interval",
     "--tokenizer-type",
     "--use-checkpoint-opt-param-scheduler",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +18,11 @@ import torch
 
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.errors import ConfigurationError
+from megatron.interop.huggingface.model_export import write_hugging_face
+from megatron.interop.native.native_source import NativeSource
 from megatron.training.config.arguments import resolve_arguments
 from tests.e2e.script_choices.choices import Choices, all_choices, in_float32
+from tests.e2e.toy_run import newest
 from tests.harness.forked_training import ForkedRun, fork_training
 
 TO_COME = {
@@ -129,3 +133,24 @@ def test_packing_cuts_attention_between_documents(train: Train) -> None:
     assert "--reset-attention-mask is added" in train(packed, True).stdout
     assert train(packed, True).losses() != train(plain, True).losses()
     assert torch.isfinite(torch.tensor(train(packed, True).losses())).all()
+
+
+def test_load_of_a_model_folder_begins_with_its_weights(data: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    choices = Choices("llama3_1", "bf16", "none", "1", "1", "1", "", "false", "false")
+
+    def begin(name: str, load: Path, *more: str | Path) -> ForkedRun:
+        words = in_float32(choices.expanded(tmp_path / name, data, load))
+        return fork_training([*words, "--data-cache-path", tmp_path / "cache", *more]).check()
+
+    random_start = "will not load any checkpoints and will start from random"
+    assert random_start in begin("first", tokenizer_folder).stdout
+    source = NativeSource(newest(tmp_path / "first" / "checkpoint"))
+    write_hugging_face(source, tmp_path / "model")
+    source.close()
+    for path in tokenizer_folder.iterdir():
+        shutil.copy(path, tmp_path / "model")
+    with_weights = begin("second", tmp_path / "model")
+    native = begin("third", tmp_path / "first" / "checkpoint", "--finetune", "--tokenizer-model", tokenizer_folder)
+    assert [line["iteration"] for line in with_weights.iterations()] == [1, 2]
+    assert with_weights.losses() == pytest.approx(native.losses(), rel=TOLERANCES["float32"])
+    assert random_start not in with_weights.stdout
