@@ -11,7 +11,7 @@ from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.training.checkpointing.folder import candidate_folders
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.data_lists import read_data_list, read_per_split_lists
-from megatron.training.config.idle_flags import idle_flags
+from megatron.training.config.notes.idle_flags import idle_flags
 from megatron.training.config.run_config import RunConfig
 
 DEFAULT_SPLIT = "969, 30, 1"

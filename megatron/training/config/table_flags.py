@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.training.config.flag_notes import NO_EFFECT, NOT_SUPPORTED
-from megatron.training.config.refusal_reasons import refusal_reason
+from megatron.training.config.notes.refusal_reasons import refusal_reason
 from megatron.training.config.run_config import RunConfig
 
 TABLE_PREFIX = "flag:"

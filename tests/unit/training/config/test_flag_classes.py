@@ -8,7 +8,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import all_flags, resolve_arguments
 from megatron.training.config.flag_notes import NO_EFFECT, NOT_SUPPORTED
 from megatron.training.config.foreign_flags import ForeignFlag, foreign_flags
-from megatron.training.config.refusal_reasons import refusal_reason
+from megatron.training.config.notes.refusal_reasons import refusal_reason
 from megatron.training.config.run_config import command_line_fields
 from tests.unit.training.config.command_lines import MINIMAL
 
