@@ -153,6 +153,10 @@ class Device:
         # Fills whatever is allocated, for programs that read memory before they write it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
+    def keep_float32_sums(self) -> None:
+        """Let no bfloat16 matrix product round its partial sums; call it before anything is computed."""
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
     def seed_default_generator(self, seed: int) -> None:
         """Seed torch's default generators."""
         torch.manual_seed(seed)

@@ -294,7 +294,7 @@ def _remove_expired(target: SaveTarget, iteration: int) -> str | None:
     """Apply the retention rule; return a warning where it cannot be."""
     if target.is_leader:
         try:
-            remove_expired(target.directory, iteration, target.options.keep_last, target.options.keep_every)
+            remove_expired(target.directory, iteration, target.options.num_newest_kept, target.options.kept_multiple)
         except OSError as error:
             return f"WARNING: could not remove an old checkpoint in {target.directory}: {error.strerror}"
     return None

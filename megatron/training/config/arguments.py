@@ -33,7 +33,7 @@ from megatron.training.config.flag_notes import (
 from megatron.training.config.foreign_flags import foreign_flag
 from megatron.training.config.resolution import resolve, resolve_checkpoint
 from megatron.training.config.run_config import RunConfig, command_line_fields, config_parts
-from megatron.training.config.table_flags import TABLE_PREFIX, packing_notes, table_flags
+from megatron.training.config.table_flags import TABLE_PREFIX, cut_at_documents, packing_notes, table_flags
 from megatron.training.config.tokenizer_choice import choose_tokenizer
 from megatron.training.config.unknown_flags import foreign_answer, switch_with_value, unknown_flags
 from megatron.training.process.refusal import refuse
@@ -98,7 +98,7 @@ def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool
     problems += refused
     stored = _checkpoint_values(given, notes, problems)
     values, broken = _field_values(given, stored, problems)
-    resolution = resolve(_build_config(values, broken, world_size))
+    resolution = resolve(cut_at_documents(given, _build_config(values, broken, world_size)))
     problems += resolution.problems
     if "patch_tokenizer_type" in broken:
         broken |= {"tokenizer_type"}  # no other tokenizer is asked for in its place
@@ -107,7 +107,7 @@ def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool
     problems += find_problems(config, broken, needs_files=needs_files)
     if problems:
         raise ConfigurationError(problems)
-    notes += packing_notes(given, config.data)
+    notes += packing_notes(given, config)
     return ParsedArguments(config, (*notes, *resolution.notes))
 
 

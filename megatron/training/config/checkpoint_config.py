@@ -44,6 +44,9 @@ class CheckpointConfig(Config, role="output"):
     """Number of newest checkpoints that are kept; by default all."""
     keep_every: int | None = flag(None, bounds=POSITIVE, needs="save")
     """Keep each checkpoint whose iteration is a multiple of this number, whatever --keep-last says."""
+    save_retain_interval: int | None = flag(None, bounds=POSITIVE, needs="save", excludes=("keep_last", "keep_every"))
+    """Keep the newest checkpoint, and each whose iteration is a multiple of this number: --keep-last 1 --keep-every
+    N."""
     use_checkpoint_args: bool = flag(False, needs="load")
     """Take what shapes the model, the sequence length, the precision and the tokenizer from the checkpoint where no
     flag gives it."""
@@ -67,3 +70,13 @@ class CheckpointConfig(Config, role="output"):
     """What tensors mean that the checkpoint lacks (to Megatron, unexpected ones) or has too many. raise_all: both are
     refused. raise_unexpected, assume_ok_unexpected: what it lacks is refused. All others leave what it lacks at its
     initial value and list it; log_all and return_all also list what it has too many."""
+
+    @property
+    def num_newest_kept(self) -> int | None:
+        """Return how many of the newest checkpoints are kept; None is all."""
+        return self.keep_last if self.save_retain_interval is None else 1
+
+    @property
+    def kept_multiple(self) -> int | None:
+        """Return the number of whose multiples checkpoints are kept beside the newest ones, if there is one."""
+        return self.keep_every if self.save_retain_interval is None else self.save_retain_interval

@@ -30,7 +30,10 @@ class NoEffect:
 
 @dataclasses.dataclass(frozen=True)
 class NotSupported:
-    """Describe a flag whose feature is not built; its ``default`` value is accepted in silence."""
+    """Describe a flag whose feature is not built; its ``default`` value is accepted in silence.
+
+    Where ``instead`` is empty, `refusal_reasons` has what to do.
+    """
 
     arity: Arity
     default: str | None = None
@@ -151,7 +154,6 @@ _SWITCHES = [
     "--use-ring-exchange-p2p",
     "--standalone-embedding-stage",
     "--init-method-xavier-uniform",
-    "--disable-bf16-reduced-precision-matmul",
     "--fp32-residual-connection",
     "--apply-residual-connection-post-layernorm",
     "--multi-latent-attention",
@@ -202,7 +204,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--moe-expert-capacity-factor": NotSupported(1),
     "--moe-token-drop-policy": NotSupported(1),
     "--mtp-num-layers": NotSupported(1),
-    "--embedding-init-method-std": NotSupported(1),
     "--glu-linear-offset": NotSupported(1, "0.0"),
     "--activation-func-clamp-value": NotSupported(1),
     "--softmax-type": NotSupported(1, "vanilla"),
@@ -223,7 +224,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--s3-cache-path": NotSupported(1),
     "--object-storage-cache-path": NotSupported(1),
     # checkpoints
-    "--save-retain-interval": NotSupported(1, instead="use --keep-last 1 --keep-every N"),
     "--ckpt-convert-format": NotSupported(1),
     "--ckpt-convert-save": NotSupported(1),
     "--ckpt-convert-update-legacy-dist-opt-format": NotSupported(0),

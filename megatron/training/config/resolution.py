@@ -14,6 +14,7 @@ from megatron.training.checkpointing.folder import candidate_folders
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.data_config import RAW_DATASETS
 from megatron.training.config.data_lists import read_data_list, read_per_split_lists
+from megatron.training.config.notes.idle_flags import idle_flags
 from megatron.training.config.run_config import RunConfig
 
 DEFAULT_SPLIT = "969, 30, 1"
@@ -59,6 +60,7 @@ def resolve(config: RunConfig) -> Resolution:
     notes.extend(_offload_notes(config))
     notes.extend(_checkpoint_notes(config))
     notes.extend(_validation_notes(config))
+    notes.extend(idle_flags(config))
     return Resolution(config, tuple(notes), tuple(problems))
 
 

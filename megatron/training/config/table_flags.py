@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.training.config.data_config import DataConfig
 from megatron.training.config.flag_notes import NO_EFFECT, NOT_SUPPORTED
+from megatron.training.config.notes.refusal_reasons import refusal_reason
+from megatron.training.config.run_config import RunConfig
 
 TABLE_PREFIX = "flag:"
 """Begins the name under which the parser keeps the words of a flag that is no field."""
@@ -34,15 +36,35 @@ def table_flags(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
             continue
         if len(words) == 1 and refused.default is not None and _is_among(words[0], (refused.default,)):
             continue
-        instead = f"; {refused.instead}" if refused.instead else ""
-        problems.append(f"{' '.join([name, *words])} is not supported yet{instead}")
+        problems.append(f"{' '.join([name, *words])} is not supported yet; {refused.instead or refusal_reason(name)}")
     return notes, problems
 
 
-def packing_notes(given: Mapping[str, Any], data: DataConfig) -> list[str]:
+def cut_at_documents(given: Mapping[str, Any], config: RunConfig) -> RunConfig:
+    """Keep attention within documents where the flags are those that do so in Pai-Megatron-Patch.
+
+    Its scripts are known by --patch-tokenizer-type.
+    """
+    if not (_is_packed_by_patch(given, config) and config.data.reset_position_ids):
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, reset_attention_mask=True))
+
+
+def _is_packed_by_patch(given: Mapping[str, Any], config: RunConfig) -> bool:
+    is_unmasked = TABLE_PREFIX + _NO_MASK in given and "reset_attention_mask" not in given
+    return is_unmasked and config.tokenizer.patch_tokenizer_type is not None
+
+
+def packing_notes(given: Mapping[str, Any], config: RunConfig) -> list[str]:
     """Say what becomes of attention between documents, where Megatron-LM and Pai-Megatron-Patch differ in it."""
+    data = config.data
     if TABLE_PREFIX + _NO_MASK not in given:
         return []
+    if data.reset_attention_mask and _is_packed_by_patch(given, config):
+        return [
+            "--reset-position-ids keeps documents apart in attention too, as Pai-Megatron-Patch does with "
+            f"{_NO_MASK}: --reset-attention-mask is added"
+        ]
     if data.reset_attention_mask:
         return [f"--reset-attention-mask keeps documents apart; in Megatron-LM it would not, with {_NO_MASK}"]
     if data.reset_position_ids:

@@ -34,7 +34,9 @@ class TrainingConfig(Config, role="run"):
     """Stop, and save where --save is given, once the run has lasted this many minutes."""
     exit_signal_handler: bool = False
     """Save a checkpoint and end on a signal (SIGTERM is always handled so)."""
-    exit_signal: str = flag("SIGTERM", choices=("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"))
+    exit_signal: str = flag(
+        "SIGTERM", choices=("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"), where=("exit_signal_handler", True)
+    )
     """Signal that --exit-signal-handler waits for."""
     skip_train: bool = False
     """Do not train: only evaluate, then end."""
@@ -146,6 +148,8 @@ class InitializationConfig(Config, role="run"):
     """Seed of initial weights, data order and dropout."""
     deterministic_mode: bool = False
     """Use only algorithms that give the same bits again."""
+    disable_bf16_reduced_precision_matmul: bool = False
+    """Keep sums within bfloat16 matrix products in float32 to the end, on CUDA, where partial sums may be rounded."""
     distributed_backend: str = flag("nccl", choices=("nccl", "gloo"), not_built=("ccl", "mpi", "ucc"))
     """Backend of the process groups; nccl becomes gloo where there is no CUDA."""
     distributed_timeout_minutes: int = flag(10, bounds=POSITIVE)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.console import print_line
+from megatron.training.process.machine_notes import machine_notes
 
 if TYPE_CHECKING:
     from megatron.core.device import Device
@@ -176,10 +177,14 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment) -> Runtime:
     )
     if config.initialization.deterministic_mode:
         device.make_deterministic()
+    if config.initialization.disable_bf16_reduced_precision_matmul:
+        device.keep_float32_sums()
     runtime = make_runtime(config, device, launch.local_rank or 0)
     if runtime.is_reporter:
         if warning is not None:
             print_line(warning)
+        for line in machine_notes(config, device.is_cuda, "LOCAL_RANK" in os.environ):
+            print_line(line)
         print_line(f"> initialized tensor model parallel with size {runtime.state.tp.size}")
         print_line(f"> initialized pipeline model parallel with size {runtime.state.pp.size}")
         print_line(f"> setting random seeds to {config.initialization.seed} ...")

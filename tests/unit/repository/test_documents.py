@@ -19,7 +19,8 @@ def test_the_picture_of_the_architecture_has_every_room() -> None:
 
 
 def test_shell_scripts_parse_and_stop_at_errors() -> None:
-    scripts = tracked_files("*.sh", ".ci/run")
+    # Users' own scripts are data, word for word.
+    scripts = [path for path in tracked_files("*.sh", ".ci/run") if path.parent.name != "user_scripts"]
     assert scripts
     for script in scripts:
         subprocess.run(["bash", "-n", str(script)], check=True)

@@ -77,6 +77,8 @@ class GPTConfig(TransformerConfig, in_args=True):
     """Multiply word embeddings by the root of the hidden size."""
     final_logit_softcapping: float | None = flag(None, role="meaning", bounds=POSITIVE, in_args=False)
     """Keep logits within this number of 0, by a tanh."""
+    embedding_init_method_std: float | None = flag(None, role="run", bounds=NOT_NEGATIVE, in_args=False)
+    """Standard deviation of the initial embeddings of words and positions; by default --init-method-std."""
     untie_embeddings_and_output_weights: bool = flag(False, role="weights")
     """Give the output layer a weight of its own."""
 
@@ -87,6 +89,12 @@ class GPTConfig(TransformerConfig, in_args=True):
             object.__setattr__(self, "position_embedding_type", "rope")
         elif not self.add_position_embedding and self.position_embedding_type == "learned_absolute":
             object.__setattr__(self, "position_embedding_type", "none")
+
+    @property
+    def embedding_init_std(self) -> float:
+        """Return the initial standard deviation of the embeddings, and of an output layer that is tied to them."""
+        std = self.embedding_init_method_std
+        return self.init_method_std if std is None else std
 
     @property
     def padded_vocab_size(self) -> int:

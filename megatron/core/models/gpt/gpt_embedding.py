@@ -29,7 +29,7 @@ class PositionEmbedding(nn.Module):
         self.tp = tp
         self.sequence_parallel = config.sequence_parallel
         shape = (config.max_position_embeddings, config.hidden_size)
-        spec = replicated_spec("weight", shape, tp, config.sequence_parallel, std=config.init_method_std)
+        spec = replicated_spec("weight", shape, tp, config.sequence_parallel, std=config.embedding_init_std)
         self.weight = make_parameter(shape, spec, dtype_from_name(config.params_dtype), device)
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class GPTEmbedding(nn.Module):
             config.hidden_size,
             tp,
             sequence_parallel=config.sequence_parallel,
-            init_std=config.init_method_std,
+            init_std=config.embedding_init_std,
             dtype=dtype_from_name(config.params_dtype),
             device=device,
         )

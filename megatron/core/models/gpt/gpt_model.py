@@ -74,7 +74,7 @@ class GPTModel(Model):
                 tp,
                 has_bias=False,
                 sequence_parallel=config.sequence_parallel,
-                init_std=config.init_method_std,
+                init_std=config.embedding_init_std if is_tied else config.init_method_std,
                 dtype=dtype_from_name(config.params_dtype),
                 device=device,
                 padded_out_features=config.padded_vocab_size,

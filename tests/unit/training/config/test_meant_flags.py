@@ -218,4 +218,21 @@ def test_packing_without_a_mask_says_that_attention_is_not_cut() -> None:
     )
     assert both.config.data.reset_attention_mask
     assert len(parse(no_mask).notes) == 1
+    patched = parse(f"{no_mask} --reset-position-ids --patch-tokenizer-type Qwen2Tokenizer")
+    assert patched.config.data.reset_attention_mask
+    assert patched.notes[-1] == (
+        "--reset-position-ids keeps documents apart in attention too, as Pai-Megatron-Patch does with "
+        "--no-create-attention-mask-in-dataloader: --reset-attention-mask is added"
+    )
+    assert not parse("--reset-position-ids --patch-tokenizer-type Qwen2Tokenizer").config.data.reset_attention_mask
     assert parse("--reset-position-ids").notes == ()
+
+
+def test_a_retain_interval_keeps_the_newest_checkpoint_and_multiples() -> None:
+    kept = parse("--save x --save-retain-interval 40").config.checkpoint
+    same = parse("--save x --keep-last 1 --keep-every 40").config.checkpoint
+    assert (kept.num_newest_kept, kept.kept_multiple) == (same.num_newest_kept, same.kept_multiple) == (1, 40)
+    assert parse("--save x").config.checkpoint.num_newest_kept is None
+    (problem,) = problems_of("--save x --save-retain-interval 40 --keep-last 3")
+    assert "--save-retain-interval" in problem
+    assert problem.endswith("exclude each other; keep one")

@@ -14,6 +14,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.process import initialize
 from megatron.training.process.initialize import LaunchEnvironment, initialize_runtime, read_launch_environment
+from megatron.training.process.machine_notes import machine_notes
 from tests.unit.training.config.command_lines import MINIMAL
 
 
@@ -102,3 +103,28 @@ def test_a_store_that_never_answers_does_not_hold_a_failing_process(monkeypatch:
         monkeypatch.setattr(initialize, "_FAILURE_TIMEOUT", timedelta(seconds=0.5))
         assert initialize.is_first_failure()
         assert not initialize.has_run_failed()
+
+
+def test_sums_of_bfloat16_products_are_kept_in_float32_where_it_is_asked_for() -> None:
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction
+    try:
+        for words, expected in (([], True), (["--disable-bf16-reduced-precision-matmul"], False)):
+            settings.allow_bf16_reduced_precision_reduction = True
+            initialize_runtime(resolve_arguments([*MINIMAL, *words], 1).config, LaunchEnvironment())
+            assert settings.allow_bf16_reduced_precision_reduction is expected
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = before
+
+
+def test_a_machine_says_which_flags_it_leaves_without_effect() -> None:
+    flags = "--local-rank 1 --empty-unused-memory-level 2 --no-gradient-accumulation-fusion"
+    config = resolve_arguments([*MINIMAL, *flags.split()], 1).config
+    assert [line.partition(" has no effect ")[0] for line in machine_notes(config, False, False)] == [
+        "--local-rank 1",
+        "--empty-unused-memory-level 2",
+        "--no-gradient-accumulation-fusion",
+    ]
+    assert list(machine_notes(config, True, False)) == []
+    (note,) = machine_notes(config, True, True)
+    assert note == "--local-rank 1 has no effect: the environment's LOCAL_RANK is used"

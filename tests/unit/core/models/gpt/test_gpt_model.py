@@ -18,7 +18,7 @@ from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from tests.harness.closeness import assert_gradients_close, relative_difference
-from tests.harness.toy_model import load_global_weights, make_batch, make_model
+from tests.harness.toy_model import SEED, load_global_weights, make_batch, make_model, make_rng
 
 ALONE = single_rank_group()
 LLAMA = {
@@ -240,3 +240,18 @@ def test_evaluation_mode_ignores_dropout() -> None:
     assert not torch.equal(dropping(tokens, positions, labels=labels), expected)
     dropping.eval()
     assert torch.equal(dropping(tokens, positions, labels=labels), expected)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_embeddings_may_begin_with_a_deviation_of_their_own(is_tied: bool) -> None:
+    sizes: dict[str, Any] = {"num_layers": 1, "vocab_size": 500, "untie_embeddings_and_output_weights": not is_tied}
+    deviations = {"init_method_std": 0.02, "embedding_init_method_std": 0.5}
+    whole = make_model(ALONE, **sizes, **deviations)
+    expected = {"embedding.word_embeddings.weight": 0.5, "embedding.position_embeddings.weight": 0.5}
+    expected |= {"decoder.layers.0.mlp.linear_fc1.weight": 0.02}
+    expected |= {} if is_tied else {"output_layer.weight": 0.02}
+    found = {name: parameter.std().item() for name, parameter in whole.named_parameters() if name in expected}
+    assert found == pytest.approx(expected, rel=0.1)
+    last_stage = GPTModel(whole.config, ALONE, make_rng(ALONE), seed=SEED, device="cpu", pre_process=False)
+    assert last_stage.output_layer is not None
+    assert torch.equal(last_stage.output_layer.weight, whole.output_weight), "both ends hold the same values"

@@ -1,0 +1,1 @@
+"""What is said of flags that do nothing, and of those that are refused."""

@@ -1,0 +1,104 @@
+"""Flags that count for nothing in a run because of another flag: one line for each.
+
+Where a field counts only with one value of another, its own ``where`` says so; here are the other conditions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from megatron.training.config.run_config import RunConfig
+
+_TO_TENSORBOARD = (
+    "tensorboard_log_interval",
+    "tensorboard_queue_size",
+    "log_timers_to_tensorboard",
+    "log_batch_size_to_tensorboard",
+    "log_learning_rate_to_tensorboard",
+    "log_loss_scale_to_tensorboard",
+    "log_validation_ppl_to_tensorboard",
+    "log_memory_to_tensorboard",
+    "log_world_size_to_tensorboard",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Idle:
+    """Hold fields that count for nothing where the condition holds; ``reason`` completes "has no effect"."""
+
+    fields: tuple[str, ...]
+    condition: Callable[[RunConfig], bool]
+    reason: str
+
+
+_IDLE = (
+    _Idle(
+        (
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "microbatch_group_size_per_virtual_pipeline_stage",
+        ),
+        lambda config: config.model.pipeline_model_parallel_size == 1,
+        "with --pipeline-model-parallel-size 1",
+    ),
+    _Idle(
+        ("cp_comm_type",),
+        lambda config: config.model.context_parallel_size == 1,
+        "with --context-parallel-size 1",
+    ),
+    _Idle(
+        (
+            "overlap_grad_reduce",
+            "ddp_bucket_size",
+            "ddp_average_in_collective",
+            "check_weight_hash_across_dp_replicas_interval",
+        ),
+        lambda config: config.parallel_sizes.num_replicas == 1,
+        "with one data-parallel rank",
+    ),
+    _Idle(
+        ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+        lambda config: not config.model.fp16,
+        "without --fp16",
+    ),
+    _Idle(
+        ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+        lambda config: config.model.fp16 and config.optimizer.loss_scale is not None,
+        "with --loss-scale, which is constant",
+    ),
+    _Idle(("sgd_momentum",), lambda config: config.optimizer.optimizer != "sgd", "without --optimizer sgd"),
+    _Idle(
+        ("adam_beta1", "adam_beta2", "adam_eps"),
+        lambda config: config.optimizer.optimizer == "sgd",
+        "with --optimizer sgd",
+    ),
+    _Idle(
+        ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+        lambda config: config.scheduler.lr_decay_style != "WSD",
+        "without --lr-decay-style WSD",
+    ),
+    _Idle(
+        ("lr_warmup_init",),
+        lambda config: not config.schedule_lengths.lr_warmup_steps,
+        "without a warm-up (--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction)",
+    ),
+    _Idle(("override_opt_param_scheduler",), lambda config: config.checkpoint.load is None, "without --load DIR"),
+    _Idle(_TO_TENSORBOARD, lambda config: config.logging.tensorboard_dir is None, "without --tensorboard-dir DIR"),
+    _Idle(
+        ("exit_signal_handler",),
+        lambda config: config.training.exit_signal == "SIGTERM",
+        "with --exit-signal SIGTERM: a checkpoint is always saved on it",
+    ),
+)
+
+
+def idle_flags(config: RunConfig) -> Iterator[str]:
+    """Yield a line for each flag that is given and counts for nothing, because another one is, or is not, given."""
+    fields = {spec.name: (spec, value) for spec, value in config.flags()}
+    for idle in _IDLE:
+        given = [fields[name] for name in idle.fields if fields[name][1] != fields[name][0].default]
+        if given and idle.condition(config):
+            for spec, value in given:
+                words = " ".join(map(str, value)) if spec.is_sequence else value
+                yield f"{spec.typed(words)} has no effect {idle.reason}"

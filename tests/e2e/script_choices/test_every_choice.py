@@ -1,0 +1,156 @@
+"""Every combination of choices in two users' scripts trains, as one process does, or is refused with what works.
+
+A seeded part is tried by default, more in the long tests. ``TO_COME`` are the values that are not built yet: whoever
+builds one takes it out, and the combinations with it must then train like all others.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.errors import ConfigurationError
+from megatron.interop.huggingface.model_export import write_hugging_face
+from megatron.interop.native.native_source import NativeSource
+from megatron.training.config.arguments import resolve_arguments
+from tests.e2e.script_choices.choices import Choices, all_choices, in_float32
+from tests.e2e.toy_run import newest
+from tests.harness.forked_training import ForkedRun, fork_training
+
+TO_COME = {
+    ("PR", "fp8"),
+    ("AC", "offload"),
+    ("OPTIMIZER_OFFLOAD", "static"),
+    ("OPTIMIZER_OFFLOAD", "auto"),
+}
+# Losses of two iterations and gradient norms, against one process: what other orders of sums explain.
+TOLERANCES = {"float32": 1e-5, "fp16": 2e-3, "bf16": 1e-2, "fp8": 5e-2}
+NORM_TOLERANCES = {"float32": 1e-4, "fp16": 2e-2, "bf16": 5e-2, "fp8": 2e-1}
+NOT_MEANINGFUL = "--num-layers-per-virtual-pipeline-stage 1 cuts a pipeline and --pipeline-model-parallel-size is 1"
+END = 256  # the tokenizer's end of text
+
+
+def is_to_come(choices: Choices) -> bool:
+    return any(getattr(choices, name) == value for name, value in TO_COME)
+
+
+def sampled() -> tuple[list[Choices], list[Choices]]:
+    """Return the combinations that are tried by default, and those of the long tests."""
+    chance = random.Random(7)
+    drawn = chance.sample(all_choices(), 250)
+    built = [choices for choices in drawn if not is_to_come(choices)]
+    first = [*built[:8], *(choices for choices in drawn if choices not in built[:8])][:20]
+    return first, [choices for choices in drawn if choices not in first]
+
+
+DEFAULT, LONG = sampled()
+Train = Callable[[Choices, bool], ForkedRun]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return documents of unequal length over the vocabulary of bytes."""
+    prefix = tmp_path_factory.mktemp("data") / "text_document"
+    chance = np.random.default_rng(3)
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for length in chance.integers(5, 40, size=120):
+            builder.add_document(np.append(chance.integers(0, 60, size=length), END).astype(np.uint16))
+        builder.finalize()
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def train(data: Path, tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Return what runs a combination, or it in float32; no combination is run twice."""
+
+    @functools.cache
+    def run(choices: Choices, is_float32: bool) -> ForkedRun:
+        folder = tmp_path_factory.mktemp("run")
+        words = choices.expanded(folder, data, tokenizer_folder)
+        words += ["--data-cache-path", str(data.parent / "cache"), "--metrics-jsonl", str(folder / "metrics.jsonl")]
+        return fork_training(in_float32(words) if is_float32 else words, choices.world_size).check()
+
+    return run
+
+
+def refusals(choices: Choices, data: Path, tokenizer_folder: Path, folder: Path) -> tuple[str, ...]:
+    try:
+        resolve_arguments(choices.expanded(folder, data, tokenizer_folder), choices.world_size)
+    except ConfigurationError as error:
+        return error.problems
+    return ()
+
+
+def assert_same(run: ForkedRun, one_process: ForkedRun, precision: str) -> None:
+    ours, theirs = run.iterations(), one_process.iterations()
+    assert len(ours) == len(theirs) == 2
+    for name, tolerance in (("lm_loss", TOLERANCES[precision]), ("grad_norm", NORM_TOLERANCES[precision])):
+        assert [line[name] for line in ours] == pytest.approx([line[name] for line in theirs], rel=tolerance), name
+    assert [line["sample_ids_hash"] for line in ours] == [line["sample_ids_hash"] for line in theirs]
+
+
+@pytest.mark.parametrize(
+    "choices", [*DEFAULT, *(pytest.param(choices, marks=pytest.mark.long) for choices in LONG)], ids=str
+)
+def test_a_combination_trains_as_one_process_does_or_is_refused(
+    choices: Choices, data: Path, tokenizer_folder: Path, train: Train, tmp_path: Path
+) -> None:
+    problems = refusals(choices, data, tokenizer_folder, tmp_path)
+    meant = [problem for problem in problems if problem.startswith(NOT_MEANINGFUL)]
+    assert len(meant) == int(choices.VP != "" and choices.PP == "1"), problems
+    assert all(problem.endswith("leave it out, or use a pipeline size of 2 or more") for problem in meant)
+    unbuilt = [problem for problem in problems if problem not in meant]
+    if is_to_come(choices):
+        assert unbuilt, "it is built: take it out of TO_COME"
+        assert all(" is not supported yet; " in problem for problem in unbuilt), unbuilt
+        return
+    assert unbuilt == []
+    if meant:
+        return
+    assert_same(train(choices, False), train(choices.on_one_process, False), choices.PR)
+    if choices.PR == "bf16":
+        assert_same(train(choices, True), train(choices.on_one_process, True), "float32")
+
+
+@pytest.mark.parametrize("script", ["llama3_1", "qwen2_5"])
+def test_load_must_name_a_folder_with_a_tokenizer(script: str, data: Path, tmp_path: Path) -> None:
+    choices = next(each for each in DEFAULT if each.script == script and not is_to_come(each) and not each.VP)
+    (problem,) = refusals(choices, data, tmp_path, tmp_path / "output")
+    assert f"--load {tmp_path} has no tokenizer.json; save the fast tokenizer there" in problem
+
+
+def test_packing_cuts_attention_between_documents(train: Train) -> None:
+    packed = Choices("llama3_1", "bf16", "none", "1", "1", "1", "", "false", "true")
+    plain = Choices("llama3_1", "bf16", "none", "1", "1", "1", "", "false", "false")
+    assert "--reset-attention-mask is added" in train(packed, True).stdout
+    assert train(packed, True).losses() != train(plain, True).losses()
+    assert torch.isfinite(torch.tensor(train(packed, True).losses())).all()
+
+
+def test_load_of_a_model_folder_begins_with_its_weights(data: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    choices = Choices("llama3_1", "bf16", "none", "1", "1", "1", "", "false", "false")
+
+    def begin(name: str, load: Path, *more: str | Path) -> ForkedRun:
+        words = in_float32(choices.expanded(tmp_path / name, data, load))
+        return fork_training([*words, "--data-cache-path", tmp_path / "cache", *more]).check()
+
+    random_start = "will not load any checkpoints and will start from random"
+    assert random_start in begin("first", tokenizer_folder).stdout
+    source = NativeSource(newest(tmp_path / "first" / "checkpoint"))
+    write_hugging_face(source, tmp_path / "model")
+    source.close()
+    for path in tokenizer_folder.iterdir():
+        shutil.copy(path, tmp_path / "model")
+    with_weights = begin("second", tmp_path / "model")
+    native = begin("third", tmp_path / "first" / "checkpoint", "--finetune", "--tokenizer-model", tokenizer_folder)
+    assert [line["iteration"] for line in with_weights.iterations()] == [1, 2]
+    assert with_weights.losses() == pytest.approx(native.losses(), rel=TOLERANCES["float32"])
+    assert random_start not in with_weights.stdout
