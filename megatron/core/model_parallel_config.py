@@ -45,7 +45,7 @@ class ModelParallelConfig(Config, in_args=True):
     splits the backward pass; by default what fits the stages."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(None, role="layout", in_args=False)
     """With virtual stages: how many micro-batches one virtual stage takes before the next one's turn."""
-    overlap_p2p_communication: bool = flag(True, negative="--no-overlap-p2p-communication", role="run")
+    overlap_p2p_communication: bool = flag(True, negative="--no-overlap-p2p-communication", role="run", in_args=False)
     """Let messages between pipeline stages travel while passes are computed. Off: wait until each message between
     pipeline stages has gone before the next pass."""
     delay_wgrad_compute: bool = flag(False, role="run")
@@ -57,7 +57,7 @@ class ModelParallelConfig(Config, in_args=True):
     cp_comm_type: tuple[str, ...] = flag(("p2p",), nargs="+", role="layout", in_args=False)
     """How context-parallel ranks exchange keys and values: p2p, all_gather, a2a or a2a+p2p; one for all layers, or
     one a layer."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] = flag((), nargs="+", role="layout")
+    hierarchical_context_parallel_sizes: tuple[int, ...] = flag((), nargs="+", role="layout", in_args=False)
     """For --cp-comm-type a2a+p2p: how many neighbouring ranks share heads by all-to-all, and how many such groups
     form a ring."""
     tp_comm_overlap: bool = flag(False, role="run")
