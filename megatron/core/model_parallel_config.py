@@ -45,22 +45,24 @@ class ModelParallelConfig(Config, in_args=True):
     splits the backward pass; by default what fits the stages."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(None, role="layout", in_args=False)
     """With virtual stages: how many micro-batches one virtual stage takes before the next one's turn."""
-    overlap_p2p_communication: bool = flag(True, negative="--no-overlap-p2p-communication", role="run")
+    overlap_p2p_communication: bool = flag(True, negative="--no-overlap-p2p-communication", role="run", in_args=False)
     """Let messages between pipeline stages travel while passes are computed. Off: wait until each message between
     pipeline stages has gone before the next pass."""
-    delay_wgrad_compute: bool = flag(False, role="run")
+    delay_wgrad_compute: bool = flag(False, role="run", in_args=False)
     """Compute each micro-batch's weight gradients after its input gradient has left for the stage before."""
-    defer_embedding_wgrad_compute: bool = flag(False, role="run")
+    defer_embedding_wgrad_compute: bool = flag(False, role="run", in_args=False)
     """Compute the output layer's weight gradients after the last stage's passes, while the other stages run theirs."""
-    wgrad_deferral_limit: int = flag(0, role="run", bounds=NOT_NEGATIVE, where=("defer_embedding_wgrad_compute", True))
+    wgrad_deferral_limit: int = flag(
+        0, role="run", in_args=False, bounds=NOT_NEGATIVE, where=("defer_embedding_wgrad_compute", True)
+    )
     """How many micro-batches' weight gradients of the output layer are deferred, the last ones; 0: all."""
     cp_comm_type: tuple[str, ...] = flag(("p2p",), nargs="+", role="layout", in_args=False)
     """How context-parallel ranks exchange keys and values: p2p, all_gather, a2a or a2a+p2p; one for all layers, or
     one a layer."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] = flag((), nargs="+", role="layout")
+    hierarchical_context_parallel_sizes: tuple[int, ...] = flag((), nargs="+", role="layout", in_args=False)
     """For --cp-comm-type a2a+p2p: how many neighbouring ranks share heads by all-to-all, and how many such groups
     form a ring."""
-    tp_comm_overlap: bool = flag(False, role="run")
+    tp_comm_overlap: bool = flag(False, role="run", in_args=False)
     """Under sequence parallelism, send what enters and leaves the layers' matrix products in chunks, one under way
     while another is multiplied."""
     tp_comm_overlap_ag: bool = flag(
@@ -68,6 +70,7 @@ class ModelParallelConfig(Config, in_args=True):
         negative="--disable-tp-comm-overlap-ag",
         aliases=("--disable-tp-comm-split-ag",),
         role="run",
+        in_args=False,
         where=("tp_comm_overlap", True),
     )
     """Gather the inputs of column-parallel layers, and the output gradients of row-parallel ones, in chunks. Off:
@@ -77,24 +80,27 @@ class ModelParallelConfig(Config, in_args=True):
         negative="--disable-tp-comm-overlap-rs",
         aliases=("--disable-tp-comm-split-rs",),
         role="run",
+        in_args=False,
         where=("tp_comm_overlap", True),
     )
     """Reduce-scatter the outputs of row-parallel layers in chunks. Off: reduce-scatter the outputs of row-parallel
     layers after the product."""
-    tp_comm_overlap_rs_dgrad: bool = flag(False, role="run", where=("tp_comm_overlap", True))
+    tp_comm_overlap_rs_dgrad: bool = flag(False, role="run", in_args=False, where=("tp_comm_overlap", True))
     """Reduce-scatter the input gradients of column-parallel layers in chunks beside their own product, in place of the
     whole beside the weight gradient's."""
     tp_comm_bulk_dgrad: bool = flag(
-        True, negative="--disable-tp-comm-bulk-dgrad", role="run", where=("tp_comm_overlap", True)
+        True, negative="--disable-tp-comm-bulk-dgrad", role="run", in_args=False, where=("tp_comm_overlap", True)
     )
     """Gather the inputs of column-parallel layers once more beside the input gradient's product. Off: gather the inputs
     of column-parallel layers before the backward pass's products."""
     tp_comm_bulk_wgrad: bool = flag(
-        True, negative="--disable-tp-comm-bulk-wgrad", role="run", where=("tp_comm_overlap", True)
+        True, negative="--disable-tp-comm-bulk-wgrad", role="run", in_args=False, where=("tp_comm_overlap", True)
     )
     """Reduce-scatter the input gradients of column-parallel layers beside the weight gradient's product. Off:
     reduce-scatter the input gradients of column-parallel layers before the weight gradient's product."""
-    tp_comm_overlap_cfg: str | None = flag(None, metavar="FILE", role="run", where=("tp_comm_overlap", True))
+    tp_comm_overlap_cfg: str | None = flag(
+        None, metavar="FILE", role="run", in_args=False, where=("tp_comm_overlap", True)
+    )
     """YAML file that gives the products of layers (qkv_fprop, fc2_dgrad, ...) a method: ring_exchange and pipeline are
     chunks, bulk is the whole."""
     tp_comm_overlap_methods: tuple[str, ...] = flag((), cli=False, role="run", in_args=False)
@@ -103,7 +109,6 @@ class ModelParallelConfig(Config, in_args=True):
         "auto",
         choices=("auto", "ring", "symmetric-memory", "whole"),
         role="run",
-        in_args=False,
         where=("tp_comm_overlap", True),
     )
     """How chunks travel: round a ring of sends and receives, or by torch's symmetric memory on CUDA; or whole, in none.

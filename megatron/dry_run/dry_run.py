@@ -93,6 +93,9 @@ def dry_run(
     recorder = Recorder()
     # The samples are read in this thread: another one would know nothing of fake tensors.
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=0))
+    if config.model.tp_comm_overlap_impl == "symmetric-memory":
+        # Its operators pipeline as the ring does, which fake tensors can go round.
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, tp_comm_overlap_impl="ring"))
     device = PretendedDevice(
         "cuda",
         gpu=gpu,

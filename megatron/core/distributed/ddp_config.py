@@ -20,7 +20,9 @@ class DistributedDataParallelConfig(Config, role="layout", in_args=True):
     """Reduce gradients while the backward pass still runs."""
     overlap_param_gather: bool = False
     """Gather the distributed optimizer's parameters while the forward pass runs."""
-    overlap_param_gather_with_optimizer_step: bool = flag(False, role="run", where=("overlap_param_gather", True))
+    overlap_param_gather_with_optimizer_step: bool = flag(
+        False, role="run", in_args=False, where=("overlap_param_gather", True)
+    )
     """Begin to gather each bucket of parameters as soon as it is updated, while the next one is."""
     data_parallel_sharding_strategy: str = flag(
         "no_shard", choices=("no_shard", "optim", "optim_grads"), not_built=("optim_grads_params",), in_args=False

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron.verification.cells import EXCHANGES, IN_PARTS, MODULES, RECOMPUTE, SHAPES, SHARDING, Layout, make_cell
+from megatron.verification.cells import (
+    EXCHANGES,
+    IN_PARTS,
+    MODULES,
+    PP_OVERLAP,
+    RECOMPUTE,
+    SHAPES,
+    SHARDING,
+    Layout,
+    make_cell,
+)
 from tests.harness.dry_runs import DryRunCase
 
 _SIZES = (
@@ -68,6 +78,11 @@ def _sharded() -> Iterator[DryRunCase]:
     yield _case(Layout(dp=2, offloaded_layers=1, offloads_weights=True))
     yield _case(Layout(tp=2, pp=2, virtual_stages=2, recompute=IN_PARTS, offloaded_layers=1), rank=2)
     yield _case(Layout(tp=2, sequence_parallel=True, pp=2, schedule="zero-bubble", offloaded_layers=1), rank=1)
+    by_copies = ("--tp-comm-overlap", "--tp-comm-overlap-impl", "symmetric-memory")
+    yield _case(Layout(tp=2, sequence_parallel=True, tp_overlap=by_copies))
+    yield _case(Layout(cp=4, cp_comm_type="a2a+p2p", cp_levels=(2, 2)), "llama", "packed", rank=2)
+    for flags in PP_OVERLAP[:3]:
+        yield _case(Layout(pp=2, pp_overlap=flags), rank=1)
     for exchange in EXCHANGES:
         yield _case(Layout(cp=2, cp_comm_type=exchange))
         yield _case(Layout(cp=2, cp_comm_type=exchange), data="packed", rank=1)
