@@ -17,7 +17,7 @@ MODEL = """
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
     --tokenizer-type NullTokenizer --vocab-size 255 --make-vocab-size-divisible-by 8 --distributed-backend gloo
     --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 8 --global-batch-size 8 --bf16 --seed 1234
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 20 --split 90,10,0 --log-interval 50
+    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 20 --split 90,10,0 --log-interval 50
     --eval-iters 20 --eval-interval 1000
 """
 FP8 = "--fp8-format hybrid --fp8-amax-history-len 16 --fp8-amax-compute-algo max --fp8-recipe"
@@ -54,7 +54,7 @@ def validation_loss(text: Path):
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_sixty_iterations_end_near_bfloat16(validation_loss, recipe: str) -> None:
     expected = validation_loss("", 60)
-    assert expected < 3.6
+    assert expected < 4.2
     assert validation_loss(f"{FP8} {recipe}", 60) == pytest.approx(expected, rel=0.01)
 
 
@@ -63,5 +63,5 @@ def test_sixty_iterations_end_near_bfloat16(validation_loss, recipe: str) -> Non
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_three_hundred_iterations_end_within_a_hundredth(validation_loss, recipe: str, more: str) -> None:
     expected = validation_loss("", 300)
-    assert expected < 3.0
+    assert expected < 3.4
     assert validation_loss(f"{FP8} {recipe} {more}".strip(), 300) == pytest.approx(expected, rel=0.01)
