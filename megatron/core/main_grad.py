@@ -56,6 +56,22 @@ class MainGrad:
             self.tensor.zero_()
             self.is_empty = False
 
+    def begin_contribution(self) -> tuple[torch.Tensor, bool]:
+        """Return the gradient, to be written by the caller, and whether what is there is to be added to.
+
+        The caller launches that at once, and calls ``end_contribution``. Nothing is deferred.
+        """
+        self._begin()
+        return self.tensor, not self.is_empty
+
+    def end_contribution(self) -> None:
+        """Count a contribution as arrived, and tell the owner where it is the last of a micro-batch."""
+        self.is_empty = False
+        self._num_arrived += 1
+        if self._num_arrived == self.num_uses:
+            self._num_arrived = 0
+            self.complete()
+
     def add(self, grad: torch.Tensor) -> None:
         """Add a gradient of the parameter's shape."""
         if self.num_uses == 1 or not self._defer(self._add_now, grad):
@@ -67,7 +83,7 @@ class MainGrad:
             self.tensor.copy_(grad)
         else:
             self.tensor.add_(grad)
-        self._arrived()
+        self.end_contribution()
 
     def add_matmul(self, left: torch.Tensor, right: torch.Tensor, library: str = "auto") -> None:
         """Add the matrix product ``left @ right``, computed on CPU by a library (see `linear`).
@@ -90,7 +106,7 @@ class MainGrad:
             torch.mm(left, right, out=self.tensor)
         else:
             self.tensor.addmm_(left, right)
-        self._arrived()
+        self.end_contribution()
 
     def add_rows(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
         """Add ``rows[i]`` to row ``indices[i]``.
@@ -105,7 +121,7 @@ class MainGrad:
         if self.is_empty:
             self.tensor.zero_()
         add_rows(self.tensor, indices, rows)
-        self._arrived()
+        self.end_contribution()
 
     def _begin(self) -> None:
         if self.is_empty and self.on_begin is not None:
@@ -121,13 +137,6 @@ class MainGrad:
             return False
         self.queue.put(functools.partial(contribution, *operands))
         return True
-
-    def _arrived(self) -> None:
-        self.is_empty = False
-        self._num_arrived += 1
-        if self._num_arrived == self.num_uses:
-            self._num_arrived = 0
-            self.complete()
 
     def complete(self) -> None:
         """Tell the owner that a micro-batch's gradient is complete."""

@@ -17,6 +17,7 @@ from megatron.core.collectives import (
     all_reduce,
     reduce_scatter_into,
 )
+from megatron.core.kernels.column_sums import Receiver, bias_gradient
 from megatron.core.kernels.matrix_product import linear, product
 from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
@@ -49,6 +50,7 @@ class _Linear(torch.autograd.Function):
         ctx.region, ctx.tp, ctx.product_library = region, tp, library
         # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
         ctx.main_grad = main_grad_of(weight)
+        ctx.bias_receiver = None if bias is None else Receiver.of(bias)
         full_x = all_gather_first_dim(x, tp) if region is InputRegion.SEQUENCE else x
         return linear(full_x, weight, bias if adds_bias else None, library)
 
@@ -82,7 +84,7 @@ class _Linear(torch.autograd.Function):
         weight_grad = None
         if needs_weight_grad:
             weight_grad = _accumulate_weight_grad(ctx.main_grad, rows, full_x.reshape(-1, full_x.shape[-1]), library)
-        bias_grad = rows.sum(dim=0) if needs_bias_grad else None
+        bias_grad = bias_gradient(grad, ctx.bias_receiver) if needs_bias_grad else None
         if reducing is not None:
             reducing.wait()
         return x_grad, weight_grad, bias_grad, None, None, None, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.graphed_layers import GraphedLayers, GraphUnit
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.residual_norm import NormAhead
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
@@ -62,10 +64,13 @@ class TransformerBlock(nn.Module):
         """
         losses: list[AuxiliaryLoss] = []
 
-        def run(group: list[nn.Module], hidden: torch.Tensor, keys: DropoutKeys | None) -> LayerOutput:
+        def run(group: list[TransformerLayer], hidden: torch.Tensor, keys: DropoutKeys | None) -> LayerOutput:
             losses_of_group: list[AuxiliaryLoss] = []
-            for layer in group:
-                hidden, found = layer(hidden, pattern, angles, cache, keys)
+            ahead = NormAhead()
+            # A layer's last branch is added in the pass of the next one's first norm.
+            for layer, following in zip(group, (*group[1:], None)):
+                ahead.following = None if following is None else following.input_layernorm
+                hidden, found = layer(hidden, pattern, angles, cache, keys, ahead)
                 losses_of_group += found
             return LayerOutput(hidden, tuple(losses_of_group))
 
@@ -91,9 +96,9 @@ class TransformerBlock(nn.Module):
             losses += found
         return LayerOutput(x if self.final_layernorm is None else self.final_layernorm(x), tuple(losses))
 
-    def _groups(self) -> tuple[list[list[nn.Module]], list[nn.Module]]:
+    def _groups(self) -> tuple[list[list[TransformerLayer]], list[TransformerLayer]]:
         """Return the groups of layers of which only the inputs are kept, and the layers after them."""
-        layers = list(self.layers.values())
+        layers = [cast("TransformerLayer", layer) for layer in self.layers.values()]
         if not self.training or self.config.recompute_granularity != "full":
             return [], layers
         length = self.config.recompute_num_layers or 1
