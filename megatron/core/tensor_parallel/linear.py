@@ -17,9 +17,8 @@ from megatron.core.collectives import (
     all_reduce,
     reduce_scatter_into,
 )
-from megatron.core.kernels.column_sums import Receiver, bias_gradient
 from megatron.core.kernels.matrix_product import linear, product
-from megatron.core.main_grad import MainGrad, main_grad_of
+from megatron.core.main_grad import MainGrad, Receiver, bias_gradient, main_grad_of
 from megatron.core.process_group import Group
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.core.collectives import all_gather_first_dim, all_reduce, reduce_scatter_first_dim
-from megatron.core.kernels.column_sums import Receiver, bias_gradient
+from megatron.core.main_grad import Receiver, bias_gradient
 from megatron.core.process_group import Group
 
 

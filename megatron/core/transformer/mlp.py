@@ -69,7 +69,8 @@ class MLP(nn.Module):
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.linear_fc1.bias
-        if self.is_gated or bias is None or not bias.requires_grad or not runs_on_triton(x, bias):
+        has_program = not self.is_gated and self.activation is _ACTIVATIONS[self.kind]
+        if not has_program or bias is None or not bias.requires_grad or not runs_on_triton(x, bias):
             return self.activation(self.linear_fc1(x))
         from megatron.core.kernels.triton_programs.activation import activate_with_bias
 

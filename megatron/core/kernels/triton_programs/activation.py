@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.kernels.column_sums import Receiver
-from megatron.core.kernels.triton_programs.column_sums import sum_parts
+from megatron.core.main_grad import Receiver, receive_parts
 
 _BLOCK = 1024
 _MAX_PARTS = 256
@@ -87,7 +86,7 @@ class _BiasedActivation(torch.autograd.Function):
                 grad.contiguous(), x.contiguous(), x_grad, parts, num_rows, rows_per_part, width,
                 KIND=ctx.kind, BLOCK=_BLOCK,
             )  # fmt: skip
-        return x_grad, *sum_parts(parts, [ctx.receiver]), None, None
+        return x_grad, *receive_parts(parts, [ctx.receiver]), None, None
 
 
 def activate_with_bias(

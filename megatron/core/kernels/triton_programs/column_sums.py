@@ -11,8 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.kernels.column_sums import Receiver
-
 _ROWS = 64
 _COLUMNS = 32
 
@@ -58,24 +56,15 @@ def sums_program(
         _column_sums(parts, third, num_parts, width, THIRD_ADDS, ROWS, COLUMNS)
 
 
-def sum_parts(parts: torch.Tensor, receivers: Sequence[Receiver]) -> list[torch.Tensor | None]:
-    """Sum parts of up to three gradients in one launch, and return those that autograd is to have, None for others.
+def sum_parts(parts: torch.Tensor, totals: Sequence[torch.Tensor], adds: Sequence[bool]) -> None:
+    """Write sums over the rows of parts, or add them to what a total holds already.
 
-    Shapes: ``parts: [receivers, n, width]`` in float32 ``-> [width]``.
+    Shapes: ``parts: [totals, n, width]`` in float32, up to three ``totals: [width]``.
     """
     _, num_parts, width = parts.shape
-    totals: list[torch.Tensor | None] = [None] * 3
-    adds = [False] * 3
-    for place, (dtype, main_grad) in enumerate(receivers):
-        if main_grad is None:
-            totals[place] = parts.new_empty(width, dtype=dtype)
-        else:
-            totals[place], adds[place] = main_grad.begin_contribution()
-    sums_program[(triton.cdiv(width, _COLUMNS), len(receivers))](
-        parts, *totals, num_parts, width,
-        FIRST_ADDS=adds[0], SECOND_ADDS=adds[1], THIRD_ADDS=adds[2], ROWS=_ROWS, COLUMNS=_COLUMNS,
+    first, second, third = (*totals, None, None)[:3]
+    first_adds, second_adds, third_adds = (*adds, False, False)[:3]
+    sums_program[(triton.cdiv(width, _COLUMNS), len(totals))](
+        parts, first, second, third, num_parts, width,
+        FIRST_ADDS=first_adds, SECOND_ADDS=second_adds, THIRD_ADDS=third_adds, ROWS=_ROWS, COLUMNS=_COLUMNS,
     )  # fmt: skip
-    for receiver in receivers:
-        if receiver.main_grad is not None:
-            receiver.main_grad.end_contribution()
-    return [total if receiver.main_grad is None else None for receiver, total in zip(receivers, totals)]

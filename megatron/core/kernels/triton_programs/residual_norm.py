@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.kernels.column_sums import Receiver, leave_parts
-from megatron.core.kernels.triton_programs.column_sums import sum_parts
 from megatron.core.kernels.triton_programs.dropout import keeps, threshold_and_scale
+from megatron.core.main_grad import Receiver, leave_parts, receive_parts
 
 MAX_WIDTH = 8192
 """Wider rows do not fit into the registers of one program."""
@@ -194,7 +193,7 @@ class _ResidualNorm(torch.autograd.Function):
             )  # fmt: skip
         if branch_parts is not None:
             leave_parts(branch_grad, branch_parts)
-        grads = (*sum_parts(parts, receivers), None)[:2]
+        grads = (*receive_parts(parts, receivers), None)[:2]
         return residual_grad, branch_grad if ctx.has_branch else None, *grads, *(None,) * 7
 
 

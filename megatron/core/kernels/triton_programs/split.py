@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.kernels.column_sums import Receiver
-from megatron.core.kernels.triton_programs.column_sums import sum_parts
+from megatron.core.main_grad import Receiver, receive_parts
 
 _TILE = 1024
 """Channels that one program moves of a token."""
@@ -136,7 +135,7 @@ class _SplitWithBias(torch.autograd.Function):
                 *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
                 HEAD_DIM=head_dim, HEADS=heads, CHANNELS=channels,
             )  # fmt: skip
-        return mixed, *sum_parts(parts, [ctx.receiver]), None
+        return mixed, *receive_parts(parts, [ctx.receiver]), None
 
 
 def split_with_bias(mixed: torch.Tensor, bias: torch.Tensor, split: Callable[[torch.Tensor], Parts]) -> Parts:

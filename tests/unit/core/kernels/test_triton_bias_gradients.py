@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.kernels.column_sums import Receiver, bias_gradient, leave_parts
-from megatron.core.main_grad import MainGrad, attach_main_grad
+from megatron.core.main_grad import (
+    MainGrad,
+    Receiver,
+    attach_main_grad,
+    bias_gradient,
+    leave_parts,
+    receive_parts,
+)
+from megatron.core.process_group import single_rank_group
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.rotary_pos_embedding import split_projection
-from tests.unit.core.kernels.interpreted import close, interpret, needs_triton
+from tests.harness.toy_model import make_model
+from tests.unit.core.kernels.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
 
 pytestmark = needs_triton
 DTYPES = [torch.float32, torch.bfloat16]
@@ -72,8 +82,6 @@ def test_a_projection_in_parts_and_its_bias(dtype: torch.dtype) -> None:
 
 
 def check_receivers() -> None:
-    from megatron.core.kernels.triton_programs.column_sums import sum_parts
-
     torch.manual_seed(13)
     parameters = [torch.zeros(70, dtype=torch.bfloat16) for _ in range(3)]
     events: list[str] = []
@@ -83,7 +91,7 @@ def check_receivers() -> None:
     expected = torch.zeros(3, 70, dtype=torch.float64)
     for num_parts in (130, 3):
         parts = torch.randn(3, num_parts, 70)
-        first, second, third = sum_parts(parts, [Receiver.of(parameter) for parameter in parameters])
+        first, second, third = receive_parts(parts, [Receiver.of(parameter) for parameter in parameters])
         assert first is None
         assert third is None
         assert second is not None
@@ -122,3 +130,19 @@ def check_parts_left_with_a_gradient() -> None:
 
 def test_parts_are_summed_only_of_an_unchanged_gradient() -> None:
     interpret(check_parts_left_with_a_gradient)
+
+
+def check_activation_of_another_kind() -> None:
+    model = make_model(single_rank_group(), openai_gelu=True, num_layers=1)
+    mlp = next(module for module in model.modules() if isinstance(module, MLP))
+    mlp.activation = torch.sin
+    x = torch.randn(3, 2, 28)
+    grads = []
+    for on_triton in (nullcontext(), cpu_runs_on_triton()):
+        with on_triton:
+            grads.append(torch.autograd.grad(mlp(x).hidden.sum(), [mlp.linear_fc1.weight, mlp.linear_fc1.bias]))
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_an_activation_without_a_program_keeps_its_own_gradient() -> None:
+    interpret(check_activation_of_another_kind)

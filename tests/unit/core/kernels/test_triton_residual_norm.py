@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.kernels.column_sums import Receiver, bias_gradient
 from megatron.core.kernels.dropout import RowKeys, drop_hidden
+from megatron.core.main_grad import Receiver, bias_gradient
 from tests.unit.core.kernels.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
 
 pytestmark = needs_triton
