@@ -18,6 +18,8 @@ from megatron.core.main_grad import Receiver, leave_parts, receive_parts
 MAX_WIDTH = 8192
 """Wider rows do not fit into the registers of one program."""
 _MAX_PARTS = 512
+_MAX_SUMMED_WIDTH = 4096
+"""In wider rows no register is left for a third sum."""
 
 
 @triton.jit
@@ -130,8 +132,8 @@ def backward_program(
 
 
 def warps(block: int) -> int:
-    """Return the number of warps at which a thread holds eight channels, or sixteen of the widest rows."""
-    return min(16, max(4, block // 256))
+    """Return the number of warps at which a thread holds eight channels."""
+    return min(32, max(4, block // 256))
 
 
 class _ResidualNorm(torch.autograd.Function):
@@ -167,7 +169,7 @@ class _ResidualNorm(torch.autograd.Function):
             )  # fmt: skip
         ctx.save_for_backward(total, weight, means, scales, first_key, second_key)
         ctx.has_branch = branch is not None
-        ctx.sums_branch_grad = branch is not None and sums_branch_grad
+        ctx.sums_branch_grad = branch is not None and sums_branch_grad and width <= _MAX_SUMMED_WIDTH
         ctx.receivers = [Receiver.of(each) for each in (weight, bias) if each is not None]
         return residual if branch is None else total, normalised
 
@@ -214,7 +216,8 @@ def add_and_normalise(
 
     The norm is LayerNorm where it ``subtracts_mean`` and RMSNorm elsewhere; ``weight_offset`` is added to its weight.
     ``keys`` are two for each row, which decide what dropout keeps of it; without them nothing is dropped.
-    With ``sums_branch_grad`` the branch's gradient has its sum over the rows with it, as the bias in a branch wants.
+    With ``sums_branch_grad`` the branch's gradient has its sum over the rows with it, as the bias in a branch wants,
+    where rows are not among the widest.
 
     Shapes: ``residual, branch: [..., h]``, ``weight, bias: [h]``, ``keys: [...]`` twice in int32 ``-> [..., h]`` twice.
     """

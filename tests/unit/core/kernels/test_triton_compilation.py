@@ -91,11 +91,14 @@ def programs() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]
     for name, arguments in [("dropout", kinds | {"residual": None}), ("dropout and sum", kinds)]:
         yield name, dropout.dropout_program, arguments, {"BLOCK": dropout._BLOCK}, 4
     rms = kinds | {"means": None, "first_key": None, "bias": None, "bias_parts": None, "branch_parts": None}
+    width = residual_norm._MAX_SUMMED_WIDTH
+    sizes = {"BLOCK": width}
+    yield "LayerNorm, branch's sum, gradient", residual_norm.backward_program, kinds, sizes, residual_norm.warps(width)
     width = residual_norm.MAX_WIDTH
     for name, arguments in [
         ("RMSNorm of the stream", rms | {"branch": None}),
         ("RMSNorm", rms),
-        ("LayerNorm, dropout", kinds),
+        ("LayerNorm, dropout", kinds | {"branch_parts": None}),
     ]:
         warps = residual_norm.warps(width)
         yield name, residual_norm.forward_program, arguments, {"BLOCK": width}, warps
@@ -142,7 +145,7 @@ def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) ->
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability: int, tmp_path: Path) -> None:
     (results,) = run_distributed(1, compile_programs, capability, tmp_path, timeout_s=120.0)
-    assert len(results) == 28
+    assert len(results) == 29
     for result in results:
         assert result.stack_bytes == 0, result
         is_norm_gradient = "Norm" in result.name and "gradient" in result.name
@@ -157,4 +160,4 @@ def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability:
 
 def test_programs_compile_for_one_row_one_sample_and_one_head(tmp_path: Path) -> None:
     (results,) = run_distributed(1, compile_programs, 90, tmp_path, odd_is_one=True, timeout_s=120.0)
-    assert len(results) == 28
+    assert len(results) == 29
