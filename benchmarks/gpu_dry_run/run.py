@@ -29,6 +29,7 @@ GPT2_345M = (
     *("--num-layers", "24", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "1024"),
     *("--max-position-embeddings", "1024", "--micro-batch-size", "8", "--vocab-size", "50257"),
 )
+WITHOUT_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
 LLAMA_8B = (
     *("--num-layers", "32", "--hidden-size", "4096", "--num-attention-heads", "32", "--group-query-attention"),
     *("--num-query-groups", "8", "--ffn-hidden-size", "14336", "--swiglu", "--normalization", "RMSNorm"),
@@ -60,11 +61,10 @@ class Case:
 
 CASES = (
     Case("GPT-2 345M, one GPU", 1, (*GPT2_345M, "--global-batch-size", "16")),
-    Case(
-        "GPT-2 345M without dropout",
-        1,
-        (*GPT2_345M, "--global-batch-size", "16", "--hidden-dropout", "0", "--attention-dropout", "0"),
-    ),
+    Case("GPT-2 345M without dropout", 1, (*GPT2_345M, *WITHOUT_DROPOUT, "--global-batch-size", "16")),
+    # The optimizer's share of a step falls with the number of micro-batches: two above, sixteen here.
+    Case("GPT-2 345M, batch 128", 1, (*GPT2_345M, "--global-batch-size", "128")),
+    Case("GPT-2 345M without dropout, batch 128", 1, (*GPT2_345M, *WITHOUT_DROPOUT, "--global-batch-size", "128")),
     Case("8B, TP 1 · DP 8", 8, (*LLAMA_8B, "--global-batch-size", "32")),
     Case(
         "8B, TP 2 + SP · DP 4",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -56,6 +56,22 @@ class MainGrad:
             self.tensor.zero_()
             self.is_empty = False
 
+    def begin_contribution(self) -> tuple[torch.Tensor, bool]:
+        """Return the gradient, to be written by the caller, and whether what is there is to be added to.
+
+        The caller launches that at once, and calls ``end_contribution``. Nothing is deferred.
+        """
+        self._begin()
+        return self.tensor, not self.is_empty
+
+    def end_contribution(self) -> None:
+        """Count a contribution as arrived, and tell the owner where it is the last of a micro-batch."""
+        self.is_empty = False
+        self._num_arrived += 1
+        if self._num_arrived == self.num_uses:
+            self._num_arrived = 0
+            self.complete()
+
     def add(self, grad: torch.Tensor) -> None:
         """Add a gradient of the parameter's shape."""
         if self.num_uses == 1 or not self._defer(self._add_now, grad):
@@ -67,7 +83,7 @@ class MainGrad:
             self.tensor.copy_(grad)
         else:
             self.tensor.add_(grad)
-        self._arrived()
+        self.end_contribution()
 
     def add_matmul(self, left: torch.Tensor, right: torch.Tensor, library: str = "auto") -> None:
         """Add the matrix product ``left @ right``, computed on CPU by a library (see `linear`).
@@ -90,7 +106,7 @@ class MainGrad:
             torch.mm(left, right, out=self.tensor)
         else:
             self.tensor.addmm_(left, right)
-        self._arrived()
+        self.end_contribution()
 
     def add_computed(self, compute: Callable[[], torch.Tensor]) -> None:
         """Add what ``compute`` returns: a product of another kind, of the parameter's shape."""
@@ -113,7 +129,7 @@ class MainGrad:
         if self.is_empty:
             self.tensor.zero_()
         add_rows(self.tensor, indices, rows)
-        self._arrived()
+        self.end_contribution()
 
     def _begin(self) -> None:
         if self.is_empty and self.on_begin is not None:
@@ -129,13 +145,6 @@ class MainGrad:
             return False
         self.queue.put(functools.partial(contribution, *operands))
         return True
-
-    def _arrived(self) -> None:
-        self.is_empty = False
-        self._num_arrived += 1
-        if self._num_arrived == self.num_uses:
-            self._num_arrived = 0
-            self.complete()
 
     def complete(self) -> None:
         """Tell the owner that a micro-batch's gradient is complete."""
@@ -234,3 +243,63 @@ def set_gradient_uses(parameter: torch.nn.Parameter, num_uses: int) -> None:
 def gradient_uses_of(parameter: torch.Tensor) -> int:
     """Return how many gradient contributions one backward pass brings to a parameter: one unless set."""
     return int(parameter.__dict__.get("num_gradient_uses", 1))
+
+
+class Receiver(NamedTuple):
+    """Say where a parameter's gradient goes: into its main gradient, or to autograd in the parameter's dtype."""
+
+    dtype: torch.dtype
+    main_grad: MainGrad | None
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> Receiver:
+        """Return a parameter's receiver; to be asked in the forward pass, as recompute copies parameters.
+
+        Where several layers use a parameter autograd adds their gradients, of which some may be deferred.
+        """
+        main_grad = main_grad_of(parameter)
+        return cls(parameter.dtype, main_grad if main_grad is not None and main_grad.num_uses == 1 else None)
+
+
+def leave_parts(grad: torch.Tensor, parts: torch.Tensor) -> None:
+    """Leave with a gradient what parts of its rows sum to, for whom it reaches unchanged.
+
+    Shapes: ``grad: [..., width]``, ``parts: [1, n, width]`` in float32.
+    """
+    grad.column_parts = parts, grad._version  # type: ignore[attr-defined]
+
+
+def receive_parts(parts: torch.Tensor, receivers: Sequence[Receiver]) -> list[torch.Tensor | None]:
+    """Sum the parts of up to three gradients in one launch, and return those that autograd is to have, None for others.
+
+    Shapes: ``parts: [receivers, n, width]`` in float32 ``-> [width]``.
+    """
+    from megatron.core.kernels.triton_programs.column_sums import sum_parts
+
+    totals, adds = [], []
+    for dtype, main_grad in receivers:
+        if main_grad is None:
+            total, is_added = parts.new_empty(parts.shape[-1], dtype=dtype), False
+        else:
+            total, is_added = main_grad.begin_contribution()
+        totals.append(total)
+        adds.append(is_added)
+    sum_parts(parts, totals, adds)
+    for receiver in receivers:
+        if receiver.main_grad is not None:
+            receiver.main_grad.end_contribution()
+    return [total if receiver.main_grad is None else None for receiver, total in zip(receivers, totals)]
+
+
+def bias_gradient(grad: torch.Tensor, receiver: Receiver) -> torch.Tensor | None:
+    """Return the sum over a gradient's rows, or None where the receiver's main gradient has it already.
+
+    Parts that were left with the gradient are summed. A gradient that another one was added to has none, or another
+    version than when they were left: then its rows are read.
+
+    Shapes: ``[..., width] -> [width]``.
+    """
+    parts, version = grad.__dict__.get("column_parts", (None, None))
+    if parts is None or version != grad._version:
+        return grad.reshape(-1, grad.shape[-1]).sum(dim=0)
+    return receive_parts(parts, [receiver])[0]

@@ -43,7 +43,8 @@ _VIEWS = frozenset(
 _ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "set_", "resize_")
 _IN_PLACE = ("_fused_sgd_",)
 """Operations that change their arguments only, for which torch has no form without values."""
-_OVERWRITE = ("copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_")
+_OVERWRITE = ("copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_", "_foreach_copy_")
+"""Operations that do not read what they write over; of the last one, CopyFunctor in ATen's ForeachBinaryOpList.cu."""
 _CROSSING = ("_to_copy", "copy_")
 _HEADS_BEHIND = "_flash_attention_"
 """Kernels that take ``[b, s, heads, d]``, where all others of attention take ``[b, heads, s, d]``."""
@@ -230,6 +231,9 @@ def _moved_bytes(
     values = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
     if name in ("index_add_", "index_add"):
         return 3 * _spanned_bytes(values["source"])
+    if name in ("index_put_", "_index_put_impl_") and values.get("accumulate"):
+        # The rows that indices name, and no others: indexing_backward_kernel in ATen's Indexing.cu.
+        return 3 * _spanned_bytes(values["values"])
     if name == "embedding":
         return 2 * _spanned_bytes(returned[0])
     if name in ("gather", "scatter_", "scatter_add_"):

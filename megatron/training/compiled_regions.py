@@ -24,8 +24,8 @@ _FAILURES = (RuntimeError, ImportError, OSError, AttributeError, subprocess.Subp
 def compile_regions(chunks: Sequence[Model], config: RunConfig, log: Callable[[str], None]) -> None:
     """Compile the norms and activations of all layers, and say how long that took.
 
-    Each is run forward and backward once with what a micro-batch brings, so that a failure is found here. A gated
-    activation that Triton computes stays as it is.
+    Each is run forward and backward once with what a micro-batch brings, so that a failure is found here. Activations
+    whose gradients Triton computes, gated ones and those behind a bias, stay as they are.
 
     Raises:
         ConfigurationError: torch.compile fails.
@@ -40,7 +40,8 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, log: Callable[[s
             norm.compute = compiled_norm
         for mlp in mlps[:1]:
             activation = mlp.activation
-            if not (mlp.is_gated and runs_on_triton(mlp.linear_fc1.weight)):
+            is_on_triton = (mlp.is_gated or mlp.linear_fc1.bias is not None) and runs_on_triton(mlp.linear_fc1.weight)
+            if not is_on_triton:
                 activation = torch.compile(activation, dynamic=False)
             for other in mlps:
                 other.activation = activation

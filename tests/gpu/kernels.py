@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megatron.core.kernels.dropout_keys import DropoutKeys, DropoutSamples
 from megatron.core.kernels.flash_attn import load_flash_attention
 from megatron.core.kernels.gated_activation import gated_activation
 from megatron.core.kernels.matrix_product import linear
+from megatron.core.kernels.triton_choice import runs_on_triton
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.residual_norm import ResidualNorm
@@ -134,6 +136,26 @@ def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
         return torch.cat((apply_rotary(query, angles), apply_rotary(key, angles), value), dim=2)
 
     yield KernelPair("projection cut and rotated", rotated, rotated_apart, (mixed,))
+
+    def cut(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        if not runs_on_triton(x, bias):
+            return cut_apart(x, bias)
+        return torch.cat(split_projection(x + bias.detach().view(mixed[2:]), bias), dim=2)
+
+    def cut_apart(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.cat(split_projection(x + bias.view(mixed[2:])), dim=2)
+
+    yield KernelPair("projection with a bias cut", cut, cut_apart, (mixed, (prod(mixed[2:]),)))
+    gelu = partial(F.gelu, approximate="tanh")
+
+    def activated(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        if not runs_on_triton(x, bias):
+            return gelu(x + bias)
+        from megatron.core.kernels.triton_programs.activation import activate_with_bias
+
+        return activate_with_bias(x + bias.detach(), bias, gelu, "gelu_tanh")
+
+    yield KernelPair("gelu behind a bias", activated, lambda x, bias: gelu(x + bias), (hidden, hidden[-1:]))
     samples = DropoutSamples.at(1, 0, 0, batch, place)
     keys = DropoutKeys(samples, torch.arange(length, device=place), slice(None), range(1)).after_attention(0)
     yield KernelPair(

@@ -80,10 +80,11 @@ class ColumnParallelLinear(nn.Module):
             bias_spec = ParamSpec("bias", (out_features,), pieces((out_features,)))
             self.bias = make_parameter((out_per_rank,), bias_spec, dtype, device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's output features."""
+    def forward(self, x: torch.Tensor, *, gives_bias_gradient: bool = True) -> torch.Tensor:
+        """Return this rank's output features; the bias may have its gradient from whatever follows."""
+        bias = self.bias if self.bias is None or gives_bias_gradient else self.bias.detach()
         return tensor_parallel_linear(
-            *(x, self.weight, self.bias, self.region, self.tp),
+            *(x, self.weight, bias, self.region, self.tp),
             library=self.product_library,
             overlap=self.overlap,
             quantisers=self.quantisers,

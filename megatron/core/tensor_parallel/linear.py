@@ -19,7 +19,7 @@ from megatron.core.collectives import (
 )
 from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.kernels.matrix_product import linear, product
-from megatron.core.main_grad import MainGrad, main_grad_of
+from megatron.core.main_grad import MainGrad, Receiver, bias_gradient, main_grad_of
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.float8_linear import float8_linear
 from megatron.core.tensor_parallel.linear_overlap import WHOLE, LinearOverlap
@@ -46,6 +46,7 @@ class _Linear(torch.autograd.Function):
         ctx.overlap, ctx.scatters = overlap, scatters
         # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
         ctx.main_grad = main_grad_of(weight)
+        ctx.bias_receiver = None if bias is None else Receiver.of(bias)
         bias = bias if adds_bias else None
         if overlap.forward and (scatters or region is InputRegion.SEQUENCE):
             if scatters:
@@ -93,7 +94,7 @@ class _Linear(torch.autograd.Function):
         if needs_weight_grad:
             rows = grad.reshape(-1, grad.shape[-1])
             weight_grad = _accumulate_weight_grad(ctx.main_grad, rows, full_x.reshape(-1, full_x.shape[-1]), library)
-        bias_grad = own_grad.reshape(-1, own_grad.shape[-1]).sum(dim=0) if needs_bias_grad else None
+        bias_grad = bias_gradient(own_grad, ctx.bias_receiver) if needs_bias_grad else None
         if reducing is not None:
             reducing.wait()
         return x_grad, weight_grad, bias_grad, *(None,) * 6

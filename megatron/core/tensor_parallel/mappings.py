@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron.core.collectives import all_gather_first_dim, all_reduce, reduce_scatter_first_dim
+from megatron.core.main_grad import Receiver, bias_gradient
 from megatron.core.process_group import Group
 
 
@@ -68,12 +69,12 @@ class _GatherFromSequence(torch.autograd.Function):
 class _ReduceScatterToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, tp: Group, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.tp, ctx.has_bias = tp, bias is not None
+        ctx.tp, ctx.bias_receiver = tp, None if bias is None else Receiver.of(bias)
         return reduce_scatter_first_dim(tensor, tp)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None]:
-        bias_grad = grad.reshape(-1, grad.shape[-1]).sum(dim=0) if ctx.has_bias else None
+        bias_grad = None if ctx.bias_receiver is None else bias_gradient(grad, ctx.bias_receiver)
         return all_gather_first_dim(grad, ctx.tp), None, bias_grad
 
 

@@ -15,10 +15,11 @@ from megatron.core.kernels.attention_block import AttentionBlocks
 from megatron.core.kernels.attention_choice import PLAIN_BACKENDS, AttentionCall, select_attention_core
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutKeys
+from megatron.core.kernels.triton_choice import runs_on_triton
 from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
-from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.linear_overlap import linear_overlap
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.across_heads_norm import AcrossHeadsNorm
@@ -180,15 +181,24 @@ class SelfAttention(nn.Module):
     def _query_key_value(
         self, x: torch.Tensor, angles: RotaryAngles | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        mixed = self.linear_qkv(x)
+        is_rotated_first = angles is not None and (self.q_layernorm is None or self.k_layernorm is None)
+        bias = None if is_rotated_first else self._bias_of_split(x)
+        mixed = self.linear_qkv(x) if bias is None else self.linear_qkv(x, gives_bias_gradient=False)
         mixed = mixed.view(*mixed.shape[:2], self.num_groups, self.num_heads // self.num_groups + 2, self.head_dim)
+        if angles is not None and is_rotated_first:
+            return split_and_rotate(mixed, angles)
+        query, key, value = split_projection(mixed, bias)
         if self.q_layernorm is None or self.k_layernorm is None:
-            return split_projection(mixed) if angles is None else split_and_rotate(mixed, angles)
-        query, key, value = split_projection(mixed)
+            return query, key, value
         query, key = self.q_layernorm(query), self.k_layernorm(key)
         if angles is not None:
             query, key = apply_rotary_to_both(query, key, angles)
         return query, key, value
+
+    def _bias_of_split(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the projection's bias where Triton sums its gradient, while it joins those of the parts."""
+        bias = self.linear_qkv.bias if isinstance(self.linear_qkv, ColumnParallelLinear) else None
+        return bias if bias is not None and bias.requires_grad and runs_on_triton(x, bias) else None
 
     def _attend(
         self,

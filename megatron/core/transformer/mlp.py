@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.kernels.gated_activation import gated_activation
+from megatron.core.kernels.triton_choice import runs_on_triton
 from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
@@ -36,6 +37,7 @@ class MLP(nn.Module):
         super().__init__()
         dtype = dtype_from_name(config.params_dtype)
         num_stacked = 2 if config.is_gated else 1
+        self.kind = config.activation
         self.activation = _ACTIVATIONS[config.activation]
         self.is_gated = config.is_gated
         self.linear_fc1 = ColumnParallelLinear(
@@ -66,4 +68,13 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> LayerOutput:
         """Return the feed-forward output."""
-        return LayerOutput(self.linear_fc2(self.activation(self.linear_fc1(x))))
+        return LayerOutput(self.linear_fc2(self._activated(x)))
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.linear_fc1.bias
+        has_program = not self.is_gated and self.activation is _ACTIVATIONS[self.kind]
+        if not has_program or bias is None or not bias.requires_grad or not runs_on_triton(x, bias):
+            return self.activation(self.linear_fc1(x))
+        from megatron.core.kernels.triton_programs.activation import activate_with_bias
+
+        return activate_with_bias(self.linear_fc1(x, gives_bias_gradient=False), bias, self.activation, self.kind)

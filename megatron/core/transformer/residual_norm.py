@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -22,6 +24,18 @@ def add_branch(x: torch.Tensor, branch: torch.Tensor | None, keys: RowKeys | Non
     return x + branch if keys is None else drop_hidden(branch, keys, probability, x)
 
 
+@dataclass
+class NormAhead:
+    """Hand a layer the norm that it begins with, from the end of the layer before, which has a branch to add there.
+
+    ``following`` is with what the next layer reads the stream, and ``normalised`` what came of it; both are None where
+    there is no layer behind, or before.
+    """
+
+    following: ResidualNorm | ResidualSum | None = None
+    normalised: torch.Tensor | None = None
+
+
 class ResidualSum(nn.Module):
     """Add a branch to the residual stream, which is read without a norm. Called as `ResidualNorm` is."""
 
@@ -40,8 +54,12 @@ class ResidualSum(nn.Module):
 class ResidualNorm(Norm):
     """Add a branch to the residual stream, and normalise the sum.
 
+    ``sums_branch_grad`` says that branches end with a bias, which wants the sum of their gradient.
+
     Shapes: ``x, branch: [s, b, h]``, keys ``[s, b]`` ``-> [s, b, h]`` twice.
     """
+
+    sums_branch_grad = False
 
     def forward(  # type: ignore[override]
         self,
@@ -70,6 +88,7 @@ class ResidualNorm(Norm):
                     weight_offset=1.0 if self.centred_weight else 0.0,
                     keys=keys,
                     probability=probability,
+                    sums_branch_grad=self.sums_branch_grad,
                 )
         total = add_branch(x, branch, keys, probability)
         return total, self._normalise(total)

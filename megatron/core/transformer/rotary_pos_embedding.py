@@ -141,11 +141,19 @@ def apply_rotary_to_both(
     return apply_rotary(query, angles), apply_rotary(key, angles)
 
 
-def split_projection(mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def split_projection(
+    mixed: torch.Tensor, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries, keys and values of a projection that has the query heads of a group, its key and its value.
+
+    With a ``bias``, which is in the projection already, Triton sums its gradient as it joins those of the parts.
 
     Shapes: ``[s, b, groups, heads/groups + 2, d] -> [s, b, heads, d], [s, b, groups, d], [s, b, groups, d]``.
     """
+    if bias is not None:
+        from megatron.core.kernels.triton_programs.split import split_with_bias
+
+        return split_with_bias(mixed, bias, split_projection)
     query, key, value = mixed.split_with_sizes((mixed.shape[3] - 2, 1, 1), dim=3)
     return query.reshape(*mixed.shape[:2], -1, mixed.shape[-1]), key.squeeze(3), value.squeeze(3)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.saved_tensors import saved_in_parts
 from megatron.core.tensor_parallel.weight_offload import WeightOffload
 from megatron.core.transformer.graphed_layers import GraphedLayers, GraphUnit
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.residual_norm import NormAhead
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
@@ -71,14 +72,17 @@ class TransformerBlock(nn.Module):
         """
         losses: list[AuxiliaryLoss] = []
 
-        def run(group: list[nn.Module], hidden: torch.Tensor, keys: DropoutKeys | None) -> LayerOutput:
+        def run(group: list[TransformerLayer], hidden: torch.Tensor, keys: DropoutKeys | None) -> LayerOutput:
             losses_of_group: list[AuxiliaryLoss] = []
-            for layer in group:
-                hidden, found = layer(hidden, pattern, angles, cache, keys)
+            ahead = NormAhead()
+            # A layer's last branch is added in the pass of the next one's first norm.
+            for layer, following in zip(group, (*group[1:], None)):
+                ahead.following = None if following is None else following.input_layernorm
+                hidden, found = layer(hidden, pattern, angles, cache, keys, ahead)
                 losses_of_group += found
             return LayerOutput(hidden, tuple(losses_of_group))
 
-        def run_again(group: list[nn.Module], hidden: torch.Tensor, keys: DropoutKeys | None) -> LayerOutput:
+        def run_again(group: list[TransformerLayer], hidden: torch.Tensor, keys: DropoutKeys | None) -> LayerOutput:
             """Keep the input only, or this rank's part of it."""
             in_parts = self.config.distribute_saved_activations
             with saved_in_parts(hidden, self.tp) if in_parts else nullcontext():
@@ -86,8 +90,10 @@ class TransformerBlock(nn.Module):
 
         def units() -> list[GraphUnit]:
             """Return each group of layers with the way in which it runs."""
+            joins_kept = self.graphs is None and self.offload is None and self.weights is None
             return [
-                GraphUnit(group, partial(run_again if is_again else run, group)) for group, is_again in self._groups()
+                GraphUnit(group, partial(run_again if is_again else run, group))
+                for group, is_again in self._groups(joins_kept)
             ]
 
         if self.graphs is not None and self.layers and self.training and self.graphs.is_warm:
@@ -132,16 +138,22 @@ class TransformerBlock(nn.Module):
         starts = accumulate((len(unit.modules) for unit in units), initial=0)
         return sum(start < self.offload.num_layers for start, _ in zip(starts, units))
 
-    def _groups(self) -> Iterator[tuple[list[nn.Module], bool]]:
-        """Yield groups of layers in order, and whether only their inputs are kept, or all that their layers save."""
-        layers = list(self.layers.values())
+    def _groups(self, joins_kept: bool) -> Iterator[tuple[list[TransformerLayer], bool]]:
+        """Yield groups of layers in order, and whether only their inputs are kept, or all that their layers save.
+
+        Layers that keep what they save are one group where ``joins_kept``, and one each else.
+        """
+        layers = [cast("TransformerLayer", layer) for layer in self.layers.values()]
         length, num_again = 1, 0
         if self.training and self.config.recompute_granularity == "full":
             number = self.config.recompute_num_layers or 1
             is_block = self.config.recompute_method == "block"
-            length, num_again = (1, number) if is_block else (number, len(layers))
-        for start in range(0, len(layers), length):
-            yield layers[start : start + length], start < num_again
+            length, num_again = (1, min(number, len(layers))) if is_block else (number, len(layers))
+        for start in range(0, num_again, length):
+            yield layers[start : start + length], True
+        step = max(len(layers), 1) if joins_kept else 1
+        for start in range(num_again, len(layers), step):
+            yield layers[start : start + step], False
 
 
 def _tensors_of(angles: RotaryAngles | None) -> Iterator[torch.Tensor]:

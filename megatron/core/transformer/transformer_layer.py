@@ -19,7 +19,7 @@ from megatron.core.transformer.dropout import HiddenDropout, require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
-from megatron.core.transformer.residual_norm import ResidualNorm, ResidualSum, add_branch
+from megatron.core.transformer.residual_norm import NormAhead, ResidualNorm, ResidualSum, add_branch
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -37,6 +37,16 @@ def make_norm(config: TransformerConfig, tp: Group, device: torch.device | str, 
         device=device,
         transformer_impl=config.transformer_impl,
     )
+
+
+def make_stream_norm(config: TransformerConfig, tp: Group, device: torch.device | str) -> ResidualNorm | ResidualSum:
+    """Return what attention and feed-forward read the residual stream through."""
+    if config.norm_placement == "after":
+        return ResidualSum()
+    norm = make_norm(config, tp, device, ResidualNorm)
+    assert isinstance(norm, ResidualNorm)
+    norm.sums_branch_grad = config.add_bias_linear and config.norm_placement == "before"
+    return norm
 
 
 def make_attention(
@@ -76,11 +86,11 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_number = layer_number
-        has_before, has_after = config.norm_placement != "after", config.norm_placement != "before"
-        self.input_layernorm = make_norm(config, tp, device, ResidualNorm) if has_before else ResidualSum()
+        has_after = config.norm_placement != "before"
+        self.input_layernorm = make_stream_norm(config, tp, device)
         self.self_attention = make_attention(config, layer_number, tp, device, cp)
         self.post_self_attn_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
-        self.pre_mlp_layernorm = make_norm(config, tp, device, ResidualNorm) if has_before else ResidualSum()
+        self.pre_mlp_layernorm = make_stream_norm(config, tp, device)
         self.mlp = make_feed_forward(config, layer_number, tp, device)
         self.post_mlp_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
         self.is_parallel = config.use_parallel_residual
@@ -95,8 +105,9 @@ class TransformerLayer(nn.Module):
         angles: RotaryAngles | None,
         cache: KeyValueCache | None = None,
         dropout: DropoutKeys | None = None,
+        ahead: NormAhead | None = None,
     ) -> LayerOutput:
-        """Return the layer's output.
+        """Return the layer's output; ``ahead`` may hold its first norm, and is left holding the next layer's.
 
         Raises:
             ConfigurationError: the layer drops something in training, and is given no keys.
@@ -107,7 +118,10 @@ class TransformerLayer(nn.Module):
             attended_keys = keys.after_attention(self.layer_number)
             fed_keys = keys.after_feed_forward(self.layer_number)
         probability = self.hidden_dropout.probability
-        x, normalised = self.input_layernorm(x)
+        if ahead is None or ahead.normalised is None:
+            x, normalised = self.input_layernorm(x)
+        else:
+            normalised, ahead.normalised = ahead.normalised, None
         with self._recomputed(self.input_layernorm, x, normalised):
             attended, losses = self.self_attention(normalised, pattern, angles, cache, dropout)
         branch = self.post_self_attn_layernorm(attended)
@@ -121,7 +135,11 @@ class TransformerLayer(nn.Module):
             is_dropped = self.recomputes_mlp and self.training
             fed, more_losses = recompute(self.mlp, normalised) if is_dropped else self.mlp(normalised)
         branch = self.post_mlp_layernorm(fed)
-        return LayerOutput(add_branch(x, branch, fed_keys, probability), losses + more_losses)
+        if ahead is None or ahead.following is None:
+            x = add_branch(x, branch, fed_keys, probability)
+        else:
+            x, ahead.normalised = ahead.following(x, branch, fed_keys, probability)
+        return LayerOutput(x, losses + more_losses)
 
     def _recomputed(
         self, norm: nn.Module, stream: torch.Tensor, normalised: torch.Tensor

@@ -65,6 +65,10 @@ with FakeTensorMode(allow_non_fake_inputs=True), recorder, CudaOperators(recorde
     torch.ops.aten.addmm.dtype_out(total, left.detach(), inner, torch.float32, out=total)
     torch.ops.aten.mm.dtype_out(left.detach(), inner, torch.float32, out=total)
     seen["wide"] = [(e.name, e.num_bytes, e.flops, e.itemsize, e.shapes[-2:]) for e in recorder.record.operations]
+    recorder.start()
+    torch._foreach_copy_([inner], [total.new_empty(8, 16)])
+    total.index_put_((torch.zeros(2, dtype=torch.int64, device="cuda"),), total.new_empty(2, 16), accumulate=True)
+    seen["written"] = [(e.name, e.num_bytes) for e in recorder.record.operations if "empty" not in e.name]
     query = torch.empty(3, 8, 4, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     key = torch.empty(3, 12, 2, 16, device="cuda", dtype=torch.bfloat16)
     recorder.start()
@@ -133,6 +137,13 @@ def test_operations_have_the_kernels_of_cuda_with_their_bytes(seen: dict[str, An
     assert [name for name, *_ in seen["operations"]].count("mm") == 2
     assert operations["mm"] == (2 * (4 * 16 + 16 * 8 + 4 * 8), 2 * 4 * 8 * 16)
     assert "rsqrt" not in operations
+
+
+def test_a_copy_reads_one_side_and_rows_are_added_where_indices_say(seen: dict[str, Any]) -> None:
+    moved = dict(seen["written"])
+    assert moved["_foreach_copy_"] == 8 * 16 * (4 + 2)
+    # Of 2 rows: what is added, and what it is added to, read and written.
+    assert moved["index_put_"] == 3 * 2 * 16 * 4
 
 
 def test_a_product_summed_in_float32_is_one_product_of_16_bits(seen: dict[str, Any]) -> None:

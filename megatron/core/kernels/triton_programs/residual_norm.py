@@ -13,10 +13,13 @@ import triton
 import triton.language as tl
 
 from megatron.core.kernels.triton_programs.dropout import keeps, threshold_and_scale
+from megatron.core.main_grad import Receiver, leave_parts, receive_parts
 
 MAX_WIDTH = 8192
 """Wider rows do not fit into the registers of one program."""
 _MAX_PARTS = 512
+_MAX_SUMMED_WIDTH = 4096
+"""In wider rows no register is left for a third sum."""
 
 
 @triton.jit
@@ -80,6 +83,7 @@ def backward_program(
     branch_grad: tl.tensor,
     weight_parts: tl.tensor,
     bias_parts: tl.tensor,
+    branch_parts: tl.tensor,
     num_rows: tl.tensor,
     rows_per_part: tl.tensor,
     width: tl.tensor,
@@ -95,6 +99,8 @@ def backward_program(
     weight_sum = tl.zeros((BLOCK,), tl.float32)
     if bias_parts is not None:
         bias_sum = tl.zeros((BLOCK,), tl.float32)
+    if branch_parts is not None:
+        branch_sum = tl.zeros((BLOCK,), tl.float32)
     for row in range(part * rows_per_part, tl.minimum((part + 1) * rows_per_part, num_rows)):
         at = row * width + column
         scale = tl.load(scales + row)
@@ -116,9 +122,13 @@ def backward_program(
         if first_key is not None:
             x_grad = tl.where(keeps(first_key, second_key, row, column, threshold), x_grad * kept_scale, 0.0)
             tl.store(branch_grad + at, x_grad.to(branch_grad.dtype.element_ty), mask=inside)
+        if branch_parts is not None:
+            branch_sum += tl.where(inside, x_grad, 0.0)
     tl.store(weight_parts + part * width + column, weight_sum, mask=inside)
     if bias_parts is not None:
         tl.store(bias_parts + part * width + column, bias_sum, mask=inside)
+    if branch_parts is not None:
+        tl.store(branch_parts + part * width + column, branch_sum, mask=inside)
 
 
 def warps(block: int) -> int:
@@ -140,6 +150,7 @@ class _ResidualNorm(torch.autograd.Function):
         epsilon: float,
         weight_offset: float,
         subtracts_mean: bool,
+        sums_branch_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         stream = residual.contiguous()
         branch = None if branch is None else branch.contiguous()
@@ -157,7 +168,9 @@ class _ResidualNorm(torch.autograd.Function):
                 width, epsilon, *ctx.arguments, BLOCK=block, num_warps=warps(block),
             )  # fmt: skip
         ctx.save_for_backward(total, weight, means, scales, first_key, second_key)
-        ctx.has_branch, ctx.bias_dtype = branch is not None, None if bias is None else bias.dtype
+        ctx.has_branch = branch is not None
+        ctx.sums_branch_grad = branch is not None and sums_branch_grad and width <= _MAX_SUMMED_WIDTH
+        ctx.receivers = [Receiver.of(each) for each in (weight, bias) if each is not None]
         return residual if branch is None else total, normalised
 
     @staticmethod
@@ -167,21 +180,23 @@ class _ResidualNorm(torch.autograd.Function):
         num_rows = scales.shape[0]
         rows_per_part = max(1, triton.cdiv(num_rows, _MAX_PARTS))
         num_parts = triton.cdiv(num_rows, rows_per_part)
-        dtypes = weight.dtype, ctx.bias_dtype
-        parts = [
-            None if dtype is None else total.new_empty((num_parts, width), dtype=torch.float32) for dtype in dtypes
-        ]
+        receivers: list[Receiver] = ctx.receivers
+        parts = total.new_empty((len(receivers), num_parts, width), dtype=torch.float32)
+        bias_parts = parts[1] if len(receivers) > 1 else None
+        branch_parts = parts.new_empty((1, num_parts, width)) if ctx.sums_branch_grad else None
         residual_grad = torch.empty_like(total)
         branch_grad = residual_grad if first_key is None else torch.empty_like(total)
         block = triton.next_power_of_2(width)
         if num_rows:
             backward_program[(num_parts,)](
                 normalised_grad.contiguous(), total_grad.contiguous(), total, weight, means, scales,
-                first_key, second_key, residual_grad, branch_grad, *parts, num_rows, rows_per_part, width,
-                *ctx.arguments, BLOCK=block, num_warps=warps(block),
+                first_key, second_key, residual_grad, branch_grad, parts[0], bias_parts, branch_parts,
+                num_rows, rows_per_part, width, *ctx.arguments, BLOCK=block, num_warps=warps(block),
             )  # fmt: skip
-        weight_grad, bias_grad = (None if part is None else part.sum(0).to(dtype) for part, dtype in zip(parts, dtypes))
-        return residual_grad, branch_grad if ctx.has_branch else None, weight_grad, bias_grad, *(None,) * 6
+        if branch_parts is not None:
+            leave_parts(branch_grad, branch_parts)
+        grads = (*receive_parts(parts, receivers), None)[:2]
+        return residual_grad, branch_grad if ctx.has_branch else None, *grads, *(None,) * 7
 
 
 def add_and_normalise(
@@ -195,16 +210,20 @@ def add_and_normalise(
     weight_offset: float = 0.0,
     keys: tuple[torch.Tensor, torch.Tensor] | None = None,
     probability: float = 0.0,
+    sums_branch_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``residual + dropout(branch)`` and its norm; without a branch the residual itself and its norm.
 
     The norm is LayerNorm where it ``subtracts_mean`` and RMSNorm elsewhere; ``weight_offset`` is added to its weight.
     ``keys`` are two for each row, which decide what dropout keeps of it; without them nothing is dropped.
+    With ``sums_branch_grad`` the branch's gradient has its sum over the rows with it, as the bias in a branch wants,
+    where rows are not among the widest.
 
     Shapes: ``residual, branch: [..., h]``, ``weight, bias: [h]``, ``keys: [...]`` twice in int32 ``-> [..., h]`` twice.
     """
     first_key, second_key = (None, None) if keys is None else (key.contiguous() for key in keys)
     result: tuple[torch.Tensor, torch.Tensor] = _ResidualNorm.apply(
-        residual, branch, weight, bias, first_key, second_key, probability, epsilon, weight_offset, subtracts_mean
+        *(residual, branch, weight, bias, first_key, second_key, probability, epsilon, weight_offset, subtracts_mean),
+        sums_branch_grad,
     )
     return result

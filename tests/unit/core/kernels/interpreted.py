@@ -35,8 +35,8 @@ def cpu_runs_on_triton() -> Iterator[None]:
         triton_choice._DEVICE = "cuda"
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare with more precise values: one unit of the last place of the largest is allowed."""
+def close(actual: torch.Tensor, expected: torch.Tensor, units: int = 1) -> None:
+    """Compare with more precise values: so many units of the last place of the largest are allowed."""
     error = float((actual.double() - expected.double()).detach().abs().max())
-    allowed = ULP[actual.dtype] * float(expected.abs().max())
+    allowed = units * ULP[actual.dtype] * float(expected.detach().abs().max())
     assert error <= allowed, f"{error} apart, {allowed} allowed"

@@ -38,12 +38,15 @@ class Compiled:
 def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
     """Yield name, program, types of the arguments that are no bf16 pointers, compile-time sizes, warps."""
     from megatron.core.kernels.triton_programs import (
+        activation,
+        column_sums,
         cross_entropy,
         dropout,
         float8_cast,
         gated_activation,
         residual_norm,
         rotary,
+        split,
     )
 
     rows = {"labels": "*i64", "width": "i32", "num_columns": "odd", "normalizer": "*fp32", "label_logit": "*fp32"}
@@ -65,7 +68,20 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
             name = f"rotary {rotary_dim} {is_interleaved}"
             yield name, rotary.rotate_program, kinds | {"value": None, "value_out": None}, sizes, 4
             yield f"{name} of a projection", rotary.rotate_program, kinds, sizes, 4
-    kinds = dict.fromkeys(("weight_parts", "bias_parts", "means", "scales"), "*fp32")
+    kinds = dict.fromkeys(split.join_program.arg_names[6:], "i32") | {"bias_parts": "*fp32"}
+    kinds |= dict.fromkeys(("num_tokens", "tokens_per_part", "batch", "num_groups", "heads_per_group"), "odd")
+    for head_dim, channels in ((64, 64), (80, 128)):
+        sizes = {"HEAD_DIM": head_dim, "HEADS": split._TILE // channels, "CHANNELS": channels}
+        yield f"joined heads of {head_dim}", split.join_program, kinds, sizes, 4
+    kinds = {"bias_parts": "*fp32", "num_rows": "odd", "rows_per_part": "odd", "width": "i32"}
+    for kind in ("gelu", "gelu_tanh", "squared_relu"):
+        sizes = {"BLOCK": activation._BLOCK, "KIND": kind}
+        yield f"{kind} gradient", activation.backward_program, kinds, sizes, 4
+    kinds = dict.fromkeys(("parts", "first", "second", "third"), "*fp32") | {"num_parts": "odd", "width": "i32"}
+    sizes = {"ROWS": column_sums._ROWS, "COLUMNS": column_sums._COLUMNS}
+    sizes |= {"FIRST_ADDS": True, "SECOND_ADDS": True, "THIRD_ADDS": False}
+    yield "sums", column_sums.sums_program, kinds, sizes, 4
+    kinds = dict.fromkeys(("weight_parts", "bias_parts", "branch_parts", "means", "scales"), "*fp32")
     kinds |= dict.fromkeys(("epsilon", "weight_offset", "kept_scale"), "fp32")
     kinds |= {
         "first_key": "*i32",
@@ -77,12 +93,15 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
     }
     for name, arguments in [("dropout", kinds | {"residual": None}), ("dropout and sum", kinds)]:
         yield name, dropout.dropout_program, arguments, {"BLOCK": dropout._BLOCK}, 4
-    rms = kinds | {"means": None, "first_key": None, "bias": None, "bias_parts": None}
+    rms = kinds | {"means": None, "first_key": None, "bias": None, "bias_parts": None, "branch_parts": None}
+    width = residual_norm._MAX_SUMMED_WIDTH
+    sizes = {"BLOCK": width}
+    yield "LayerNorm, branch's sum, gradient", residual_norm.backward_program, kinds, sizes, residual_norm.warps(width)
     width = residual_norm.MAX_WIDTH
     for name, arguments in [
         ("RMSNorm of the stream", rms | {"branch": None}),
         ("RMSNorm", rms),
-        ("LayerNorm, dropout", kinds),
+        ("LayerNorm, dropout", kinds | {"branch_parts": None}),
     ]:
         warps = residual_norm.warps(width)
         yield name, residual_norm.forward_program, arguments, {"BLOCK": width}, warps
@@ -136,19 +155,19 @@ def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) ->
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability: int, tmp_path: Path) -> None:
     (results,) = run_distributed(1, compile_programs, capability, tmp_path, timeout_s=120.0)
-    assert len(results) == 22 + NUM_FLOAT8 * (capability >= MIN_FLOAT8_CAPABILITY)
+    assert len(results) == 28 + NUM_FLOAT8 * (capability >= MIN_FLOAT8_CAPABILITY)
     for result in results:
         assert result.stack_bytes == 0, result
         is_norm_gradient = "Norm" in result.name and "gradient" in result.name
         limit = MAX_NORM_GRADIENT_REGISTERS if is_norm_gradient else MAX_REGISTERS
         assert 0 < result.registers <= limit, result
         assert result.wide_loads >= (1 if result.name == "dropout" else 2), result
-        # The normalizer's program writes two numbers a row, and reads the label's logit by itself.
+        # The normalizer's program writes two numbers a row, and reads the label's logit by itself. Sums are few.
         is_normalizer = result.name == "cross-entropy"
-        assert result.wide_stores >= (0 if is_normalizer else 1), result
+        assert result.wide_stores >= (0 if is_normalizer or result.name == "sums" else 1), result
         assert result.narrow_accesses == (1 if is_normalizer else 0), result
 
 
 def test_programs_compile_for_one_row_one_sample_and_one_head(tmp_path: Path) -> None:
     (results,) = run_distributed(1, compile_programs, 90, tmp_path, odd_is_one=True, timeout_s=120.0)
-    assert len(results) == 22 + NUM_FLOAT8
+    assert len(results) == 28 + NUM_FLOAT8

@@ -22,17 +22,30 @@ LLAMA = {
 }
 NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.4, "apply_layernorm_1p": True, "geglu": True}
 PARALLEL = {"use_parallel_residual": True}
+GPT2 = {"openai_gelu": True}
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
 
 
 def check_model(settings: dict[str, Any]) -> None:
-    from megatron.core.kernels.triton_programs import cross_entropy, dropout, gated_activation, residual_norm, rotary
+    from megatron.core.kernels.triton_programs import (
+        activation,
+        column_sums,
+        cross_entropy,
+        dropout,
+        gated_activation,
+        residual_norm,
+        rotary,
+        split,
+    )
 
     launches: Counter[str] = Counter()
     for module, attribute, name in [
         (rotary, "rotate_program", "rotate"),
         (gated_activation, "forward_program", "gate"),
         (gated_activation, "backward_program", "gate gradient"),
+        (activation, "backward_program", "activation gradient"),
+        (split, "join_program", "join"),
+        (column_sums, "sums_program", "sums"),
         (residual_norm, "forward_program", "norm"),
         (residual_norm, "backward_program", "norm gradient"),
         (dropout, "dropout_program", "dropout"),
@@ -54,12 +67,20 @@ def check_model(settings: dict[str, Any]) -> None:
     with cpu_runs_on_triton():
         launches.clear()
         actual = step()
-    # In both directions: behind the embedding, at the end of two layers, and where attention is added without a norm.
-    num_drops = 2 * (1 + 2 + 2 * settings.get("use_parallel_residual", False)) if "hidden_dropout" in settings else 0
+    # In both directions: behind the embedding, at the end of the last layer, and where attention has no norm behind it.
+    num_drops = 2 * (1 + 1 + 2 * settings.get("use_parallel_residual", False)) if "hidden_dropout" in settings else 0
+    is_gated = settings.get("swiglu", False) or settings.get("geglu", False)
+    has_bias = settings.get("add_bias_linear", True)
+    # Branches with a bias that meet a norm; several ranks of a CPU add it to their sum.
+    num_branches = (1 if settings.get("use_parallel_residual", False) else 3) if has_bias and tp.size == 1 else 0
+    num_joins = 2 if settings.get("position_embedding_type") is None else 0
+    num_activations = 0 if is_gated or not has_bias else 2
     assert launches == {
-        "rotate": 4,
-        "gate": 2,
-        "gate gradient": 2,
+        **({} if num_joins else {"rotate": 4}),
+        **({"gate": 2, "gate gradient": 2} if is_gated else {}),
+        **({"activation gradient": num_activations} if num_activations else {}),
+        **({"join": num_joins} if num_joins else {}),
+        "sums": 4 + num_branches + num_activations + num_joins,
         "norm": 4,
         "norm gradient": 4,
         **({"dropout": num_drops} if num_drops else {}),
@@ -83,8 +104,24 @@ class Counted:
 
 @pytest.mark.parametrize(
     ("settings", "world_size"),
-    [(LLAMA, 1), (LLAMA | DROPOUT, 2), (NEOX, 1), (NEOX | DROPOUT, 1), (NEOX | DROPOUT | PARALLEL, 2)],
-    ids=["llama", "llama, dropout, 2 ranks", "neox", "neox, dropout", "neox, parallel, dropout, 2 ranks"],
+    [
+        (LLAMA, 1),
+        (LLAMA | DROPOUT, 2),
+        (NEOX, 1),
+        (NEOX | DROPOUT, 1),
+        (NEOX | DROPOUT | PARALLEL, 2),
+        (GPT2, 1),
+        (GPT2 | DROPOUT, 2),
+    ],
+    ids=[
+        "llama",
+        "llama, dropout, 2 ranks",
+        "neox",
+        "neox, dropout",
+        "neox, parallel, dropout, 2 ranks",
+        "gpt2",
+        "gpt2, dropout, 2 ranks",
+    ],
 )
 def test_a_model_on_triton_equals_the_model_in_torch(settings: dict[str, Any], world_size: int) -> None:
     interpret(check_model, settings, world_size=world_size)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.kernels.dropout import RowKeys, drop_hidden
+from megatron.core.main_grad import Receiver, bias_gradient
 from tests.unit.core.kernels.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
 
 pytestmark = needs_triton
@@ -75,13 +76,21 @@ def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
                 weight_offset=1.0,
                 keys=keys,
                 probability=probability,
+                sums_branch_grad=True,
             )
-            runs.append((*actual, *torch.autograd.grad(actual, list(inputs.values()), grads)))
+            of_inputs = torch.autograd.grad(actual, list(inputs.values()), grads)
+            runs.append((*actual, *of_inputs))
+            if has_branch:
+                of_branch = of_inputs[list(inputs).index("branch")]
+                of_rows = expected_grads[list(inputs).index("branch")].flatten(0, 1)
+                assert hasattr(of_branch, "column_parts")
+                close(bias_gradient(of_branch, Receiver(dtype, None)), of_rows.sum(0), units=2)
         for name, one, other, again in zip(
             ("total", "normalised", *inputs), runs[0], (*expected, *expected_grads), runs[1]
         ):
             assert one.dtype == dtype, name
-            close(one, other)
+            # The interpreter cuts the stream down, and then a sum over its rows.
+            close(one, other, units=2 if name in ("weight", "bias") else 1)
             assert torch.equal(one, again), name
         assert has_branch or torch.equal(runs[0][0], values["residual"])
         # Recompute takes the stream that a call has left.

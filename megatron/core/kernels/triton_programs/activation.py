@@ -1,0 +1,102 @@
+"""Gradients of plain activations with the sum that is the gradient of the bias before them: two reads, one write.
+
+Forward an activation is one pass of torch's own. Backward the bias would cost another read of what is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron.core.main_grad import Receiver, receive_parts
+
+_BLOCK = 1024
+_MAX_PARTS = 256
+
+
+@triton.jit
+def slope_of(x, KIND: tl.constexpr):
+    """Return the derivative of an activation at ``x``."""
+    if KIND == "gelu":
+        # The normal distribution and its density.
+        slope = 0.5 * (1.0 + tl.erf(0.7071067811865476 * x)) + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+    elif KIND == "gelu_tanh":
+        # As in a gated activation: the approximation is x * sigmoid(u).
+        gate = tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+        slope = gate + x * gate * (1.0 - gate) * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
+    else:
+        slope = 2.0 * tl.maximum(x, 0.0)
+    return slope
+
+
+@triton.jit
+def backward_program(
+    grad: tl.tensor,
+    x: tl.tensor,
+    x_grad: tl.tensor,
+    bias_parts: tl.tensor,
+    num_rows: tl.tensor,
+    rows_per_part: tl.tensor,
+    width: tl.tensor,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write one block of columns of some rows of ``x_grad``, and their sum."""
+    part = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for row in range(part * rows_per_part, tl.minimum((part + 1) * rows_per_part, num_rows)):
+        at = row * width + column
+        out = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        out *= slope_of(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), KIND)
+        tl.store(x_grad + at, out.to(x_grad.dtype.element_ty), mask=inside)
+        total += out
+    tl.store(bias_parts + part * width + column, total, mask=inside)
+
+
+class _BiasedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        kind: str,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.kind, ctx.receiver = kind, Receiver.of(bias)
+        return activation(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        width = x.shape[-1]
+        num_rows = x.numel() // width
+        rows_per_part = max(1, triton.cdiv(num_rows, _MAX_PARTS))
+        num_parts = triton.cdiv(num_rows, rows_per_part)
+        parts = x.new_empty((1, num_parts, width), dtype=torch.float32)
+        x_grad = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if num_rows:
+            backward_program[(num_parts, triton.cdiv(width, _BLOCK))](
+                grad.contiguous(), x.contiguous(), x_grad, parts, num_rows, rows_per_part, width,
+                KIND=ctx.kind, BLOCK=_BLOCK,
+            )  # fmt: skip
+        return x_grad, *receive_parts(parts, [ctx.receiver]), None, None
+
+
+def activate_with_bias(
+    x: torch.Tensor, bias: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor], kind: str
+) -> torch.Tensor:
+    """Return ``activation(x)``, with a gradient for the ``bias`` that is in ``x`` already.
+
+    ``kind`` says what the activation is: gelu, gelu_tanh or squared_relu.
+
+    Shapes: ``x: [..., f]``, ``bias: [f] -> [..., f]``.
+    """
+    result: torch.Tensor = _BiasedActivation.apply(x, bias, activation, kind)
+    return result
