@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import accumulate
 from typing import cast
 
 import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +89,13 @@ def events_of_a_step(options: Options) -> list[str]:
     events: list[str] = []
     run.step(0)
     run.ddp.finish_param_gather()
-    inner = run.optimizer._inner
-    step_if = inner.step_if
+    for bucket in run.optimizer._on_device:
 
-    def noted(*arguments: Any) -> None:
-        events.append("update")
-        step_if(*arguments)
+        def noted(*arguments: Any, step_if: Callable[..., None] = bucket.step_if) -> None:
+            events.append("update")
+            step_if(*arguments)
 
-    inner.step_if = noted  # type: ignore[method-assign]
+        bucket.step_if = noted  # type: ignore[method-assign]
     events.clear()
     run.step(1)
     return [event for event in events if event in ("update", "all_gather")]
