@@ -150,7 +150,7 @@ class RowParallelLinear(nn.Module):
         _check_even_shards("input", in_features, tp)
         if sequence_parallel and not input_is_parallel:
             raise ConfigurationError(
-                "input_is_parallel=False takes a whole input, which sequence_parallel=True does not have; drop one of them"
+                "input_is_parallel=False takes a whole input, which sequence_parallel=True does not have; drop one"
             )
         self.tp = tp
         self.input_is_parallel = input_is_parallel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, FRACTION, Config, flag
+from megatron.core.config_base import FRACTION, NOT_NEGATIVE, POSITIVE, Config, flag
 from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES
 from megatron.core.tokenizers.patch_tokenizer import CODE_TOKENIZER_TYPES, PATCH_TOKENIZER_TYPES
 

@@ -57,7 +57,9 @@ def plain() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.T
     bias = torch.from_numpy(named_values(spec_of(layer.bias))).requires_grad_()
     x = values(LENGTH, BATCH, INNER, seed=1).requires_grad_()
     F.linear(x, weight, bias).backward(values(LENGTH, BATCH, OUTER, seed=2))
-    assert x.grad is not None and weight.grad is not None and bias.grad is not None
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert bias.grad is not None
     return F.linear(x, weight).detach(), bias.detach(), x.grad, {"weight": weight.grad, "bias": bias.grad}
 
 
