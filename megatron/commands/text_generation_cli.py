@@ -50,9 +50,7 @@ def build_parser() -> Parser:
         "--no-repeat-ngram-size", type=int, default=0, metavar="N", help="repeat no run of N tokens (0: any may repeat)"
     )
     beams = parser.add_argument_group("beam search: the likeliest texts, nothing is drawn")
-    beams.add_argument(
-        "--num-beams", type=int, default=1, metavar="N", help="texts that are followed at once (1: none)"
-    )
+    beams.add_argument("--num-beams", type=int, default=1, metavar="N", help="texts followed at once (1: no search)")
     beams.add_argument(
         "--length-penalty",
         type=float,

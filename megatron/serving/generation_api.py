@@ -194,7 +194,7 @@ class ApiTranslator:
         ids = [
             [*prompt, *tokens]
             for prompt, continuation in zip(asked.prompts, given, strict=True)
-            for tokens in ([found.tokens for found in continuation.hypotheses] or [continuation.tokens])
+            for tokens in ([found.tokens for found in continuation.hypotheses] or [tuple(continuation.tokens)])
         ]
         scores = [found.score for continuation in given for found in continuation.hypotheses]
         numbers = {"logprobs": [continuation.log_probabilities for continuation in given] if api.logprobs else None}
