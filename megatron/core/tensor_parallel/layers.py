@@ -73,7 +73,7 @@ class ColumnParallelLinear(nn.Module):
         skip_bias_add: bool = False,
     ) -> None:
         super().__init__()
-        _check_even_shards("output", padded_out_features or out_features, tp, num_stacked)
+        _check_even_shards("output features", padded_out_features or out_features, tp, num_stacked)
         if gather_output and (sequence_parallel or num_stacked > 1):
             raise ConfigurationError(
                 "gather_output gives every rank the whole output: it cannot be combined with sequence_parallel=True or "
@@ -147,7 +147,7 @@ class RowParallelLinear(nn.Module):
         skip_bias_add: bool = False,
     ) -> None:
         super().__init__()
-        _check_even_shards("input", in_features, tp)
+        _check_even_shards("input features", in_features, tp)
         if sequence_parallel and not input_is_parallel:
             raise ConfigurationError(
                 "input_is_parallel=False takes a whole input, which sequence_parallel=True does not have; drop one"
@@ -209,7 +209,7 @@ def _check_even_shards(side: str, features: int, tp: Group, num_stacked: int = 1
     if features % (tp.size * num_stacked):
         stacked = f" x {num_stacked} stacked tensors" if num_stacked > 1 else ""
         raise ConfigurationError(
-            f"{features} {side} features are not divisible by tensor-parallel size {tp.size}{stacked}; pad them or "
+            f"{features} {side} are not divisible by tensor-parallel size {tp.size}{stacked}; pad them or "
             "change the number of processes"
         )
 
@@ -252,6 +252,9 @@ class VocabParallelEmbedding(nn.Module):
     The table is padded to ``padded_vocab_size`` rows; padding is never looked up and stays zero.
 
     Shapes: ``[b, s] -> [s, b, h]``; with sequence parallelism ``-> [s/tp, b, h]``.
+
+    Raises:
+        ConfigurationError: the padded rows cannot be sharded evenly.
     """
 
     def __init__(
@@ -261,12 +264,13 @@ class VocabParallelEmbedding(nn.Module):
         hidden_size: int,
         tp: Group,
         *,
-        sequence_parallel: bool,
-        init_std: float,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        sequence_parallel: bool = False,
+        init_std: float = DEFAULT_INIT_STD,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
+        _check_even_shards("vocabulary rows", padded_vocab_size, tp)
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.rows_per_rank = padded_vocab_size // tp.size
