@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from megatron.commands.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
 from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.inference.beam_config import BeamConfig
 from megatron.core.inference.request import GenerationRequest, StopRule, check_request
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.tokenizers.tokenizer import Tokenizer
@@ -44,6 +46,22 @@ def build_parser() -> Parser:
         "--top-p", type=float, default=0.0, metavar="P", help="draw from the most probable that sum to P (all)"
     )
     sampling.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the draws (1234)")
+    sampling.add_argument(
+        "--no-repeat-ngram-size", type=int, default=0, metavar="N", help="repeat no run of N tokens (0: any may repeat)"
+    )
+    beams = parser.add_argument_group("beam search: the likeliest texts, nothing is drawn")
+    beams.add_argument("--num-beams", type=int, default=1, metavar="N", help="texts followed at once (1: no search)")
+    beams.add_argument(
+        "--length-penalty",
+        type=float,
+        metavar="P",
+        help="scores are sums of log-probabilities over length ** P: above 0 favours long texts (1.0)",
+    )
+    beams.add_argument(
+        "--early-stopping",
+        choices=("true", "false", "never"),
+        help="end with N finished texts; where no running text beats them (false); where none ever can",
+    )
     add_model_flags(parser)
     return parser
 
@@ -60,13 +78,31 @@ def check_sampling(arguments: argparse.Namespace) -> SamplingConfig:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
+        no_repeat_ngram_size=arguments.no_repeat_ngram_size,
     )
     problems = list(sampling.problems())
+    if arguments.num_beams < 1:
+        problems.append(f"--num-beams {arguments.num_beams} is not positive; 1 follows one text")
+    for flag, value in (("--length-penalty", arguments.length_penalty), ("--early-stopping", arguments.early_stopping)):
+        if value is not None and arguments.num_beams == 1:
+            problems.append(f"{flag} {value} is of use with --num-beams 2 or more")
     if arguments.tokens_to_generate < 1:
         problems.append(f"--tokens-to-generate {arguments.tokens_to_generate} is not positive")
     if problems:
         raise ConfigurationError(problems)
     return sampling
+
+
+def beam_config(arguments: argparse.Namespace) -> BeamConfig | None:
+    """Return how beams are searched; None where there are none."""
+    if arguments.num_beams == 1:
+        return None
+    stopping: dict[str | None, bool | Literal["never"]] = {"true": True, "never": "never"}
+    return BeamConfig(
+        num_beams=arguments.num_beams,
+        length_penalty=1.0 if arguments.length_penalty is None else arguments.length_penalty,
+        early_stopping=stopping.get(arguments.early_stopping, False),
+    )
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
@@ -93,7 +129,11 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
 
 
 def make_request(
-    prompts: Sequence[str], tokenizer: Tokenizer, max_new_tokens: int, sampling: SamplingConfig
+    prompts: Sequence[str],
+    tokenizer: Tokenizer,
+    max_new_tokens: int,
+    sampling: SamplingConfig,
+    beams: BeamConfig | None = None,
 ) -> GenerationRequest:
     """Return the engine's request: each prompt goes on until its document ends."""
     return GenerationRequest(
@@ -101,6 +141,7 @@ def make_request(
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         stop=StopRule(end_tokens=frozenset() if tokenizer.eod_id is None else frozenset((tokenizer.eod_id,))),
+        beams=beams,
     )
 
 
@@ -110,6 +151,7 @@ def generate_texts(
     prompts: Sequence[str],
     max_new_tokens: int,
     sampling: SamplingConfig,
+    beams: BeamConfig | None = None,
 ) -> list[str]:
     """Load the checkpoint and return each prompt with what follows it.
 
@@ -118,7 +160,7 @@ def generate_texts(
     """
     checkpoint = open_checkpoint(model, launch)
     tokenizer = checkpoint.tokenizer
-    request = make_request(prompts, tokenizer, max_new_tokens, sampling)
+    request = make_request(prompts, tokenizer, max_new_tokens, sampling, beams)
     check_request(checkpoint.config, request)
     engine = load_engine(checkpoint, launch)
     continuations = engine.generate(request)
@@ -138,7 +180,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     prompts = read_prompts(arguments)
     model = model_request(arguments)
     try:
-        texts = generate_texts(model, launch, prompts, arguments.tokens_to_generate, sampling)
+        texts = generate_texts(model, launch, prompts, arguments.tokens_to_generate, sampling, beam_config(arguments))
     finally:
         shut_down()
     if launch.rank == 0:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.errors import InputError
+from megatron.core.inference.beam_config import BeamConfig
 from megatron.core.inference.request import (
     Continuation,
     GenerationRequest,
@@ -48,6 +49,9 @@ class ApiRequest:
     random_seed: int = -1
     no_log: bool = False
     stop_token: int | None = None
+    no_repeat_ngram_size: int = 0
+    beam_width: int | None = None
+    length_penalty: float = 1.0
 
 
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -57,8 +61,6 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "float": (lambda value: type(value) in (int, float), "a number"),
 }
 _NOT_SUPPORTED = {
-    "beam_width": "beam search is not offered: leave beam_width out",
-    "length_penalty": "length_penalty belongs to beam search, which is not offered: leave it out",
     "max_len": "max_len is tokens_to_generate now",
     "sentences": "sentences is prompts now",
 }
@@ -130,6 +132,10 @@ def _check_values(request: ApiRequest, given: Mapping[str, Any]) -> None:
         "top_p_decay must be between 0 and 1": not 0.0 <= request.top_p_decay <= 1.0,
         "top_p_decay needs top_p": request.top_p_decay != 0.0 and request.top_p == 0.0,
         "top_p_bound must be between 0 and top_p": not 0.0 <= request.top_p_bound <= request.top_p,
+        "no_repeat_ngram_size must be 0 or more": request.no_repeat_ngram_size < 0,
+        "beam_width must be 1 or more": request.beam_width is not None and request.beam_width < 1,
+        "length_penalty needs beam_width": "length_penalty" in given and request.beam_width is None,
+        "beam_width needs tokens_to_generate": request.beam_width is not None and request.tokens_to_generate == 0,
         "random_seed must be 0 or more": "random_seed" in given and not -1 <= request.random_seed < 2**63,
         "empty prompts need add_BOS true": not request.add_BOS and not all(request.prompts),
     }
@@ -166,11 +172,15 @@ class ApiTranslator:
             except InputError as error:
                 raise BadRequest("; ".join(str(error).splitlines())) from error
         longest = max(map(len, prompts)) + request.tokens_to_generate
-        together = longest * min(len(prompts), self.max_batch_size)
+        width = request.beam_width or 1
+        prompts_at_once = min(len(prompts), max(1, self.max_batch_size // width))
+        together = prompts_at_once * width * longest
         if together > self.max_tokens:
+            beams = "" if request.beam_width is None else f" x {width} beams"
             raise BadRequest(
-                f"{min(len(prompts), self.max_batch_size)} prompts x {longest} tokens = {together} at once, at most "
+                f"{prompts_at_once} prompts{beams} x {longest} tokens = {together} at once, at most "
                 f"{self.max_tokens} are taken; send fewer or shorter prompts, or lower tokens_to_generate"
+                f"{' or beam_width' if beams else ''}"
             )
         return result
 
@@ -178,14 +188,21 @@ class ApiTranslator:
         """Return the body of the response: the texts, their tokens as texts, and the log-probabilities.
 
         A text leaves out the token of add_BOS; its ``segments`` begin with it. ``logprobs`` has one number for every
-        segment but the first, or is null where it was not asked for.
+        segment but the first, or is null where it was not asked for. Of beams all texts of a prompt are there, the best
+        first, and ``scores`` has one number for each in the place of ``logprobs``.
         """
-        ids = [[*prompt, *continuation.tokens] for prompt, continuation in zip(asked.prompts, given, strict=True)]
+        ids = [
+            [*prompt, *tokens]
+            for prompt, continuation in zip(asked.prompts, given, strict=True)
+            for tokens in ([found.tokens for found in continuation.hypotheses] or [tuple(continuation.tokens)])
+        ]
+        scores = [found.score for continuation in given for found in continuation.hypotheses]
+        numbers = {"logprobs": [continuation.log_probabilities for continuation in given] if api.logprobs else None}
         with self._lock:
             return {
                 "text": [self.tokenizer.detokenize(row[int(api.add_BOS) :]) for row in ids],
                 "segments": [[self.tokenizer.detokenize([token]) for token in row] for row in ids],
-                "logprobs": [continuation.log_probabilities for continuation in given] if api.logprobs else None,
+                **(numbers if api.beam_width is None else {"scores": scores}),
             }
 
     def _tokenize(self, prompt: str, add_bos: bool) -> tuple[int, ...]:
@@ -205,6 +222,8 @@ class ApiTranslator:
         closing = lines.newline if request.stop_on_eol else lines.blank_line if request.stop_on_double_eol else ()
         pairs = TokenPairs(first=lines.ends_line, second=lines.begins_line) if request.stop_on_double_eol else None
         never = TokenPairs(first=lines.colon, second=lines.newline) if request.prevent_newline_after_colon else None
+        width = request.beam_width
+        beams = None if width is None else BeamConfig(num_beams=width, length_penalty=float(request.length_penalty))
         end = self.tokenizer.eod_id if request.stop_token is None else request.stop_token
         return GenerationRequest(
             prompts=prompts,
@@ -216,6 +235,7 @@ class ApiTranslator:
                 top_p_decay=float(request.top_p_decay),
                 top_p_bound=float(request.top_p_bound),
                 seed=default_seed if request.random_seed < 0 else request.random_seed,
+                no_repeat_ngram_size=request.no_repeat_ngram_size,
             ),
             stop=StopRule(
                 end_tokens=frozenset() if end is None else frozenset((end,)),
@@ -224,6 +244,7 @@ class ApiTranslator:
             ),
             never=never or TokenPairs(),
             log_probabilities=request.logprobs,
+            beams=beams,
         )
 
     def _lines(self) -> _LineTokens:

@@ -148,14 +148,15 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             api = read_body(body)
             asked = translator.generation_request(api, self.server.next_seed())
-            answer = translator.answer(asked, api, self.server.jobs.submit(asked))
+            given = self.server.jobs.submit(asked)
+            answer = translator.answer(asked, api, given)
         except BadRequest as error:
             return HTTPStatus.BAD_REQUEST, str(error), f"refused: {error}"
         except ServiceEnding as error:
             return HTTPStatus.SERVICE_UNAVAILABLE, str(error), str(error)
         except InputError as error:
             return HTTPStatus.INTERNAL_SERVER_ERROR, str(error), str(error)
-        num_new = sum(map(len, answer["segments"])) - sum(map(len, asked.prompts))
+        num_new = sum(len(continuation.tokens) for continuation in given)
         return HTTPStatus.OK, answer, "" if api.no_log else f"{len(api.prompts)} prompts, {num_new} new tokens"
 
     def _send(self, status: HTTPStatus, content: Any) -> None:

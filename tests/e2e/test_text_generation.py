@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -127,6 +128,35 @@ def test_one_process_prints_the_prompt_and_what_follows(llama: Path) -> None:
     assert result.stdout == expected_text(f"{LLAMA_SHAPE} {NULL_TOKENIZER}", "3 14 15", 9) + "\n"
     assert result.stderr == ""
     assert len(result.stdout.split()) == 12
+
+
+def test_beams_find_another_text_that_repeats_nothing(llama: Path, monkeypatch, capsys) -> None:
+    words = ("--load", llama, "--prompt", "3 14 15", "--tokens-to-generate", "9", "--num-beams", "4")
+    words = (*words, "--length-penalty", "0.5", "--no-repeat-ngram-size", "2")
+    status, alone, _ = call_tool(monkeypatch, capsys, *words)
+    assert status == 0
+    tokens = alone.split()
+    assert tokens[:3] == ["3", "14", "15"]
+    assert len(set(itertools.pairwise(tokens))) == len(tokens) - 1
+    assert alone != expected_text(f"{LLAMA_SHAPE} {NULL_TOKENIZER}", "3 14 15", 9) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--num-beams", "0"), "--num-beams 0 is not positive"),
+        (("--num-beams", "100"), "num_beams 100 cannot be: 99 of the model's tokens do not end a text; use 1..99"),
+        (("--num-beams", "2", "--top-k", "3"), "beams draw nothing"),
+        (("--length-penalty", "2"), "--length-penalty 2.0 is of use with --num-beams 2 or more"),
+        (("--early-stopping", "never"), "--early-stopping never is of use with --num-beams 2 or more"),
+        (("--no-repeat-ngram-size", "-1"), "--no-repeat-ngram-size -1 is negative"),
+    ],
+)
+def test_beams_that_cannot_be_are_one_line_and_status_2(llama: Path, monkeypatch, capsys, words, message: str) -> None:
+    status, out, error = call_tool(monkeypatch, capsys, "--load", llama, "--prompt", "3 14", *words)
+    assert (status, out) == (2, "")
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def test_four_processes_print_the_same_once(llama: Path) -> None:

@@ -23,6 +23,10 @@ import torch
 
 from megatron.commands import run_text_generation_server
 from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.inference.beam_config import BeamConfig
+from megatron.core.inference.engine import InferenceEngine
+from megatron.core.inference.request import GenerationRequest, StopRule
+from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.training.checkpointing.save import CommonState
@@ -141,6 +145,32 @@ def check_answers(server: Running) -> None:
     assert answer["text"] == [" ".join(expected[: expected.index(str(stop), 1)])]
 
 
+def check_beams(server: Running) -> None:
+    """Compare the texts and scores of a search with those that this process finds."""
+    body = {"prompts": ["3 14 15", "92"], "tokens_to_generate": 6, "beam_width": 3, "length_penalty": 0.5}
+    status, answer = server.put(body | {"stop_token": 7, "no_repeat_ngram_size": 2})
+    assert status == 200
+    config, _ = run_config(FLAGS)
+    engine = InferenceEngine(build(config.model, single_rank_group(), seed=77), describe_parallel_state(0, 1))
+    request = GenerationRequest(
+        prompts=((3, 14, 15), (92,)),
+        max_new_tokens=6,
+        sampling=SamplingConfig(no_repeat_ngram_size=2),
+        stop=StopRule(end_tokens=frozenset((7,))),
+        beams=BeamConfig(num_beams=3, length_penalty=0.5),
+    )
+    found = [
+        ([*prompt, *hypothesis.tokens], hypothesis.score)
+        for prompt, continuation in zip(request.prompts, engine.generate(request), strict=True)
+        for hypothesis in continuation.hypotheses
+    ]
+    assert len(found) == 6
+    assert answer["text"] == [" ".join(map(str, tokens)) for tokens, _ in found]
+    assert [" ".join(row) for row in answer["segments"]] == answer["text"]
+    assert answer["scores"] == pytest.approx([score for _, score in found], abs=1e-5)
+    assert server.put(body | {"beam_width": 200})[1].startswith("num_beams 200 cannot be: ")
+
+
 def check_seeds(server: Running) -> None:
     body = {"prompts": ["3 14"], "tokens_to_generate": 12, "temperature": 2.0}
     seeded = [server.put(body | {"random_seed": 5})[1]["text"] for _ in range(2)]
@@ -184,6 +214,7 @@ def check_end_during_answers(server: Running) -> None:
 def test_one_process_answers_and_ends_on_an_interrupt(llama: Path) -> None:
     with serving(llama, 1, "--max-tokens-to-oom", "2000000") as server:
         check_answers(server)
+        check_beams(server)
         check_seeds(server)
         check_refusals(server)
         check_concurrent_requests(server)
@@ -194,6 +225,7 @@ def test_one_process_answers_and_ends_on_an_interrupt(llama: Path) -> None:
 def test_two_processes_answer_and_all_end_when_some_are_asked_to(llama: Path, pipeline: str, ranks: list[int]) -> None:
     with serving(llama, 2, "--pipeline-model-parallel-size", pipeline) as server:
         check_answers(server)
+        check_beams(server)
         assert server.end(signal.SIGTERM, ranks) == [0, 0]
 
 

@@ -34,6 +34,10 @@ class PaddedPrompts:
         columns = torch.arange(start, end, device=self.starts.device)
         return (columns[None, :] - self.starts[:, None]).clamp(min=0)
 
+    def select_rows(self, rows: torch.Tensor) -> PaddedPrompts:
+        """Return the rows with these numbers, of which some may come several times."""
+        return PaddedPrompts(self.tokens[rows], self.starts[rows], self.has_padding)
+
     def pattern(self, start: int, end: int) -> AttentionPattern:
         """Return which columns below ``end`` those from ``start`` on look at.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.errors import ConfigurationError, InputError, MegatronError
+from megatron.core.inference.beam_config import BeamConfig
+from megatron.core.inference.beam_search import Hypothesis
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.models.gpt.gpt_config import GPTConfig
 
@@ -47,7 +49,8 @@ class GenerationRequest:
     """Hold prompts and how each of them is to be continued.
 
     ``max_new_tokens`` is 0 where only the log-probabilities of the prompts are wanted. ``never`` are pairs of which
-    the second token is not chosen behind the first.
+    the second token is not chosen behind the first. With ``beams`` the likeliest texts are searched for and nothing is
+    drawn: of ``sampling`` only ``no_repeat_ngram_size`` counts.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -56,6 +59,7 @@ class GenerationRequest:
     stop: StopRule = StopRule()
     never: TokenPairs = TokenPairs()
     log_probabilities: bool = False
+    beams: BeamConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,28 +67,44 @@ class Continuation:
     """Hold what follows one prompt.
 
     Where they were asked for, ``log_probabilities`` are the natural logarithms of what the model, at temperature 1,
-    gives to every token of the prompt but the first, then to every token of ``tokens``.
+    gives to every token of the prompt but the first, then to every token of ``tokens``. Of a beam search ``hypotheses``
+    are the finished texts, the best first; ``tokens`` are the best one's.
     """
 
     tokens: list[int]
     log_probabilities: list[float] | None = None
+    hypotheses: tuple[Hypothesis, ...] = ()
 
 
 def check_request(config: GPTConfig, request: GenerationRequest) -> None:
     """Refuse what the model cannot do.
 
     Raises:
-        ConfigurationError: the sampling cannot be.
+        ConfigurationError: the sampling or the beams cannot be.
         InputError: a prompt is empty, holds a token outside the vocabulary or leaves too few learned positions; or
             nothing is asked for.
     """
-    if problems := request.sampling.problems():
+    if problems := [*request.sampling.problems(), *_beam_problems(config, request)]:
         raise ConfigurationError(problems)
     count = request.max_new_tokens
     if count < 0 or (count == 0 and not request.log_probabilities):
         raise InputError(f"{count} tokens to generate is not positive; ask for at least one")
     for number, prompt in enumerate(request.prompts, start=1):
         _check_prompt(config, prompt, count, f"prompt {number} of {len(request.prompts)}")
+
+
+def _beam_problems(config: GPTConfig, request: GenerationRequest) -> list[str]:
+    if request.beams is None:
+        return []
+    problems = list(request.beams.problems(config.vocab_size, len(request.stop.end_tokens)))
+    drawn = dataclasses.replace(request.sampling, no_repeat_ngram_size=0, seed=SamplingConfig.seed, greedy=False)
+    if drawn != SamplingConfig():
+        problems.append("beams draw nothing: leave out temperature, top_k and top_p, or the beams")
+    if request.log_probabilities:
+        problems.append("beams give scores in place of log-probabilities: ask for one of them")
+    if request.stop.closing_tokens or request.stop.closing_pairs != TokenPairs():
+        problems.append("beams end at an end token alone: do not stop at the end of a line, or leave the beams out")
+    return problems
 
 
 def _check_prompt(config: GPTConfig, prompt: tuple[int, ...], count: int, place: str) -> None:

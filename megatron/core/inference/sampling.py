@@ -45,6 +45,27 @@ def forbid_pairs(logits: torch.Tensor, last: Sequence[int], never: TokenPairs) -
     return logits
 
 
+def forbid_repeats(logits: torch.Tensor, texts: Sequence[Sequence[int]], size: int) -> torch.Tensor:
+    """Return the logits with the tokens at minus infinity that would repeat ``size`` neighbours of a row's text.
+
+    Size 0 forbids nothing. Shapes: ``[b, v] -> [b, v]``.
+    """
+    if size == 0:
+        return logits
+    logits = logits.clone()
+    for row, text in enumerate(texts):
+        if repeated := repeating_tokens(text, size):
+            logits[row, repeated] = -torch.inf
+    return logits
+
+
+def repeating_tokens(text: Sequence[int], size: int) -> list[int]:
+    """Return the tokens that stand somewhere in a text behind the same ``size - 1`` tokens that it ends with."""
+    tail = list(text[len(text) - size + 1 :])
+    starts = range(len(text) - size + 1)
+    return sorted({text[start + size - 1] for start in starts if list(text[start : start + size - 1]) == tail})
+
+
 def token_probabilities(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
     """Return the distribution that tokens are drawn from, in at least float32.
 

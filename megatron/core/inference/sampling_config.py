@@ -29,6 +29,8 @@ class SamplingConfig:
     """What the decay leaves of ``top_p`` at least."""
     seed: int = 1234
     """Seed of the draws."""
+    no_repeat_ngram_size: int = 0
+    """No run of so many tokens comes twice in a text, its prompt included; 0 lets all repeat."""
 
     def at_step(self, step: int) -> SamplingConfig:
         """Return how the token with this number, from 0, is chosen."""
@@ -55,6 +57,8 @@ class SamplingConfig:
             found.append(f"--top-p-bound {self.top_p_bound:g} is not between 0 and --top-p {self.top_p:g}")
         if self.top_p_decay and not self.top_p:
             found.append(f"--top-p-decay {self.top_p_decay:g} needs --top-p")
+        if self.no_repeat_ngram_size < 0:
+            found.append(f"--no-repeat-ngram-size {self.no_repeat_ngram_size} is negative; 0 lets all repeat")
         if self.seed < 0:
             found.append(f"--seed {self.seed} is negative")
         if self.greedy and (self.temperature, self.top_k, self.top_p) != (1.0, 0, 0.0):

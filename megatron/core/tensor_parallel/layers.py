@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.errors import ConfigurationError
 from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.kernels.accumulation import add_rows
 from megatron.core.main_grad import MainGrad, main_grad_of
@@ -20,9 +21,14 @@ from megatron.core.tensor_parallel.linear import tensor_parallel_linear
 from megatron.core.tensor_parallel.linear_overlap import WHOLE, LinearOverlap
 from megatron.core.tensor_parallel.mappings import (
     InputRegion,
-    reduce_from_tensor_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
 )
+
+DEFAULT_INIT_STD = 0.02
+"""Standard deviation of a weight's initial values where a model says no other."""
 
 
 def make_parameter(
@@ -38,9 +44,18 @@ class ColumnParallelLinear(nn.Module):
     """Multiply by a weight whose output features are sharded over the tensor-parallel group.
 
     ``num_stacked`` counts equal tensors that the output features stack (2 for ``[gate; up]``); each is sharded on its
-    own. ``padded_out_features`` pads the output features before sharding (a vocabulary).
+    own. ``padded_out_features`` pads the output features before sharding (a vocabulary). ``gather_output`` gives every
+    rank all output features, without padding. ``skip_bias_add`` leaves the bias to the caller: forward then returns
+    ``(output, bias)``, the bias as wide as the output, or None where the layer has none.
 
-    Shapes: ``[s, b, in] -> [s, b, out/tp]``; with sequence parallelism ``[s/tp, b, in] -> [s, b, out/tp]``.
+    The parameters are empty until `initialize_module` or a checkpoint fills them.
+
+    Shapes: ``[s, b, in] -> [s, b, out/tp]``; with sequence parallelism ``[s/tp, b, in] -> [s, b, out/tp]``; with
+    ``gather_output`` ``[s, b, in] -> [s, b, out]``.
+
+    Raises:
+        ConfigurationError: the output features cannot be sharded evenly, or ``gather_output`` is asked for together
+            with sequence parallelism or stacked tensors.
     """
 
     def __init__(
@@ -49,18 +64,29 @@ class ColumnParallelLinear(nn.Module):
         out_features: int,
         tp: Group,
         *,
-        has_bias: bool,
-        sequence_parallel: bool,
-        init_std: float,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        has_bias: bool = True,
+        sequence_parallel: bool = False,
+        init_std: float = DEFAULT_INIT_STD,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
         num_stacked: int = 1,
         padded_out_features: int | None = None,
         library: str = "auto",
         overlap: LinearOverlap = WHOLE,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
     ) -> None:
         super().__init__()
+        _check_even_shards("output features", padded_out_features or out_features, tp, num_stacked)
+        if gather_output and (sequence_parallel or num_stacked > 1):
+            raise ConfigurationError(
+                "gather_output gives every rank the whole output: it cannot be combined with sequence_parallel=True or "
+                f"num_stacked above 1, here {sequence_parallel} and {num_stacked}; drop one of them"
+            )
         self.tp = tp
+        self.out_features = out_features
+        self.gather_output = gather_output
+        self.skip_bias_add = skip_bias_add
         self.product_library = library
         self.overlap = overlap
         self.quantisers: Float8Quantisers | None = None
@@ -80,21 +106,47 @@ class ColumnParallelLinear(nn.Module):
             bias_spec = ParamSpec("bias", (out_features,), pieces((out_features,)))
             self.bias = make_parameter((out_per_rank,), bias_spec, dtype, device)
 
-    def forward(self, x: torch.Tensor, *, gives_bias_gradient: bool = True) -> torch.Tensor:
-        """Return this rank's output features; the bias may have its gradient from whatever follows."""
-        bias = self.bias if self.bias is None or gives_bias_gradient else self.bias.detach()
-        return tensor_parallel_linear(
-            *(x, self.weight, bias, self.region, self.tp),
+    def forward(
+        self, x: torch.Tensor, *, gives_bias_gradient: bool = True
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        """Return this rank's output features, or all of them; with ``skip_bias_add`` the bias beside them.
+
+        The bias may have its gradient from whatever follows.
+        """
+        in_product: torch.Tensor | None = None if self.skip_bias_add else self.bias
+        if in_product is not None and not gives_bias_gradient:
+            in_product = in_product.detach()
+        output = tensor_parallel_linear(
+            *(x, self.weight, in_product, self.region, self.tp),
             library=self.product_library,
             overlap=self.overlap,
             quantisers=self.quantisers,
         )
+        if not self.skip_bias_add:
+            return self._gathered(output)
+        return self._gathered(output), None if self.bias is None else self._gathered(self.bias)
+
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.gather_output:
+            return tensor
+        return gather_from_tensor_model_parallel_region(tensor, self.tp)[..., : self.out_features]
 
 
 class RowParallelLinear(nn.Module):
     """Multiply by a weight whose input features are sharded over the tensor-parallel group, and sum the products.
 
-    Shapes: ``[s, b, in/tp] -> [s, b, out]``; with sequence parallelism ``-> [s/tp, b, out]``.
+    The input is this rank's part of the features; without ``input_is_parallel`` it is all of them, on every rank.
+    ``skip_bias_add`` leaves the bias to the caller: forward then returns ``(output, bias)``, the bias as wide as the
+    output, or None where the layer has none.
+
+    The parameters are empty until `initialize_module` or a checkpoint fills them.
+
+    Shapes: ``[s, b, in/tp] -> [s, b, out]``; with sequence parallelism ``-> [s/tp, b, out]``; without
+    ``input_is_parallel`` ``[s, b, in] -> [s, b, out]``.
+
+    Raises:
+        ConfigurationError: the input features cannot be sharded evenly, or ``input_is_parallel`` is turned off together
+            with sequence parallelism.
     """
 
     def __init__(
@@ -103,16 +155,25 @@ class RowParallelLinear(nn.Module):
         out_features: int,
         tp: Group,
         *,
-        has_bias: bool,
-        sequence_parallel: bool,
-        init_std: float,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        has_bias: bool = True,
+        sequence_parallel: bool = False,
+        init_std: float = DEFAULT_INIT_STD,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
         library: str = "auto",
         overlap: LinearOverlap = WHOLE,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
     ) -> None:
         super().__init__()
+        _check_even_shards("input features", in_features, tp)
+        if sequence_parallel and not input_is_parallel:
+            raise ConfigurationError(
+                "input_is_parallel=False takes a whole input, which sequence_parallel=True does not have; drop one"
+            )
         self.tp = tp
+        self.input_is_parallel = input_is_parallel
+        self.skip_bias_add = skip_bias_add
         self.product_library = library
         self.overlap = overlap
         self.quantisers: Float8Quantisers | None = None
@@ -131,19 +192,29 @@ class RowParallelLinear(nn.Module):
                 device,
             )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the summed output: this rank's part of the sequence under sequence parallelism."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the summed output: this rank's part of the sequence under sequence parallelism.
+
+        With ``skip_bias_add`` the bias comes beside it.
+        """
+        if not self.input_is_parallel:
+            x = scatter_to_tensor_model_parallel_region(x, self.tp)
+        if self.skip_bias_add:
+            return self._summed_product(x, None), self.bias
+        return self._summed_product(x, self.bias)
+
+    def _summed_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         scatters = self.sequence_parallel and self.tp.size > 1
         # One rank brings the bias into the sum: a product adds it for nothing, a pass of its own costs memory traffic.
-        in_product: torch.Tensor | None = self.bias
+        in_product = bias
         in_sum: torch.Tensor | None = None
         has_chunks = scatters and self.quantisers is None and (self.overlap.forward or self.overlap.backward)
         if has_chunks:
             brings_bias = self.brings_bias_into_sum and not self.overlap.uses_symmetric_memory
-            in_product = in_sum = self.bias if brings_bias else None
-        elif self.bias is not None and scatters:
+            in_product = in_sum = bias if brings_bias else None
+        elif bias is not None and scatters:
             # Its gradient is of this rank's part of the sequence, as other replicated parameters' are.
-            in_product, in_sum = (self.bias.detach(), self.bias) if self.brings_bias_into_sum else (None, None)
+            in_product, in_sum = (bias.detach(), bias) if self.brings_bias_into_sum else (None, None)
         partial = tensor_parallel_linear(
             x,
             self.weight,
@@ -157,11 +228,20 @@ class RowParallelLinear(nn.Module):
             quantisers=self.quantisers,
         )
         if not scatters:
-            return reduce_from_tensor_parallel_region(partial, self.tp)
+            return reduce_from_tensor_model_parallel_region(partial, self.tp)
         output = partial
         if not has_chunks:
             output = reduce_scatter_to_sequence_parallel_region(output, self.tp, in_sum)
-        return output if self.bias is None or in_sum is not None else output + self.bias
+        return output if bias is None or in_sum is not None else output + bias
+
+
+def _check_even_shards(side: str, features: int, tp: Group, num_stacked: int = 1) -> None:
+    if features % (tp.size * num_stacked):
+        stacked = f" x {num_stacked} stacked tensors" if num_stacked > 1 else ""
+        raise ConfigurationError(
+            f"{features} {side} are not divisible by tensor-parallel size {tp.size}{stacked}; pad them or "
+            "change the number of processes"
+        )
 
 
 class _EmbeddingLookup(torch.autograd.Function):
@@ -202,6 +282,9 @@ class VocabParallelEmbedding(nn.Module):
     The table is padded to ``padded_vocab_size`` rows; padding is never looked up and stays zero.
 
     Shapes: ``[b, s] -> [s, b, h]``; with sequence parallelism ``-> [s/tp, b, h]``.
+
+    Raises:
+        ConfigurationError: the padded rows cannot be sharded evenly.
     """
 
     def __init__(
@@ -211,12 +294,13 @@ class VocabParallelEmbedding(nn.Module):
         hidden_size: int,
         tp: Group,
         *,
-        sequence_parallel: bool,
-        init_std: float,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        sequence_parallel: bool = False,
+        init_std: float = DEFAULT_INIT_STD,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
+        _check_even_shards("vocabulary rows", padded_vocab_size, tp)
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.rows_per_rank = padded_vocab_size // tp.size
@@ -237,7 +321,7 @@ class VocabParallelEmbedding(nn.Module):
         partial = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(partial, self.tp)
-        return reduce_from_tensor_parallel_region(partial, self.tp)
+        return reduce_from_tensor_model_parallel_region(partial, self.tp)
 
 
 def replicated_spec(

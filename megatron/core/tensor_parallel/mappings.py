@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from megatron.core.collectives import all_gather_first_dim, all_reduce, reduce_scatter_first_dim
+from megatron.core.collectives import (
+    all_gather_first_dim,
+    all_gather_last_dim,
+    all_reduce,
+    reduce_scatter_first_dim,
+)
+from megatron.core.errors import ConfigurationError
 from megatron.core.main_grad import Receiver, bias_gradient
 from megatron.core.process_group import Group
 
@@ -25,6 +31,19 @@ class InputRegion(Enum):
     """Every rank holds the same input; its gradient is all-reduced."""
     SEQUENCE = "sequence"
     """Ranks hold parts of dim 0: gathered forward, the gradient reduce-scattered backward."""
+
+
+class _CopyToRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
+        ctx.tp = tp
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        result = grad.clone(memory_format=torch.contiguous_format)
+        all_reduce(result, ctx.tp)
+        return result, None
 
 
 class _ReduceFromRegion(torch.autograd.Function):
@@ -55,6 +74,39 @@ class _SumOverRegion(torch.autograd.Function):
         return result, None
 
 
+class _ScatterToRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
+        ctx.tp = tp
+        return _own_part(tensor, -1, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_gather_last_dim(grad, ctx.tp), None
+
+
+class _GatherFromRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
+        ctx.tp = tp
+        return all_gather_last_dim(tensor, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _own_part(grad, -1, ctx.tp), None
+
+
+class _ScatterToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
+        ctx.tp = tp
+        return _own_part(tensor, 0, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_gather_first_dim(grad, ctx.tp), None
+
+
 class _GatherFromSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, tp: Group) -> torch.Tensor:
@@ -78,6 +130,16 @@ class _ReduceScatterToSequence(torch.autograd.Function):
         return all_gather_first_dim(grad, ctx.tp), None, bias_grad
 
 
+def _own_part(tensor: torch.Tensor, dim: int, tp: Group) -> torch.Tensor:
+    """Return a contiguous copy of this rank's equal part of a dim."""
+    if tensor.shape[dim] % tp.size:
+        raise ConfigurationError(
+            f"dim {dim} of a tensor {list(tensor.shape)} is not divisible by tensor-parallel size {tp.size}; pad it or "
+            "change the number of processes"
+        )
+    return tensor.chunk(tp.size, dim=dim)[tp.rank].clone(memory_format=torch.contiguous_format)
+
+
 def _apply(function: type[torch.autograd.Function], tensor: torch.Tensor, tp: Group, *others: Any) -> torch.Tensor:
     if tp.size == 1:
         return tensor
@@ -85,7 +147,15 @@ def _apply(function: type[torch.autograd.Function], tensor: torch.Tensor, tp: Gr
     return result
 
 
-def reduce_from_tensor_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
+def copy_to_tensor_model_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
+    """Enter a tensor-parallel region with what every rank holds. Forward: identity; backward: all-reduce.
+
+    Shapes: ``[...] -> [...]``.
+    """
+    return _apply(_CopyToRegion, tensor, tp)
+
+
+def reduce_from_tensor_model_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
     """Leave a tensor-parallel region. Forward: all-reduce; backward: identity.
 
     The sum is written into ``tensor``, which must be contiguous and which nothing else may read.
@@ -93,12 +163,43 @@ def reduce_from_tensor_parallel_region(tensor: torch.Tensor, tp: Group) -> torch
     return _apply(_ReduceFromRegion, tensor, tp)
 
 
-def sum_over_tensor_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
+def sum_over_tensor_model_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
     """Sum what every rank computes further with, each its own part. Forward and backward: all-reduce.
 
     Shapes: ``[...] -> [...]``.
     """
     return _apply(_SumOverRegion, tensor, tp)
+
+
+def scatter_to_tensor_model_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
+    """Keep this rank's part of the last dim. Forward: no communication; backward: all-gather along the last dim.
+
+    Shapes: ``[..., n] -> [..., n/tp]``.
+
+    Raises:
+        ConfigurationError: the dim cannot be cut evenly.
+    """
+    return _apply(_ScatterToRegion, tensor, tp)
+
+
+def gather_from_tensor_model_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
+    """Join the ranks' parts along the last dim. Forward: all-gather; backward: this rank's part of the gradient.
+
+    Every rank must compute the same with the result. Shapes: ``[..., n/tp] -> [..., n]``.
+    """
+    return _apply(_GatherFromRegion, tensor, tp)
+
+
+def scatter_to_sequence_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:
+    """Enter a sequence-parallel region with what every rank holds.
+
+    Forward: this rank's part of s, without communication; backward: all-gather along s. Shapes: ``[s, ...] ->
+    [s/tp, ...]``.
+
+    Raises:
+        ConfigurationError: the sequence cannot be cut evenly.
+    """
+    return _apply(_ScatterToSequence, tensor, tp)
 
 
 def gather_from_sequence_parallel_region(tensor: torch.Tensor, tp: Group) -> torch.Tensor:

@@ -9,7 +9,7 @@ from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, even_pieces
 from megatron.core.tensor_parallel.layers import make_parameter
-from megatron.core.tensor_parallel.mappings import sum_over_tensor_parallel_region
+from megatron.core.tensor_parallel.mappings import sum_over_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -47,6 +47,6 @@ class AcrossHeadsNorm(nn.Module):
         """Return the normalised heads in their own dtype."""
         wide = x.to(arithmetic_dtype(x.dtype))
         squares = wide.square().sum(dim=(-2, -1), keepdim=True)
-        mean = sum_over_tensor_parallel_region(squares, self.tp) / (self.copies * self.width)
+        mean = sum_over_tensor_model_parallel_region(squares, self.tp) / (self.copies * self.width)
         normalised = (wide * torch.rsqrt(mean + self.epsilon)).to(x.dtype)
         return normalised * (self.weight + self.mean_weight).view(x.shape[-2:])

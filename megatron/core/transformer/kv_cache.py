@@ -37,3 +37,12 @@ class KeyValueCache:
         values[start:end] = value
         self._lengths[layer_number] = end
         return keys[:end], values[:end]
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Make row ``i`` of the batch what row ``rows[i]`` was; some may come several times."""
+        for layer_number, buffers in self._buffers.items():
+            length = self.length(layer_number)
+            key, value = (buffer.new_empty((self.max_length, len(rows), *buffer.shape[2:])) for buffer in buffers)
+            for new, old in zip((key, value), buffers, strict=True):
+                torch.index_select(old[:length], 1, rows, out=new[:length])
+            self._buffers[layer_number] = (key, value)

@@ -1,4 +1,4 @@
-"""Load a Hugging Face model folder as a tensor-parallel model, ready for inference."""
+"""Make a Hugging Face model, in a folder or in memory, a tensor-parallel one that is ready for inference."""
 
 from __future__ import annotations
 
@@ -13,27 +13,53 @@ from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
+from megatron.interop.huggingface.loaded_model import LoadedModel, LoadedModelSource
 from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.inference_model import load_model_from
 
 
-def parallelize(folder: str | Path, state: ParallelState | None = None, *, params_dtype: str | None = None) -> GPTModel:
+def parallelize(
+    model: str | Path | LoadedModel,
+    state: ParallelState | None = None,
+    *,
+    num_gpus: int | None = None,
+    fp16: bool = False,
+    params_dtype: str | None = None,
+) -> GPTModel:
     """Return a Hugging Face model as ours, tensor-parallel over all processes, ready for inference.
 
-    Under torchrun the processes meet first, unless they have met already; without it the model is whole. With ``state``
-    the model is sharded as it says. ``model.tp`` is the group that shares the model, its logits are sharded over it.
+    ``model`` is its folder, or a model that transformers has loaded: each process takes its part of it and leaves it as
+    it is. Under torchrun the processes meet first, unless they have met already; without it the model is whole. With
+    ``state`` the model is sharded as it says. ``model.tp`` is the group that shares the model, its logits are sharded
+    over it. ``fp16`` stands for ``params_dtype="float16"``; without either the model keeps its own precision.
+    ``num_gpus`` only says how many processes there are meant to be, one for each GPU.
 
     Raises:
         CheckpointError: the folder is not a model's, or a file is damaged.
-        ConfigurationError: the model is not supported, or cannot be sharded over so many processes.
+        ConfigurationError: the model is not supported, or cannot be sharded over so many processes; there are others
+            than ``num_gpus``; or ``fp16`` goes with another ``params_dtype``.
     """
+    if fp16 and params_dtype not in (None, "float16"):
+        raise ConfigurationError(f'fp16=True and params_dtype="{params_dtype}" are two precisions; leave one out')
+    if not isinstance(model, str | Path | LoadedModel):
+        raise ConfigurationError(f"a {type(model).__name__} is neither a model folder nor a model of transformers")
     device = _occupy_device()
     if state is None:
         if not dist.is_initialized() and dist.is_torchelastic_launched():
             dist.init_process_group(device.default_backend, device_id=device.torch_device if device.is_cuda else None)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
+        _check_world_size(num_gpus, world_size)
         state = create_parallel_state(ParallelSizes(tp=world_size))
-    return load_hugging_face_model(folder, state, device, params_dtype)
+    _check_world_size(num_gpus, state.world_size)
+    return load_hugging_face_model(model, state, device, "float16" if fp16 else params_dtype)
+
+
+def _check_world_size(num_gpus: int | None, world_size: int) -> None:
+    if num_gpus not in (None, world_size):
+        raise ConfigurationError(
+            f"num_gpus={num_gpus}, but the number of processes is {world_size}; start one for each GPU: "
+            f"torchrun --nproc-per-node {num_gpus} SCRIPT, or leave num_gpus out"
+        )
 
 
 def _occupy_device() -> Device:
@@ -43,17 +69,18 @@ def _occupy_device() -> Device:
 
 
 def load_hugging_face_model(
-    folder: str | Path, state: ParallelState, device: Device, params_dtype: str | None = None
+    model: str | Path | LoadedModel, state: ParallelState, device: Device, params_dtype: str | None = None
 ) -> GPTModel:
     """Return this rank's part of a Hugging Face model, in its own precision or in ``params_dtype``.
 
-    Nothing communicates; a rank reads the values that it holds and no others.
+    ``model`` is its folder or a loaded model. Nothing communicates; a rank reads the values that it holds and no
+    others.
 
     Raises:
         CheckpointError: the folder is not a model's, or a file is damaged.
         ConfigurationError: the model is not supported, or cannot be sharded over so many processes.
     """
-    source = HuggingFaceSource(folder)
+    source = HuggingFaceSource(model) if isinstance(model, str | Path) else LoadedModelSource(model)
     try:
         check_tensor_parallel_size(source.config, state.tp.size)
         return load_model_from(source, state, device, params_dtype)

@@ -8,21 +8,15 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.save_plan import MAX_PIECE_BYTES
-from megatron.core.errors import CheckpointError
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.sharding import Box, split_box
+from megatron.core.sharding import Box
 from megatron.interop.checkpoint_source import TensorInfo
 from megatron.interop.huggingface.families import read_model
-from megatron.interop.huggingface.family import Family
+from megatron.interop.huggingface.linked_tensors import LinkedTensors
 from megatron.interop.huggingface.model_record import MODEL_RECORD, FileRecord, record_model
-from megatron.interop.huggingface.settings import CONFIG_FILE, read_settings
-from megatron.interop.huggingface.tensor_link import TensorLink, shapes_of
+from megatron.interop.huggingface.settings import read_settings
 from megatron.interop.huggingface.tokenizer_files import copy_into_checkpoint, tokenizer_settings
-from megatron.interop.huggingface.weight_files import OUTPUT_LAYER, WeightFiles
+from megatron.interop.huggingface.weight_files import WeightFiles
 from megatron.interop.untrained_model import untrained_common
-
-_MOST_NAMED = 8
 
 
 class HuggingFaceSource:
@@ -39,16 +33,8 @@ class HuggingFaceSource:
         self.folder = Path(folder)
         self.family, self.config = read_model(read_settings(self.folder))
         self.files = WeightFiles(self.folder)
-        self._links: dict[str, list[TensorLink]] = {}
-        links = list(self.family.links(self.config))
-        self._stored = _find_names(self.family, self.config, links, self.files)
-        for link in links:
-            self._links.setdefault(link.native, []).append(link)
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(shape, self._dtype_of(name))
-            for name, shape in shapes_of((link.native, link.native_box) for link in links).items()
-        }
-        self._check_tied_copy()
+        self._linked = LinkedTensors(self.family, self.config, self.files)
+        self.tensors: Mapping[str, TensorInfo] = self._linked.tensors
         files = {name: FileRecord(self.files.names_in(name), texts) for name, texts in self.files.metadata.items()}
         record = record_model(self.folder, self.files.index_text, files, self.family.is_buffer)
         tokenizer = tokenizer_settings(self.folder, self.config.vocab_size)
@@ -61,17 +47,7 @@ class HuggingFaceSource:
             KeyError: there is no tensor of this name.
             CheckpointError: the file that holds it is missing or damaged.
         """
-        info = self.tensors[name]
-        wanted = info.whole if box is None else box
-        result = torch.empty(wanted.shape, dtype=info.dtype)
-        for link in self._links[name]:
-            common = link.native_box.intersect(wanted)
-            if common is None:
-                continue
-            for part in split_box(common, info.dtype.itemsize, MAX_PIECE_BYTES):
-                values = self.files.read(self._stored[link.foreign], link.foreign_part(part))
-                result[part.relative_to(wanted.offset).slices].copy_(values.t() if link.is_transposed else values)
-        return result
+        return self._linked.read(name, box)
 
     def write_tokenizer(self, checkpoint: Path) -> bool:
         """Leave the tokenizer's record and files in ``checkpoint/tokenizer``; return whether the model has one.
@@ -84,62 +60,3 @@ class HuggingFaceSource:
     def close(self) -> None:
         """Close the files."""
         self.files.close()
-
-    def _dtype_of(self, native: str) -> torch.dtype:
-        names = list(dict.fromkeys(self._stored[link.foreign] for link in self._links[native]))
-        dtypes = {name: self.files.entries[name].dtype for name in names}
-        if len(set(dtypes.values())) > 1:
-            listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-            raise CheckpointError(f"{self.folder}: these tensors make up one of ours and must share a dtype: {listed}")
-        return dtypes[names[0]]
-
-    def _check_tied_copy(self) -> None:
-        """Refuse a file that holds an output layer of its own although config.json says that it is tied."""
-        if self.config.untie_embeddings_and_output_weights or OUTPUT_LAYER not in self.files.entries:
-            return
-        (link,) = self._links["model.embedding.word_embeddings.weight"]
-        embedding = self._stored[link.foreign]
-        for box in split_box(link.foreign_box, self.files.entries[embedding].dtype.itemsize, MAX_PIECE_BYTES):
-            ours, theirs = (self.files.read(name, box).view(torch.uint8) for name in (embedding, OUTPUT_LAYER))
-            if not torch.equal(ours, theirs):
-                raise CheckpointError(
-                    f"{self.folder}: {CONFIG_FILE} ties the output layer to the embedding, but {OUTPUT_LAYER} differs "
-                    f"from {embedding}; set tie_word_embeddings to false"
-                )
-
-
-def _find_names(family: Family, config: GPTConfig, links: list[TensorLink], files: WeightFiles) -> dict[str, str]:
-    """Return the name in the files of every tensor of the model.
-
-    Raises:
-        CheckpointError: tensors are missing, unexpected or of another shape; all by name.
-    """
-    shapes = shapes_of((link.foreign, link.foreign_box) for link in links)
-    stored: dict[str, str] = {}
-    for name in shapes:
-        bare = name.removeprefix(family.base_prefix)
-        stored[name] = bare if name not in files.entries and bare in files.entries else name
-    known = set(stored.values())
-    if not config.untie_embeddings_and_output_weights and OUTPUT_LAYER in files.entries:
-        known.add(OUTPUT_LAYER)
-        embedding = links[0].foreign
-        shapes[OUTPUT_LAYER], stored[OUTPUT_LAYER] = shapes[embedding], OUTPUT_LAYER
-    missing = [name for name in stored.values() if name not in files.entries]
-    unexpected = [name for name in files.entries if name not in known and not family.is_buffer(name)]
-    problems = [f"missing: {_listed(missing)}"] if missing else []
-    problems += [f"unexpected: {_listed(unexpected)}"] if unexpected else []
-    problems += [
-        f"{stored[name]} has the shape {list(files.entries[stored[name]].shape)}, {CONFIG_FILE} makes it {list(shape)}"
-        for name, shape in shapes.items()
-        if stored[name] in files.entries and files.entries[stored[name]].shape != shape
-    ][:_MOST_NAMED]
-    if problems:
-        raise CheckpointError(
-            f"{files.folder} is not the model that its {CONFIG_FILE} describes: {'; '.join(problems)}"
-        )
-    return stored
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more

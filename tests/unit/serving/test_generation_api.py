@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from megatron.core.inference.beam_config import BeamConfig
+from megatron.core.inference.beam_search import Hypothesis
 from megatron.core.inference.request import Continuation, TokenPairs
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT, byte_characters
@@ -65,7 +67,11 @@ def test_the_defaults_are_megatrons() -> None:
         ({"random_seed": -2}, "random_seed must be 0 or more"),
         ({"random_seed": 1.0}, "random_seed must be a whole number"),
         ({"stop_token": "x"}, "stop_token must be a whole number"),
-        ({"beam_width": 4}, "beam search is not offered"),
+        ({"beam_width": 0}, "beam_width must be 1 or more"),
+        ({"beam_width": 2.0}, "beam_width must be a whole number"),
+        ({"beam_width": 2, "tokens_to_generate": 0, "logprobs": True}, "beam_width needs tokens_to_generate"),
+        ({"length_penalty": 2}, "length_penalty needs beam_width"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size must be 0 or more"),
         ({"max_len": 4}, "max_len is tokens_to_generate now"),
         ({"token_to_generate": 4}, "did you mean tokens_to_generate?"),
         ({"xyz": 4}, "xyz is not a known field; known are prompts, "),
@@ -160,6 +166,14 @@ def test_a_beginning_is_in_the_segments_and_not_in_the_text(translator: ApiTrans
             "4 prompts x 81 tokens = 324 at once, at most 300 are taken",
         ),
         ({"prompts": ["a"] * 9, "tokens_to_generate": 74}, None),
+        (
+            {"prompts": ["a"] * 9, "tokens_to_generate": 80, "beam_width": 2},
+            "2 prompts x 2 beams x 81 tokens = 324 at once, at most 300 are taken",
+        ),
+        ({"prompts": ["a"] * 9, "tokens_to_generate": 80, "beam_width": 3}, None),
+        ({"beam_width": 300}, "num_beams 300 cannot be: "),
+        ({"beam_width": 2, "top_k": 3}, "beams draw nothing"),
+        ({"beam_width": 2, "stop_on_eol": True}, "beams end at an end token alone"),
     ],
 )
 def test_what_is_too_long_is_refused(translator: ApiTranslator, fields: dict[str, Any], message: str | None) -> None:
@@ -169,6 +183,22 @@ def test_what_is_too_long_is_refused(translator: ApiTranslator, fields: dict[str
     with pytest.raises(BadRequest) as caught:
         translator.generation_request(parse(**fields), 0)
     assert message in str(caught.value)
+
+
+def test_beams_give_all_their_texts_and_scores(translator: ApiTranslator) -> None:
+    api = parse(prompts=["a", "b"], beam_width=2, length_penalty=2, stop_token=17, no_repeat_ngram_size=3)
+    asked = translator.generation_request(api, 0)
+    assert asked.beams == BeamConfig(num_beams=2, length_penalty=2.0)
+    assert asked.sampling.no_repeat_ngram_size == 3
+    assert asked.stop.end_tokens == {17}
+    (x,), (y,) = translator.tokenizer.tokenize("x"), translator.tokenizer.tokenize("y")
+    found = (Hypothesis((x, y), -1.0), Hypothesis((), -2.0))
+    given = [Continuation(tokens=[x, y], hypotheses=found)] * 2
+    assert translator.answer(asked, api, given) == {
+        "text": ["axy", "a", "bxy", "b"],
+        "segments": [["a", "x", "y"], ["a"], ["b", "x", "y"], ["b"]],
+        "scores": [-1.0, -2.0, -1.0, -2.0],
+    }
 
 
 def test_a_tokenizer_without_an_end_has_no_beginning(tmp_path: Path) -> None:

@@ -7,13 +7,18 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from megatron.core.errors import ConfigurationError
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.tensor_parallel import mappings
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import tensor_parallel_group
 
 MAPPINGS: dict[str, Callable[[torch.Tensor, Group], torch.Tensor]] = {
-    "reduce": lambda tensor, tp: mappings.reduce_from_tensor_parallel_region(tensor.contiguous(), tp),
+    "reduce": lambda tensor, tp: mappings.reduce_from_tensor_model_parallel_region(tensor.contiguous(), tp),
+    "copy": mappings.copy_to_tensor_model_parallel_region,
+    "scatter": mappings.scatter_to_tensor_model_parallel_region,
+    "gather": mappings.gather_from_tensor_model_parallel_region,
+    "scatter_sequence": mappings.scatter_to_sequence_parallel_region,
     "gather_sequence": mappings.gather_from_sequence_parallel_region,
     "reduce_scatter": mappings.reduce_scatter_to_sequence_parallel_region,
 }
@@ -45,9 +50,14 @@ def test_mappings_over_three_ranks() -> None:
         return [values(rank, shape, seed=2) for rank in range(3)]
 
     same, short, long = grads((6, 2, 9)), grads((2, 2, 9)), grads((18, 2, 9))
+    narrow, wide = grads((6, 2, 3)), grads((6, 2, 27))
     for rank, results in enumerate(run_distributed(3, forward_and_backward)):
         expected = {
             "reduce": (total, same[rank]),
+            "copy": (xs[rank], torch.stack(same).sum(dim=0)),
+            "scatter": (xs[rank].chunk(3, dim=-1)[rank], torch.cat(narrow, dim=-1)),
+            "gather": (torch.cat(xs, dim=-1), wide[rank].chunk(3, dim=-1)[rank]),
+            "scatter_sequence": (xs[rank].chunk(3)[rank], torch.cat(short)),
             "gather_sequence": (torch.cat(xs), sum(long).chunk(3)[rank]),  # type: ignore[union-attr]
             "reduce_scatter": (total.chunk(3)[rank], torch.cat(short)),
         }
@@ -60,3 +70,10 @@ def test_mappings_over_three_ranks() -> None:
 def test_one_rank_passes_the_tensor_through(name: str) -> None:
     x = torch.randn(6, 2, 9, requires_grad=True)
     assert MAPPINGS[name](x, single_rank_group()) is x
+
+
+@pytest.mark.parametrize(("name", "dim"), [("scatter", -1), ("scatter_sequence", 0)])
+def test_what_cannot_be_cut_evenly_is_refused(name: str, dim: int) -> None:
+    tp = Group(axes=("tp",), ranks=(0, 1), rank=0)
+    with pytest.raises(ConfigurationError, match=rf"dim {dim} of a tensor \[7, 2, 9\] is not divisible by .* size 2"):
+        MAPPINGS[name](torch.zeros(7, 2, 9), tp)

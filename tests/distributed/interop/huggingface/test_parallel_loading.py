@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from megatron.core.collectives import all_gather_last_dim
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.state_dict import model_tensors
-from megatron.core.errors import ConfigurationError
+from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.inference.engine import generate
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_sizes import ParallelSizes
@@ -34,6 +34,8 @@ from tests.unit.core.dist_checkpointing.toy import save_tensors
 from tests.unit.interop.huggingface.tiny_models import (
     KINDS,
     folder_bytes,
+    import_transformers,
+    make_model,
     save_model,
     their_greedy_tokens,
     their_logits,
@@ -156,6 +158,49 @@ def test_ranks_that_share_a_key_value_head_give_the_same_bytes_back(expected: An
     run_distributed(2, save_cut_model, expected[kind][0], tmp_path / "saved")
     write_hugging_face(NativeSource(tmp_path / "saved"), tmp_path / "again")
     assert folder_bytes(tmp_path / "again") == folder_bytes(expected[kind][0])
+
+
+def compute_loaded(folders: dict[str, Path]) -> dict[str, tuple[list[int], int]]:
+    """Return the greedy tokens of models that transformers has loaded, and how many values their layers hold here."""
+    transformers = import_transformers()
+    results = {}
+    for kind, folder in folders.items():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        model = parallelize(theirs, num_gpus=2)
+        state = create_parallel_state(ParallelSizes(tp=model.tp.size))
+        (tokens,) = generate(model, [prompt_of(kind)], 16, SamplingConfig(greedy=True), None, state)
+        half = parallelize(theirs, num_gpus=2, fp16=True)
+        assert {parameter.dtype for parameter in half.parameters()} == {torch.float16}
+        results[kind] = (tokens, sum(parameter.numel() for parameter in model.decoder.parameters()))
+    return results
+
+
+def test_a_loaded_model_is_cut_as_its_folder_is(expected: Any) -> None:
+    folders = {kind: expected[kind][0] for kind in ("neo", "neox", "llama31")}
+    for results in run_distributed(2, compute_loaded, folders, timeout_s=120.0):
+        for kind, (tokens, num_values) in results.items():
+            assert tokens == expected[kind][2][:16], kind
+            whole = parallelize(folders[kind])
+            assert num_values < 0.6 * sum(parameter.numel() for parameter in whole.decoder.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_in_memory_is_read_as_its_folder_is(expected: Any, kind: str) -> None:
+    loaded = parallelize(make_model(kind), num_gpus=1)
+    for ours, read in zip(loaded.parameters(), parallelize(expected[kind][0]).parameters(), strict=True):
+        assert torch.equal(ours, read)
+
+
+def test_what_cannot_be_parallelized_is_refused_in_one_line(expected: Any) -> None:
+    folder = expected["neo"][0]
+    with pytest.raises(ConfigurationError, match=r"^num_gpus=4, but the number of processes is 1; start one .* out$"):
+        parallelize(folder, num_gpus=4)
+    with pytest.raises(ConfigurationError, match=r'^fp16=True and params_dtype="bfloat16" are two precisions'):
+        parallelize(folder, fp16=True, params_dtype="bfloat16")
+    with pytest.raises(ConfigurationError, match=r"^a int is neither a model folder nor a model of transformers$"):
+        parallelize(3)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"has no values \(it is on the meta device\); load the model's weights$"):
+        parallelize(make_model("gpt2").to("meta"))
 
 
 TWO_LINES = """

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.core.inference.engine import InferenceEngine, gather_logits, generate
+from megatron.core.inference.engine import InferenceEngine, generate
+from megatron.core.inference.prompt_batch import gather_logits
 from megatron.core.inference.request import (
     GenerationCancelled,
     GenerationRequest,
@@ -275,7 +276,7 @@ def test_prompts_that_are_shown_bit_by_bit_give_the_same(at_once: int, monkeypat
     engine = InferenceEngine(make_model("llama"), STATE, max_batch_size=3)
     asked = request(sampling=DRAWN, log_probabilities=True)
     whole = engine.generate(asked)
-    monkeypatch.setattr("megatron.core.inference.engine._PROMPT_TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr("megatron.core.inference.prompt_batch._PROMPT_TOKENS_AT_ONCE", at_once)
     for result, expected in zip(engine.generate(asked), whole, strict=True):
         assert result.tokens == expected.tokens
         assert result.log_probabilities == pytest.approx(expected.log_probabilities, rel=1e-10)

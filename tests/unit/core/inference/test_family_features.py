@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.device import Device
-from megatron.core.inference import engine
+from megatron.core.inference import engine, prompt_batch
 from megatron.core.inference.request import GenerationRequest
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import describe_parallel_state
@@ -21,7 +21,7 @@ PROMPTS = ((1, 2, 3), (5, 6, 7, 8, 9, 10, 11, 12, 13), (4,))
 @pytest.mark.parametrize("shape", FAMILY_SHAPES)
 def test_cache_and_padding_change_no_probability(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Two positions of each prompt at a time: queries then look back over the end of a stretch.
-    monkeypatch.setattr(engine, "_PROMPT_TOKENS_AT_ONCE", 2 * len(PROMPTS))
+    monkeypatch.setattr(prompt_batch, "_PROMPT_TOKENS_AT_ONCE", 2 * len(PROMPTS))
     state = describe_parallel_state(0, 1)
     config = resolve_cell((*BASE_FLAGS, *SHAPES[shape]), 1, "float64").model
     model = GPTModel(config, state.tp, RngStreams(Device("cpu"), 1, state.place), seed=3)

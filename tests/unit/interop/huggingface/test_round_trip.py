@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron.core.errors import CheckpointError
 from megatron.core.sharding import Box
+from megatron.interop.huggingface import linked_tensors
 from megatron.interop.huggingface import model_export as export_module
-from megatron.interop.huggingface import source as source_module
 from megatron.interop.huggingface.model_export import write_hugging_face
 from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.native.native_source import NativeSource
@@ -51,7 +51,7 @@ def test_every_file_is_the_same(models: Path, tmp_path: Path, kind: str) -> None
 def test_tensors_that_are_read_in_many_parts_are_the_same(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    for module in (source_module, export_module):
+    for module in (linked_tensors, export_module):
         monkeypatch.setattr(module, "MAX_PIECE_BYTES", 500)
     write_hugging_face(copy_of(HuggingFaceSource(models / kind)), tmp_path / "again")
     assert folder_bytes(tmp_path / "again") == folder_bytes(models / kind)

@@ -1,0 +1,134 @@
+"""Weights that are stored under another library's names, read as the native format's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megatron.core.dist_checkpointing.save_plan import MAX_PIECE_BYTES
+from megatron.core.errors import CheckpointError
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.sharding import Box, split_box
+from megatron.interop.checkpoint_source import TensorInfo
+from megatron.interop.huggingface.family import Family
+from megatron.interop.huggingface.settings import CONFIG_FILE
+from megatron.interop.huggingface.tensor_link import TensorLink, shapes_of
+from megatron.interop.huggingface.weight_files import OUTPUT_LAYER, WeightEntry
+
+_MOST_NAMED = 8
+
+
+class StoredWeights(Protocol):
+    """Weights by their stored names: of a folder's files, or of a model in memory."""
+
+    folder: Path
+    entries: dict[str, WeightEntry]
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Return a copy of a box of a tensor."""
+
+
+class LinkedTensors:
+    """Hold which stored weights make up each native tensor of a model.
+
+    Raises:
+        CheckpointError: the weights are not those of the model that the configuration describes.
+    """
+
+    def __init__(self, family: Family, config: GPTConfig, weights: StoredWeights) -> None:
+        self.config = config
+        self.weights = weights
+        self._links: dict[str, list[TensorLink]] = {}
+        links = list(family.links(config))
+        self._stored = _find_names(family, config, links, weights)
+        for link in links:
+            self._links.setdefault(link.native, []).append(link)
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(shape, self._dtype_of(name))
+            for name, shape in shapes_of((link.native, link.native_box) for link in links).items()
+        }
+        self._check_tied_copy()
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Return a box of a tensor, or all of it, contiguous on the CPU.
+
+        Raises:
+            KeyError: there is no tensor of this name.
+            CheckpointError: the file that holds it is missing or damaged.
+        """
+        info = self.tensors[name]
+        wanted = info.whole if box is None else box
+        result = torch.empty(wanted.shape, dtype=info.dtype)
+        for link in self._links[name]:
+            common = link.native_box.intersect(wanted)
+            if common is None:
+                continue
+            for part in split_box(common, info.dtype.itemsize, MAX_PIECE_BYTES):
+                values = self.weights.read(self._stored[link.foreign], link.foreign_part(part))
+                result[part.relative_to(wanted.offset).slices].copy_(values.t() if link.is_transposed else values)
+        return result
+
+    def _dtype_of(self, native: str) -> torch.dtype:
+        names = list(dict.fromkeys(self._stored[link.foreign] for link in self._links[native]))
+        dtypes = {name: self.weights.entries[name].dtype for name in names}
+        if len(set(dtypes.values())) > 1:
+            listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+            raise CheckpointError(
+                f"{self.weights.folder}: these tensors make up one of ours and must share a dtype: {listed}"
+            )
+        return dtypes[names[0]]
+
+    def _check_tied_copy(self) -> None:
+        """Refuse a file that holds an output layer of its own although config.json says that it is tied."""
+        if self.config.untie_embeddings_and_output_weights or OUTPUT_LAYER not in self.weights.entries:
+            return
+        (link,) = self._links["model.embedding.word_embeddings.weight"]
+        embedding = self._stored[link.foreign]
+        for box in split_box(link.foreign_box, self.weights.entries[embedding].dtype.itemsize, MAX_PIECE_BYTES):
+            ours, theirs = (self.weights.read(name, box).view(torch.uint8) for name in (embedding, OUTPUT_LAYER))
+            if not torch.equal(ours, theirs):
+                raise CheckpointError(
+                    f"{self.weights.folder}: {CONFIG_FILE} ties the output layer to the embedding, but {OUTPUT_LAYER} "
+                    f"differs from {embedding}; set tie_word_embeddings to false"
+                )
+
+
+def _find_names(family: Family, config: GPTConfig, links: list[TensorLink], weights: StoredWeights) -> dict[str, str]:
+    """Return the name in the files of every tensor of the model.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected or of another shape; all by name.
+    """
+    shapes = shapes_of((link.foreign, link.foreign_box) for link in links)
+    stored: dict[str, str] = {}
+    for name in shapes:
+        bare = name.removeprefix(family.base_prefix)
+        stored[name] = bare if name not in weights.entries and bare in weights.entries else name
+    known = set(stored.values())
+    if not config.untie_embeddings_and_output_weights and OUTPUT_LAYER in weights.entries:
+        known.add(OUTPUT_LAYER)
+        embedding = links[0].foreign
+        shapes[OUTPUT_LAYER], stored[OUTPUT_LAYER] = shapes[embedding], OUTPUT_LAYER
+    missing = [name for name in stored.values() if name not in weights.entries]
+    unexpected = [name for name in weights.entries if name not in known and not family.is_buffer(name)]
+    problems = [f"missing: {_listed(missing)}"] if missing else []
+    problems += [f"unexpected: {_listed(unexpected)}"] if unexpected else []
+    problems += [
+        f"{stored[name]} has the shape {list(weights.entries[stored[name]].shape)}, {CONFIG_FILE} makes it "
+        f"{list(shape)}"
+        for name, shape in shapes.items()
+        if stored[name] in weights.entries and weights.entries[stored[name]].shape != shape
+    ][:_MOST_NAMED]
+    if problems:
+        raise CheckpointError(
+            f"{weights.folder} is not the model that its {CONFIG_FILE} describes: {'; '.join(problems)}"
+        )
+    return stored
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
