@@ -71,7 +71,8 @@ def convert(request: ConversionRequest, log: Log = say) -> None:
     for line in idle_flags(request, found.format, saver):
         log(line)
     formats = (found.format, saver)
-    source = open_for(formats, found.folder, request.true_vocab_size, request.told, request.base_model)
+    base = None if request.base_model is None else find_checkpoint(request.base_model).folder
+    source = open_for(formats, found.folder, request.true_vocab_size, request.told, base)
     try:
         source = with_adapters(source, request.merges_adapters, saver)
         target = read_target(request, source, saver)

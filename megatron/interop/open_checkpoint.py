@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import CheckpointError
-from megatron.interop.adapters.peft_source import PeftSource, base_of
+from megatron.interop.adapters.peft_settings import base_of
+from megatron.interop.adapters.peft_source import PeftSource
 from megatron.interop.checkpoint_format import FORMAT_MARKS, detect_format
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.source import HuggingFaceSource

@@ -131,8 +131,10 @@ def test_adapters_go_to_pefts_format_and_back(run: ForkedRun, folder: Path) -> N
     wanted = {name for name in trained.tensors if name.startswith("model.")}
     assert set(back.tensors) == wanted
     assert all(torch.equal(trained.read(name), back.read(name)) for name in wanted)
-    again = train(folder / "back", f"--finetune {LORA}", "--metrics-jsonl", folder / "again.jsonl").check()
-    assert again.losses()[0] < run.losses()[0]
+    metrics = ("--metrics-jsonl", folder / "again.jsonl")
+    again = [train(folder / name, f"--finetune {LORA}", *metrics).check().losses() for name in ("back", "peft")]
+    assert again[0] == again[1]
+    assert again[0][0] < run.losses()[0]
 
 
 def assert_logits_of(kind: str, folder: Path, tensors: Mapping[str, torch.Tensor], scale: float) -> None:

@@ -12,14 +12,12 @@ import torch
 from megatron.core.dist_checkpointing.disk import write_text
 from megatron.core.errors import ConfigurationError
 from megatron.interop.adapters.foreign_module import ForeignModule, foreign_modules, paired_rows
+from megatron.interop.adapters.peft_settings import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from megatron.interop.adapters.stored_adapter import StoredAdapter, model_config, stored_adapters
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.model_export import choose_family, publish_folder
 from megatron.interop.huggingface.model_record import decode_record
 from megatron.interop.huggingface.weight_writer import WeightInfo, write_weights
-
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 class AdapterExport:

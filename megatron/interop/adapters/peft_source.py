@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,24 +15,12 @@ from megatron.core.errors import CheckpointError
 from megatron.core.sharding import Box
 from megatron.core.transformer.adapters.adapter_targets import PART_OF, WHOLE, plain_names
 from megatron.interop.adapters.foreign_module import ForeignModule, foreign_modules, paired_rows
-from megatron.interop.adapters.peft_export import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from megatron.interop.adapters.peft_settings import ADAPTER_WEIGHTS, read_settings
 from megatron.interop.adapters.stored_adapter import RowRange, model_config, part_rows, tensor_name
 from megatron.interop.checkpoint_source import CheckpointSource, TensorInfo
 from megatron.interop.huggingface.model_export import choose_family
 from megatron.interop.huggingface.model_record import decode_record
 
-_EXPECTED: Mapping[str, Any] = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "use_dora": False,
-    "use_rslora": False,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "modules_to_save": None,
-    "layer_replication": None,
-    "trainable_token_indices": None,
-}
-"""Settings of peft of which only one value can be read; a setting that is left out has it."""
 _MOST_NAMED = 4
 
 
@@ -48,7 +35,7 @@ class PeftSource:
 
     def __init__(self, folder: str | Path, base: CheckpointSource) -> None:
         self.folder, self.base = Path(folder), base
-        settings = _read_settings(self.folder)
+        settings = read_settings(self.folder)
         try:
             # Closed by close().
             self._file: Any = safe_open(self.folder / ADAPTER_WEIGHTS, framework="pt")
@@ -153,40 +140,3 @@ def _part_of(module: ForeignModule, num_rows: int) -> str:
         return WHOLE
     name = module.name.rpartition(".")[2]
     return name.removesuffix("_proj")
-
-
-def base_of(folder: Path) -> Path:
-    """Return the folder of the model that adapters name as theirs.
-
-    Raises:
-        CheckpointError: they name none on this machine.
-    """
-    named = _read_settings(folder).get("base_model_name_or_path")
-    if not named or not Path(named).is_dir():
-        raise CheckpointError(
-            f"{folder / ADAPTER_CONFIG}: base_model_name_or_path {named!r} is no folder here; name the folder of the "
-            "model with --base-model of tools/checkpoint/convert.py"
-        )
-    return Path(named)
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    """Return what adapter_config.json says.
-
-    Raises:
-        CheckpointError: it cannot be read, or asks for another kind of adapters.
-    """
-    path = folder / ADAPTER_CONFIG
-    try:
-        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        problems = [
-            f"{name} {settings[name]!r} (only {value!r} can be read)"
-            for name, value in _EXPECTED.items()
-            if settings.get(name, value) != value and settings.get(name) not in (None, [], {})
-        ]
-        problems += [f"{name} is missing" for name in ("r", "lora_alpha") if name not in settings]
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if problems:
-        raise CheckpointError(f"{path}: {'; '.join(problems)}")
-    return settings
