@@ -149,10 +149,6 @@ MISTAKES = {
         Mistake("--lora-rank 8 --save checkpoints --ckpt-format torch_dist"),
         Mistake("--lora-rank 8 --cuda-graph-impl local --attention-dropout 0"),
         Mistake("--lora-rank 8 --decoupled-lr 1e-3"),
-        Mistake(
-            "--lora-rank 8 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Etttttttttttt|L",
-            processes=2,
-        ),
     ),
     "Other trainers": (
         Mistake("--deepspeed"),
