@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from megatron.core.errors import ConfigurationError
@@ -33,7 +34,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 _SITES = (WHOLE, *QUERY_KEY_VALUE, *PART_OF["linear_fc1"])
 
 
-def add_adapters(model: nn.Module, config: TransformerConfig, tp: Group, device: object) -> None:
+def add_adapters(model: nn.Module, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
     """Put the configured adapters on every transformer layer of a model, and freeze all other parameters.
 
     Must be called before parameters are named and initialised.
@@ -50,7 +51,7 @@ def add_adapters(model: nn.Module, config: TransformerConfig, tp: Group, device:
         tp=tp,
         sequence_parallel=config.sequence_parallel,
         dtype=dtype_from_name(config.params_dtype),
-        device=str(device),
+        device=device,
         library=config.cpu_matmul,
     )
     for layer in [module for module in model.modules() if isinstance(module, TransformerLayer)]:
