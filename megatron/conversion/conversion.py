@@ -22,7 +22,11 @@ from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
-from megatron.interop.checkpoint_format import CheckpointFormat
+from megatron.core.transformer.adapters.adapter_targets import ADAPTERS
+from megatron.interop.adapters.merged_source import MergedSource
+from megatron.interop.adapters.peft_export import write_peft
+from megatron.interop.adapters.peft_source import PeftSource
+from megatron.interop.checkpoint_format import FORMAT_NAMES, CheckpointFormat
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.model_export import write_hugging_face
 from megatron.interop.huggingface.source import HuggingFaceSource
@@ -42,6 +46,7 @@ _LOADED: dict[str, tuple[CheckpointFormat, ...]] = {
     "torch": ("torch",),
     "torch_dist": ("torch_dist",),
     "hf": ("hf",),
+    "peft": ("peft",),
     "torchtitan": ("torchtitan",),
 }
 
@@ -66,8 +71,10 @@ def convert(request: ConversionRequest, log: Log = say) -> None:
     for line in idle_flags(request, found.format, saver):
         log(line)
     formats = (found.format, saver)
-    source = open_for(formats, found.folder, request.true_vocab_size, request.told)
+    base = None if request.base_model is None else find_checkpoint(request.base_model).folder
+    source = open_for(formats, found.folder, request.true_vocab_size, request.told, base)
     try:
+        source = with_adapters(source, request.merges_adapters, saver)
         target = read_target(request, source, saver)
         common = retarget(source.common, target, has_random_streams=any(map(is_random_stream, source.tensors)))
         dtype = None if target.params_dtype is None else getattr(torch, target.params_dtype)
@@ -84,6 +91,7 @@ def open_for(
     folder: Path,
     vocab_size: int | None = None,
     told: Mapping[str, Any] | None = None,
+    base: Path | None = None,
 ) -> CheckpointSource:
     """Open either side of a conversion; random number streams have a place in the native format only.
 
@@ -92,7 +100,23 @@ def open_for(
     """
     if formats == ("native", "native"):
         return NativeSource(folder, with_random_streams=True)
-    return open_checkpoint(folder, vocab_size=vocab_size, told=told)
+    return open_checkpoint(folder, vocab_size=vocab_size, told=told, base=base)
+
+
+def with_adapters(source: CheckpointSource, merges: bool, saver: CheckpointFormat) -> CheckpointSource:
+    """Return a checkpoint with its low-rank adapters merged, or as it is where the format has a place for them.
+
+    Raises:
+        ConfigurationError: there are none to merge, or no place for them.
+    """
+    if merges:
+        return MergedSource(source)
+    if saver not in ("native", "peft") and any(ADAPTERS in name for name in source.tensors):
+        raise ConfigurationError(
+            f"{source.folder} holds low-rank adapters, for which {FORMAT_NAMES[saver]} has no place; add --merge-lora, "
+            "or write the adapters alone with --saver peft"
+        )
+    return source
 
 
 def target_format(loader: str, saver: str, found: CheckpointFormat) -> CheckpointFormat:
@@ -111,7 +135,7 @@ def read_target(request: ConversionRequest, source: CheckpointSource, saver: Che
     """
     dtype = request.target.params_dtype
     has_optimizer = any(name.startswith(OPTIMIZER_PREFIX) for name in source.tensors)
-    keeps_optimizer = has_optimizer and request.target.keeps_optimizer and saver != "hf"
+    keeps_optimizer = has_optimizer and request.target.keeps_optimizer and saver not in ("hf", "peft")
     if dtype == source.common["config"]["model"]["params_dtype"]:
         dtype = None
     if dtype is not None and keeps_optimizer:
@@ -161,6 +185,10 @@ def run(
         if request.test_logits:
             compare_with_transformers(view, source.folder if formats[0] == "hf" else folder, log)
 
+    if saver == "peft":
+        base_model = None if request.base_model is None else str(request.base_model)
+        write_peft(counted, request.save_dir, base_model=base_model)
+        return Path(request.save_dir)
     if saver == "hf":
         write_hugging_face(counted, request.save_dir, check=check)
         return Path(request.save_dir)
@@ -201,6 +229,8 @@ def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> To
         TokenizerError: the tokenizer of the command line cannot be built.
     """
     given = dict(request.tokenizer)
+    while isinstance(source, (MergedSource, PeftSource)):
+        source = source.base
     if not given:
         return source.write_tokenizer if isinstance(source, HuggingFaceSource) else None
     if "tokenizer_type" not in given and Path(given.get("tokenizer_model", "")).is_dir():

@@ -20,6 +20,7 @@ FORMATS = {
     "hf": "hf",
     "torchtitan": "torchtitan",
     "llama_mistral": "hf",
+    "peft": "peft",
 }
 """Names of loaders and savers, Megatron's own among them, and what each stands for."""
 
@@ -50,6 +51,8 @@ class ConversionRequest:
         told: what a torchtitan folder does not say of its model.
         verify: read the result again and compare it.
         test_logits: compare the logits with the transformers package's.
+        merges_adapters: make the low-rank adapters part of the weights.
+        base_model: folder of the model that adapters of peft are of.
     """
 
     load_dir: Path
@@ -63,6 +66,8 @@ class ConversionRequest:
     told: Mapping[str, Any]
     verify: bool
     test_logits: bool
+    merges_adapters: bool = False
+    base_model: Path | None = None
 
 
 def idle_flags(request: ConversionRequest, found: str, saver: str) -> list[str]:
@@ -76,7 +81,9 @@ def idle_flags(request: ConversionRequest, found: str, saver: str) -> list[str]:
     }
     given = [f"{flag} {value}" for flag, value in layout.items() if value is not None]
     lines: list[str] = []
-    if saver == "hf":
+    if request.base_model is not None and "peft" not in (found, saver):
+        lines.append(f"--base-model {request.base_model} has no effect: only adapters of peft have one")
+    if saver in ("hf", "peft"):
         lines += [f"{flag} has no effect: a Hugging Face folder has no layout and no padding" for flag in given]
         lines += [
             f"--{name.replace('_', '-')} {value} has no effect: a Hugging Face folder gets the tokenizer files that "

@@ -88,7 +88,7 @@ class ParamSpec:
     ``gradient_sum_axes`` are the axes over which the local gradient is only a part and must still be summed over those
     copies; without it the copies' gradients are equal already.
     ``is_owner`` is the one copy that counts in norms, parameter counts and checkpoints. Initial values are normal with
-    ``init_mean`` and ``init_std``.
+    ``init_mean`` and ``init_std``, or uniform from ``-init_bound`` to ``init_bound`` where that is not 0.
     """
 
     name: str
@@ -100,6 +100,7 @@ class ParamSpec:
     num_replicas: int = 1
     init_mean: float = 0.0
     init_std: float = 0.0
+    init_bound: float = 0.0
 
     @property
     def is_owner(self) -> bool:

@@ -11,13 +11,14 @@ from typing import Literal
 from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.interop.torch_dist.folder_files import BACKEND_FILE, COMMON_FILE, METADATA_FILE
 
-CheckpointFormat = Literal["native", "torch", "torch_dist", "torchtitan", "hf"]
+CheckpointFormat = Literal["native", "torch", "torch_dist", "torchtitan", "peft", "hf"]
 
 FORMAT_MARKS: tuple[tuple[str, CheckpointFormat], ...] = (
     (INDEX_FILE, "native"),
     ("mp_rank_*", "torch"),
     (COMMON_FILE, "torch_dist"),
     (METADATA_FILE, "torchtitan"),
+    ("adapter_config.json", "peft"),
     ("config.json", "hf"),
 )
 """Names of files, as patterns, and the format whose folders have them; the first that is there decides."""
@@ -26,6 +27,7 @@ FORMAT_NAMES: dict[CheckpointFormat, str] = {
     "torch": "Megatron's torch format",
     "torch_dist": "Megatron's torch_dist format",
     "torchtitan": "torchtitan's format",
+    "peft": "peft's format",
     "hf": "Hugging Face's format",
 }
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import CheckpointError
+from megatron.interop.adapters.peft_settings import base_of
+from megatron.interop.adapters.peft_source import PeftSource
 from megatron.interop.checkpoint_format import FORMAT_MARKS, detect_format
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.source import HuggingFaceSource
@@ -21,11 +23,13 @@ def open_checkpoint(
     verify: bool = True,
     vocab_size: int | None = None,
     told: Mapping[str, Any] | None = None,
+    base: Path | None = None,
 ) -> CheckpointSource:
     """Open a folder that holds the files of one checkpoint, of any format; without ``verify`` checksums are ignored.
 
     ``vocab_size`` is the number of tokens without padding, for a torch file that does not tell it; ``told`` is what a
-    torchtitan folder does not say of its model.
+    torchtitan folder does not say of its model; ``base`` is the folder of the model that adapters of peft are of, where
+    it is not the one that they name.
 
     Raises:
         CheckpointError: there is no checkpoint in it, or it is damaged.
@@ -39,6 +43,8 @@ def open_checkpoint(
         return _checked(megatron_source(folder, vocab_size), verify)
     if found == "torchtitan":
         return _checked(TorchtitanSource(folder, told), verify)
+    if found == "peft":
+        return PeftSource(folder, open_checkpoint(base_of(folder) if base is None else base, verify))
     if found == "hf":
         return HuggingFaceSource(folder)
     raise CheckpointError(f"{folder} holds no checkpoint: no {', '.join(mark for mark, _ in FORMAT_MARKS)} is in it")

@@ -60,6 +60,12 @@ def build_parser() -> Parser:
     )
     content = parser.add_argument_group("content of the result")
     content.add_argument("--no-save-optim", action="store_true", help="leave the optimizer's state out")
+    content.add_argument(
+        "--merge-lora", action="store_true", help="make low-rank adapters part of the weights that they adapt"
+    )
+    content.add_argument(
+        "--base-model", type=Path, metavar="DIR", help="model that adapters of peft are of (the one that they name)"
+    )
     dtype = content.add_mutually_exclusive_group()
     dtype.add_argument("--bf16", action="store_true", help="convert the weights to bfloat16 (without optimizer)")
     dtype.add_argument("--fp16", action="store_true", help="convert the weights to float16 (without optimizer)")
@@ -119,6 +125,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ConversionReques
             parser.error(f"{name} {size}: the models here have no experts; leave it out")
     if values.true_vocab_size is not None and values.true_vocab_size < 1:
         parser.error(f"--true-vocab-size {values.true_vocab_size} is not positive; give the tokenizer's real size")
+    if values.merge_lora and FORMATS[values.saver] == "peft":
+        parser.error("--merge-lora and --saver peft exclude each other: peft's folders hold adapters; keep one")
     if values.checkpoint_type == "meta":
         parser.error(
             "--checkpoint-type meta: Meta's own files cannot be read; use the Hugging Face folder of the model"
@@ -144,6 +152,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ConversionReques
         told=told_settings(values),
         verify=values.verify,
         test_logits=values.test_logits,
+        merges_adapters=values.merge_lora,
+        base_model=values.base_model,
     )
     return request, [
         f"{name} has no effect: {reason}" for name, (_, reason) in NO_EFFECT.items() if getattr(values, _field(name))

@@ -18,6 +18,8 @@ from megatron.core.kernels.dropout import RowKeys, keyed_dropout
 _STEP = 0x9E3779B97F4A7C15
 _FACTORS = (0xD6E8FEB86659FD93, 0xA5A3564E27F8865B)
 _EMBEDDING_SITE = -1
+_ADAPTER_SITES = 1 << 40
+_ADAPTERS_OF_A_LAYER = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +81,17 @@ class DropoutKeys:
             site=_EMBEDDING_SITE - 1 - layer_number,
             seed=hash_numbers(self.samples.number, layer_number, self.rank),
         )
+
+    def of_adapter(self, layer_number: int, number: int, is_whole: bool) -> RowKeys:
+        """Return the keys of an adapter's input, of which a layer has up to 8.
+
+        ``is_whole`` asks for those of all of this rank's positions, whatever sequence parallelism leaves it of them.
+
+        Shapes: ``[s, b]``; ``[s/tp, b]`` under sequence parallelism, where not all are asked for.
+        """
+        positions = self.positions if is_whole else self.positions[self.hidden]
+        states = _mixed(self.samples.states, positions[:, None])
+        return _row_keys(_mixed(states, _ADAPTER_SITES + _ADAPTERS_OF_A_LAYER * layer_number + number))
 
     def static_copy(self) -> DropoutKeys:
         """Return keys in memory of their own, which `overwrite` fills for one micro-batch after the other.

@@ -34,8 +34,12 @@ def _touched_tiles(box: Box, columns: int) -> Iterator[tuple[int, Box]]:
             yield tile_row * tiles_per_row + tile_column, Box(offset, (TILE_ROWS, TILE_COLUMNS))
 
 
-def normal_box(seed: int, name: str, global_shape: tuple[int, ...], box: Box) -> np.ndarray:
+def normal_box(
+    seed: int, name: str, global_shape: tuple[int, ...], box: Box, *, is_uniform: bool = False
+) -> np.ndarray:
     """Return standard normal values of one box of a parameter, the same whichever box they are asked for in.
+
+    With ``is_uniform`` they are uniform from -1 to 1 instead.
 
     Shapes: ``-> float32`` of ``box.shape``; tensors of other than two dims are seen as ``[dim 0, all others]``.
     """
@@ -51,7 +55,10 @@ def normal_box(seed: int, name: str, global_shape: tuple[int, ...], box: Box) ->
         assert common is not None
         # As a list, a key of 2**63 or more would be rounded to a float on its way in.
         generator = np.random.Generator(np.random.Philox(key=np.array([key, index], dtype=np.uint64)))
-        drawn = generator.standard_normal(tile.shape, dtype=np.float32)
+        if is_uniform:
+            drawn = generator.random(tile.shape, dtype=np.float32) * np.float32(2) - np.float32(1)
+        else:
+            drawn = generator.standard_normal(tile.shape, dtype=np.float32)
         values[common.relative_to(flat.offset).slices] = drawn[common.relative_to(tile.offset).slices]
     return values.reshape(box.shape)
 
@@ -60,15 +67,17 @@ def initialize_parameter(parameter: torch.nn.Parameter, seed: int) -> None:
     """Fill a parameter in place as its description says; padding becomes zero."""
     spec: ParamSpec = spec_of(parameter)
     with torch.no_grad():
-        if spec.init_std == 0.0:
+        if spec.init_std == 0.0 and spec.init_bound == 0.0:
             parameter.zero_()
             for piece in spec.pieces:
                 parameter[piece.local_box.slices] = spec.init_mean
             return
         values = np.zeros(tuple(parameter.shape), dtype=np.float32)
         for piece in spec.pieces:
-            drawn = normal_box(seed, spec.name, spec.global_shape, piece.global_box)
-            values[piece.local_box.slices] = drawn * np.float32(spec.init_std) + np.float32(spec.init_mean)
+            is_uniform = spec.init_bound != 0.0
+            drawn = normal_box(seed, spec.name, spec.global_shape, piece.global_box, is_uniform=is_uniform)
+            factor = np.float32(spec.init_bound if is_uniform else spec.init_std)
+            values[piece.local_box.slices] = drawn * factor + np.float32(spec.init_mean)
         parameter.copy_(torch.from_numpy(values))
 
 

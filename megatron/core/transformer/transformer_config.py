@@ -7,6 +7,7 @@ import dataclasses
 from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, flag
 from megatron.core.fp8.float8_config import Float8Config
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.transformer.adapters.adapter_targets import adapted_parts
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 
 
@@ -156,6 +157,19 @@ class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
     cpu_offloading_weights: bool = flag(False, role="run", needs="cpu_offloading", in_args=False)
     """With --cpu-offloading: keep the weights of these layers in the machine's memory too, while no pass uses them."""
 
+    lora_rank: int = flag(0, role="recipe", bounds=NOT_NEGATIVE, in_args=False)
+    """Train low-rank adapters of this rank, and no other weights; 0 trains the model itself."""
+    lora_alpha: float = flag(16.0, role="recipe", bounds=POSITIVE, needs="lora_rank", in_args=False)
+    """With --lora-rank: the adapters' product is multiplied by this number / rank."""
+    lora_target_modules: tuple[str, ...] = flag(
+        (), nargs="+", metavar="NAME", role="recipe", needs="lora_rank", in_args=False, seen_as="adapted_parts"
+    )
+    """With --lora-rank: the linear layers that have adapters, by our names (linear_qkv linear_proj linear_fc1
+    linear_fc2, the default) or Hugging Face's (q_proj k_proj v_proj o_proj gate_proj up_proj down_proj; c_attn c_proj
+    c_fc)."""
+    lora_dropout: float = flag(0.0, role="recipe", bounds=BELOW_ONE, needs="lora_rank", in_args=False)
+    """With --lora-rank: dropout probability of the adapters' inputs."""
+
     def __post_init__(self) -> None:
         """Fill in the values that follow from others."""
         super().__post_init__()
@@ -203,7 +217,16 @@ class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
     @property
     def has_dropout(self) -> bool:
         """Return whether anything is dropped in training."""
-        return self.hidden_dropout > 0.0 or self.attention_dropout > 0.0
+        return self.hidden_dropout > 0.0 or self.attention_dropout > 0.0 or self.lora_dropout > 0.0
+
+    @property
+    def adapted_parts(self) -> dict[str, tuple[str, ...]]:
+        """Return the parts of each linear layer that have a low-rank adapter; none without them.
+
+        Raises:
+            ValueError: --lora-target-modules does not fit the model; the message says why.
+        """
+        return adapted_parts(self.lora_target_modules, self.is_gated) if self.lora_rank else {}
 
     @property
     def score_scalar(self) -> int:

@@ -12,6 +12,7 @@ from megatron.core.kernels.dropout_keys import DropoutKeys
 from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.low_rank import LowRankAdapter
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.tensor_parallel.saved_tensors import saved_as_inputs
 from megatron.core.transformer.attention import SelfAttention
@@ -97,6 +98,7 @@ class TransformerLayer(nn.Module):
         self.hidden_dropout = HiddenDropout(config.hidden_dropout)
         self.recomputes_norms = "layernorm" in config.recomputed_modules
         self.recomputes_mlp = "mlp" in config.recomputed_modules
+        self.adapters: tuple[LowRankAdapter, ...] = ()
 
     def forward(
         self,
@@ -118,6 +120,7 @@ class TransformerLayer(nn.Module):
             attended_keys = keys.after_attention(self.layer_number)
             fed_keys = keys.after_feed_forward(self.layer_number)
         probability = self.hidden_dropout.probability
+        self._hand_keys(dropout)
         if ahead is None or ahead.normalised is None:
             x, normalised = self.input_layernorm(x)
         else:
@@ -133,13 +136,23 @@ class TransformerLayer(nn.Module):
             stream = x
         with self._recomputed(self.pre_mlp_layernorm, stream, normalised):
             is_dropped = self.recomputes_mlp and self.training
-            fed, more_losses = recompute(self.mlp, normalised) if is_dropped else self.mlp(normalised)
+            fed, more_losses = recompute(self._feed, normalised, dropout) if is_dropped else self.mlp(normalised)
         branch = self.post_mlp_layernorm(fed)
         if ahead is None or ahead.following is None:
             x = add_branch(x, branch, fed_keys, probability)
         else:
             x, ahead.normalised = ahead.following(x, branch, fed_keys, probability)
         return LayerOutput(x, losses + more_losses)
+
+    def _feed(self, normalised: torch.Tensor, dropout: DropoutKeys | None) -> LayerOutput:
+        """Return the feed-forward's output; when it is computed again, by the keys of the first time."""
+        self._hand_keys(dropout)
+        output: LayerOutput = self.mlp(normalised)
+        return output
+
+    def _hand_keys(self, dropout: DropoutKeys | None) -> None:
+        for adapter in self.adapters:
+            adapter.keys = dropout
 
     def _recomputed(
         self, norm: nn.Module, stream: torch.Tensor, normalised: torch.Tensor

@@ -52,7 +52,7 @@ class ModelExport:
     def __init__(self, source: CheckpointSource, max_file_bytes: int) -> None:
         self._source = source
         self._config = config_from_dict(GPTConfig, source.common["config"]["model"])
-        self._family, self._record = _choose_family(self._config, decode_record(source.common))
+        self._family, self._record = choose_family(self._config, decode_record(source.common))
         links = list(self._family.links(self._config))
         _check_tensors(source, links)
         self._links: dict[str, list[TensorLink]] = {}
@@ -140,8 +140,12 @@ class ModelExport:
         return None if name is None else self._source.folder / name
 
 
-def _choose_family(config: GPTConfig, record: ModelRecord | None) -> tuple[Family, ModelRecord | None]:
-    """Return the family of a model, and the record of the folder that it came from if it is still the same model."""
+def choose_family(config: GPTConfig, record: ModelRecord | None) -> tuple[Family, ModelRecord | None]:
+    """Return the family of a model, and the record of the folder that it came from if it is still the same model.
+
+    Raises:
+        ConfigurationError: no supported architecture can express the model.
+    """
     if record is not None:
         family, recorded = read_model(parse_settings(record.config, CONFIG_FILE))
         if model_features(recorded) == model_features(config):
@@ -185,22 +189,37 @@ def write_hugging_face(
         CheckpointError: the folder exists and is not empty, it cannot be written, or the source lacks a tensor.
         ConfigurationError: no supported architecture can express the model.
     """
+    export = ModelExport(source, max_file_bytes)
+    publish_folder(folder, export.write, export.num_bytes, check, "the Hugging Face model")
+
+
+def publish_folder(
+    folder: str | Path,
+    write: Callable[[Path], None],
+    num_bytes: int,
+    check: Callable[[Path], None] | None,
+    content: str,
+) -> None:
+    """Let ``write`` fill a folder under a temporary name, ``check`` it, and give it its name; errors name the content.
+
+    Raises:
+        CheckpointError: the folder exists and is not empty, or it cannot be written.
+    """
     folder = Path(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists and is not an empty folder; name a new one for the Hugging Face model")
-    export = ModelExport(source, max_file_bytes)
+        raise CheckpointError(f"{folder} exists and is not an empty folder; name a new one for {content}")
     temporary = folder.parent / f".{folder.name}.saving"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        export.write(temporary)
+        write(temporary)
         if check is not None:
             check(temporary)
         sync_folder(temporary)
         os.replace(temporary, folder)
         sync_folder(folder.parent)
     except OSError as error:
-        need = f"; {export.num_bytes} bytes of weights are to be written" if error.errno == errno.ENOSPC else ""
+        need = f"; {num_bytes} bytes of weights are to be written" if error.errno == errno.ENOSPC else ""
         raise CheckpointError(f"cannot write {folder}: {error.strerror or error}{need}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,12 +1,16 @@
-"""How the configuration of a checkpoint differs from the one of the run that loads it."""
+"""How the configuration of a checkpoint differs from the one of the run that loads it, and so do low-rank adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.core.config_base import field_specs
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.errors import CheckpointError
+from megatron.core.transformer.adapters.adapter_targets import ADAPTERS, adapted_parts, plain_names
 from megatron.training.config.run_config import config_parts
 
 
@@ -55,6 +59,56 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> ConfigCha
         kind = role if role in ("shape", "weights") and counts else "other"
         changes[kind].append(ConfigChange(field, before, after))
     return ConfigChanges(**{kind: tuple(found) for kind, found in changes.items()})
+
+
+def without_new_adapters(
+    tensors: Iterable[ShardedTensor], folder: Path, stored: Iterable[str], config: Mapping[str, Any], is_base: bool
+) -> list[ShardedTensor]:
+    """Return the tensors of a run that a checkpoint fills: adapters that begin with this run keep their first values.
+
+    ``is_base`` says that weights alone are taken from the checkpoint.
+
+    Raises:
+        CheckpointError: the run trains adapters and would go on from a checkpoint that has none.
+    """
+    tensors = list(tensors)
+    if not config.get("model", {}).get("lora_rank") or any(ADAPTERS in name for name in stored):
+        return tensors
+    if not is_base:
+        raise CheckpointError(
+            f"checkpoint {folder} holds no low-rank adapters, which --lora-rank trains; add --finetune to begin them "
+            "on its weights"
+        )
+    return [tensor for tensor in tensors if ADAPTERS not in tensor.name]
+
+
+def refuse_other_adapters(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose adapters the run would not have, or would give another meaning.
+
+    ``old`` and ``new`` are the configurations of the checkpoint and of the run.
+
+    Raises:
+        CheckpointError: the rank, alpha or the adapted layers differ.
+    """
+    before, after = _settings(old), _settings(new)
+    if before is not None and before != after:
+        found = "none" if after is None else after
+        raise CheckpointError(
+            f"checkpoint {folder} holds low-rank adapters ({before}), and this run has {found}; give these flags, or "
+            "merge the adapters into their model with tools/checkpoint/convert.py --merge-lora"
+        )
+
+
+def _settings(config: Mapping[str, Any]) -> str | None:
+    """Return the flags of a configuration's adapters; None without any."""
+    model = config.get("model", {})
+    if not model.get("lora_rank"):
+        return None
+    is_gated = bool(model.get("swiglu") or model.get("geglu"))
+    names = plain_names(adapted_parts(model["lora_target_modules"], is_gated))
+    return (
+        f"--lora-rank {model['lora_rank']} --lora-alpha {model['lora_alpha']} --lora-target-modules {' '.join(names)}"
+    )
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -34,7 +34,12 @@ from megatron.training.checkpointing.choice import (
     refuse_random_weights,
     warn_of_random_weights,
 )
-from megatron.training.checkpointing.config_changes import ConfigChange, compare_configs
+from megatron.training.checkpointing.config_changes import (
+    ConfigChange,
+    compare_configs,
+    refuse_other_adapters,
+    without_new_adapters,
+)
 from megatron.training.checkpointing.folder import iteration_of_folder
 from megatron.training.checkpointing.native import is_release, open_stored
 from megatron.training.checkpointing.precision import MAIN_PREFIX, choose_float8, plan_precision
@@ -161,6 +166,7 @@ def _load_folder(
     begins_anew = options.finetune or is_release(folder)
     common = stored.index.common
     changes = _compare_configuration(folder, stored.config, config, strictness)
+    refuse_other_adapters(folder, stored.config, config)
     optimizer = None if begins_anew or options.no_load_optim else tensors.optimizer
     if optimizer is not None and common["optimizer"] is None:
         raise CheckpointError(
@@ -170,6 +176,7 @@ def _load_folder(
         check_schedule(common["scheduler"])
     progress = TrainProgress() if begins_anew else TrainProgress(**common["progress"])
     described, namespaces = model_tensors(tensors.models), [MODEL_PREFIX]
+    described = without_new_adapters(described, folder, stored.index.tensors, config, begins_anew)
     if optimizer is not None:
         described += optimizer_tensors(optimizer)
         namespaces.append(OPTIMIZER_PREFIX)

@@ -15,10 +15,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strictness import STRICT, Strictness
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.parallel_state import ParallelState
+from megatron.interop.adapters.stored_adapter import NO_ADAPTERS
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.megatron_torch.rank_tree import CHECKPOINT_VERSION
+from megatron.interop.open_checkpoint import open_checkpoint
 from megatron.interop.torchtitan.torchtitan_source import TorchtitanSource
 from megatron.training.checkpointing.folder import RELEASE
 from megatron.training.checkpointing.torch_format import SourceCheckpoint, index_of, open_torch_checkpoint
@@ -84,7 +86,7 @@ class NativeCheckpoint:
 
 def is_release(folder: Path) -> bool:
     """Return whether a folder holds a model and no run that could go on."""
-    return folder.name == RELEASE or detect_format(folder) in ("hf", "torchtitan")
+    return folder.name == RELEASE or detect_format(folder) in ("hf", "peft", "torchtitan")
 
 
 def open_stored(
@@ -105,6 +107,8 @@ def open_stored(
         return _open_torchtitan(folder, state, verify, model)
     if found == "hf":
         return _open_hugging_face(folder, state)
+    if found == "peft":
+        return _offer_model(run_on_all_ranks(lambda: open_checkpoint(folder, verify), state.world), state)
     return NativeCheckpoint(folder, load_index(folder, state.world, verify), state, verify)
 
 
@@ -136,6 +140,8 @@ def _open_torchtitan(
 def _offer_model(source: CheckpointSource, state: ParallelState) -> SourceCheckpoint:
     """Return a model that no run can go on from; its configuration is known as far as it makes the model."""
     model = source.common["config"]["model"]
-    fields = (spec.name for spec in field_specs(GPTConfig) if spec.options.role in IDENTITY)
+    fields = [spec.name for spec in field_specs(GPTConfig) if spec.options.role in IDENTITY]
+    if model["lora_rank"]:
+        fields += NO_ADAPTERS
     config = {"model": {name: model[name] for name in fields}}
     return SourceCheckpoint(source, index_of(source, {}), {}, state, config)

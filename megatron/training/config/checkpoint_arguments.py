@@ -26,7 +26,7 @@ TOKENIZER = tuple(spec.name for spec in field_specs(TokenizerConfig))
 """Fields of the tokenizer: likewise."""
 
 _ROLES: tuple[Role, ...] = (*IDENTITY, "recipe")
-_UNPADDED = ("native", "hf")
+_UNPADDED = ("native", "hf", "peft")
 _COUNTED = ("extra_vocab_size", "padded_vocab_size", "patch_tokenizer_type")
 """Settings of a tokenizer that say how many rows the model has beyond its ids."""
 _EXPECTED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length")
@@ -90,6 +90,12 @@ def recorded_config(folder: Path) -> Mapping[str, Any]:
         from megatron.interop.torchtitan.stored_names import recorded_config as recorded_shapes
 
         return recorded_shapes(folder)
+    if found == "peft":
+        from megatron.interop.adapters.peft_settings import base_of, read_settings
+
+        config, adapters = recorded_config(base_of(folder)), read_settings(folder)
+        scaling = {"lora_rank": adapters["r"], "lora_alpha": adapters["lora_alpha"]}
+        return {**config, "model": {**config["model"], **scaling}}
     if found == "hf":
         from megatron.interop.huggingface.families import recorded_config as recorded_model
 
@@ -99,8 +105,8 @@ def recorded_config(folder: Path) -> Mapping[str, Any]:
         from megatron.interop.megatron_torch.common_state import recorded_config as recorded_args
 
         return recorded_args(folder)
-    config: Mapping[str, Any] = read_index_file(folder)["common"]["config"]
-    return config
+    recorded: Mapping[str, Any] = read_index_file(folder)["common"]["config"]
+    return recorded
 
 
 def _tokenizer_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.linear import tensor_parallel_linear
 from megatron.core.tensor_parallel.linear_overlap import linear_overlap
 from megatron.core.tensor_parallel.mappings import InputRegion
 from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.transformer.adapters.adapted_layers import add_adapters
 from megatron.core.transformer.dropout import keys_of_rank
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding
@@ -84,6 +85,8 @@ class GPTModel(Model):
         elif post_process and self.embedding is not None:
             set_gradient_uses(self.embedding.word_embeddings.weight, 2)
         self.rotary, self.local_rotary = _make_rotary(config), _make_local_rotary(config)
+        if config.lora_rank:
+            add_adapters(self, config, tp, device)
         self.name_parameters()
         if is_tied and pre_process != post_process:
             # Both ends of the pipeline hold a copy of one parameter, the word embedding.

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import flags_without_argument
+from megatron.core.transformer.adapters.adapter_targets import adapted_parts
 from megatron.training.config.checkpoint_config import NATIVE_FORMAT
 from megatron.training.config.checks.check import Check, divisors
+from megatron.training.config.checks.pipeline import LAYOUT_FIELDS
 from megatron.training.config.run_config import RunConfig
 
 
@@ -131,6 +134,48 @@ def _check_recompute(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_adapted_layers(config: RunConfig) -> Iterator[str]:
+    names = config.model.lora_target_modules
+    try:
+        adapted_parts(names, config.model.is_gated)
+    except ValueError as error:
+        yield f"--lora-target-modules {' '.join(names)}: {error}"
+
+
+def _check_adapted_stages(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not model.lora_rank or min(model.pipeline_model_parallel_size, model.num_layers) < 1:
+        return
+    try:
+        stages = config.stage_layout
+    except ConfigurationError:
+        return  # Said by the check of the layout.
+    chunks = [chunk for rank in range(model.pipeline_model_parallel_size) for chunk in stages.chunks(rank)]
+    if not all(chunk.layer_numbers for chunk in chunks):
+        yield (
+            "--lora-rank trains adapters of layers, and a pipeline stage has none of these "
+            f"({stages.describe()}); give each stage a layer"
+        )
+
+
+def _check_beside_adapters(config: RunConfig) -> Iterator[str]:
+    if not config.model.lora_rank:
+        return
+    refused = f"--lora-rank {config.model.lora_rank}:"
+    if config.training.cuda_graph_impl == "local":
+        yield f"{refused} --cuda-graph-impl local records layers behind trained ones; use --cuda-graph-impl none"
+    if config.checkpoint.save is not None and config.checkpoint.ckpt_format != NATIVE_FORMAT:
+        yield (
+            f"{refused} --ckpt-format {config.checkpoint.ckpt_format} has no place for adapters; use --ckpt-format "
+            f"{NATIVE_FORMAT}, and merge or export its checkpoints with tools/checkpoint/convert.py"
+        )
+    if config.optimizer.decoupled_lr is not None:
+        yield (
+            f"{refused} --decoupled-lr is of the word embedding and the output layer, which are not trained; leave it "
+            "out"
+        )
+
+
 CHECKS = (
     Check(("hidden_size", "num_attention_heads", "kv_channels"), _check_head_width),
     Check(("hidden_size", "ffn_hidden_size"), _check_feed_forward_width),
@@ -145,4 +190,7 @@ CHECKS = (
     Check(("ckpt_format",), _check_format),
     Check(("num_layers", "window_size", "window_attn_skip_freq"), _check_windows),
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),
+    Check(("lora_rank", "lora_target_modules", "swiglu", "geglu"), _check_adapted_layers),
+    Check(("lora_rank", *LAYOUT_FIELDS), _check_adapted_stages),
+    Check(("lora_rank", "cuda_graph_impl", "save", "ckpt_format", "decoupled_lr"), _check_beside_adapters),
 )

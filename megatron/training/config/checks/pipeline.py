@@ -52,7 +52,7 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
     yield from schedule_problems(name, pp, training.global_batch_size // per_step, num_chunks, group_size)
 
 
-_LAYOUT_FIELDS = (
+LAYOUT_FIELDS = (
     "num_layers",
     "pipeline_model_parallel_size",
     "pipeline_model_parallel_layout",
@@ -61,13 +61,14 @@ _LAYOUT_FIELDS = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
 )
+"""What decides which layers are on which stage."""
 
 CHECKS = (
-    Check(_LAYOUT_FIELDS, _check_layout),
-    Check(_LAYOUT_FIELDS, _check_virtual_stages),
+    Check(LAYOUT_FIELDS, _check_layout),
+    Check(LAYOUT_FIELDS, _check_virtual_stages),
     Check(
         (
-            *_LAYOUT_FIELDS,
+            *LAYOUT_FIELDS,
             "pipeline_schedule",
             "microbatch_group_size_per_virtual_pipeline_stage",
             "micro_batch_size",

@@ -144,6 +144,13 @@ MISTAKES = {
         Mistake("--use-precision-aware-optimizer --exp-avg-sq-dtype fp8"),
         Mistake("--split 0,50,50"),
         Mistake("--split 1000000,1,1"),
+        Mistake("--lora-rank 8 --lora-target-modules q_proj qkv"),
+        Mistake("--lora-rank 8 --lora-target-modules linear_qkv k_proj"),
+        Mistake("--lora-rank 8 --swiglu --lora-target-modules c_attn"),
+        Mistake("--lora-alpha 32"),
+        Mistake("--lora-rank 8 --save checkpoints --ckpt-format torch_dist"),
+        Mistake("--lora-rank 8 --cuda-graph-impl local --attention-dropout 0"),
+        Mistake("--lora-rank 8 --decoupled-lr 1e-3"),
     ),
     "Other trainers": (
         Mistake("--deepspeed"),

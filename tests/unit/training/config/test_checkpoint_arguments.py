@@ -33,6 +33,7 @@ TAKEN = """
     window_size window_attn_skip_freq
     swiglu geglu squared_relu
     openai_gelu bias_gelu_fusion add_bias_linear add_qkv_bias disable_qkv_bias hidden_dropout attention_dropout
+    lora_rank lora_alpha lora_target_modules lora_dropout
     max_position_embeddings position_embedding_type use_rotary_position_embeddings add_position_embedding
     rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling
     rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor

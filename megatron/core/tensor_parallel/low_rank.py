@@ -1,0 +1,177 @@
+"""Low-rank adapters of column- and row-parallel linear layers: ``y + (alpha / rank) B A x``, of which A and B learn.
+
+The narrow side is what ranks exchange: ``A x`` has only ``rank`` features.
+Hu et al. 2021, https://arxiv.org/abs/2106.09685.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.kernels.dropout import keyed_dropout
+from megatron.core.kernels.dropout_keys import DropoutKeys
+from megatron.core.process_group import Group
+from megatron.core.sharding import ParamSpec, even_pieces
+from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
+from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """Hold what all adapters of a model share; dropout is of their input."""
+
+    rank: int
+    scale: float
+    dropout: float
+    tp: Group
+    sequence_parallel: bool
+    dtype: torch.dtype
+    device: torch.device | str
+    library: str
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Describe rows of ``B`` that this rank holds; the description is of ``[all rows, rank]``."""
+
+    num_rows: int
+    spec: ParamSpec
+
+
+class LowRankAdapter(nn.Module):
+    """Compute ``scale * B A x``. ``A`` begins uniform within ``1 / sqrt(in)``, ``B`` at zero.
+
+    ``site`` tells its dropout from that of others, among 8 of a layer.
+    """
+
+    def __init__(self, options: AdapterOptions, layer_number: int, site: int) -> None:
+        super().__init__()
+        self.options = options
+        self.layer_number, self.site = layer_number, site
+        self.keys: DropoutKeys | None = None
+        """What dropout in the next call is keyed by."""
+
+    def _make(self, shape: tuple[int, ...], spec: ParamSpec) -> nn.Parameter:
+        return make_parameter(shape, spec, self.options.dtype, self.options.device)
+
+    def _drop(self, x: torch.Tensor, *, is_whole: bool, columns: torch.Tensor | None = None) -> torch.Tensor:
+        """Return what dropout leaves; ``is_whole`` says that sequence parallelism has not cut the positions."""
+        probability = self.options.dropout
+        if not self.training or probability == 0.0:
+            return x
+        assert self.keys is not None, "active dropout is keyed"
+        return keyed_dropout(x, self.keys.of_adapter(self.layer_number, self.site, is_whole), probability, columns)
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, region: InputRegion = InputRegion.SPLIT) -> torch.Tensor:
+        return tensor_parallel_linear(x, weight, None, region, self.options.tp, library=self.options.library)
+
+
+class ColumnAdapter(LowRankAdapter):
+    """Adapt rows of a column-parallel layer: every rank holds ``A``, and the rows of ``B`` that it has of the layer.
+
+    ``blocks`` follow each other in the output; most layers have one.
+
+    Shapes: ``[s, b, in] -> [s, b, rows of this rank]``; the input is ``[s/tp, b, in]`` under sequence parallelism.
+    """
+
+    def __init__(
+        self, options: AdapterOptions, layer_number: int, site: int, in_features: int, blocks: Sequence[RowBlock]
+    ) -> None:
+        super().__init__(options, layer_number, site)
+        shape = (options.rank, in_features)
+        # Under sequence parallelism a rank multiplies its own positions only, before the narrow product is gathered.
+        spec = replicated_spec("lora_A", shape, options.tp, options.sequence_parallel)
+        self.lora_A = self._make(shape, replace(spec, init_bound=in_features**-0.5))
+        self.region = InputRegion.SEQUENCE if options.sequence_parallel else InputRegion.REPLICATED
+        self.names = ["lora_B" if number == 0 else f"lora_B_{number}" for number in range(len(blocks))]
+        for name, block in zip(self.names, blocks):
+            self.register_parameter(name, self._make((block.num_rows, options.rank), block.spec))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is added to these rows."""
+        narrow = self._linear(self._drop(x, is_whole=False), self.lora_A) * self.options.scale
+        weights = [getattr(self, name) for name in self.names]
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        return self._linear(narrow, weight, self.region)
+
+
+class RowAdapter(LowRankAdapter):
+    """Adapt a row-parallel layer: a rank holds the columns of ``A`` that it has of the layer, and all of ``B``.
+
+    Shapes: ``[s, b, in/tp] -> [s, b, out]``; the output is ``[s/tp, b, out]`` under sequence parallelism.
+    """
+
+    def __init__(
+        self, options: AdapterOptions, layer_number: int, site: int, in_features: int, out_features: int
+    ) -> None:
+        super().__init__(options, layer_number, site)
+        tp = options.tp
+        shape, own_width = (options.rank, in_features), in_features // tp.size
+        pieces = even_pieces(shape, 1, tp.rank, tp.size)
+        self.lora_A = self._make(
+            (options.rank, own_width), ParamSpec("lora_A", shape, pieces, init_bound=in_features**-0.5)
+        )
+        self.scatters = options.sequence_parallel and tp.size > 1
+        out_shape = (out_features, options.rank)
+        self.lora_B = self._make(out_shape, replicated_spec("lora_B", out_shape, tp, options.sequence_parallel))
+        self.first_column, self.num_columns = tp.rank * own_width, own_width
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is added to the layer's output."""
+        columns = torch.arange(self.first_column, self.first_column + self.num_columns, device=x.device)
+        partial = self._linear(self._drop(x, is_whole=True, columns=columns), self.lora_A)
+        tp = self.options.tp
+        reduce = reduce_scatter_to_sequence_parallel_region if self.scatters else reduce_from_tensor_parallel_region
+        return self._linear(reduce(partial, tp) * self.options.scale, self.lora_B)
+
+
+class LinearAdapters(nn.Module):
+    """Hold the adapters of one linear layer by the part of its rows that each adapts.
+
+    The rows are ``num_groups`` times the parts in the order of ``widths``, each as wide there; what has no adapter is
+    left as it is.
+
+    Shapes: the layer's input ``->`` the layer's output.
+    """
+
+    def __init__(self, adapters: Mapping[str, LowRankAdapter], widths: Mapping[str, int], num_groups: int = 1) -> None:
+        super().__init__()
+        for part, adapter in adapters.items():
+            self.add_module(part, adapter)
+        self.widths, self.num_groups = dict(widths), num_groups
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is added to the layer's output."""
+        if len(self.widths) == 1:
+            (adapter,) = self.children()
+            only: torch.Tensor = adapter(x)
+            return only
+        found = {name: adapter(x) for name, adapter in self.named_children()}
+        some = next(iter(found.values()))
+        grouped = [
+            found[part].unflatten(-1, (self.num_groups, width))
+            if part in found
+            else some.new_zeros(*some.shape[:-1], self.num_groups, width)
+            for part, width in self.widths.items()
+        ]
+        return torch.cat(grouped, dim=-1).flatten(-2)
+
+
+def adapt(linear: nn.Module, adapters: LinearAdapters) -> None:
+    """Let a linear layer add what its adapters compute; they become its submodule ``adapters``."""
+    linear.add_module("adapters", adapters)
+    linear.register_forward_hook(_add)
+
+
+def _add(linear: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    added: torch.Tensor = linear.adapters(args[0])
+    return output + added

@@ -1,0 +1,155 @@
+"""Put low-rank adapters on the linear layers of a transformer layer, and freeze everything else.
+
+Hu et al. 2021, https://arxiv.org/abs/2106.09685.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from megatron.core.errors import ConfigurationError
+from megatron.core.precision import dtype_from_name
+from megatron.core.process_group import Group
+from megatron.core.sharding import Box, ParamSpec, Piece, even_pieces, full_pieces, spec_of
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.low_rank import (
+    AdapterOptions,
+    ColumnAdapter,
+    LinearAdapters,
+    LowRankAdapter,
+    RowAdapter,
+    RowBlock,
+    adapt,
+)
+from megatron.core.transformer.adapters.adapter_targets import PART_OF, QUERY_KEY_VALUE, WHOLE
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.query_key_value import SharedGroupQueryKeyValue
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+_SITES = (WHOLE, *QUERY_KEY_VALUE, *PART_OF["linear_fc1"])
+
+
+def add_adapters(model: nn.Module, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
+    """Put the configured adapters on every transformer layer of a model, and freeze all other parameters.
+
+    Must be called before parameters are named and initialised.
+
+    Raises:
+        ConfigurationError: a layer has an attention or a feed-forward of another kind.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    options = AdapterOptions(
+        rank=config.lora_rank,
+        scale=config.lora_alpha / config.lora_rank,
+        dropout=config.lora_dropout,
+        tp=tp,
+        sequence_parallel=config.sequence_parallel,
+        dtype=dtype_from_name(config.params_dtype),
+        device=device,
+        library=config.cpu_matmul,
+    )
+    for layer in [module for module in model.modules() if isinstance(module, TransformerLayer)]:
+        _adapt_layer(layer, config, options)
+        layer.adapters = tuple(module for module in layer.modules() if isinstance(module, LowRankAdapter))
+
+
+def _adapt_layer(layer: TransformerLayer, config: TransformerConfig, options: AdapterOptions) -> None:
+    for linear, parts in config.adapted_parts.items():
+        block = layer.self_attention if linear in ("linear_qkv", "linear_proj") else layer.mlp
+        if not isinstance(block, SelfAttention if block is layer.self_attention else MLP):
+            raise ConfigurationError(
+                f"--lora-rank: {type(block).__name__} has no {linear}; leave it out of --lora-target-modules"
+            )
+        module = getattr(block, linear)
+        if isinstance(module, RowParallelLinear):
+            out_features, in_features = spec_of(module.weight).global_shape
+            site = len(_SITES) if linear == "linear_proj" else len(_SITES) + 1
+            only = RowAdapter(options, layer.layer_number, site, in_features, out_features)
+            adapt(module, LinearAdapters({WHOLE: only}, {WHOLE: 0}))
+            continue
+        widths, num_groups = _widths(linear, parts, config, options.tp)
+        adapters = {
+            part: ColumnAdapter(
+                *(options, layer.layer_number, _site(linear, part)),
+                config.hidden_size,
+                tuple(_row_blocks(module, part, config, options)),
+            )
+            for part in parts
+        }
+        adapt(module, LinearAdapters(adapters, widths, num_groups))
+
+
+def _site(linear: str, part: str) -> int:
+    """Return the number of an adapter of a column-parallel layer; those of two layers for all rows differ."""
+    return _SITES.index(part) if part != WHOLE or linear == "linear_qkv" else _SITES.index("gate")
+
+
+def _widths(linear: str, parts: tuple[str, ...], config: TransformerConfig, tp: Group) -> tuple[dict[str, int], int]:
+    """Return how wide each part of a layer is on a rank, once in every group, and the number of groups there."""
+    if WHOLE in parts:
+        return {WHOLE: 0}, 1
+    if linear == "linear_fc1":
+        return dict.fromkeys(PART_OF[linear], config.ffn_hidden_size // tp.size), 1
+    num_groups = max(config.num_query_groups // tp.size, 1)
+    queries = config.query_projection_size // tp.size // num_groups
+    return {"q": queries, "k": config.kv_channels, "v": config.kv_channels}, num_groups
+
+
+def _row_blocks(module: nn.Module, part: str, config: TransformerConfig, options: AdapterOptions) -> Iterable[RowBlock]:
+    """Yield the rows of ``B`` that this rank holds of a part; the rows of a whole layer lie as the layer's own do."""
+    if part == WHOLE:
+        for weight in _weights(module):
+            yield RowBlock(weight.shape[0], _like(spec_of(weight), options.rank))
+        return
+    tp = options.tp
+    is_shared = part in ("k", "v") and config.num_query_groups < tp.size
+    width = {"q": config.query_projection_size, "gate": config.ffn_hidden_size, "up": config.ffn_hidden_size}.get(
+        part, config.kv_projection_size
+    )
+    shape = (width, options.rank)
+    if not is_shared:
+        yield RowBlock(width // tp.size, ParamSpec("lora_B", shape, even_pieces(shape, 0, tp.rank, tp.size)))
+        return
+    # As in the layer itself: ranks that share a group hold equal rows, of whose gradient each has a part.
+    ranks_per_group = tp.size // config.num_query_groups
+    group, member = divmod(tp.rank, ranks_per_group)
+    own = (config.kv_channels, options.rank)
+    piece = Piece(Box((group * config.kv_channels, 0), own), (0, 0))
+    yield RowBlock(
+        config.kv_channels,
+        ParamSpec(
+            *("lora_B", shape, (piece,)),
+            gradient_sum_axes=("tp",),
+            replica_index=member,
+            num_replicas=ranks_per_group,
+        ),
+    )
+
+
+def _weights(module: nn.Module) -> tuple[nn.Parameter, ...]:
+    if isinstance(module, SharedGroupQueryKeyValue):
+        return module.query_weight, module.key_value_weight
+    assert isinstance(module, ColumnParallelLinear)
+    return (module.weight,)
+
+
+def _like(spec: ParamSpec, rank: int) -> ParamSpec:
+    """Return a weight's description with ``rank`` columns: the same rows on the same ranks, zero at first."""
+
+    def narrowed(box: Box) -> Box:
+        return full_pieces((box.shape[0], rank))[0].global_box.rebased((0, 0), (box.offset[0], 0))
+
+    return ParamSpec(
+        "lora_B",
+        (spec.global_shape[0], rank),
+        tuple(Piece(narrowed(piece.global_box), (piece.local_offset[0], 0)) for piece in spec.pieces),
+        gradient_sum_axes=spec.gradient_sum_axes,
+        replica_index=spec.replica_index,
+        num_replicas=spec.num_replicas,
+    )

@@ -1,0 +1,1 @@
+"""Low-rank adapters in checkpoints: merged into their model, and exchanged with the peft package."""

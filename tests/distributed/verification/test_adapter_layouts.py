@@ -1,0 +1,47 @@
+"""Low-rank adapters in float64: the same losses, gradients and adapters at any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import pretrain_gpt
+from megatron.verification.cells import MODULES, Cell, Layout, make_cell
+from megatron.verification.verifier import Verifier
+from megatron.verification.worker_pool import WorkerPool
+
+LORA = ("--lora-rank", "3", "--lora-alpha", "6")
+FUSED = (*LORA, "--lora-dropout", "0.2")
+APART = (
+    *(*LORA, "--lora-dropout", "0.2", "--lora-target-modules"),
+    *("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+)
+CELLS = (
+    make_cell("gpt2", Layout(tp=2), extra=FUSED),
+    make_cell("gpt2", Layout(pp=2, virtual_stages=2, offloaded_layers=1, offloads_weights=True), extra=FUSED),
+    make_cell("gpt2", Layout(dp=2, sharding="optim"), extra=FUSED),
+    make_cell("gpt2", Layout(dp=2, sharding="optim_grads", overlap=True), extra=FUSED),
+    make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, recompute=MODULES), extra=APART),
+    make_cell("llama", Layout(tp=2, pp=2, schedule="zero-bubble", recompute=("full", "uniform", "1")), extra=APART),
+    make_cell("llama", Layout(cp=2), "packed", extra=APART),
+    # Ranks that share a key-value group, with one adapter for all rows and with one for each part.
+    make_cell("llama-one-group", Layout(tp=4), extra=FUSED),
+    make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True), extra=APART),
+)
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[Verifier]:
+    with WorkerPool(4, timeout_s=60) as pool:
+        yield Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_adapters_are_the_same_at_any_layout(cell: Cell, verifier: Verifier) -> None:
+    report = verifier.check(cell)
+    assert report.outcome == "passed", report.describe()
+    reference = verifier._references[cell.reference_flags]
+    assert {name.rpartition(".")[2] for name in reference.gradients} == {"lora_A", "lora_B"}
+    learnt = [name for name in reference.parameters if name.endswith("lora_B") and reference.parameters[name].any()]
+    assert len(learnt) == len(reference.gradients) // 2

@@ -1,0 +1,223 @@
+"""Low-rank adapters from a Hugging Face model to one: trained, resumed, generated with, merged, exported, imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.core.errors import InputError
+from megatron.interop.native.native_source import NativeSource
+from megatron.interop.streamed_logits import streamed_logits
+from megatron.training.checkpointing.config_changes import refuse_other_adapters
+from tests.e2e.test_convert import run_converter
+from tests.e2e.test_text_generation import call_tool
+from tests.e2e.toy_run import exact_figures, newest
+from tests.harness.forked_training import ForkedRun, fork_training
+from tests.unit.interop.huggingface.tiny_models import make_model, save_model, their_logits, tokens_of
+
+TRAINING = """
+    --use-checkpoint-args --tokenizer-type NullTokenizer --vocab-size 100 --mock-data --seq-length 16
+    --micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-2 --lr-decay-style constant --eval-iters 0
+    --hidden-dropout 0 --attention-dropout 0 --distributed-backend gloo --log-interval 1
+"""
+SCALED = "--lora-rank 2 --lora-alpha 5"
+PARTS = "--lora-target-modules q_proj v_proj o_proj up_proj"
+LORA = f"{SCALED} {PARTS} --lora-dropout 0.1"
+
+
+def train(load: Path, *more: str | Path, nproc: int = 1) -> ForkedRun:
+    words = [*TRAINING.split(), "--load", str(load)]
+    for item in more:
+        words += [str(item)] if isinstance(item, Path) else item.split()
+    return fork_training(words, nproc)
+
+
+def begin(kind: str, folder: Path, lora: str) -> ForkedRun:
+    """Train adapters of a random model for four iterations."""
+    save_model(kind, folder / "hf")
+    save = folder / "run"
+    return train(folder / "hf", lora, "--finetune --save-interval 2 --save", save).check()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> ForkedRun:
+    return begin("llama31", folder, LORA)
+
+
+def test_adapters_alone_are_trained_and_resumed(run: ForkedRun, folder: Path) -> None:
+    source = NativeSource(newest(folder / "run"))
+    base = load_file(folder / "hf" / "model.safetensors")
+    for name in ("self_attention.linear_proj", "mlp.linear_fc2"):
+        theirs = {"self_attention.linear_proj": "self_attn.o_proj", "mlp.linear_fc2": "mlp.down_proj"}[name]
+        values = source.read(f"model.decoder.layers.1.{name}.weight")
+        assert torch.equal(values, base[f"model.layers.1.{theirs}.weight"])
+    kinds = {name.split(".adapters.")[-1] for name in source.tensors if name.startswith("optimizer.")}
+    assert kinds == {f"{part}.lora_{letter}" for part in ("q", "v", "all", "up") for letter in "AB"}
+    assert source.read("model.decoder.layers.2.self_attention.linear_qkv.adapters.v.lora_B").any()
+    source.close()
+    resumed = train(folder / "run", "--ckpt-step 2 --metrics-jsonl", folder / "resumed.jsonl").check()
+    assert exact_figures(resumed.iterations()) == exact_figures(run.iterations()[2:])
+
+
+def test_adapters_are_resumed_at_another_layout(run: ForkedRun, folder: Path) -> None:
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --ckpt-step 2"
+    resumed = train(folder / "run", layout, "--metrics-jsonl", folder / "tp2.jsonl", nproc=4).check()
+    assert resumed.losses() == pytest.approx(run.losses()[2:], rel=1e-5)
+
+
+def test_generation_has_the_adapters_and_so_has_the_merged_model(
+    run: ForkedRun, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_converter(folder / "run", folder / "merged", "--merge-lora")
+    adapted, merged = (NativeSource(newest(folder / name)) for name in ("run", "merged"))
+    assert not [name for name in merged.tensors if "adapters" in name]
+    assert merged.common["config"]["model"]["lora_rank"] == 0
+    tokens = tokens_of("llama31", 2, 9)
+    ours = streamed_logits(adapted, tokens)
+    assert torch.allclose(streamed_logits(merged, tokens), ours, atol=1e-5 * float(ours.abs().max()))
+    before = their_logits(make_model("llama31"), tokens)
+    assert not torch.allclose(before, ours, atol=1e-2 * float(ours.abs().max()))
+    given = []
+    for name in ("run", "merged"):
+        words = ["--load", folder / name, "--prompt", "5 9 44 7", "--greedy", "--tokens-to-generate", "6"]
+        given.append(call_tool(monkeypatch, capsys, *words))
+    assert given[0] == given[1]
+    assert given[0][0] == 0
+
+
+def test_the_merged_model_becomes_a_folder_that_transformers_reads(run: ForkedRun, folder: Path) -> None:
+    lines = run_converter(folder / "run", folder / "merged_hf", "--merge-lora --saver hf --test-logits")
+    assert any("within" in line and "transformers package" in line for line in lines)
+    assert (folder / "merged_hf" / "config.json").read_bytes() == (folder / "hf" / "config.json").read_bytes()
+
+
+def test_adapters_go_to_pefts_format_and_back(run: ForkedRun, folder: Path) -> None:
+    base = folder / "hf"
+    run_converter(folder / "run", folder / "peft", f"--saver peft --base-model {base}")
+    settings = json.loads((folder / "peft" / "adapter_config.json").read_text())
+    expected = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 5.0, "lora_dropout": 0.1}
+    expected |= {"bias": "none", "fan_in_fan_out": False, "base_model_name_or_path": str(base)}
+    expected |= {"target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"]}
+    assert {name: settings[name] for name in expected} == expected
+    tensors = load_file(folder / "peft" / "adapter_model.safetensors")
+    shapes = {name.split("layers.1.")[1]: list(t.shape) for name, t in tensors.items() if ".layers.1." in name}
+    prefix = "base_model.model.model.layers."
+    assert all(name.startswith(prefix) for name in tensors)
+    assert len(tensors) == 3 * len(shapes)
+    assert shapes == {
+        "self_attn.q_proj.lora_A.weight": [2, 48],
+        "self_attn.q_proj.lora_B.weight": [48, 2],
+        "self_attn.v_proj.lora_A.weight": [2, 48],
+        "self_attn.v_proj.lora_B.weight": [16, 2],
+        "self_attn.o_proj.lora_A.weight": [2, 48],
+        "self_attn.o_proj.lora_B.weight": [48, 2],
+        "mlp.up_proj.lora_A.weight": [2, 48],
+        "mlp.up_proj.lora_B.weight": [88, 2],
+    }
+    assert_logits_of("llama31", folder, tensors, 2.5)
+    run_converter(folder / "peft", folder / "back", "--loader peft --saver native")
+    trained, back = (NativeSource(path) for path in (newest(folder / "run"), folder / "back" / "release"))
+    wanted = {name for name in trained.tensors if name.startswith("model.")}
+    assert set(back.tensors) == wanted
+    assert all(torch.equal(trained.read(name), back.read(name)) for name in wanted)
+    metrics = ("--metrics-jsonl", folder / "again.jsonl")
+    again = [train(folder / name, f"--finetune {LORA}", *metrics).check().losses() for name in ("back", "peft")]
+    assert again[0] == again[1]
+    assert again[0][0] < run.losses()[0]
+
+
+def assert_logits_of(kind: str, folder: Path, tensors: Mapping[str, torch.Tensor], scale: float) -> None:
+    """Hold the checkpoint's logits against the base model with peft's sum of each layer worked out here."""
+    model: Any = make_model(kind)
+    for name, down in tensors.items():
+        if name.endswith("lora_A.weight"):
+            module = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+            added = scale * tensors[name.replace("lora_A", "lora_B")] @ down
+            module.weight.data += added.t() if kind == "gpt2" else added
+    tokens = tokens_of(kind, 2, 9)
+    source = NativeSource(newest(folder / "run"))
+    ours, theirs = streamed_logits(source, tokens), their_logits(model, tokens)
+    source.close()
+    assert torch.allclose(ours, theirs, atol=2e-5 * float(theirs.abs().max()))
+
+
+def test_fused_rows_have_one_adapter_here_and_the_layers_of_theirs_share_it(tmp_path: Path) -> None:
+    begin("llama31", tmp_path, SCALED)
+    run_converter(tmp_path / "run", tmp_path / "peft", "--saver peft")
+    tensors = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    first = "base_model.model.model.layers.0."
+    downs = [tensors[f"{first}self_attn.{part}_proj.lora_A.weight"] for part in "qkv"]
+    assert torch.equal(downs[0], downs[1])
+    assert torch.equal(downs[0], downs[2])
+    assert_logits_of("llama31", tmp_path, tensors, 2.5)
+
+
+def test_gpt2_has_its_own_names_and_one_of_two_layers_with_one_name(tmp_path: Path) -> None:
+    begin("gpt2", tmp_path, f"{SCALED} --lora-target-modules c_attn linear_fc2")
+    run_converter(tmp_path / "run", tmp_path / "peft", "--saver peft")
+    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert settings["target_modules"] == ["c_attn", "mlp.c_proj"]
+    assert settings["fan_in_fan_out"] is True
+    assert_logits_of("gpt2", tmp_path, load_file(tmp_path / "peft" / "adapter_model.safetensors"), 2.5)
+
+
+def test_what_does_not_fit_is_refused_in_one_line(run: ForkedRun, folder: Path, tmp_path: Path) -> None:
+    other = train(folder / "run", f"--lora-alpha 6 {PARTS} --lora-rank 2 --metrics-jsonl", tmp_path / "m")
+    assert other.statuses == (2,)
+    assert (
+        "holds low-rank adapters (--lora-rank 2 --lora-alpha 5.0 --lora-target-modules q_proj v_proj" in other.errors[0]
+    )
+    assert "and this run has --lora-rank 2 --lora-alpha 6.0 --lora-target-modules" in other.errors[0]
+    assert "Traceback" not in other.errors[0]
+    source = NativeSource(newest(folder / "run"))
+    with pytest.raises(InputError, match=r"and this run has none; give these flags, or merge the adapters into"):
+        refuse_other_adapters(source.folder, source.common["config"], {"model": {"lora_rank": 0}})
+    source.close()
+    plain = train(folder / "merged", SCALED, "--no-load-optim --metrics-jsonl", tmp_path / "m")
+    assert plain.statuses == (2,)
+    assert "holds no low-rank adapters, which --lora-rank trains; add --finetune" in plain.errors[0]
+    with pytest.raises(InputError, match=r"holds low-rank adapters, for which Hugging Face's format has no place; add"):
+        run_converter(folder / "run", tmp_path / "hf", "--saver hf")
+    with pytest.raises(InputError, match=r"^--merge-lora: .* holds no low-rank adapters; leave it out$"):
+        run_converter(folder / "hf", tmp_path / "hf", "--loader hf --merge-lora")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [
+        ("llama31", LORA),
+        ("qwen_tied", SCALED),
+        ("gpt2", f"{SCALED} --lora-target-modules c_attn c_proj c_fc"),
+        ("gpt2", f"{SCALED} --lora-target-modules linear_qkv linear_proj"),
+    ],
+)
+def test_peft_computes_the_same_logits(kind: str, lora: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    begin(kind, tmp_path, lora)
+    run_converter(tmp_path / "run", tmp_path / "peft", "--saver peft")
+    model = peft.PeftModel.from_pretrained(make_model(kind), tmp_path / "peft").eval()
+    tokens = tokens_of(kind, 2, 9)
+    source = NativeSource(newest(tmp_path / "run"))
+    ours, theirs = streamed_logits(source, tokens), their_logits(model, tokens)
+    source.close()
+    assert torch.allclose(ours, theirs, atol=2e-5 * float(theirs.abs().max()))
+    # What peft writes is read as it writes it.
+    model.save_pretrained(tmp_path / "theirs")
+    run_converter(
+        tmp_path / "theirs", tmp_path / "back", f"--loader peft --saver native --base-model {tmp_path / 'hf'}"
+    )
+    back = NativeSource(tmp_path / "back" / "release")
+    assert torch.allclose(streamed_logits(back, tokens), theirs, atol=2e-5 * float(theirs.abs().max()))
+    back.close()

@@ -1,0 +1,102 @@
+"""Low-rank adapters: their first values, what they add, and that nothing else is trained or costs memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.device import Device
+from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_sizes import ONE_RANK
+from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.process_group import single_rank_group
+from megatron.core.sharding import spec_of
+from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.transformer.adapters.adapter_targets import adapted_parts
+
+LAYER = "decoder.layers.1."
+SHAPES = {
+    "self_attention.linear_qkv.adapters.q": ((3, 24), (24, 3)),
+    "self_attention.linear_qkv.adapters.v": ((3, 24), (12, 3)),
+    "self_attention.linear_proj.adapters.all": ((3, 24), (24, 3)),
+    "mlp.linear_fc1.adapters.up": ((3, 24), (40, 3)),
+    "mlp.linear_fc2.adapters.all": ((3, 40), (24, 3)),
+}
+TARGETS = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+
+
+def make_model(seed: int = 7, **fields: Any) -> GPTModel:
+    sizes = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "num_query_groups": 2}
+    sizes |= {"ffn_hidden_size": 40, "vocab_size": 52, "max_position_embeddings": 16}
+    adapters = {"lora_rank": 3, "lora_alpha": 6.0, "lora_target_modules": TARGETS}
+    chosen: dict[str, Any] = {**sizes, **adapters, "swiglu": True, "params_dtype": "float64"} | fields
+    config = GPTConfig(**chosen)
+    return GPTModel(config, single_rank_group(), RngStreams(Device("cpu"), 0, ONE_RANK.place()), seed=seed)
+
+
+def test_adapters_begin_as_in_the_paper_and_by_name_alone() -> None:
+    model, plain = make_model(), make_model(lora_rank=0)
+    parameters = {spec_of(parameter).name: parameter for parameter in model.parameters()}
+    for name, (down, up) in SHAPES.items():
+        a, b = (parameters[f"{LAYER}{name}.lora_{letter}"] for letter in "AB")
+        assert (tuple(a.shape), tuple(b.shape)) == (down, up)
+        bound = down[1] ** -0.5
+        assert 0.8 * bound < a.abs().max() <= bound
+        assert abs(a.mean()) < 0.2 * bound
+        assert not b.any()
+    assert len([name for name in parameters if "adapters" in name]) == 2 * 2 * len(SHAPES)
+    for parameter in plain.parameters():
+        assert torch.equal(parameters[spec_of(parameter).name], parameter)
+    fewer = {spec_of(p).name: p for p in make_model(lora_target_modules=("v_proj",)).parameters()}
+    assert all(torch.equal(parameters[name], values) for name, values in fewer.items())
+
+
+@torch.no_grad()
+def test_adapters_add_their_product_to_the_rows_of_their_part() -> None:
+    model = make_model()
+    linear = model.decoder.layers["1"].self_attention.linear_qkv
+    for adapter in linear.adapters.children():
+        adapter.lora_B.normal_()
+    x = torch.randn(5, 2, 24, dtype=torch.float64)
+    parts = {name: 2.0 * a.lora_B @ a.lora_A for name, a in linear.adapters.named_children()}
+    grouped = [parts["q"].view(2, 12, 24), torch.zeros(2, 6, 24), parts["v"].view(2, 6, 24)]
+    weight = linear.weight + torch.cat(grouped, dim=1).reshape(48, 24)
+    assert torch.allclose(linear(x), x @ weight.t() + linear.bias)
+
+
+def test_the_base_has_no_gradient_memory_and_no_optimizer_state() -> None:
+    model = make_model(params_dtype="bfloat16")
+    state = describe_parallel_state(0, 1)
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(), state)
+    trained = sum(a * b + c * d for (a, b), (c, d) in SHAPES.values()) * 2
+    assert trained < sum(p.numel() for p in model.parameters()) / 3
+    # Gradients in float32, each tensor's with up to 63 elements of padding; a main parameter and two moments.
+    num_tensors = 2 * 2 * len(SHAPES)
+    assert sum(buffer.grad_data.nbytes for buffer in ddp.grad_buffers) < 4 * (trained + 64 * num_tensors)
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-3, params_dtype="bfloat16"), [ddp], state)
+    held = [tensor for tensor in optimizer.held_tensors() if tensor.dim()]
+    assert sum(tensor.nbytes for tensor in held) == 3 * 4 * trained
+    tokens = torch.arange(16)[None]
+    model(tokens, tokens, labels=tokens).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_names_and_what_is_wrong_with_them() -> None:
+    assert adapted_parts((), is_gated=True) == dict.fromkeys(
+        ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), ("all",)
+    )
+    assert adapted_parts(("c_attn", "c_proj"), is_gated=False) == dict.fromkeys(
+        ("linear_qkv", "linear_proj", "linear_fc2"), ("all",)
+    )
+    assert adapted_parts(("v_proj", "q_proj", "q_proj"), is_gated=True) == {"linear_qkv": ("q", "v")}
+    with pytest.raises(ValueError, match=r"^c_fc is no linear layer of this model; those are linear_qkv .* down_proj$"):
+        adapted_parts(("c_fc",), is_gated=True)
+    with pytest.raises(ValueError, match=r"^all rows of linear_fc1 have one adapter, and gate_proj up_proj would"):
+        adapted_parts(("up_proj", "linear_fc1", "gate_proj"), is_gated=True)
