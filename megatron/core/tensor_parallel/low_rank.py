@@ -18,9 +18,10 @@ from megatron.core.kernels.dropout_keys import DropoutKeys
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, even_pieces
 from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
-from megatron.core.tensor_parallel.linear import InputRegion, tensor_parallel_linear
+from megatron.core.tensor_parallel.linear import tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import (
-    reduce_from_tensor_parallel_region,
+    InputRegion,
+    reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 
@@ -130,7 +131,9 @@ class RowAdapter(LowRankAdapter):
         columns = torch.arange(self.first_column, self.first_column + self.num_columns, device=x.device)
         partial = self._linear(self._drop(x, is_whole=True, columns=columns), self.lora_A)
         tp = self.options.tp
-        reduce = reduce_scatter_to_sequence_parallel_region if self.scatters else reduce_from_tensor_parallel_region
+        reduce = (
+            reduce_scatter_to_sequence_parallel_region if self.scatters else reduce_from_tensor_model_parallel_region
+        )
         return self._linear(reduce(partial, tp) * self.options.scale, self.lora_B)
 
 

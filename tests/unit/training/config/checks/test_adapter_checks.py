@@ -16,5 +16,6 @@ def test_a_stage_without_layers_is_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
         resolve_arguments([*MINIMAL, *PIPELINE.split(), "Etttt|L"], 2)
     assert caught.value.problems == (
-        "--lora-rank trains adapters of layers, and a pipeline stage has none of these (Etttt|L); give each stage a layer",
+        "--lora-rank trains adapters of layers, and a pipeline stage has none of these (Etttt|L); give each stage "
+        "a layer",
     )
