@@ -43,7 +43,7 @@ def build_optimizer(
             f"{num_bytes / _GIB:.2f} GiB on this rank, in the machine's memory ({why})"
         )
     fused_adam = load_fused_adam() if runtime.device.is_cuda else None
-    return make_optimizer(optimizer, ddp_chunks, runtime.state, fused_adam, runtime.device.copy_stream)
+    return make_optimizer(optimizer, ddp_chunks, runtime.state, fused_adam, runtime.device.host_copies)
 
 
 def _with_policy(config: RunConfig, runtime: Runtime, num_elements: int) -> tuple[OptimizerConfig, str]:
