@@ -14,7 +14,7 @@ import torch
 from megatron.core.cuda_graph import CudaGraphBackend, GraphBackend
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory.host_copies import CudaHostCopies, HostCopies
-from megatron.core.host_memory.machine_memory import available_bytes
+from megatron.core.host_memory.machine_memory import HostRoom, available_bytes
 
 _MIB = 1024 * 1024
 _MAX_MEMORY_EVENTS = 100_000
@@ -118,10 +118,10 @@ class Device:
         cached = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
         return torch.cuda.mem_get_info(self.index)[0] + cached
 
-    def host_bytes_a_process(self) -> int | None:
-        """Return the machine's available memory divided by the processes started on it; None where it is unknown."""
+    def host_room(self) -> HostRoom | None:
+        """Return the machine's available memory and who shares it; None where it is unknown."""
         available = available_bytes()
-        return None if available is None else available // max(_local_world_size(), 1)
+        return None if available is None else HostRoom(available, max(_local_world_size(), 1))
 
     def has_peers(self) -> bool:
         """Return whether the device reads the memory of all others that this process sees."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
+from megatron.planning.optimizer_memory import state_bytes
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -88,12 +89,10 @@ def _count(model: GPTConfig, chunk: StageContents) -> int:
 
 def _bytes_a_parameter(config: RunConfig) -> float:
     """Return the bytes of a weight, its gradient, and its share of main parameter and moments."""
-    ddp, optimizer = config.ddp, config.optimizer
+    ddp = config.ddp
     weight = ELEMENT_BYTES[config.model.params_dtype]
     gradient: float = ELEMENT_BYTES[ddp.grad_dtype(config.model.params_dtype)]
-    wide = max(weight, 4)
-    num_moments = 2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum > 0)
-    state: float = wide * num_moments + (wide if weight < wide else 0)
+    state: float = state_bytes(config.optimizer)
     replicas = config.parallel_sizes.num_replicas
     if ddp.shards_over(replicas):
         state /= replicas

@@ -12,6 +12,7 @@ from megatron.core.cuda_graph import GraphBackend
 from megatron.core.device import Device, MemoryUse
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory.host_copies import HostCopies
+from megatron.core.host_memory.machine_memory import HostRoom
 from megatron.dry_run.gpu import Gpu
 
 _GENERATOR_STATE_BYTES = 16
@@ -56,7 +57,7 @@ class PretendedDevice(Device):
         """Return what live tensors leave of the GPU type's memory."""
         return self.gpu.memory_bytes - self.count_live_bytes()
 
-    def host_bytes_a_process(self) -> int | None:
+    def host_room(self) -> HostRoom | None:
         """Return nothing: the machine that is pretended has whatever it needs."""
         return None
 
