@@ -13,8 +13,8 @@ import torch
 
 from megatron.core.cuda_graph import CudaGraphBackend, GraphBackend
 from megatron.core.errors import ConfigurationError
-from megatron.core.host_memory.copy_stream import CopyStream, CudaCopies, ImmediateCopies
-from megatron.core.host_memory.machine_memory import available_bytes
+from megatron.core.host_memory.host_copies import CudaHostCopies, HostCopies
+from megatron.core.host_memory.machine_memory import HostRoom, available_bytes
 
 _MIB = 1024 * 1024
 _MAX_MEMORY_EVENTS = 100_000
@@ -41,75 +41,6 @@ class MemoryUse:
     max_allocated: float
     reserved: float
     max_reserved: float
-
-
-@dataclass(frozen=True, eq=False)
-class Copied:
-    """Hold a copy that is there when ``done`` has happened; None says that it is there."""
-
-    tensor: torch.Tensor
-    done: torch.cuda.Event | None = None
-
-
-class HostCopies:
-    """Copy tensors to the machine's memory and back: on a CPU, which has one memory, at once.
-
-    ``bytes_out`` and ``bytes_in`` count what left the device and what came back.
-    """
-
-    def __init__(self) -> None:
-        self.bytes_out = 0
-        self.bytes_in = 0
-
-    def to_host(self, tensor: torch.Tensor) -> Copied:
-        """Begin a copy; until it is done nothing may write to the tensor, and somebody must hold it."""
-        self.bytes_out += tensor.nbytes
-        return self._copy_out(tensor)
-
-    def to_device(self, tensor: torch.Tensor, target: torch.Tensor | None = None) -> Copied:
-        """Begin a copy back, to a new tensor or into one; work that reads it must come after `wait`."""
-        self.bytes_in += tensor.nbytes
-        return self._copy_in(tensor, target)
-
-    def free(self, tensor: torch.Tensor) -> None:
-        """Give back the device's memory behind a tensor that stays."""
-        tensor.untyped_storage().resize_(0)
-
-    def wait(self, copied: Copied) -> None:
-        """Let the work that is given to the device from here on begin when a copy is done; the host does not wait."""
-
-    def _copy_out(self, tensor: torch.Tensor) -> Copied:
-        return Copied(tensor.clone())
-
-    def _copy_in(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
-        return Copied(tensor.clone() if target is None else target.copy_(tensor))
-
-
-class _CudaHostCopies(HostCopies):
-    """Copy on two streams of their own, one for each direction, from and to pinned memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def wait(self, copied: Copied) -> None:
-        if copied.done is not None:
-            torch.cuda.current_stream(self._device).wait_event(copied.done)
-
-    def _copy_out(self, tensor: torch.Tensor) -> Copied:
-        return self._copy(tensor, torch.empty_like(tensor, device="cpu", pin_memory=True), self._out)
-
-    def _copy_in(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
-        return self._copy(tensor, torch.empty_like(tensor, device=self._device) if target is None else target, self._in)
-
-    def _copy(self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream) -> Copied:
-        # What is copied has been computed by then, and memory that is written to is no longer read.
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            return Copied(target, stream.record_event())
 
 
 @dataclass(frozen=True)
@@ -178,11 +109,7 @@ class Device:
 
     def host_copies(self) -> HostCopies:
         """Return what copies tensors between the device's memory and the machine's."""
-        return _CudaHostCopies(self.torch_device) if self.is_cuda else HostCopies()
-
-    def copy_stream(self) -> CopyStream:
-        """Return a new queue of copies between the device and the machine's memory."""
-        return CudaCopies(self.torch_device) if self.is_cuda else ImmediateCopies()
+        return CudaHostCopies(self.torch_device) if self.is_cuda else HostCopies()
 
     def free_bytes(self) -> int | None:
         """Return the device's memory that nobody uses, caches of this process included; None where it has none."""
@@ -191,10 +118,10 @@ class Device:
         cached = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
         return torch.cuda.mem_get_info(self.index)[0] + cached
 
-    def host_bytes_a_process(self) -> int | None:
-        """Return the machine's available memory divided by the processes started on it; None where it is unknown."""
+    def host_room(self) -> HostRoom | None:
+        """Return the machine's available memory and who shares it; None where it is unknown."""
         available = available_bytes()
-        return None if available is None else available // max(_local_world_size(), 1)
+        return None if available is None else HostRoom(available, max(_local_world_size(), 1))
 
     def has_peers(self) -> bool:
         """Return whether the device reads the memory of all others that this process sees."""

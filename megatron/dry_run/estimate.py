@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from megatron.dry_run.dry_run import DryRun
 from megatron.dry_run.gpu import Gpu
 from megatron.dry_run.roofline import (
-    HOST_COPIES,
     KERNELS_OF,
     PRODUCTS,
-    communication_seconds,
     is_attention,
     operation_seconds,
+    transfer_seconds,
 )
-from megatron.dry_run.step_record import PASSES, Communication, Operation, StepRecord
+from megatron.dry_run.step_record import HOST_DIRECTIONS, PASSES, HostCopy, Operation, StepRecord, Transfer
 
 ASSUMPTIONS = (
     "A roofline and no measurement: products by tiles and waves, attention by published rates, the rest by the bytes "
@@ -28,7 +27,8 @@ ASSUMPTIONS = (
     "them: NCCL's sends and receives, of which the ring is made elsewhere, would hold a few multiprocessors meanwhile.",
     "A pipeline's stages take equally long, and idle at its two ends for (stages - 1) / (chunks x micro-batches) of "
     "the passes; a schedule that fills them idles less.",
-    "Copies to the machine's memory and back take PCIe, one way each, with all of it for each GPU.",
+    "Copies to the machine's memory and back take PCIe, one way each, with all of it for each GPU. They are hidden as "
+    "communication is, and are counted with it; what the host computes between them takes no time.",
     "Machines have eight GPUs, joined by NVLink; one network port serves each GPU.",
     "Memory is that of live tensors in blocks of 512 bytes: the CUDA context, libraries' work space, NCCL's buffers "
     "and fragmentation come on top (often 2 to 4 GiB).",
@@ -42,6 +42,7 @@ class Estimate:
     """Hold the predicted times of a step in seconds.
 
     ``by_phase`` and ``by_kind`` are of the kernels, ``by_line`` of the source lines that asked for them.
+    ``copies_hidden`` is what the kernels hide of each copy between device and host, in the record's order.
     """
 
     seconds: float
@@ -54,6 +55,7 @@ class Estimate:
     by_phase: Mapping[str, float]
     by_kind: Mapping[str, float]
     by_line: Mapping[str, float]
+    copies_hidden: Sequence[float]
 
 
 def kernel_count(operation: Operation) -> int:
@@ -80,9 +82,10 @@ def estimate_step(run: DryRun, gpu: Gpu) -> Estimate:
         by_phase[operation.phase] += seconds
         by_kind[kind_of(operation)] += seconds
         by_line[operation.where] += seconds
-    stalls = _stalls_by_phase(run.record, durations, gpu)
+    stalls, stalls_for = _stalls(run.record, durations, gpu)
+    copies = [transfer_seconds(copy, gpu) for copy in run.record.host_copies]
     exposed = sum(stalls.values())
-    everything = sum(communication_seconds(each, gpu) for each in run.record.communications)
+    everything = sum(copies) + sum(transfer_seconds(each, gpu) for each in run.record.communications)
     passes = sum(by_phase[phase] + stalls[phase] for phase in PASSES)
     bubble = passes * (run.pipeline_size - 1) / (run.num_chunks * run.num_microbatches)
     total = sum(by_phase.values()) + exposed + bubble
@@ -98,33 +101,39 @@ def estimate_step(run: DryRun, gpu: Gpu) -> Estimate:
         by_phase=dict(by_phase),
         by_kind=dict(by_kind),
         by_line=dict(by_line),
+        copies_hidden=[
+            max(0.0, seconds - stalls_for[id(copy)]) for copy, seconds in zip(run.record.host_copies, copies)
+        ],
     )
 
 
-def _stalls_by_phase(record: StepRecord, durations: Sequence[float], gpu: Gpu) -> Mapping[str, float]:
-    """Return how long the kernels of each part of the step stand still for communication."""
-    stalls = defaultdict[str, float](float)
+def _stalls(
+    record: StepRecord, durations: Sequence[float], gpu: Gpu
+) -> tuple[Mapping[str, float], Mapping[int, float]]:
+    """Return how long kernels stand still for transfers: in each part of the step, and by transfer."""
+    stalls, stalls_for = defaultdict[str, float](float), defaultdict[int, float](float)
     ends: dict[int, float] = {}
-    idle_from = dict.fromkeys((*_DIRECTIONS, *HOST_COPIES), 0.0)
+    idle_from = dict.fromkeys((*_DIRECTIONS, *HOST_DIRECTIONS), 0.0)
     now, num_done = 0.0, 0
     for event in record.link_events:
         now += sum(durations[num_done : event.num_operations])
         num_done = event.num_operations
         if event.is_wait:
-            stall = max(0.0, ends[id(event.communication)] - now)
+            stall = max(0.0, ends[id(event.transfer)] - now)
             stalls[event.phase] += stall
+            stalls_for[id(event.transfer)] += stall
             now += stall
             continue
-        directions = _directions(event.communication)
+        directions = _directions(event.transfer)
         end = max(now, *(idle_from[direction] for direction in directions))
-        end += communication_seconds(event.communication, gpu)
-        ends[id(event.communication)] = end
+        end += transfer_seconds(event.transfer, gpu)
+        ends[id(event.transfer)] = end
         idle_from |= dict.fromkeys(directions, end)
-    return stalls
+    return stalls, stalls_for
 
 
-def _directions(communication: Communication) -> Sequence[str]:
-    """Return which ways of a link a communication takes: a collective both; a copy takes its own way to the host."""
-    return {"send": _DIRECTIONS[:1], "receive": _DIRECTIONS[1:], **{name: (name,) for name in HOST_COPIES}}.get(
-        communication.call.operation, _DIRECTIONS
-    )
+def _directions(transfer: Transfer) -> Sequence[str]:
+    """Return which ways of a link a transfer takes: a collective both; a copy takes its own way to the host."""
+    if isinstance(transfer, HostCopy):
+        return (transfer.direction,)
+    return {"send": _DIRECTIONS[:1], "receive": _DIRECTIONS[1:]}.get(transfer.call.operation, _DIRECTIONS)

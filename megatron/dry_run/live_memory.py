@@ -58,7 +58,9 @@ class LiveMemory:
         self._free(tensor.untyped_storage()._cdata)
 
     def remember(self, tensor: torch.Tensor, holder: str) -> None:
-        """Count memory again that was forgotten."""
+        """Count memory again that was forgotten, if it was."""
+        if tensor.untyped_storage()._cdata in self._live:
+            return
         num_bytes = -(-tensor.untyped_storage().nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
         self._set(tensor.untyped_storage()._cdata, num_bytes, HOLDERS.index(holder))
 

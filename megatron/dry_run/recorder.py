@@ -16,12 +16,23 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron.core.process_group import CollectiveCall
 from megatron.dry_run.live_memory import HOLDERS, LiveMemory
-from megatron.dry_run.step_record import Communication, HostCopy, HostWait, LinkEvent, Operation, StepRecord
+from megatron.dry_run.step_record import (
+    TO_DEVICE,
+    TO_HOST,
+    Communication,
+    HostCopy,
+    HostWait,
+    LinkEvent,
+    Operation,
+    StepRecord,
+    Transfer,
+)
 
 _PROJECT = Path(__file__).resolve().parents[2]
-_OWN_FOLDER = str(Path(__file__).resolve().parent)
 # Not the whole folder: an environment may lie in it.
 _NAMED = (f"{_PROJECT / 'megatron'}/", str(_PROJECT / "pretrain_gpt.py"))
+# Nor what makes copies for others.
+_PASSED_OVER = (str(Path(__file__).resolve().parent), str(_PROJECT / "megatron/core/host_memory"))
 _VIEWS = frozenset(
     (
         *(
@@ -67,11 +78,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._where_of_node: dict[int, str] = {}
         self._last_listing: FrameType | None = None
         self._announced: Communication | None = None
-        self._under_way: dict[int, tuple[Any, Communication]] = {}
+        self._under_way: dict[int, tuple[Any, Transfer]] = {}
 
     def start(self) -> None:
         """Forget what was recorded; what is live stays, and what is under way."""
-        carried = [communication for _, communication in self._under_way.values()]
+        carried = [transfer for _, transfer in self._under_way.values()]
         self.record = StepRecord(link_events=[LinkEvent(self.phase, 0, each, is_wait=False) for each in carried])
         self._note_memory(is_peak=True)
 
@@ -89,15 +100,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note that the communication that was told of last is under way; ``work`` is what waits for it."""
         if self._announced is None or work is None:
             return
-        self._under_way[id(work)] = work, self._announced
-        self._note_link(self._announced, is_wait=False)
+        self._begin(work, self._announced)
         self._announced = None
 
+    def begin_copy(self, work: Any, direction: str, num_bytes: int) -> None:
+        """Note that a copy to the host or from it is under way; ``work`` is what waits for it."""
+        copy = HostCopy(self.phase, self._where(), direction, num_bytes)
+        self.record.host_copies.append(copy)
+        self._begin(work, copy)
+
     def end_transfer(self, work: Any) -> None:
-        """Note that what is launched from here on waits for a communication; the host does not."""
-        _, communication = self._under_way.pop(id(work), (None, None))
-        if communication is not None:
-            self._note_link(communication, is_wait=True)
+        """Note that what is launched from here on waits for a communication or a copy; the host does not."""
+        _, transfer = self._under_way.pop(id(work), (None, None))
+        if transfer is not None:
+            self._note_link(transfer, is_wait=True)
 
     def launch(
         self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], flops: float = 0.0
@@ -138,7 +154,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         devices = {tensor.device.type for tensor in (*given, *returned)}
         if name in _CROSSING and len(devices) > 1:
             target = returned[0]
-            self.record.host_copies.append(HostCopy(self.phase, where, not target.is_cuda, target.nbytes))
+            copy = HostCopy(self.phase, where, TO_DEVICE if target.is_cuda else TO_HOST, target.nbytes)
+            self.record.host_copies.append(copy)
+            # It stands among the kernels.
+            self._note_link(copy, is_wait=False)
+            self._note_link(copy, is_wait=True)
             is_async = kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
             if not is_async:
                 ends = f"{given[-1].device.type} to {returned[0].device.type}"
@@ -166,8 +186,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         itemsize = min(sizes, default=tensors[0].element_size() if tensors else 1)
         self.record.operations.append(Operation(self.phase, name, where, shapes, itemsize, num_bytes, flops))
 
-    def _note_link(self, communication: Communication, *, is_wait: bool) -> None:
-        self.record.link_events.append(LinkEvent(self.phase, len(self.record.operations), communication, is_wait))
+    def _begin(self, work: Any, transfer: Transfer) -> None:
+        self._under_way[id(work)] = work, transfer
+        self._note_link(transfer, is_wait=False)
+
+    def _note_link(self, transfer: Transfer, *, is_wait: bool) -> None:
+        self.record.link_events.append(LinkEvent(self.phase, len(self.record.operations), transfer, is_wait))
 
     def _note_value(self) -> None:
         """Note that the host reads a value; all values of one ``tolist`` come in one copy."""
@@ -193,7 +217,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             path = frame.f_code.co_filename
-            if path.startswith(_NAMED) and not path.startswith(_OWN_FOLDER):
+            if path.startswith(_NAMED) and not path.startswith(_PASSED_OVER):
                 return f"{Path(path).relative_to(_PROJECT).as_posix()}:{frame.f_lineno}"
             if frame.f_code.co_name == "_engine_run_backward":
                 return ""

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.dry_run.dry_run import DryRun
 from megatron.dry_run.estimate import ASSUMPTIONS, Estimate, kernel_count, kind_of
 from megatron.dry_run.gpu import Gpu
-from megatron.dry_run.roofline import communication_seconds
+from megatron.dry_run.roofline import transfer_seconds
 from megatron.dry_run.step_record import PHASES
 
 _NUM_LINES = 12
@@ -37,10 +37,7 @@ def to_json(run: DryRun, gpu: Gpu, estimate: Estimate) -> dict[str, Any]:
         "flops": sum(operation.flops for operation in record.operations),
         "model_flops": run.model_flops,
         "waits": [{"phase": wait.phase, "where": wait.where, "what": wait.what} for wait in record.waits],
-        "host_copies": [
-            {"phase": phase, "where": where, "direction": direction, "copies": count, "bytes": num_bytes}
-            for (phase, where, direction), (count, num_bytes) in _host_copies(run).items()
-        ],
+        "host_copies": _host_copies(run, gpu, estimate),
         "collectives": [
             {
                 "phase": each.phase,
@@ -49,7 +46,7 @@ def to_json(run: DryRun, gpu: Gpu, estimate: Estimate) -> dict[str, Any]:
                 "axes": list(each.call.axes),
                 "ranks": each.call.group_size,
                 "bytes": each.call.num_bytes,
-                "predicted_ms": communication_seconds(each, gpu) * 1e3,
+                "predicted_ms": transfer_seconds(each, gpu) * 1e3,
             }
             for each in record.communications
         ],
@@ -108,8 +105,11 @@ def _lines(run: DryRun, gpu: Gpu, estimate: Estimate) -> Iterator[str]:
     for wait, count in Counter(record.waits).items():
         yield f"  {count:4} x {wait.phase}: {wait.what} at {wait.where}"
     yield f"copies between host and device: {len(record.host_copies)}"
-    for (phase, where, direction), (count, num_bytes) in _host_copies(run).items():
-        yield f"  {count:4} x {phase}: {num_bytes / 1e9:.3f} GB {direction} at {where}"
+    for each in _host_copies(run, gpu, estimate):
+        yield (
+            f"  {each['copies']:4} x {each['phase']}: {each['bytes'] / 1e9:.3f} GB {each['direction']} at "
+            f"{each['where']}, {each['predicted_ms']:.2f} ms, {each['hidden_ms']:.2f} of them hidden"
+        )
     yield f"communication: {len(record.communications)}"
     sent = Counter((each.phase, each.call.operation, "_".join(each.call.axes)) for each in record.communications)
     for (phase, operation, axes), count in sent.items():
@@ -119,14 +119,18 @@ def _lines(run: DryRun, gpu: Gpu, estimate: Estimate) -> Iterator[str]:
     yield from (f"  source: {source}" for source in gpu.sources)
 
 
-def _host_copies(run: DryRun) -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Return by phase, line and direction how many copies there are, and of how many bytes."""
-    found: dict[tuple[str, str, str], tuple[int, int]] = {}
-    for copy in run.record.host_copies:
-        key = (copy.phase, copy.where, "to the host" if copy.to_host else "to the device")
-        count, num_bytes = found.get(key, (0, 0))
-        found[key] = count + 1, num_bytes + copy.num_bytes
-    return found
+def _host_copies(run: DryRun, gpu: Gpu, estimate: Estimate) -> list[dict[str, Any]]:
+    """Return the copies between device and host by phase, line and direction."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for copy, hidden in zip(run.record.host_copies, estimate.copies_hidden):
+        place = {"phase": copy.phase, "where": copy.where, "direction": copy.direction}
+        sums = {"copies": 0, "bytes": 0, "predicted_ms": 0.0, "hidden_ms": 0.0}
+        entry = found.setdefault((copy.phase, copy.where, copy.direction), place | sums)
+        entry["copies"] += 1
+        entry["bytes"] += copy.num_bytes
+        entry["predicted_ms"] += transfer_seconds(copy, gpu) * 1e3
+        entry["hidden_ms"] += hidden * 1e3
+    return list(found.values())
 
 
 def _phase(run: DryRun, estimate: Estimate, phase: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from megatron.dry_run.gpu import Gpu
-from megatron.dry_run.step_record import Communication, Operation
+from megatron.dry_run.step_record import Communication, Operation, Transfer
 
 _SCALED_PRODUCT = "_scaled_mm"
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "dot", _SCALED_PRODUCT)
@@ -28,8 +28,6 @@ _LINK_SHARE = 0.8
 """Part of a link's bandwidth that NCCL reaches with large messages."""
 _COLLECTIVE_S = 15e-6
 _COPY_S = 5e-6
-HOST_COPIES = ("copy_to_host", "copy_to_device")
-"""Transfers between a GPU's memory and the machine's."""
 KERNELS_OF: Mapping[str, int] = {
     "native_layer_norm_backward": 3,
     "_fused_rms_norm_backward": 3,
@@ -99,11 +97,15 @@ def _attention_rate(operation: Operation, gpu: Gpu) -> float:
     return share * (gpu.half_flops if operation.itemsize == 2 else gpu.single_flops)
 
 
-def communication_seconds(communication: Communication, gpu: Gpu) -> float:
-    """Return the time of a communication: the bytes that leave or reach a rank at the links' bandwidth."""
+def transfer_seconds(transfer: Transfer, gpu: Gpu) -> float:
+    """Return the time of a communication or of a copy: the bytes that leave or reach a rank at the links' bandwidth."""
+    if isinstance(transfer, Communication):
+        return _communication_seconds(transfer, gpu)
+    return _COPY_S + transfer.num_bytes / (gpu.host_bandwidth * _LINK_SHARE)
+
+
+def _communication_seconds(communication: Communication, gpu: Gpu) -> float:
     call = communication.call
-    if call.operation in HOST_COPIES:
-        return _COPY_S + call.num_bytes / (gpu.host_bandwidth * _LINK_SHARE)
     link = gpu.network_bandwidth if communication.crosses_machines else gpu.link_bandwidth
     others = (call.group_size - 1) / call.group_size
     volume = {"all_reduce": 2 * others, "all_gather": others, "reduce_scatter": others, "all_to_all": others}

@@ -11,6 +11,7 @@ PHASES = ("begin", "batch", "forward", "backward", "reduction", "optimizer", "en
 """The parts of a step in their order."""
 PASSES = ("batch", "forward", "backward")
 """The parts that come with every micro-batch."""
+HOST_DIRECTIONS = TO_HOST, TO_DEVICE = ("to the host", "to the device")
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,13 @@ class HostWait:
     what: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HostCopy:
     """Describe a copy between the device and the host: the line that asked for it, where it goes, and its bytes."""
 
     phase: str
     where: str
-    to_host: bool
+    direction: str
     num_bytes: int
 
 
@@ -60,13 +61,17 @@ class Communication:
     crosses_machines: bool
 
 
+Transfer = Communication | HostCopy
+"""What moves beside the kernels."""
+
+
 @dataclass(frozen=True)
 class LinkEvent:
-    """Say that a communication begins after so many operations, or that those that follow wait for its end."""
+    """Say that a transfer begins after so many operations, or that those that follow wait for its end."""
 
     phase: str
     num_operations: int
-    communication: Communication
+    transfer: Transfer
     is_wait: bool
 
 

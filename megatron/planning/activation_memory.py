@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
@@ -19,11 +19,10 @@ from megatron.core.pipeline_parallel.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planning.chunk_parameters import chunk_parameters
+from megatron.planning.closed_forms import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
-
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def saved_bytes(config: TransformerConfig, seq_length: int, micro_batch_size: int) -> Mapping[str, int]:
@@ -58,19 +57,60 @@ def saved_bytes(config: TransformerConfig, seq_length: int, micro_batch_size: in
 
 def offloaded_bytes(config: RunConfig) -> int:
     """Return the most that a rank leaves in the machine's memory: weights, and activations of what is in flight."""
+    model, most = config.model, 0
+    for stage in range(model.pipeline_model_parallel_size):
+        chunks = config.stage_layout.chunks(stage)
+        weights = sum(_weights_by_chunk(model, chunk) for chunk in chunks) if model.cpu_offloading_weights else 0
+        sizes = [_kept_by_first(config, _num_offloaded(model, chunk)) for chunk in chunks]
+        most = max(most, weights + _most_in_flight(config, stage, sizes))
+    return most
+
+
+def activation_bytes(config: RunConfig, rank: int) -> int:
+    """Return the bytes of activations on a rank's device at the fullest moment of a training step.
+
+    Counted are what the layers keep of what is in flight, but for what is offloaded; what is computed again, and two
+    layers' on their way to the machine's memory or back; and on the stage that has them the last norm's input and
+    output and the logits of one micro-batch, once in the model's type and twice in float32.
+    """
+    model, sizes = config.model, config.parallel_sizes
+    stage = sizes.place(rank)["pp"]
+    chunks = config.stage_layout.chunks(stage)
+    num_offloaded = [_num_offloaded(model, chunk) for chunk in chunks]
+    kept = [
+        _kept_by_first(config, len(chunk.layer_numbers)) - _kept_by_first(config, number)
+        for chunk, number in zip(chunks, num_offloaded)
+    ]
+    unit, whole = (
+        _unit_bytes(config, model),
+        _unit_bytes(config, dataclasses.replace(model, recompute_granularity=None)),
+    )
+    again = whole - unit
+    if model.recompute_granularity == "full":
+        again = whole * ((model.recompute_num_layers or 1) if model.recompute_method == "uniform" else 1)
+    total = _most_in_flight(config, stage, kept) + again + min(max(num_offloaded), 2) * unit
+    if any(chunk.has_loss for chunk in chunks):
+        tokens, element = (
+            config.data.seq_length // sizes.cp * config.training.micro_batch_size,
+            ELEMENT_BYTES[model.params_dtype],
+        )
+        rows = tokens // sizes.tp if model.sequence_parallel else tokens
+        total += 2 * rows * model.hidden_size * element
+        total += tokens * (model.padded_vocab_size // sizes.tp) * (element + 8)
+    return total
+
+
+def _most_in_flight(config: RunConfig, stage: int, sizes: Sequence[int]) -> int:
+    """Return the most of a stage's passes that wait for their backward passes, where those of its chunks have sizes."""
     model, training = config.model, config.training
     num_microbatches = training.global_batch_size // (training.micro_batch_size * config.data_parallel_size)
+    group = model.microbatch_group_size_per_virtual_pipeline_stage
     pp, most = model.pipeline_model_parallel_size, 0
-    for rank in range(pp):
-        chunks = config.stage_layout.chunks(rank)
-        sizes = [_offloaded_by_chunk(config, len(chunk.layer_numbers)) for chunk in chunks]
-        group = model.microbatch_group_size_per_virtual_pipeline_stage
-        weights = sum(_weights_by_chunk(model, chunk) for chunk in chunks) if model.cpu_offloading_weights else 0
-        in_flight = Counter[int]()
-        for action in SCHEDULES[config.pipeline_schedule](pp, rank, num_microbatches, len(chunks), group):
-            if action.kind is not Pass.BACKWARD_WEIGHT:
-                in_flight[action.chunk] += 1 if action.kind is Pass.FORWARD else -1
-            most = max(most, weights + sum(count * sizes[chunk] for chunk, count in in_flight.items()))
+    in_flight = Counter[int]()
+    for action in SCHEDULES[config.pipeline_schedule](pp, stage, num_microbatches, len(sizes), group):
+        if action.kind is not Pass.BACKWARD_WEIGHT:
+            in_flight[action.chunk] += 1 if action.kind is Pass.FORWARD else -1
+        most = max(most, sum(count * sizes[chunk] for chunk, count in in_flight.items()))
     return most
 
 
@@ -79,16 +119,25 @@ def _weights_by_chunk(model: GPTConfig, chunk: StageContents) -> int:
     return sum(parameter.size for parameter in chunk_parameters(model, layers)) * ELEMENT_BYTES[model.params_dtype]
 
 
-def _offloaded_by_chunk(config: RunConfig, num_layers: int) -> int:
-    """Return what the first layers of a chunk leave in the machine's memory of one micro-batch."""
-    model, shape = config.model, (config.data.seq_length, config.training.micro_batch_size)
-    offloaded = min(model.num_offloaded_layers, num_layers) if model.cpu_offloading_activations else 0
-    of_unit = sum(saved_bytes(model, *shape).values())
+def _num_offloaded(model: GPTConfig, chunk: StageContents) -> int:
+    """Return of how many of a chunk's layers the activations are offloaded."""
+    return min(model.num_offloaded_layers, len(chunk.layer_numbers)) if model.cpu_offloading_activations else 0
+
+
+def _unit_bytes(config: RunConfig, model: GPTConfig) -> int:
+    """Return what a layer keeps of one micro-batch, or the first of a group with full recompute."""
+    return sum(saved_bytes(model, config.data.seq_length, config.training.micro_batch_size).values())
+
+
+def _kept_by_first(config: RunConfig, num_layers: int) -> int:
+    """Return what the first layers of a chunk keep of one micro-batch."""
+    model = config.model
+    unit = _unit_bytes(config, model)
     if model.recompute_granularity != "full":
-        return offloaded * of_unit
+        return num_layers * unit
     length = model.recompute_num_layers or 1
     if model.recompute_method == "uniform":
-        return -(-offloaded // length) * of_unit
-    kept_whole = sum(saved_bytes(dataclasses.replace(model, recompute_granularity=None), *shape).values())
-    again = min(length, offloaded)
-    return again * of_unit + (offloaded - again) * kept_whole
+        return -(-num_layers // length) * unit
+    again = min(length, num_layers)
+    whole = _unit_bytes(config, dataclasses.replace(model, recompute_granularity=None))
+    return again * unit + (num_layers - again) * whole

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.planning.activation_memory import saved_bytes
 from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
+from megatron.planning.optimizer_memory import state_bytes
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -88,12 +90,10 @@ def _count(model: GPTConfig, chunk: StageContents) -> int:
 
 def _bytes_a_parameter(config: RunConfig) -> float:
     """Return the bytes of a weight, its gradient, and its share of main parameter and moments."""
-    ddp, optimizer = config.ddp, config.optimizer
+    ddp = config.ddp
     weight = ELEMENT_BYTES[config.model.params_dtype]
     gradient: float = ELEMENT_BYTES[ddp.grad_dtype(config.model.params_dtype)]
-    wide = max(weight, 4)
-    num_moments = 2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum > 0)
-    state: float = wide * num_moments + (wide if weight < wide else 0)
+    state: float = state_bytes(config.optimizer)
     replicas = config.parallel_sizes.num_replicas
     if ddp.shards_over(replicas):
         state /= replicas
@@ -111,12 +111,11 @@ def _activation_bytes(config: RunConfig) -> float | None:
         return None
     element, h = ELEMENT_BYTES[model.params_dtype], model.hidden_size
     tokens = config.data.seq_length // sizes.cp * config.training.micro_batch_size
-    # The inputs of both norms and both column-parallel maps; queries and what attention makes of them; keys, values.
-    attention = 4 * h + 2 * model.query_projection_size + 2 * model.kv_projection_size
-    feed_forward = model.ffn_hidden_size * (3 if model.is_gated else 2)
-    layer = tokens * element * (attention + feed_forward)
+    parts = saved_bytes(model, config.data.seq_length, config.training.micro_batch_size)
+    # Megatron's form leaves out what has a number a token.
+    layer = sum(size for name, size in parts.items() if not name.endswith("numbers"))
     chunks = config.stage_layout.chunks(0)
-    per_microbatch = tokens * element * h + layer * sum(len(chunk.layer_numbers) for chunk in chunks)
+    per_microbatch = tokens * element * h / sizes.tp + layer * sum(len(chunk.layer_numbers) for chunk in chunks)
     num_microbatches = config.training.global_batch_size // (config.training.micro_batch_size * sizes.dp)
     in_flight: float = min(sizes.pp, num_microbatches)
     if len(chunks) > 1:
@@ -125,5 +124,5 @@ def _activation_bytes(config: RunConfig) -> float | None:
     total = per_microbatch * in_flight
     if sizes.pp == 1:
         # The last norm's and the output layer's inputs, and the logits in float32.
-        total += tokens * (2 * element * h + 4 * model.padded_vocab_size)
-    return total / sizes.tp
+        total += tokens * (2 * element * h + 4 * model.padded_vocab_size) / sizes.tp
+    return total

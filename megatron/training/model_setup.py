@@ -8,10 +8,10 @@ from datetime import timedelta
 
 from megatron.core.collectives import all_gather_objects, any_rank
 from megatron.core.cuda_graph import GraphBackend
-from megatron.core.device import HostCopies
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
 from megatron.core.fp8.float8_state import Float8State
+from megatron.core.host_memory.host_copies import HostCopies
 from megatron.core.kernels.attention_choice import describe_missing_flash
 from megatron.core.kernels.transformer_engine import TRANSFORMER_ENGINE, why_no_transformer_engine
 from megatron.core.main_grad import WeightGradQueue

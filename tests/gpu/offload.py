@@ -40,7 +40,7 @@ def _trained(device: Device, rows: int, **options: Any) -> list[torch.Tensor]:
     state = describe_parallel_state(0, 1)
     ddp = DistributedDataParallel(model, DistributedDataParallelConfig(), state)
     config = OptimizerConfig(lr=1e-2, params_dtype="bfloat16", **options)
-    optimizer = MegatronOptimizer(config, [ddp], state, None, device.copy_stream)
+    optimizer = MegatronOptimizer(config, [ddp], state, None, device.host_copies)
     for _ in range(NUM_STEPS):
         for buffer in ddp.grad_buffers:
             buffer.grad_data.copy_(torch.randn(buffer.grad_data.shape, generator=generator, device=device.torch_device))

@@ -2,28 +2,62 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
-_MACHINE_MEMORY = "/proc/meminfo"
-_CONTAINER = "/sys/fs/cgroup"
+
+@dataclass(frozen=True)
+class HostRoom:
+    """Hold the bytes that can still be had on a machine, and how many processes of a run share them."""
+
+    available: int
+    num_processes: int
 
 
-def available_bytes() -> int | None:
-    """Return what Linux says can still be had, within the container's limit where there is one; else None."""
-    if not os.path.exists(_MACHINE_MEMORY):
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Return what Linux says can still be had, or None where it says nothing.
+
+    Where control groups limit this process (version 1 or 2, its own group and those around it), it is no more than each
+    of them has left, its cached files counted as left.
+    """
+    figures = _figures(root / "proc/meminfo")
+    if "MemAvailable:" not in figures:
         return None
-    with open(_MACHINE_MEMORY) as meminfo:
-        figures = dict(line.split(":", 1) for line in meminfo if ":" in line)
-    if "MemAvailable" not in figures:
-        return None
-    available = int(figures["MemAvailable"].split()[0]) * 1024
-    limit, used = (_whole_number(f"{_CONTAINER}/memory.{name}") for name in ("max", "current"))
-    return available if limit is None else min(available, limit - (used or 0))
+    available = figures["MemAvailable:"] * 1024
+    return max(0, min([available, *(left for folder in _groups(root) for left in _left(folder))]))
 
 
-def _whole_number(path: str) -> int | None:
-    if not os.path.exists(path):
-        return None
-    with open(path) as file:
-        text = file.read().strip()
-    return int(text) if text.isdecimal() else None
+def _groups(root: Path) -> Iterator[Path]:
+    """Yield the folders of the control groups that this process is in, as far as they are seen from here."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+            group = PurePosixPath(name)
+            yield from (top / str(each).lstrip("/") for each in (group, *group.parents))
+
+
+def _left(group: Path) -> Iterator[int]:
+    """Yield what a control group has left, if it limits memory."""
+    for limit_name, used_name, cached_name in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit, used = _text(group / limit_name).strip(), _text(group / used_name).strip()
+        if limit.isdecimal() and used.isdecimal():
+            yield int(limit) - int(used) + _figures(group / "memory.stat").get(cached_name, 0)
+
+
+def _figures(path: Path) -> dict[str, int]:
+    """Return the numbers of a file of the system by the words before them."""
+    lines = (line.split() for line in _text(path).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file of the system, empty where there is none."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.host_memory.copy_stream import CopyStream, ImmediateCopies
+from megatron.core.host_memory.host_copies import HostCopies
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket
@@ -35,9 +35,9 @@ class DistributedOptimizer(MegatronOptimizer):
         model_chunks: Sequence[DistributedDataParallel],
         state: ParallelState,
         fused_adam: type[torch.optim.Optimizer] | None = None,
-        copy_stream: Callable[[], CopyStream] = ImmediateCopies,
+        host_copies: Callable[[], HostCopies] = HostCopies,
     ) -> None:
-        super().__init__(config, model_chunks, state, fused_adam, copy_stream)
+        super().__init__(config, model_chunks, state, fused_adam, host_copies)
         buckets_of: dict[int, list[UpdateBucket]] = {}
         for bucket in self._on_device:
             buckets_of.setdefault(id(bucket.parts[0].part.parameter), []).append(bucket)
@@ -90,8 +90,8 @@ def make_optimizer(
     model_chunks: Sequence[DistributedDataParallel],
     state: ParallelState,
     fused_adam: type[torch.optim.Optimizer] | None = None,
-    copy_stream: Callable[[], CopyStream] = ImmediateCopies,
+    host_copies: Callable[[], HostCopies] = HostCopies,
 ) -> MegatronOptimizer:
     """Return the distributed optimizer for sharded model chunks, the plain one for others."""
     kind = DistributedOptimizer if any(chunk.is_sharded for chunk in model_chunks) else MegatronOptimizer
-    return kind(config, model_chunks, state, fused_adam, copy_stream)
+    return kind(config, model_chunks, state, fused_adam, host_copies)

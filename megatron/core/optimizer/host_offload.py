@@ -6,26 +6,17 @@ Ren et al. 2021, https://arxiv.org/abs/2101.06840.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.distributed.param_layout import PARAM_ALIGNMENT, round_up
-from megatron.core.host_memory.copy_stream import CopyMark, CopyStream
+from megatron.core.host_memory.host_copies import Copied, HostCopies
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, split_part
 
 _NUM_SLOTS = 2
 _ALIGNMENT = 128
-
-
-@dataclass
-class CopiedBytes:
-    """Count what has crossed between the device and the host."""
-
-    to_host: int = 0
-    to_device: int = 0
 
 
 class _Slots:
@@ -35,8 +26,14 @@ class _Slots:
     """
 
     def __init__(
-        self, buckets: Sequence[UpdateBucket], copied: Callable[[ParamPart], torch.Tensor], count: int, is_pinned: bool
+        self,
+        copies: HostCopies,
+        buckets: Sequence[UpdateBucket],
+        copied: Callable[[ParamPart], torch.Tensor],
+        count: int,
+        is_pinned: bool,
     ) -> None:
+        self._copies = copies
         plans = [_plan([copied(part.part) for part in bucket.parts]) for bucket in buckets]
         size = max(end for _, end in plans)
         like = copied(buckets[0].parts[0].part)
@@ -46,22 +43,22 @@ class _Slots:
             for _ in range(count)
         ]
         self._plans = [places for places, _ in plans]
-        self._marks: list[CopyMark | None] = [None] * count
+        self._last: list[Copied | None] = [None] * count
 
     def views(self, number: int) -> list[torch.Tensor]:
         """Return the memory of each part of a bucket."""
         memory = self.memory[number % len(self.memory)]
         return [memory[start:end].view(dtype) for start, end, dtype in self._plans[number]]
 
-    def mark(self, number: int, mark: CopyMark) -> None:
-        """Note when the copies of a bucket are done."""
-        self._marks[number % len(self._marks)] = mark
+    def use(self, number: int, last: Copied) -> None:
+        """Note the last of the copies of a bucket."""
+        self._last[number % len(self._last)] = last
 
     def reach(self, number: int) -> None:
         """Wait for the last copies of a bucket's slot."""
-        mark = self._marks[number % len(self._marks)]
-        if mark is not None:
-            mark.wait()
+        last = self._last[number % len(self._last)]
+        if last is not None:
+            self._copies.wait_on_host(last)
 
 
 def _plan(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, int, torch.dtype]], int]:
@@ -78,25 +75,18 @@ class HostOffload:
 
     With ``overlap`` the gradients of the next buckets come, and the parameters of the last ones go, while a bucket is
     updated; the first gradients come while the device updates its own part. Without it one follows the other. Two
-    buckets' gradients and two buckets' parameters are on the way at most. ``bytes`` counts all that was copied.
+    buckets' gradients and two buckets' parameters are on the way at most. ``copies`` counts their bytes.
     """
 
-    def __init__(
-        self,
-        config: OptimizerConfig,
-        buckets: Sequence[UpdateBucket],
-        to_host: CopyStream,
-        to_device: CopyStream,
-    ) -> None:
+    def __init__(self, config: OptimizerConfig, buckets: Sequence[UpdateBucket], copies: HostCopies) -> None:
         self.buckets = tuple(buckets)
-        self.bytes = CopiedBytes()
+        self.copies = copies
         self._overlaps = config.overlap_cpu_optimizer_d2h_h2d
-        self._to_host, self._to_device = to_host, to_device
         count = _NUM_SLOTS if self._overlaps else 1
         on_cuda = buckets[0].parts[0].part.values.is_cuda
         pins_gradients, pins_values = on_cuda and config.pin_cpu_grads, on_cuda and config.pin_cpu_params
-        self._gradients = _Slots(self.buckets, lambda part: part.gradient, count, pins_gradients)
-        self._values = _Slots(self.buckets, lambda part: part.values, count, pins_values)
+        self._gradients = _Slots(copies, self.buckets, lambda part: part.gradient, count, pins_gradients)
+        self._values = _Slots(copies, self.buckets, lambda part: part.values, count, pins_values)
         self._count = count
 
     @property
@@ -106,8 +96,6 @@ class HostOffload:
 
     def begin(self) -> None:
         """Let the first gradients come, where copies overlap."""
-        self._to_host.follow()
-        self._to_device.follow()
         if self._overlaps:
             for number in range(min(self._count, len(self.buckets))):
                 self._fetch(number)
@@ -122,6 +110,7 @@ class HostOffload:
         finite, multiplier = torch.stack((is_finite.to(torch.float64), grad_multiplier)).tolist()
         if not finite:
             return
+        last: Copied | None = None
         for number, bucket in enumerate(self.buckets):
             if not self._overlaps:
                 self._fetch(number)
@@ -129,25 +118,24 @@ class HostOffload:
             bucket.step(self._gradients.views(number), multiplier)
             if self._overlaps and number + self._count < len(self.buckets):
                 self._fetch(number + self._count)
-            self._send(number)
+            last = self._send(number)
             if not self._overlaps:
                 self._values.reach(number)
-        self._to_device.join()
+        if last is not None:
+            self.copies.wait(last)
 
     def _fetch(self, number: int) -> None:
-        for part, view in zip(self.buckets[number].parts, self._gradients.views(number)):
-            self._to_host.copy(view, part.part.gradient)
-            self.bytes.to_host += view.nbytes
-        self._gradients.mark(number, self._to_host.mark())
+        parts, views = self.buckets[number].parts, self._gradients.views(number)
+        fetched = [self.copies.to_host(part.part.gradient, view) for part, view in zip(parts, views)]
+        self._gradients.use(number, fetched[-1])
 
-    def _send(self, number: int) -> None:
+    def _send(self, number: int) -> Copied:
         bucket, views = self.buckets[number], self._values.views(number)
         self._values.reach(number)
         torch._foreach_copy_(views, bucket.main_params)
-        for part, view in zip(bucket.parts, views):
-            self._to_device.copy(part.part.values, view)
-            self.bytes.to_device += view.nbytes
-        self._values.mark(number, self._to_device.mark())
+        sent = [self.copies.to_device(view, part.part.values) for part, view in zip(bucket.parts, views)]
+        self._values.use(number, sent[-1])
+        return sent[-1]
 
 
 def split_groups(groups: Iterable[PartGroup], fraction: float) -> tuple[list[PartGroup], list[PartGroup]]:

@@ -13,7 +13,7 @@ from megatron.core.collectives import all_gather_objects, all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.errors import TrainingError
-from megatron.core.host_memory.copy_stream import CopyStream, ImmediateCopies
+from megatron.core.host_memory.host_copies import HostCopies
 from megatron.core.optimizer.clip_grads import (
     GradMeter,
     GradStatistics,
@@ -52,7 +52,7 @@ class MegatronOptimizer:
     class, see ``core.kernels.apex``) is used on CUDA.
 
     Where the configuration offloads a fraction (see `HostOffload`), that much of the parameters, in their order and the
-    decayed ones first, is updated on the host, which then waits for the norm. ``copy_stream`` makes what copies beside
+    decayed ones first, is updated on the host, which then waits for the norm. ``host_copies`` makes what copies beside
     the device's work.
     """
 
@@ -62,7 +62,7 @@ class MegatronOptimizer:
         model_chunks: Sequence[DistributedDataParallel],
         state: ParallelState,
         fused_adam: type[torch.optim.Optimizer] | None = None,
-        copy_stream: Callable[[], CopyStream] = ImmediateCopies,
+        host_copies: Callable[[], HostCopies] = HostCopies,
     ) -> None:
         self.config = config
         self._chunks = tuple(model_chunks)
@@ -83,7 +83,7 @@ class MegatronOptimizer:
             self._on_device += [
                 UpdateBucket(config, piece, fused_adam, is_decoupled=decoupled) for piece in self._device_pieces(here)
             ]
-        self.offload = HostOffload(config, on_host, copy_stream(), copy_stream()) if on_host else None
+        self.offload = HostOffload(config, on_host, host_copies()) if on_host else None
         self._buckets = (*on_host, *self._on_device)
         # What `sharded_state` has lent of state that is stored in few bytes, to be stored when it has been filled.
         self._lent: list[tuple[CompactTensor, torch.Tensor]] = []

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.core.device import Copied, HostCopies
+from megatron.core.host_memory.host_copies import Copied, HostCopies
 from megatron.core.tensor_parallel.saved_tensors import outer_hooks, storage_key
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megatron.core.device import Copied, HostCopies
+from megatron.core.host_memory.host_copies import Copied, HostCopies
 
 
 class WeightOffload:

@@ -9,9 +9,10 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from megatron.core.cuda_graph import GraphBackend
-from megatron.core.device import Device, HostCopies, MemoryUse
+from megatron.core.device import Device, MemoryUse
 from megatron.core.errors import ConfigurationError
-from megatron.core.host_memory.copy_stream import CopyMark, CopyStream
+from megatron.core.host_memory.host_copies import HostCopies
+from megatron.core.host_memory.machine_memory import HostRoom
 from megatron.dry_run.gpu import Gpu
 
 _GENERATOR_STATE_BYTES = 16
@@ -52,15 +53,11 @@ class PretendedDevice(Device):
         """Return what notes copies."""
         return self.copies
 
-    def copy_stream(self) -> CopyStream:
-        """Return copies that nobody makes; where the host would wait for them, a wait is noted."""
-        return _PretendedCopies(self.on_wait)
-
     def free_bytes(self) -> int | None:
         """Return what live tensors leave of the GPU type's memory."""
         return self.gpu.memory_bytes - self.count_live_bytes()
 
-    def host_bytes_a_process(self) -> int | None:
+    def host_room(self) -> HostRoom | None:
         """Return nothing: the machine that is pretended has whatever it needs."""
         return None
 
@@ -82,28 +79,3 @@ class PretendedDevice(Device):
 
     def empty_cache(self) -> None:
         """Do nothing: there is no allocator."""
-
-
-@dataclass(frozen=True)
-class _PretendedCopies:
-    """Copy at once, and note where the host would wait."""
-
-    on_wait: Callable[[str], None]
-
-    def follow(self) -> None:
-        """Do nothing."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy without a wait."""
-        target.copy_(source, non_blocking=True)
-
-    def mark(self) -> CopyMark:
-        """Return what can be waited for."""
-        return self
-
-    def wait(self) -> None:
-        """Note a wait."""
-        self.on_wait("copies")
-
-    def join(self) -> None:
-        """Do nothing."""

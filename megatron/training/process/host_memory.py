@@ -3,45 +3,72 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+import math
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.host_memory.machine_memory import HostRoom
 from megatron.planning.activation_memory import offloaded_bytes
+from megatron.planning.optimizer_memory import host_state_bytes
+from megatron.planning.theoretical_memory import model_size
 from megatron.training.config.run_config import RunConfig
 
 _GIB = 2**30
-_MEMINFO = Path("/proc/meminfo")
 
 
-def check_host_memory(config: RunConfig, num_processes: int, meminfo: Path = _MEMINFO) -> None:
-    """See that what ``num_processes`` of this machine offload fits in its memory, where the system says what is free.
+def check_host_memory(config: RunConfig, room: HostRoom | None) -> None:
+    """See that what a machine's processes offload fits in its memory, where the system says what is free.
+
+    Taken together are activations, weights, and the optimizer's state where its fraction is known.
 
     Raises:
-        ConfigurationError: it does not.
+        ConfigurationError: it does not fit.
     """
-    layers = config.model.num_offloaded_layers
-    if not layers:
+    layers, state = (offloaded_bytes(config) if config.model.num_offloaded_layers else 0), _state_bytes(config)
+    needed = layers + state
+    if room is None or needed * room.num_processes <= room.available:
         return
-    needed, available = offloaded_bytes(config), _available_bytes(meminfo)
-    if available is None or needed * num_processes <= available:
-        return
-    fitting = [number for number in range(1, layers) if _needed_for(config, number) * num_processes <= available]
-    change = f"--cpu-offloading-num-layers {fitting[-1]} fits" if fitting else "leave --cpu-offloading out"
+    parts = {"activations and weights": layers, "the optimizer": state}
+    named = " and ".join(f"{size / _GIB:.1f} GiB of {name}" for name, size in parts.items() if size)
+    changes = [change for change in (_fewer_layers(config, room), _smaller_fraction(config, room)) if change]
     raise ConfigurationError(
-        f"--cpu-offloading-num-layers {layers} needs {needed / _GIB:.1f} GiB of the machine's memory for each process, "
-        f"{needed * num_processes / _GIB:.1f} GiB for {num_processes} of them, and {available / _GIB:.1f} GiB are "
-        f"available; {change}"
+        f"offload needs {needed / _GIB:.1f} GiB of the machine's memory for each process ({named}), "
+        f"{needed * room.num_processes / _GIB:.1f} GiB for {room.num_processes} of them, and "
+        f"{room.available / _GIB:.1f} GiB are available; "
+        + (f"{' or '.join(changes)} fits" if changes else f"leave {' and '.join(_switches(config))} out")
     )
 
 
-def _needed_for(config: RunConfig, layers: int) -> int:
-    model = dataclasses.replace(config.model, cpu_offloading_num_layers=layers)
-    return offloaded_bytes(dataclasses.replace(config, model=model))
+def _state_bytes(config: RunConfig) -> int:
+    """Return what the optimizer of the most loaded rank leaves in the machine's memory."""
+    optimizer, replicas = config.optimizer, config.parallel_sizes.num_replicas
+    if not optimizer.offload_fraction or optimizer.optimizer_offload_policy == "auto":
+        return 0
+    num_elements = max(model_size(config).shards)
+    if config.ddp.shards_over(replicas):
+        num_elements = -(-num_elements // replicas)
+    return host_state_bytes(optimizer, num_elements)
 
 
-def _available_bytes(meminfo: Path) -> int | None:
-    try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
+def _fewer_layers(config: RunConfig, room: HostRoom) -> str | None:
+    """Return the largest number of layers that fits beside the optimizer's state."""
+    free = room.available // room.num_processes - _state_bytes(config)
+    for number in reversed(range(1, config.model.num_offloaded_layers)):
+        model = dataclasses.replace(config.model, cpu_offloading_num_layers=number)
+        if offloaded_bytes(dataclasses.replace(config, model=model)) <= free:
+            return f"--cpu-offloading-num-layers {number}"
+    return None
+
+
+def _smaller_fraction(config: RunConfig, room: HostRoom) -> str | None:
+    """Return the largest fraction of the state that fits beside the layers."""
+    layers = offloaded_bytes(config) if config.model.num_offloaded_layers else 0
+    state, free = _state_bytes(config), room.available // room.num_processes - layers
+    hundredths = math.floor(100 * config.optimizer.offload_fraction * free / state) if state else 0
+    if hundredths < 1:
         return None
+    return f"--optimizer-offload-policy static --optimizer-offload-fraction {hundredths / 100}"
+
+
+def _switches(config: RunConfig) -> list[str]:
+    layers = ["--cpu-offloading"] if config.model.num_offloaded_layers else []
+    return layers + (["the optimizer's offload"] if _state_bytes(config) else [])

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 
 from megatron.core.errors import InputError
+from megatron.core.host_memory.machine_memory import HostRoom, available_bytes
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.config.run_config import RunConfig
@@ -29,7 +30,9 @@ def prepare_data_or_exit(
 
     try:
         tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
-        check_host_memory(config, launch.local_world_size)
+        model, available = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size), available_bytes()
+        room = None if available is None else HostRoom(available, launch.local_world_size)
+        check_host_memory(dataclasses.replace(config, model=model), room)
         datasets_provider(config, tokenizer, sample_targets(config), report).check()
     except InputError as error:
         sys.exit(refuse_in_run(reasons_of(error), launch))

@@ -8,7 +8,7 @@ from megatron.core.process_group import CollectiveCall
 from megatron.dry_run.dry_run import DryRun
 from megatron.dry_run.estimate import Estimate, estimate_step
 from megatron.dry_run.gpu import H100
-from megatron.dry_run.roofline import communication_seconds, operation_seconds
+from megatron.dry_run.roofline import operation_seconds, transfer_seconds
 from megatron.dry_run.step_record import Communication, LinkEvent, Operation, StepRecord
 
 KERNEL = Operation("backward", "kernel", "", (), 2, 10**9)
@@ -21,7 +21,7 @@ def transfer(operation: str, num_bytes: int = 10**9) -> Communication:
 
 
 def seconds_of(communication: Communication) -> float:
-    return communication_seconds(communication, H100)
+    return transfer_seconds(communication, H100)
 
 
 def estimate(*events: tuple[int, Communication, bool], num_kernels: int = 8) -> Estimate:

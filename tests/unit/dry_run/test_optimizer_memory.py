@@ -8,7 +8,7 @@ from benchmarks.gpu_dry_run.run import COMMON, LLAMA_8B
 from megatron.dry_run.gpu import find_gpu
 from megatron.dry_run.pretended_cuda import find_compiler
 from megatron.dry_run.vocabulary import with_known_vocabulary
-from megatron.planning.activation_estimate import activation_bytes
+from megatron.planning.activation_memory import activation_bytes
 from megatron.training.config.arguments import resolve_arguments
 from tests.harness.dry_runs import DryRunCase, DryRunResult, run_dry_runs
 
@@ -57,6 +57,11 @@ def test_half_of_the_state_leaves_the_device_and_its_bytes_cross(reports: dict[s
     assert half["peak_holders"]["optimizer"] == pytest.approx(12 * (parameters - on_host), rel=1e-5)
     assert plain["peak_bytes"] - half["peak_bytes"] == pytest.approx(12 * on_host, rel=1e-5)
     file = "megatron/core/optimizer/host_offload.py"
+    # The first gradients come while the device updates its own part, and parameters go while gradients come.
+    for copy in half["host_copies"]:
+        if copy["where"].startswith(file):
+            assert copy["predicted_ms"] >= copy["bytes"] / 64e9 * 1e3
+            assert 0 < copy["hidden_ms"] < copy["predicted_ms"]
     assert copied(half, "to the host") == {file: 4 * on_host}
     assert copied(half, "to the device") == {file: 2 * on_host}
     assert copied(plain, "to the host") == copied(plain, "to the device") == {}

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.process_group import CollectiveCall
 from megatron.dry_run.gpu import A100, GPUS, H100
-from megatron.dry_run.roofline import communication_seconds, operation_seconds
+from megatron.dry_run.roofline import operation_seconds, transfer_seconds
 from megatron.dry_run.step_record import Communication, Operation
 
 LAYERS, HIDDEN, HEADS, LENGTH, ROWS, VOCAB = 24, 1024, 16, 1024, 64 * 1024, 50304
@@ -66,7 +66,7 @@ def test_a_published_step_is_predicted_within_a_tenth() -> None:
     # Gradients are reduced behind the backward pass, but for the embedding; the shards are gathered after the update.
     for operation, num_bytes in (("reduce_scatter", 2 * VOCAB * HIDDEN), ("all_gather", 2 * NUM_PARAMETERS)):
         call = CollectiveCall(operation, ("dp",), 8, num_bytes)
-        seconds += communication_seconds(Communication("", "", call, crosses_machines=False), A100)
+        seconds += transfer_seconds(Communication("", "", call, crosses_machines=False), A100)
     assert seconds == pytest.approx(PUBLISHED_S, rel=0.1)
 
 
@@ -93,7 +93,7 @@ def test_single_precision_and_a_kernel_that_does_nothing() -> None:
 def test_communication_is_priced_by_what_leaves_a_rank() -> None:
     def seconds(operation: str, ranks: int, crosses: bool = False) -> float:
         call = CollectiveCall(operation, ("tp",), ranks, 10**9)
-        return communication_seconds(Communication("", "", call, crosses), H100)
+        return transfer_seconds(Communication("", "", call, crosses), H100)
 
     assert seconds("all_reduce", 2) == pytest.approx(2 * seconds("all_gather", 2), rel=0.01)
     assert seconds("all_gather", 8) == pytest.approx(7 / 4 * seconds("all_gather", 2), rel=0.01)

@@ -30,7 +30,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     ),
     "os.getenv": ("megatron/training/process/initialize.py", "megatron/core/device.py"),
     "torch.cuda": (
-        "megatron/core/host_memory/copy_stream.py",
+        "megatron/core/host_memory/host_copies.py",
         "megatron/core/cuda_graph.py",
         "megatron/core/device.py",
         "megatron/core/timers.py",

@@ -10,10 +10,11 @@ import torch
 import pretrain_gpt
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
+from megatron.core.host_memory.machine_memory import HostRoom
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.planning.activation_estimate import activation_bytes
+from megatron.planning.activation_memory import activation_bytes
 from megatron.training.config.arguments import parse_arguments
 from megatron.training.model_setup import build_training_parts
 from megatron.training.process.initialize import Runtime
@@ -36,8 +37,8 @@ class TightDevice(Device):
     def free_bytes(self) -> int | None:
         return self.device_bytes
 
-    def host_bytes_a_process(self) -> int | None:
-        return self.host_bytes
+    def host_room(self) -> HostRoom | None:
+        return None if self.host_bytes is None else HostRoom(self.host_bytes, 1)
 
 
 def build(flags: str, device_bytes: int | None, host_bytes: int | None = None) -> tuple[MegatronOptimizer, str]:
@@ -85,23 +86,23 @@ def test_nothing_is_said_without_offload() -> None:
 
 
 def test_too_little_host_memory_is_refused_with_what_is_needed() -> None:
-    flags = f"{FLAGS} --optimizer hybridadam --optimizer-offload-fraction 0.8"
-    needed = round(0.8 * 12 * NUM_PARAMETERS) + 12
-    assert build(flags, None, needed)[0].offload is not None
+    """What the policy auto has chosen is looked at when it is known."""
+    needed = 12 * NUM_PARAMETERS
+    assert build(AUTO, None, needed)[0].offload is not None
     with pytest.raises(ConfigurationError) as refused:
-        build(flags, None, needed // 2)
+        build(AUTO, None, needed // 2)
     (line,) = refused.value.problems
-    assert line.startswith("optimizer offload needs 0.00 GiB of the machine's memory for rank 0, and 0.00 GiB are")
-    assert "give --optimizer-offload-fraction 0.4 or less with --optimizer-offload-policy static" in line
+    assert line.startswith("offload needs 0.0 GiB of the machine's memory for each process (0.0 GiB of the optimizer)")
+    assert line.endswith("; --optimizer-offload-policy static --optimizer-offload-fraction 0.5 fits")
 
 
 def test_this_machine_says_what_memory_it_has() -> None:
     """A CPU has no memory beside the machine's."""
     device = Device("cpu")
     assert device.free_bytes() is None
-    available = device.host_bytes_a_process()
-    assert available is not None
-    assert 2**20 < available < 2**50
+    room = device.host_room()
+    assert room is not None
+    assert 2**20 < room.available < 2**50
 
 
 def test_the_parameters_are_counted_right() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
-from collections.abc import Iterator
+import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -13,9 +15,9 @@ from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.errors import TrainingError
-from megatron.core.host_memory.copy_stream import CopyMark
+from megatron.core.host_memory.host_copies import Copied, HostCopies
 from megatron.core.optimizer import optimizer as optimizer_module
-from megatron.core.optimizer.host_offload import split_groups
+from megatron.core.optimizer.host_offload import HostOffload, split_groups
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -68,8 +70,8 @@ def test_bytes_that_cross_and_stay_equal_the_closed_form(fraction: float, num_on
     on_host = sum(bucket.num_elements for bucket in optimizer.offload.buckets) if optimizer.offload else 0
     assert on_host == num_on_host
     if optimizer.offload:
-        assert optimizer.offload.bytes.to_host == NUM_STEPS * num_on_host * (2 if in_bf16 else 4)
-        assert optimizer.offload.bytes.to_device == NUM_STEPS * num_on_host * 2
+        assert optimizer.offload.copies.bytes_out == NUM_STEPS * num_on_host * (2 if in_bf16 else 4)
+        assert optimizer.offload.copies.bytes_in == NUM_STEPS * num_on_host * 2
     on_device = sum(bucket.num_elements for bucket in optimizer._on_device)
     assert on_device == 229 - num_on_host
     # Main parameter and two moments, four bytes each, wherever they are.
@@ -95,52 +97,47 @@ NUM_BUCKETS = 5
 SECOND = range(NUM_BUCKETS + 1, 2 * NUM_BUCKETS + 1)
 
 
-class Log:
-    """Note the copies of two streams, and the updates between them."""
+class LoggedCopies(HostCopies):
+    """Copy at once; note the copies of each bucket, by their numbers in all steps, and when somebody waits."""
 
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self._names: Iterator[str] = iter(("to host", "to device"))
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+        self.offload: HostOffload | None = None
+        self.num_copies = Counter[str]()
+        self.names: dict[Copied, str] = {}
 
-    def stream(self) -> LoggedCopies:
-        return LoggedCopies(next(self._names), self.events)
+    def wait(self, copied: Copied) -> None:
+        self.events.append(f"device waits for {self.names[copied]}")
 
+    def wait_on_host(self, copied: Copied) -> None:
+        self.events.append(f"wait for {self.names[copied]}")
 
-class LoggedCopies:
-    """Copy at once, and note when somebody waits."""
+    def _copy_out(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
+        return self._note("to host", super()._copy_out(tensor, target))
 
-    def __init__(self, name: str, events: list[str]) -> None:
-        self.name, self.events, self.number = name, events, 0
+    def _copy_in(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
+        return self._note("to device", super()._copy_in(tensor, target))
 
-    def follow(self) -> None:
-        self.events.append(f"{self.name} follows")
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def mark(self) -> CopyMark:
-        self.number += 1
-        self.events.append(f"{self.name} {self.number}")
-        return LoggedMark(f"wait for {self.name} {self.number}", self.events)
-
-    def join(self) -> None:
-        self.events.append(f"join {self.name}")
-
-
-class LoggedMark:
-    def __init__(self, name: str, events: list[str]) -> None:
-        self.name, self.events = name, events
-
-    def wait(self) -> None:
-        self.events.append(self.name)
+    def _note(self, direction: str, copied: Copied) -> Copied:
+        assert self.offload is not None
+        lengths = [len(bucket.parts) for bucket in self.offload.buckets] * NUM_STEPS
+        self.num_copies[direction] += 1
+        ends = list(itertools.accumulate(lengths))
+        name = f"{direction} {bisect.bisect_left(ends, self.num_copies[direction]) + 1}"
+        if self.num_copies[direction] in ends:
+            self.events.append(name)
+        self.names[copied] = name
+        return copied
 
 
 def copies_of_second_step(monkeypatch: pytest.MonkeyPatch, *, overlap: bool) -> list[str]:
-    log = Log()
+    events: list[str] = []
+    copies = LoggedCopies(events)
     step = InnerOptimizer.step
 
     def logged(self: InnerOptimizer, *args: object) -> None:
-        log.events.append("update")
+        events.append("update")
         step(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(InnerOptimizer, "step", logged)
@@ -148,34 +145,35 @@ def copies_of_second_step(monkeypatch: pytest.MonkeyPatch, *, overlap: bool) -> 
     config = OptimizerConfig(
         lr=0.01, optimizer_cpu_offload=True, optimizer_offload_fraction=0.8, overlap_cpu_optimizer_d2h_h2d=overlap
     )
-    optimizer = MegatronOptimizer(config, [ddp], STATE, None, log.stream)
+    optimizer = MegatronOptimizer(config, [ddp], STATE, None, lambda: copies)
     assert optimizer.offload is not None
+    copies.offload = optimizer.offload
     assert len(optimizer.offload.buckets) == NUM_BUCKETS
     assert not optimizer._on_device
     train_step(ddp, optimizer, 0)
-    log.events.clear()
+    events.clear()
     train_step(ddp, optimizer, 1)
-    return log.events
+    return events
 
 
 def test_without_overlap_one_follows_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = ["to host follows", "to device follows"]
+    expected = []
     for number in SECOND:
         fetched, sent = f"to host {number}", f"to device {number}"
         expected += [fetched, f"wait for {fetched}", "update", f"wait for to device {number - 1}", sent]
         expected += [f"wait for {sent}"]
-    assert copies_of_second_step(monkeypatch, overlap=False) == [*expected, "join to device"]
+    assert copies_of_second_step(monkeypatch, overlap=False) == [*expected, "device waits for to device 10"]
 
 
 def test_with_overlap_two_buckets_are_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     events = copies_of_second_step(monkeypatch, overlap=True)
-    expected = ["to host follows", "to device follows", "to host 6", "to host 7"]
+    expected = ["to host 6", "to host 7"]
     # Whoever last used the memory of a bucket's parameters: every other bucket, from the first on.
     for number, last in zip(SECOND, (5, 4, 6, 7, 8), strict=True):
         expected += [f"wait for to host {number}", "update"]
         expected += [f"to host {number + 2}"] if number + 2 in SECOND else []
         expected += [f"wait for to device {last}", f"to device {number}"]
-    assert events == [*expected, "join to device"]
+    assert events == [*expected, "device waits for to device 10"]
 
 
 def test_a_skipped_step_changes_nothing_and_sends_nothing() -> None:
@@ -183,11 +181,11 @@ def test_a_skipped_step_changes_nothing_and_sends_nothing() -> None:
     train_step(ddp, optimizer, 0)
     before = [tensor.clone() for tensor in (*optimizer.held_tensors(), *ddp.parameters())]
     assert optimizer.offload is not None
-    sent = optimizer.offload.bytes.to_device
+    sent = optimizer.offload.copies.bytes_in
     assert not poisoned_step(ddp, optimizer, float("inf")).success
     after = (*optimizer.held_tensors(), *ddp.parameters())
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-    assert optimizer.offload.bytes.to_device == sent
+    assert optimizer.offload.copies.bytes_in == sent
     assert (optimizer.loss_scale, optimizer.num_steps) == (2.0, 1)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.device import Copied, HostCopies
+from megatron.core.host_memory.host_copies import Copied, HostCopies
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.activation_offload import ActivationOffload
 from megatron.planning.activation_memory import saved_bytes
@@ -28,9 +28,9 @@ class CountedCopies(HostCopies):
         self.live = 0
         self.most = 0
 
-    def _copy_out(self, tensor: torch.Tensor) -> Copied:
+    def _copy_out(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
         self._follow(tensor)
-        return super()._copy_out(tensor)
+        return super()._copy_out(tensor, target)
 
     def _copy_in(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
         back = super()._copy_in(tensor, target)

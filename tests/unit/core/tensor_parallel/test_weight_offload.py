@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.device import HostCopies
+from megatron.core.host_memory.host_copies import HostCopies
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.activation_offload import ActivationOffload
 from megatron.core.tensor_parallel.weight_offload import WeightOffload

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import dataclasses
 
 import pytest
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.host_memory.machine_memory import HostRoom
 from megatron.planning.activation_memory import offloaded_bytes, saved_bytes
+from megatron.planning.theoretical_memory import model_size
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.host_memory import check_host_memory
@@ -54,13 +56,32 @@ def test_weights_are_there_once() -> None:
     assert offloaded_bytes(both) == 3 * of_layer + 2 * 3 * bytes_of_layer(both)
 
 
-def test_too_little_memory_is_refused_with_the_number_of_layers_that_fits(tmp_path: Path) -> None:
+def test_too_little_memory_is_refused_with_the_number_of_layers_that_fits() -> None:
     config = config_of(PIPELINE)
-    needed, meminfo = offloaded_bytes(config), tmp_path / "meminfo"
-    check_host_memory(config, 2, meminfo)  # nobody says what is free
-    meminfo.write_text(f"MemTotal: 1 kB\nMemAvailable: {-(-2 * needed // 1024)} kB\n")
-    check_host_memory(config, 2, meminfo)
+    needed = offloaded_bytes(config)
+    check_host_memory(config, None)  # nobody says what is free
+    check_host_memory(config, HostRoom(2 * needed, 2))
     with pytest.raises(ConfigurationError, match=r"GiB for 3 of them.* --cpu-offloading-num-layers 2 fits$"):
-        check_host_memory(config, 3, meminfo)
+        check_host_memory(config, HostRoom(2 * needed, 3))
     with pytest.raises(ConfigurationError, match="leave --cpu-offloading out"):
-        check_host_memory(config, 12, meminfo)
+        check_host_memory(config, HostRoom(2 * needed, 12))
+
+
+def test_activations_and_the_optimizer_are_asked_for_together() -> None:
+    """Each of them fits alone, and both do not."""
+    both = config_of(f"{PIPELINE} --optimizer-cpu-offload")
+    optimizer = dataclasses.replace(both.optimizer, optimizer_cpu_offload=False)
+    layers = offloaded_bytes(both)
+    state = 12 * max(model_size(both).shards)
+    room = HostRoom(2 * (layers + state), 2)
+    check_host_memory(both, room)
+    check_host_memory(dataclasses.replace(both, optimizer=optimizer), HostRoom(2 * layers, 2))
+    less = dataclasses.replace(room, available=room.available - 2 * state // 4)
+    with pytest.raises(ConfigurationError) as refused:
+        check_host_memory(both, less)
+    (line,) = refused.value.problems
+    assert "of activations and weights and " in line
+    assert line.endswith("--optimizer-offload-policy static --optimizer-offload-fraction 0.75 fits")
+    # What auto offloads is not known before the device is.
+    auto = dataclasses.replace(both.optimizer, optimizer_offload_policy="auto")
+    check_host_memory(dataclasses.replace(both, optimizer=auto), less)

@@ -1,0 +1,35 @@
+"""What the optimizer keeps of each parameter, in bytes, on the device and in the machine's memory."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from megatron.planning.closed_forms import ELEMENT_BYTES
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+
+def state_bytes(optimizer: OptimizerConfig) -> int:
+    """Return what a parameter takes on the device beside weight and gradient: main parameter and moments."""
+    sizes = _sizes(optimizer)
+    has_main_copy = ELEMENT_BYTES[optimizer.params_dtype] < sizes["fp32"]
+    return (sizes[optimizer.main_params_dtype] if has_main_copy else 0) + _moment_bytes(optimizer)
+
+
+def host_state_bytes(optimizer: OptimizerConfig, num_elements: int) -> int:
+    """Return what the offloaded part of so many parameters takes on the host: there each main parameter is a copy."""
+    return math.ceil(optimizer.offload_fraction * num_elements) * (_sizes(optimizer)["fp32"] + _moment_bytes(optimizer))
+
+
+def _moment_bytes(optimizer: OptimizerConfig) -> int:
+    sizes = _sizes(optimizer)
+    if optimizer.optimizer != "adam":
+        return sizes["fp32"] if optimizer.sgd_momentum else 0
+    return sizes[optimizer.exp_avg_dtype] + sizes[optimizer.exp_avg_sq_dtype]
+
+
+def _sizes(optimizer: OptimizerConfig) -> dict[str, int]:
+    """Return the bytes of each type of state; the state of a float64 model is as wide as its parameters."""
+    return {"fp32": max(4, ELEMENT_BYTES[optimizer.params_dtype]), "fp16": 2, "bf16": 2, "fp8": 1}
