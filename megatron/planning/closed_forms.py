@@ -16,7 +16,7 @@ from megatron.core.context_parallel.head_sharing import copies_of_key_value_head
 from megatron.core.distributed.param_layout import parts_of_range, plan_buckets
 from megatron.core.parallel_sizes import GRID_AXES, ParallelSizes, Place
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.core.tensor_parallel.linear_overlap import linear_overlap
+from megatron.core.tensor_parallel.overlap.linear_overlap import linear_overlap
 from megatron.planning.chunk_parameters import chunk_parameters
 
 if TYPE_CHECKING:

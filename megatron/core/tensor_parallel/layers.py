@@ -18,7 +18,6 @@ from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
 from megatron.core.tensor_parallel.linear import tensor_parallel_linear
-from megatron.core.tensor_parallel.linear_overlap import WHOLE, LinearOverlap
 from megatron.core.tensor_parallel.mappings import (
     InputRegion,
     gather_from_tensor_model_parallel_region,
@@ -26,6 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from megatron.core.tensor_parallel.overlap.linear_overlap import WHOLE, LinearOverlap
 
 DEFAULT_INIT_STD = 0.02
 """Standard deviation of a weight's initial values where a model says no other."""

@@ -22,9 +22,9 @@ from megatron.core.kernels.matrix_product import linear, product
 from megatron.core.main_grad import MainGrad, Receiver, bias_gradient, main_grad_of
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.float8_linear import float8_linear
-from megatron.core.tensor_parallel.linear_overlap import WHOLE, LinearOverlap
 from megatron.core.tensor_parallel.mappings import InputRegion
-from megatron.core.tensor_parallel.overlapped_linear import gathered_linear, scattered_linear
+from megatron.core.tensor_parallel.overlap.linear_overlap import WHOLE, LinearOverlap
+from megatron.core.tensor_parallel.overlap.overlapped_linear import gathered_linear, scattered_linear
 
 
 class _Linear(torch.autograd.Function):

@@ -20,7 +20,7 @@ from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.linear_overlap import linear_overlap
+from megatron.core.tensor_parallel.overlap.linear_overlap import linear_overlap
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.across_heads_norm import AcrossHeadsNorm
 from megatron.core.transformer.dropout import require_keys

@@ -15,7 +15,7 @@ from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.linear_overlap import linear_overlap
+from megatron.core.tensor_parallel.overlap.linear_overlap import linear_overlap
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -14,8 +14,8 @@ from megatron.core.process_group import Group
 from megatron.core.sharding import Box, ParamSpec, Piece
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, make_parameter
 from megatron.core.tensor_parallel.linear import tensor_parallel_linear
-from megatron.core.tensor_parallel.linear_overlap import linear_overlap
 from megatron.core.tensor_parallel.mappings import InputRegion
+from megatron.core.tensor_parallel.overlap.linear_overlap import linear_overlap
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

@@ -42,7 +42,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/core/distributed/param_and_grad_buffer.py",
         "megatron/core/parallel_state.py",
         "megatron/core/pipeline_parallel/p2p_communication.py",
-        "megatron/core/tensor_parallel/symmetric_memory.py",
+        "megatron/core/tensor_parallel/overlap/symmetric_memory.py",
         "megatron/dry_run/dry_run.py",
         "megatron/dry_run/pretended/links.py",
         "megatron/interop/huggingface/parallelize.py",

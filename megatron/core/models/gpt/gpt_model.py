@@ -21,8 +21,8 @@ from megatron.core.sharding import attach_spec, spec_of, tie_over_pipeline
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.linear import tensor_parallel_linear
-from megatron.core.tensor_parallel.linear_overlap import linear_overlap
 from megatron.core.tensor_parallel.mappings import InputRegion
+from megatron.core.tensor_parallel.overlap.linear_overlap import linear_overlap
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.adapters.adapted_layers import add_adapters
 from megatron.core.transformer.dropout import keys_of_rank

@@ -15,8 +15,8 @@ import torch
 from megatron.core.collectives import RingExchange, start_ring_exchange
 from megatron.core.kernels.matrix_product import linear_into
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel import symmetric_memory
-from megatron.core.tensor_parallel.linear_overlap import LinearOverlap
+from megatron.core.tensor_parallel.overlap import symmetric_memory
+from megatron.core.tensor_parallel.overlap.linear_overlap import LinearOverlap
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], None]
 """Write into ``[n, b, out]``, the first argument, what ``[n, b, in]`` is multiplied to."""

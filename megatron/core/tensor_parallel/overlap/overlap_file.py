@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.tensor_parallel.linear_overlap import CHUNKED_METHODS
+from megatron.core.tensor_parallel.overlap.linear_overlap import CHUNKED_METHODS
 
 _FLAG = "--tp-comm-overlap-cfg"
 _CHUNKED_PRODUCTS = tuple(f"{name}_{kind}" for name in ("qkv", "proj", "fc1", "fc2") for kind in ("fprop", "dgrad"))

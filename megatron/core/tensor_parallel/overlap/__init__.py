@@ -1,0 +1,1 @@
+"""Communication of linear layers that goes in chunks beside their products."""
