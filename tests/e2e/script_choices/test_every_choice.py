@@ -24,9 +24,11 @@ from tests.e2e.script_choices.choices import Choices, all_choices, in_float32
 from tests.e2e.toy_run import newest
 from tests.harness.forked_training import ForkedRun, fork_training
 
-# Losses of two iterations and gradient norms, against one process: what other orders of sums explain.
-TOLERANCES = {"float32": 1e-5, "fp16": 2e-3, "bf16": 1e-2, "fp8": 5e-2}
-NORM_TOLERANCES = {"float32": 1e-4, "fp16": 2e-2, "bf16": 5e-2, "fp8": 2e-1}
+# Losses of two iterations and gradient norms, against one process: what other orders of sums explain. Measured over
+# layouts, losses differ by 2.4e-5 (fp8), 3.3e-6 (bf16), 1.2e-6 (fp16) at most, and norms by 1.4e-3, 4.2e-4 and 1e-4.
+# These scripts draw small weights, which count for little in a first loss: the norms are the sharper of the two.
+TOLERANCES = {"float32": 1e-5, "fp16": 1e-4, "bf16": 1e-4, "fp8": 2e-4}
+NORM_TOLERANCES = {"float32": 1e-4, "fp16": 5e-3, "bf16": 5e-3, "fp8": 1e-2}
 NOT_MEANINGFUL = "--num-layers-per-virtual-pipeline-stage 1 cuts a pipeline and --pipeline-model-parallel-size is 1"
 END = 256  # the tokenizer's end of text
 
