@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -15,6 +15,7 @@ from megatron.core.collectives import all_gather_objects
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.main_grad import WeightGradQueue
 from megatron.core.pipeline_parallel.action import RECEIVES_AHEAD, Action, Pass, StagePlace, sends_in_flight
+from megatron.core.pipeline_parallel.chunk_entrance import ChunkEntrance
 from megatron.core.pipeline_parallel.message_order import MessageOrders, Transfer
 from megatron.core.pipeline_parallel.p2p_communication import (
     HandOver,
@@ -142,33 +143,8 @@ class _Stash:
     needs it.
     """
 
-    entrance: _Entrance | None
+    entrance: ChunkEntrance | None
     roots: list[GradientEdge]
-
-
-class _Entrance:
-    """Catch the gradient of hidden states that come from the chunk before, without holding them."""
-
-    def __init__(self) -> None:
-        self.grad: torch.Tensor | None = None
-        self._anchor = torch.empty(0, requires_grad=True)
-
-    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states as the beginning of a graph."""
-        result: torch.Tensor = _Enter.apply(self._anchor, hidden, self)  # type: ignore[no-untyped-call]
-        return result
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, entrance: _Entrance) -> torch.Tensor:
-        ctx.entrance = entrance
-        return hidden.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
-        ctx.entrance.grad = grad
-        return None, None, None
 
 
 def run_schedule(
@@ -362,7 +338,7 @@ class _Run:
         return leaving
 
     def _forward(self, action: Action, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        entrance = None if hidden is None or not self.trains else _Entrance()
+        entrance = None if hidden is None or not self.trains else ChunkEntrance()
         with torch.set_grad_enabled(self.trains):
             if hidden is not None and entrance is not None:
                 hidden = entrance.enter(hidden)
