@@ -1,11 +1,112 @@
-"""Checks of optimizer offload and of the types of the optimizer's state."""
+"""Checks of the optimizer: learning rate and its schedule, weight decay, offload, and the types of its state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.config_base import BELOW_ONE
 from megatron.training.config.checks.check import Check
 from megatron.training.config.run_config import RunConfig
+
+_LENGTHS = (
+    "train_iters",
+    "train_samples",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_warmup_iters",
+    "lr_warmup_samples",
+    "lr_warmup_fraction",
+    "lr_wsd_decay_iters",
+    "lr_wsd_decay_samples",
+)
+
+
+def _check_learning_rate(config: RunConfig) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.lr == 0 and not config.training.skip_train:
+        yield "--lr is missing; give the highest learning rate"
+    elif optimizer.min_lr > optimizer.lr and optimizer.lr > 0:
+        yield f"--min-lr {optimizer.min_lr} is greater than --lr {optimizer.lr}; give {optimizer.lr} or less"
+
+
+def _check_decoupled(config: RunConfig) -> Iterator[str]:
+    highest, lowest = config.optimizer.decoupled_lr, config.optimizer.decoupled_min_lr
+    lowest, name = (config.optimizer.min_lr, "min-lr") if lowest is None else (lowest, "decoupled-min-lr")
+    if highest is not None and lowest > highest:
+        yield (
+            f"--{name} {lowest} is greater than --decoupled-lr {highest}; give --decoupled-min-lr of {highest} or less"
+        )
+
+
+def _check_units(config: RunConfig) -> Iterator[str]:
+    """Let the schedule be counted as the run is: in iterations or in samples."""
+    schedule = config.scheduler
+    by_samples = config.training.train_samples > 0
+    wrong, right = ("iters", "samples") if by_samples else ("samples", "iters")
+    for name, value in (
+        ("lr-decay", schedule.lr_decay_iters if by_samples else schedule.lr_decay_samples),
+        ("lr-warmup", schedule.lr_warmup_iters if by_samples else schedule.lr_warmup_samples),
+        ("lr-wsd-decay", schedule.lr_wsd_decay_iters if by_samples else schedule.lr_wsd_decay_samples),
+    ):
+        if value:
+            yield (
+                f"--{name}-{wrong} {value} does not go with --train-{right}: the run is counted in {right}; "
+                f"give --{name}-{right}"
+            )
+
+
+def _check_warmup(config: RunConfig) -> Iterator[str]:
+    schedule = config.scheduler
+    counted = schedule.lr_warmup_iters or schedule.lr_warmup_samples
+    if schedule.lr_warmup_fraction is not None and counted:
+        unit = "iters" if schedule.lr_warmup_iters else "samples"
+        yield (
+            f"--lr-warmup-fraction {schedule.lr_warmup_fraction} and --lr-warmup-{unit} {counted} exclude "
+            "each other; keep one"
+        )
+        return
+    if schedule.lr_warmup_fraction is not None and not BELOW_ONE.hold(schedule.lr_warmup_fraction):
+        return  # its bounds are checked
+    lengths = config.schedule_lengths
+    if lengths.lr_decay_steps and lengths.lr_warmup_steps >= lengths.lr_decay_steps:
+        unit, size = ("samples", 1) if config.training.train_samples else ("iters", config.training.global_batch_size)
+        yield (
+            f"the warm-up of {lengths.lr_warmup_steps:g} samples is not shorter than the decay of "
+            f"{lengths.lr_decay_steps} samples; give --lr-warmup-{unit} below {lengths.lr_decay_steps // size}, "
+            f"or raise --lr-decay-{unit}"
+        )
+
+
+def _check_wsd(config: RunConfig) -> Iterator[str]:
+    schedule = config.scheduler
+    given = schedule.lr_wsd_decay_iters or schedule.lr_wsd_decay_samples
+    if schedule.lr_decay_style == "WSD" and not given:
+        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters (or --lr-wsd-decay-samples)"
+        return
+    lengths = config.schedule_lengths
+    if lengths.wsd_decay_steps is not None and lengths.wsd_decay_steps > lengths.lr_decay_steps:
+        yield (
+            f"the WSD decay of {lengths.wsd_decay_steps} samples is longer than the whole schedule of "
+            f"{lengths.lr_decay_steps}; lower --lr-wsd-decay-iters"
+        )
+
+
+def _check_weight_decay(config: RunConfig) -> Iterator[str]:
+    schedule = config.scheduler
+    start, end = schedule.start_weight_decay, schedule.end_weight_decay
+    if schedule.weight_decay_incr_style == "constant":
+        if start != end:
+            yield (
+                f"--start-weight-decay {start} and --end-weight-decay {end} differ, but "
+                "--weight-decay-incr-style is constant; give linear or cosine"
+            )
+    elif start is None or end is None:
+        yield (
+            f"--weight-decay-incr-style {schedule.weight_decay_incr_style} needs --start-weight-decay and "
+            "--end-weight-decay"
+        )
+    elif end < start:
+        yield (f"--end-weight-decay {end} is smaller than --start-weight-decay {start}; weight decay can only grow")
 
 
 def _check_types(config: RunConfig) -> Iterator[str]:
@@ -40,6 +141,12 @@ def _check_gather(config: RunConfig) -> Iterator[str]:
 
 
 CHECKS = (
+    Check(("lr", "min_lr"), _check_learning_rate),
+    Check(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), _check_decoupled),
+    Check(_LENGTHS, _check_units),
+    Check((*_LENGTHS, "global_batch_size", "micro_batch_size"), _check_warmup),
+    Check((*_LENGTHS, "lr_decay_style", "global_batch_size", "micro_batch_size"), _check_wsd),
+    Check(("start_weight_decay", "end_weight_decay", "weight_decay"), _check_weight_decay),
     Check(("overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload"), _check_gather),
     Check(
         (
