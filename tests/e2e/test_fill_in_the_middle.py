@@ -18,6 +18,10 @@ TASKS = """
 
 def test_tasks_are_the_same_at_every_layout_and_after_a_resume(tmp_path: Path) -> None:
     whole = fork_training(toy_args(tmp_path, TASKS, "--save-interval 3")).check()
+    assert (
+        " > filling in the middle of 50% of documents, 30% of these with the suffix first; tokens: prefix 120, "
+        "suffix 122, middle 121, pad 0\n"
+    ) in whole.stdout
     for nproc, layout in ((2, "--tensor-model-parallel-size 2"), (2, "")):
         metrics = tmp_path / f"{layout or 'data'}.jsonl"
         run = fork_training([*toy_args(tmp_path, TASKS, layout, save=False), "--metrics-jsonl", metrics], nproc).check()

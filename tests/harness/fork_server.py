@@ -30,6 +30,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+import torch.utils.tensorboard
 
 from tests.harness.job import Job, Outcome, describe_error
 

@@ -15,7 +15,7 @@ from megatron.core.collectives import all_gather_objects
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.main_grad import WeightGradQueue
 from megatron.core.pipeline_parallel.action import RECEIVES_AHEAD, Action, Pass, StagePlace, sends_in_flight
-from megatron.core.pipeline_parallel.entrance import Entrance
+from megatron.core.pipeline_parallel.chunk_entrance import ChunkEntrance
 from megatron.core.pipeline_parallel.message_order import MessageOrders, Transfer
 from megatron.core.pipeline_parallel.p2p_communication import (
     HandOver,
@@ -143,7 +143,7 @@ class _Stash:
     needs it.
     """
 
-    entrance: Entrance | None
+    entrance: ChunkEntrance | None
     roots: list[GradientEdge]
 
 
@@ -338,7 +338,7 @@ class _Run:
         return leaving
 
     def _forward(self, action: Action, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        entrance = None if hidden is None or not self.trains else Entrance()
+        entrance = None if hidden is None or not self.trains else ChunkEntrance()
         with torch.set_grad_enabled(self.trains):
             if hidden is not None and entrance is not None:
                 hidden = entrance.enter(hidden)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.training.config.run_config import RunConfig
 
 
@@ -29,3 +30,20 @@ def machine_notes(config: RunConfig, is_cuda: bool, has_launcher_rank: bool) -> 
             "--no-gradient-accumulation-fusion has no effect on a CPU: gradients of 16-bit weights are always rounded "
             "before they are added to their float32 sums there"
         )
+    yield from _offload_notes(config.optimizer)
+
+
+def _offload_notes(optimizer: OptimizerConfig) -> Iterator[str]:
+    if not optimizer.optimizer_cpu_offload:
+        return
+    if optimizer.use_torch_optimizer_for_cpu_offload:
+        yield "--use-torch-optimizer-for-cpu-offload has no effect on a CPU: apex has no optimizer there"
+    for flag, is_pinned in (
+        ("--no-pin-cpu-grads", optimizer.pin_cpu_grads),
+        ("--no-pin-cpu-params", optimizer.pin_cpu_params),
+    ):
+        if not is_pinned:
+            yield f"{flag} has no effect on a CPU: memory is pinned for copies to and from a device of its own"
+    margin = optimizer.optimizer_offload_auto_threshold
+    if optimizer.optimizer_offload_policy == "auto" and margin != OptimizerConfig.optimizer_offload_auto_threshold:
+        yield f"--optimizer-offload-auto-threshold {margin} has no effect on a CPU: it has no memory of its own to fill"

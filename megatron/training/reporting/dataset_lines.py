@@ -11,6 +11,7 @@ from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.history.dataset_chain import LaterPhase, SegmentChain
 from megatron.core.datasets.indices.index_builder import SEPARATE_FINAL_EPOCH_BELOW, plan_epochs
 from megatron.core.datasets.samples.blended_dataset import BlendedDataset
+from megatron.core.datasets.samples.fill_in_the_middle import FillInTheMiddle
 from megatron.core.datasets.samples.gpt_dataset import GPTDataset
 
 _TITLES = {"train": "train", "valid": "validation", "test": "test"}
@@ -23,11 +24,21 @@ def describe_datasets(datasets: DatasetSplits, everything: bool) -> str:
     """
     lines = ["> building train, validation, and test datasets for GPT ..."] if everything else []
     splits = [_token_datasets(dataset) for dataset in (datasets.train, datasets.valid, datasets.test)]
+    tasks = {dataset.config.fill_in_the_middle for split in splits for dataset in split}
+    lines += [_describe_tasks(task) for task in tasks if task is not None]
     if everything or all(len(split) <= 1 for split in splits):
         for prefix in dict.fromkeys(dataset.indexed_dataset.prefix for split in splits for dataset in split):
             of_file = [[one for one in split if one.indexed_dataset.prefix == prefix] for split in splits]
             lines += _describe_file([one for split in of_file for one in split], everything)
     return "\n".join([*lines, "> finished creating GPT datasets ..."])
+
+
+def _describe_tasks(task: FillInTheMiddle) -> str:
+    return (
+        f" > filling in the middle of {task.rate:.0%} of documents, {task.spm_rate:.0%} of these "
+        f"with the suffix first; tokens: prefix {task.prefix_id}, suffix {task.suffix_id}, middle {task.middle_id}, "
+        f"pad {task.pad_id}"
+    )
 
 
 def _token_datasets(dataset: object) -> list[GPTDataset]:

@@ -31,6 +31,10 @@ ANSWERED = {
     "--exit-signal-handler": "--exit-signal-handler has no effect with --exit-signal SIGTERM",
     "--local-rank": "--local-rank 1 has no effect on a CPU",
     "--no-gradient-accumulation-fusion": "--no-gradient-accumulation-fusion has no effect on a CPU",
+    "--no-pin-cpu-grads": "--no-pin-cpu-grads has no effect on a CPU",
+    "--no-pin-cpu-params": "--no-pin-cpu-params has no effect on a CPU",
+    "--optimizer-offload-auto-threshold": "--optimizer-offload-auto-threshold 1024 has no effect on a CPU",
+    "--use-torch-optimizer-for-cpu-offload": "--use-torch-optimizer-for-cpu-offload has no effect on a CPU",
     "--record-memory-history": "--record-memory-history has no effect on a CPU",
 }
 # Their companions are answered so, and with those they have nothing to change.

@@ -1,7 +1,6 @@
 """Every combination of choices in two users' scripts trains, as one process does, or is refused with what works.
 
-A seeded part is tried by default, more in the long tests. ``TO_COME`` are the values that are not built yet: whoever
-builds one takes it out, and the combinations with it must then train like all others.
+A seeded part is tried by default, more in the long tests.
 """
 
 from __future__ import annotations
@@ -25,33 +24,17 @@ from tests.e2e.script_choices.choices import Choices, all_choices, in_float32
 from tests.e2e.toy_run import newest
 from tests.harness.forked_training import ForkedRun, fork_training
 
-TO_COME = {
-    ("PR", "fp8"),
-    ("AC", "offload"),
-    ("OPTIMIZER_OFFLOAD", "static"),
-    ("OPTIMIZER_OFFLOAD", "auto"),
-}
-# Losses of two iterations and gradient norms, against one process: what other orders of sums explain.
-TOLERANCES = {"float32": 1e-5, "fp16": 2e-3, "bf16": 1e-2, "fp8": 5e-2}
-NORM_TOLERANCES = {"float32": 1e-4, "fp16": 2e-2, "bf16": 5e-2, "fp8": 2e-1}
+# Losses of two iterations and gradient norms, against one process: what other orders of sums explain. Measured over
+# layouts, losses differ by 2.4e-5 (fp8), 3.3e-6 (bf16), 1.2e-6 (fp16) at most, and norms by 1.4e-3, 4.2e-4 and 1e-4.
+# These scripts draw small weights, which count for little in a first loss: the norms are the sharper of the two.
+TOLERANCES = {"float32": 1e-5, "fp16": 1e-4, "bf16": 1e-4, "fp8": 2e-4}
+NORM_TOLERANCES = {"float32": 1e-4, "fp16": 5e-3, "bf16": 5e-3, "fp8": 1e-2}
 NOT_MEANINGFUL = "--num-layers-per-virtual-pipeline-stage 1 cuts a pipeline and --pipeline-model-parallel-size is 1"
 END = 256  # the tokenizer's end of text
 
 
-def is_to_come(choices: Choices) -> bool:
-    return any(getattr(choices, name) == value for name, value in TO_COME)
-
-
-def sampled() -> tuple[list[Choices], list[Choices]]:
-    """Return the combinations that are tried by default, and those of the long tests."""
-    chance = random.Random(7)
-    drawn = chance.sample(all_choices(), 250)
-    built = [choices for choices in drawn if not is_to_come(choices)]
-    first = [*built[:8], *(choices for choices in drawn if choices not in built[:8])][:20]
-    return first, [choices for choices in drawn if choices not in first]
-
-
-DEFAULT, LONG = sampled()
+DRAWN = random.Random(7).sample(all_choices(), 250)
+DEFAULT, LONG = DRAWN[:20], DRAWN[20:]
 Train = Callable[[Choices, bool], ForkedRun]
 
 
@@ -107,12 +90,7 @@ def test_a_combination_trains_as_one_process_does_or_is_refused(
     meant = [problem for problem in problems if problem.startswith(NOT_MEANINGFUL)]
     assert len(meant) == int(choices.VP != "" and choices.PP == "1"), problems
     assert all(problem.endswith("leave it out, or use a pipeline size of 2 or more") for problem in meant)
-    unbuilt = [problem for problem in problems if problem not in meant]
-    if is_to_come(choices):
-        assert unbuilt, "it is built: take it out of TO_COME"
-        assert all(" is not supported yet; " in problem for problem in unbuilt), unbuilt
-        return
-    assert unbuilt == []
+    assert [problem for problem in problems if problem not in meant] == []
     if meant:
         return
     assert_same(train(choices, False), train(choices.on_one_process, False), choices.PR)
@@ -122,7 +100,7 @@ def test_a_combination_trains_as_one_process_does_or_is_refused(
 
 @pytest.mark.parametrize("script", ["llama3_1", "qwen2_5"])
 def test_load_must_name_a_folder_with_a_tokenizer(script: str, data: Path, tmp_path: Path) -> None:
-    choices = next(each for each in DEFAULT if each.script == script and not is_to_come(each) and not each.VP)
+    choices = next(each for each in DEFAULT if each.script == script and not each.VP)
     (problem,) = refusals(choices, data, tmp_path, tmp_path / "output")
     assert f"--load {tmp_path} has no tokenizer.json; save the fast tokenizer there" in problem
 

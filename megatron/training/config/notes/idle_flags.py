@@ -83,6 +83,17 @@ _IDLE = (
         lambda config: not config.schedule_lengths.lr_warmup_steps,
         "without a warm-up (--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction)",
     ),
+    _Idle(
+        ("use_precision_aware_optimizer",),
+        lambda config: (
+            {
+                *(config.optimizer.main_grads_dtype, config.optimizer.main_params_dtype),
+                *(config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype),
+            }
+            == {"fp32"}
+        ),
+        "with fp32 alone (--main-grads-dtype, --main-params-dtype, --exp-avg-dtype, --exp-avg-sq-dtype)",
+    ),
     _Idle(("override_opt_param_scheduler",), lambda config: config.checkpoint.load is None, "without --load DIR"),
     _Idle(_TO_TENSORBOARD, lambda config: config.logging.tensorboard_dir is None, "without --tensorboard-dir DIR"),
     _Idle(

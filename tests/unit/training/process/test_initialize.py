@@ -128,3 +128,16 @@ def test_a_machine_says_which_flags_it_leaves_without_effect() -> None:
     assert list(machine_notes(config, True, False)) == []
     (note,) = machine_notes(config, True, True)
     assert note == "--local-rank 1 has no effect: the environment's LOCAL_RANK is used"
+
+
+def test_offload_to_the_host_says_what_a_cpu_leaves_without_effect() -> None:
+    offload = "--optimizer-cpu-offload --optimizer-offload-policy auto"
+    flags = [
+        *("--use-torch-optimizer-for-cpu-offload", "--no-pin-cpu-grads", "--no-pin-cpu-params"),
+        "--optimizer-offload-auto-threshold 1024",
+    ]
+    config = resolve_arguments([*MINIMAL, *offload.split(), *" ".join(flags).split()], 1).config
+    assert [line.partition(" has no effect on a CPU: ")[0] for line in machine_notes(config, False, True)] == flags
+    assert list(machine_notes(config, True, True)) == []
+    plain = resolve_arguments([*MINIMAL, *offload.split()], 1).config
+    assert list(machine_notes(plain, False, True)) == []

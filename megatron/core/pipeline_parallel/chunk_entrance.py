@@ -1,4 +1,4 @@
-"""Where a chunk's graph begins: hidden states that came from the chunk before, and their gradient."""
+"""Where the graph of a chunk begins: hidden states come in, and their gradient is caught."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-class Entrance:
+class ChunkEntrance:
     """Catch the gradient of hidden states that come from the chunk before, without holding them."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Entrance:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, entrance: Entrance) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, entrance: ChunkEntrance) -> torch.Tensor:
         ctx.entrance = entrance
         return hidden.detach()
 
