@@ -51,7 +51,7 @@ def validation_loss(text: Path):
     return train
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("blockwise", marks=pytest.mark.long)])
 def test_sixty_iterations_end_near_bfloat16(validation_loss, recipe: str) -> None:
     expected = validation_loss("", 60)
     assert expected < 4.2

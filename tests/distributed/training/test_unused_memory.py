@@ -9,6 +9,7 @@ import pytest
 import pretrain_gpt
 from megatron.core.device import Device
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.timers import Timers
 from tests.harness.distributed import run_distributed
 from tests.unit.training.config.command_lines import MINIMAL
 
@@ -17,9 +18,9 @@ def events_of_a_run(level: int) -> list[str]:
     events: list[str] = []
     step = MegatronOptimizer.begin_step
 
-    def counted_step(optimizer: MegatronOptimizer) -> object:
+    def counted_step(optimizer: MegatronOptimizer, timers: Timers) -> object:
         events.append("step")
-        return step(optimizer)
+        return step(optimizer, timers)
 
     words = ["--train-iters", "2", "--eval-iters", "0", "--empty-unused-memory-level", str(level)]
     with (
