@@ -4,33 +4,17 @@ from __future__ import annotations
 
 _EXPERTS = "layers are dense: leave it and the other --moe and --expert flags out, for a dense model"
 _WATCH = "watch the run by its log, --metrics-jsonl and --timing-log-level"
-_STATE = "--use-distributed-optimizer cuts the optimizer's state over the data-parallel ranks"
 _LOCAL_COPIES = "--save-interval N --keep-last M saves often and keeps few; --async-save writes while training goes on"
 _FAULTS = "faults are made by this project's own tests; leave it out"
 _RESTART = "start the run again with the same flags: it goes on from its newest checkpoint"
-_LATER = "leave it out: the numbers stay the same, and the step may take longer"
 
-_REASONS: tuple[tuple[str, str], ...] = (
+REASONS: tuple[tuple[str, str], ...] = (
     ("--moe-", _EXPERTS),
     ("--expert-", _EXPERTS),
     ("--mtp-", "a model predicts one token; leave it out"),
     ("--multi-latent-attention", "attention has keys and values of their own; leave it out, for another model"),
     ("--use-legacy-models", "there is one implementation of each model; leave it out"),
-    ("--fp8-", "use --bf16"),
-    ("--no-fp8-wgrad", "use --bf16"),
-    ("--first-last-layers-bf16", "it goes with fp8; use --bf16"),
-    ("--num-layers-at-", "it goes with fp8; use --bf16"),
-    ("--cpu-offloading", "activations stay on the device: use --recompute-granularity if memory is short"),
-    ("--no-cpu-offloading", "activations stay on the device; leave it out"),
-    ("--optimizer-offload", _STATE),
-    ("--optimizer-cpu-offload", _STATE),
-    ("--overlap-cpu-optimizer", _STATE),
-    ("--use-torch-optimizer-for-cpu-offload", _STATE),
-    ("--no-pin-cpu-", _STATE),
-    ("--use-precision-aware-optimizer", f"the optimizer's state is float32; {_STATE}"),
-    ("--main-", f"main parameters and gradients are float32; {_STATE}"),
-    ("--exp-avg-", f"the optimizer's state is float32; {_STATE}"),
-    ("--overlap-param-gather-with-optimizer-step", "use --overlap-param-gather: it overlaps with the forward pass"),
+    ("--fp8-", "attention is computed in the model's own precision; leave it out: the layers' products stay in fp8"),
     ("--use-torch-fsdp2", "use --data-parallel-sharding-strategy optim_grads: it shards all but the parameters"),
     ("--use-megatron-fsdp", "use --data-parallel-sharding-strategy optim_grads: it shards all but the parameters"),
     ("--use-custom-fsdp", "use --data-parallel-sharding-strategy optim_grads: it shards all but the parameters"),
@@ -38,14 +22,9 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("--use-ring-exchange-p2p", "it is of a torch built for it; leave it out: stages send and receive"),
     ("--standalone-embedding-stage", "use --pipeline-model-parallel-layout, such as 'E|t*4|t*4L'"),
     ("--pipeline-model-parallel-split-rank", "it is of models with an encoder and a decoder; leave it out"),
-    ("--defer-embedding-wgrad-compute", f"use --pipeline-schedule zero-bubble, or {_LATER}"),
-    ("--wgrad-deferral-limit", f"use --pipeline-schedule zero-bubble, or {_LATER}"),
-    ("--delay-wgrad-compute", f"use --pipeline-schedule zero-bubble, or {_LATER}"),
-    ("--distribute-saved-activations", "use --sequence-parallel, which cuts them over the tensor-parallel ranks"),
-    ("--hierarchical-context-parallel-sizes", "use --cp-comm-type p2p or a2a, which exchange at one level"),
     ("--num-distributed-optimizer-instances", "the state is cut over all data-parallel ranks; leave it out"),
     ("--use-nccl-ub", "communicators take NCCL's own settings; leave it out: the numbers are the same"),
-    ("--reuse-grad-buf-for-mxfp8-param-ag", "it goes with fp8; use --bf16"),
+    ("--reuse-grad-buf-for-mxfp8-param-ag", "gradients and gathered weights have memory of their own; leave it out"),
     ("--init-method-xavier-uniform", "weights are drawn from a normal distribution: use --init-method-std"),
     (
         "--fp32-residual-connection",
@@ -64,7 +43,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("--log-straggler", _WATCH),
     ("--straggler-", _WATCH),
     ("--log-energy", _WATCH),
-    ("--log-max-attention-logit", "use --log-params-norm and --log-num-zeros-in-grad"),
     ("--log-device-memory-used", "the memory line after the first report has the peak; --log-memory-to-tensorboard"),
     ("--check-for-spiky-loss", "use --clip-grad; a loss that is not finite ends the run"),
     ("--check-for-large-grads", "use --clip-grad; a gradient that is not finite ends the run"),
@@ -78,11 +56,9 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "use --extra-valid-datalist PREFIX for each set, with --extra-valid-data-names NAME",
     ),
     ("--renormalize-blend-weights", "a blend's sets have their weights, and a surplus of 0.005; leave it out"),
-    ("--sft", "tokenize the text as for pretraining"),
     ("--use-mp-args-from-checkpoint-args", "give the layout's flags: a checkpoint loads at every layout"),
     ("--no-mmap-index-files", "index files are mapped into memory; --no-mmap-bin-files is about the tokens"),
     ("--data-parallel-random-init", "the copies of a model begin with the same weights; leave it out"),
-    ("--decoupled-", "all weights learn at the rate of --lr; leave it out, for another recipe"),
     ("--iterations-to-skip", "save before them, and go on with other data: a blend may change on resume"),
     ("--error-injection-", _FAULTS),
     ("--yaml-cfg", "give its values as flags; --print-config shows what a command line resolves to"),
@@ -97,4 +73,4 @@ _REASONS: tuple[tuple[str, str], ...] = (
 
 def refusal_reason(flag: str) -> str:
     """Return what to do in place of a flag that is not supported; empty where nothing is known of it."""
-    return next((reason for beginning, reason in _REASONS if flag.startswith(beginning)), "")
+    return next((reason for beginning, reason in REASONS if flag.startswith(beginning)), "")

@@ -8,7 +8,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import all_flags, resolve_arguments
 from megatron.training.config.flag_notes import NO_EFFECT, NOT_SUPPORTED
 from megatron.training.config.foreign_flags import ForeignFlag, foreign_flags
-from megatron.training.config.notes.refusal_reasons import refusal_reason
+from megatron.training.config.notes.refusal_reasons import REASONS, refusal_reason
 from megatron.training.config.run_config import command_line_fields
 from tests.unit.training.config.command_lines import MINIMAL
 
@@ -46,6 +46,15 @@ def test_a_flag_without_effect_leaves_the_run_as_it_is_and_says_so(name: str) ->
         assert problems_of([name, "something-else"]) == (
             f"{name} something-else is not supported yet; possible: {', '.join(note.accepted)}",
         )
+
+
+def test_every_reason_is_of_a_flag_that_is_refused() -> None:
+    reached = {
+        next(beginning for beginning, _ in REASONS if name.startswith(beginning))
+        for name in NOT_SUPPORTED
+        if refusal_reason(name)
+    }
+    assert [beginning for beginning, _ in REASONS if beginning not in reached] == []
 
 
 @pytest.mark.parametrize("name", NOT_SUPPORTED)
