@@ -37,7 +37,7 @@ class AdapterOptions:
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device | str
-    library: str
+    product_library: str
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class LowRankAdapter(nn.Module):
         return keyed_dropout(x, self.keys.of_adapter(self.layer_number, self.site, is_whole), probability, columns)
 
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, region: InputRegion = InputRegion.SPLIT) -> torch.Tensor:
-        return tensor_parallel_linear(x, weight, None, region, self.options.tp, library=self.options.library)
+        return tensor_parallel_linear(x, weight, None, region, self.options.tp, library=self.options.product_library)
 
 
 class ColumnAdapter(LowRankAdapter):

@@ -52,7 +52,7 @@ def add_adapters(model: nn.Module, config: TransformerConfig, tp: Group, device:
         sequence_parallel=config.sequence_parallel,
         dtype=dtype_from_name(config.params_dtype),
         device=device,
-        library=config.cpu_matmul,
+        product_library=config.cpu_matmul,
     )
     for layer in [module for module in model.modules() if isinstance(module, TransformerLayer)]:
         _adapt_layer(layer, config, options)
