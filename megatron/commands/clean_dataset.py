@@ -13,7 +13,7 @@ import codecs
 import os
 from pathlib import Path
 
-from megatron.commands.command_line import (
+from megatron.commands.arguments.command_line import (
     TOKENIZER_KEYWORDS,
     Parser,
     add_tokenizer_arguments,

@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.commands.command_line import Parser
+from megatron.commands.arguments.command_line import Parser
 from megatron.training.process.refusal import launch_environment_or_exit
 
 

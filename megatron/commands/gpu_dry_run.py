@@ -13,7 +13,7 @@ import functools
 import json
 from pathlib import Path
 
-from megatron.commands.command_line import Parser, exit_status_of
+from megatron.commands.arguments.command_line import Parser, exit_status_of
 from megatron.core.errors import ConfigurationError
 from megatron.dry_run.gpu import GPUS, find_gpu
 from megatron.dry_run.pretended_cuda import load_pretended_cuda

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron.commands.command_line import (
+from megatron.commands.arguments.command_line import (
     TOKENIZER_KEYWORDS,
     Parser,
     add_tokenizer_arguments,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.commands.command_line import Parser, exit_status_of
+from megatron.commands.arguments.command_line import Parser, exit_status_of
 from megatron.core.errors import ConfigurationError
 from megatron.dry_run.vocabulary import with_known_vocabulary
 from megatron.planning.theoretical_memory import describe_theoretical_memory

@@ -14,7 +14,7 @@ import signal
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megatron.commands.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
+from megatron.commands.arguments.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.serving.generation_setup import load_engine, open_checkpoint
 from megatron.training.process.initialize import LaunchEnvironment, shut_down

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from megatron.commands.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
+from megatron.commands.arguments.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.inference.beam_config import BeamConfig
 from megatron.core.inference.request import GenerationRequest, StopRule, check_request

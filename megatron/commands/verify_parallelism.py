@@ -17,7 +17,7 @@ from collections.abc import Sequence
 # One thread a process: eight processes that each take all cores would wait for one another.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from megatron.commands.command_line import Parser, report_unused
+from megatron.commands.arguments.command_line import Parser, report_unused
 from megatron.verification.cells import MAX_WORLD_SIZE, SHAPES, Cell, matrix
 from megatron.verification.random_cells import fuzz
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from megatron.commands.command_line import Parser
+from megatron.commands.arguments.command_line import Parser
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.pipeline_parallel.action import Pass
 from megatron.core.pipeline_parallel.schedules import SCHEDULES, build_schedule, default_schedule

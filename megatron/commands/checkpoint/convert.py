@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.commands.command_line import Parser, add_told_settings, exit_status_of, told_settings
+from megatron.commands.arguments.command_line import Parser, add_told_settings, exit_status_of, told_settings
 from megatron.conversion.conversion_request import FORMATS, ConversionRequest, Target
 
 _CHECKPOINT_DECIDES = "the checkpoint's own configuration says it"

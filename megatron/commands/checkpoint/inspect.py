@@ -7,7 +7,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command, by default on the words of the command line, and return its exit status."""
     from pathlib import Path
 
-    from megatron.commands.command_line import Parser, add_told_settings, exit_status_of, told_settings
+    from megatron.commands.arguments.command_line import Parser, add_told_settings, exit_status_of, told_settings
 
     parser = Parser(prog="inspect.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("directory", type=Path, metavar="DIR", help="a run's folder, an iteration's, or a model's")

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron.commands.command_line import add_tokenizer_source, add_told_settings, told_settings
+from megatron.commands.arguments.command_line import add_tokenizer_source, add_told_settings, told_settings
 from megatron.core.errors import InputError
 from megatron.serving.generation_setup import ModelRequest
 from megatron.training.process.initialize import LaunchEnvironment

@@ -1,0 +1,1 @@
+"""What command lines share: parsers, exit statuses, and the flags of generation."""
