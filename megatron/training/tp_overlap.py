@@ -48,8 +48,7 @@ def choose_tp_overlap(config: RunConfig, runtime: Runtime, log: Callable[[str], 
     else:
         recorded = recorded_choice(config, runtime, "tp_comm_overlap_impl")
         impl, why = (recorded, "as in the checkpoint") if recorded in ("ring", "whole") else _measured(config, runtime)
-    where = "" if model.fp8_format is None else "; of layers in 16 bits only, fp8 products have no chunks"
-    log(f" > tensor-parallel communication beside products: {_WORDS[impl]} ({why}){where}")
+    log(f" > tensor-parallel communication beside products: {_WORDS[impl]} ({why})")
     return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap_impl=impl))
 
 

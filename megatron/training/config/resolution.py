@@ -161,6 +161,8 @@ def _resolve_tp_overlap(config: RunConfig, notes: list[str], problems: list[str]
         missing = sizes if model.tensor_model_parallel_size == 1 else f"{sizes} without --sequence-parallel"
         notes.append(f"--tp-comm-overlap has no effect with {missing}: turned off")
         return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap=False))
+    if model.fp8_format is not None:
+        notes.append("--tp-comm-overlap has an effect on layers in 16 bits only: fp8 products have no chunks")
     if model.tp_comm_overlap_cfg is None:
         return config
     methods: tuple[str, ...] = ()
@@ -345,7 +347,12 @@ def _condition_notes(config: RunConfig) -> list[str]:
 
 def _offload_notes(config: RunConfig) -> list[str]:
     optimizer = config.optimizer
-    if optimizer.optimizer_cpu_offload or optimizer.optimizer_offload_fraction is None:
+    if optimizer.optimizer_cpu_offload:
+        is_static = optimizer.optimizer_offload_policy == "static"
+        return (
+            ["--optimizer-offload-fraction 0 offloads nothing"] if is_static and not optimizer.offload_fraction else []
+        )
+    if optimizer.optimizer_offload_fraction is None:
         return []
     flag = f"--optimizer-offload-fraction {optimizer.optimizer_offload_fraction}"
     return [f"{flag} has no effect without --optimizer-cpu-offload"]

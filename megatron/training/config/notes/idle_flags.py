@@ -94,6 +94,11 @@ _IDLE = (
         ),
         "with fp32 alone (--main-grads-dtype, --main-params-dtype, --exp-avg-dtype, --exp-avg-sq-dtype)",
     ),
+    _Idle(
+        ("fp8_wgrad", "fp8_param_gather", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
+        lambda config: config.model.lora_rank > 0,
+        "with --lora-rank: no weight of the model itself is trained",
+    ),
     _Idle(("override_opt_param_scheduler",), lambda config: config.checkpoint.load is None, "without --load DIR"),
     _Idle(_TO_TENSORBOARD, lambda config: config.logging.tensorboard_dir is None, "without --tensorboard-dir DIR"),
     _Idle(

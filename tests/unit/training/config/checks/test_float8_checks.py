@@ -34,3 +34,25 @@ def test_gathered_fp8_weights_exclude_what_they_would_spoil_or_miss(flags: str, 
 def test_norms_that_are_kept_in_fp8_alone_are_not_recomputed_without_a_word() -> None:
     parsed = resolve_arguments([*FP8, "--recompute-activations", "--recompute-modules", "core_attn", "layernorm"], 1)
     assert [note for note in parsed.notes if "layernorm frees nothing in fp8 layers" in note]
+
+
+LORA = "--lora-rank 2 --load somewhere --finetune"
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "words"),
+    [
+        (f"{LORA} --no-fp8-wgrad", 1, "--no-fp8-wgrad has no effect with --lora-rank"),
+        (f"{LORA} {GATHER}", 2, "--fp8-param-gather has no effect with --lora-rank"),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 64 --max-position-embeddings 64 "
+            "--tp-comm-overlap --tp-comm-overlap-impl ring",
+            2,
+            "fp8 products have no chunks",
+        ),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 0", 1, "offloads nothing"),
+    ],
+)
+def test_what_does_nothing_says_so(flags: str, world_size: int, words: str) -> None:
+    parsed = resolve_arguments([*FP8, *flags.split()], world_size, needs_files=False)
+    assert len([note for note in parsed.notes if words in note]) == 1
