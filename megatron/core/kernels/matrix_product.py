@@ -11,21 +11,32 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from megatron.core.host_memory.reused_memory import ReusedMemory
+
 _HAS_ONEDNN: bool = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _MIN_ROWS = 32
 """With fewer rows oneDNN takes longer to rearrange the weight than to multiply by it."""
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, library: str = "auto"
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    library: str = "auto",
+    memory: ReusedMemory | None = None,
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias``.
 
     ``library`` is ``onednn``, ``mkl``, or ``auto``: oneDNN in float32, and what torch itself calls otherwise. It counts
-    where both can compute the product.
+    where both can compute the product. ``memory`` holds the result on a CPU where the library can write into it
+    (oneDNN's operator cannot; in bfloat16 ``torch.mm`` takes its place); nothing is then recorded for a gradient.
 
     Shapes: ``x: [..., in]``, ``weight: [out, in]``, ``bias: [out] -> [..., out]``.
     """
+    if memory is not None and x.device.type == "cpu" and not (x.dtype is torch.float32 and uses_onednn(x, library)):
+        output = memory.empty((*x.shape[:-1], weight.shape[0]), x.dtype)
+        _multiply_into(output, x, weight, bias)
+        return output
     if uses_onednn(x, library):
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return result
@@ -38,7 +49,11 @@ def linear_into(
     """Write what `linear` returns into a contiguous tensor of its shape; nothing is recorded for a gradient."""
     if uses_onednn(x, library):
         output.copy_(linear(x, weight, bias, library))
-        return
+    else:
+        _multiply_into(output, x, weight, bias)
+
+
+def _multiply_into(output: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     rows, result = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
     if bias is None:
         torch.mm(rows, weight.t(), out=result)

@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.fp8.float8_quantisers import Float8Quantisers
+from megatron.core.host_memory.reused_memory import ReusedMemory
 from megatron.core.kernels.accumulation import add_rows
 from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
@@ -107,17 +108,19 @@ class ColumnParallelLinear(nn.Module):
             self.bias = make_parameter((out_per_rank,), bias_spec, dtype, device)
 
     def forward(
-        self, x: torch.Tensor, *, gives_bias_gradient: bool = True
+        self, x: torch.Tensor, *, gives_bias_gradient: bool = True, memory: ReusedMemory | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Return this rank's output features, or all of them; with ``skip_bias_add`` the bias beside them.
 
-        The bias may have its gradient from whatever follows.
+        The bias may have its gradient from whatever follows. ``memory`` is for this rank's features (see
+        `tensor_parallel_linear`).
         """
         in_product: torch.Tensor | None = None if self.skip_bias_add else self.bias
         if in_product is not None and not gives_bias_gradient:
             in_product = in_product.detach()
         output = tensor_parallel_linear(
             *(x, self.weight, in_product, self.region, self.tp),
+            memory=memory,
             library=self.product_library,
             overlap=self.overlap,
             quantisers=self.quantisers,

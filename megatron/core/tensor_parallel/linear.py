@@ -18,6 +18,7 @@ from megatron.core.collectives import (
     reduce_scatter_into,
 )
 from megatron.core.fp8.float8_quantisers import Float8Quantisers
+from megatron.core.host_memory.reused_memory import ReusedMemory
 from megatron.core.kernels.matrix_product import linear, product
 from megatron.core.main_grad import MainGrad, Receiver, bias_gradient, main_grad_of
 from megatron.core.process_group import Group
@@ -40,6 +41,7 @@ class _Linear(torch.autograd.Function):
         library: str,
         overlap: LinearOverlap,
         scatters: bool,
+        memory: ReusedMemory | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.region, ctx.tp, ctx.product_library = region, tp, library
@@ -53,7 +55,7 @@ class _Linear(torch.autograd.Function):
                 return scattered_linear(x, weight, bias, tp, overlap, library)
             return gathered_linear(x, weight, bias, tp, overlap, library)[0]
         full_x = all_gather_first_dim(x, tp) if region is InputRegion.SEQUENCE else x
-        output = linear(full_x, weight, bias, library)
+        output = linear(full_x, weight, bias, library, memory)
         return reduce_scatter_first_dim(output, tp) if scatters else output
 
     @staticmethod
@@ -97,7 +99,7 @@ class _Linear(torch.autograd.Function):
         bias_grad = bias_gradient(own_grad, ctx.bias_receiver) if needs_bias_grad else None
         if reducing is not None:
             reducing.wait()
-        return x_grad, weight_grad, bias_grad, *(None,) * 6
+        return x_grad, weight_grad, bias_grad, *(None,) * 7
 
 
 def _accumulate_weight_grad(
@@ -120,14 +122,16 @@ def tensor_parallel_linear(
     library: str = "auto",
     overlap: LinearOverlap = WHOLE,
     scatters: bool = False,
+    memory: ReusedMemory | None = None,
     quantisers: Float8Quantisers | None = None,
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias`` on this rank's shard of the weight.
 
     Where the ranks' results are to be summed, only one of them ``adds_bias``; the bias has its gradient on all.
     ``library`` computes the products on CPU (see `linear`). ``scatters`` makes the sum, for an input that is SPLIT, and
-    leaves each rank its part along s. ``overlap`` says what travels beside which product. With ``quantisers`` the
-    products are in fp8, and nothing is scattered or overlapped here.
+    leaves each rank its part along s. ``overlap`` says what travels beside which product. ``memory`` holds a result
+    that is computed whole on a CPU. With ``quantisers`` the products are in fp8, and nothing is scattered or overlapped
+    here.
 
     Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` where the region is SEQUENCE) ``-> [s, b, out]`` with the shard's own
     ``in`` and ``out``, ``[s/tp, b, out]`` where it ``scatters``. Backward: the input's gradient is all-reduced
@@ -137,6 +141,6 @@ def tensor_parallel_linear(
     if quantisers is not None:
         assert not scatters, "products in fp8 have no chunks"
         return float8_linear(x, weight, bias, region, tp, quantisers, adds_bias=adds_bias, library=library)
-    arguments = (x, weight, bias, region, tp, adds_bias, library, overlap, scatters)
+    arguments = (x, weight, bias, region, tp, adds_bias, library, overlap, scatters, memory)
     result: torch.Tensor = _Linear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from megatron.core.host_memory.reused_memory import ReusedMemory
 from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.kernels.dropout_keys import DropoutKeys, DropoutSamples
 from megatron.core.layer_output import AuxiliaryLoss
@@ -66,6 +67,7 @@ class GPTModel(Model):
         self.embedding = GPTEmbedding(config, tp, device) if pre_process else None
         self.layer_numbers = range(config.num_layers) if layer_numbers is None else layer_numbers
         self.decoder = TransformerBlock(config, self.layer_numbers, post_process, tp, device, self.cp)
+        self._logits_memory = ReusedMemory()
         self.output_layer: ColumnParallelLinear | None = None
         is_tied = not config.untie_embeddings_and_output_weights
         if post_process and not (is_tied and pre_process):
@@ -146,9 +148,9 @@ class GPTModel(Model):
         if last_position_only:
             assert not self.config.sequence_parallel, "the last position is on one rank only"
             hidden = hidden[-1:]
-        logits = self._logits(hidden)
         if labels is None:
-            return logits
+            return self._logits(hidden, None)
+        logits = self._logits(hidden, self._logits_memory)
         return vocab_parallel_cross_entropy(logits, labels.t(), self.config.vocab_size, self.tp).t()
 
     def _dropout(self, samples: DropoutSamples | None, first: torch.Tensor) -> DropoutKeys | None:
@@ -171,20 +173,20 @@ class GPTModel(Model):
             return angles
         return replace(angles, local=self.local_rotary.angles(position_ids, dtype))
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._raw_logits(hidden)
+    def _logits(self, hidden: torch.Tensor, memory: ReusedMemory | None) -> torch.Tensor:
+        logits = self._raw_logits(hidden, memory)
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _raw_logits(self, hidden: torch.Tensor, memory: ReusedMemory | None) -> torch.Tensor:
         if self.output_layer is not None:
             # Called as a module: its parameters may still be on their way from other ranks.
-            logits: torch.Tensor = self.output_layer(hidden)
+            logits: torch.Tensor = self.output_layer(hidden, memory=memory)
             return logits
         region = InputRegion.SEQUENCE if self.config.sequence_parallel else InputRegion.REPLICATED
         library, overlap = self.config.cpu_matmul, linear_overlap(self.config, "output")
         return tensor_parallel_linear(
-            hidden, self.output_weight, None, region, self.tp, library=library, overlap=overlap
+            hidden, self.output_weight, None, region, self.tp, library=library, overlap=overlap, memory=memory
         )
 
 

@@ -1,0 +1,66 @@
+"""Memory that one large tensor after another lives in."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from megatron.core.host_memory.reused_memory import MIN_BYTES, ReusedMemory
+from megatron.core.kernels.matrix_product import linear
+
+_ROWS = MIN_BYTES // (4 * 1024)
+
+
+def test_a_dead_tensors_memory_is_lent_again() -> None:
+    memory = ReusedMemory()
+    first = memory.empty((_ROWS, 1024), torch.float32)
+    address = first.data_ptr()
+    del first
+    again = memory.empty((2 * _ROWS, 1024), torch.bfloat16)
+    assert again.data_ptr() == address
+    assert again.shape == (2 * _ROWS, 1024)
+    assert again.dtype is torch.bfloat16
+
+
+def test_memory_of_a_living_tensor_is_not_lent() -> None:
+    memory = ReusedMemory()
+    view = memory.empty((_ROWS, 1024), torch.float32)[3:5].fill_(7.0)
+    gc.collect()
+    memory.empty((_ROWS, 1024), torch.float32).fill_(1.0)
+    assert (view == 7.0).all()
+
+
+def test_autograd_keeps_what_it_saved() -> None:
+    memory = ReusedMemory()
+    x = torch.randn(_ROWS, 16, requires_grad=True)
+    weight = torch.randn(1024, 16)
+    with torch.no_grad():
+        product = linear(x, weight, library="mkl", memory=memory)
+    scale = torch.ones((), requires_grad=True)
+    loss = (product * scale).sum()
+    expected = product.sum()
+    del product
+    memory.empty((_ROWS, 1024), torch.float32).zero_()
+    loss.backward()
+    assert scale.grad is not None
+    torch.testing.assert_close(scale.grad, expected)
+
+
+def test_a_small_tensor_is_its_own() -> None:
+    memory = ReusedMemory()
+    first = memory.empty((4, 4), torch.float32)
+    assert first.untyped_storage().nbytes() == 64
+
+
+def test_a_product_in_lent_memory_is_the_product() -> None:
+    memory = ReusedMemory()
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight, bias = (
+            torch.randn(shape).to(dtype) for shape in ((64, 32), (MIN_BYTES // 64, 32), (MIN_BYTES // 64,))
+        )
+        for with_bias in (None, bias):
+            with torch.no_grad():
+                got = linear(x.view(8, 8, 32), weight, with_bias, "mkl", memory)
+            expected = torch.nn.functional.linear(x.view(8, 8, 32), weight, with_bias)
+            torch.testing.assert_close(got, expected)
