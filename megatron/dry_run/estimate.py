@@ -111,25 +111,43 @@ def _stalls(
     record: StepRecord, durations: Sequence[float], gpu: Gpu
 ) -> tuple[Mapping[str, float], Mapping[int, float]]:
     """Return how long kernels stand still for transfers: in each part of the step, and by transfer."""
+    stalls, stalls_for, left = _move(record, durations, gpu, ())
+    if left and len(left) == record.num_carried:
+        # The step before was like this one: what it has left under way is as far as what this one leaves.
+        stalls, stalls_for, _ = _move(record, durations, gpu, left)
+    return stalls, stalls_for
+
+
+def _move(
+    record: StepRecord, durations: Sequence[float], gpu: Gpu, carried: Sequence[float]
+) -> tuple[Mapping[str, float], Mapping[int, float], Sequence[float]]:
+    """Return what `_stalls` returns, and how long what is under way at the end still takes.
+
+    ``carried`` says how long the first transfers still take; the others begin with the step.
+    """
     stalls, stalls_for = defaultdict[str, float](float), defaultdict[int, float](float)
     ends: dict[int, float] = {}
     idle_from = dict.fromkeys((*_DIRECTIONS, *HOST_DIRECTIONS), 0.0)
     now, num_done = 0.0, 0
-    for event in record.link_events:
+    for number, event in enumerate(record.link_events):
         now += sum(durations[num_done : event.num_operations])
         num_done = event.num_operations
         if event.is_wait:
-            stall = max(0.0, ends[id(event.transfer)] - now)
+            stall = max(0.0, ends.pop(id(event.transfer)) - now)
             stalls[event.phase] += stall
             stalls_for[id(event.transfer)] += stall
             now += stall
             continue
         directions = _directions(event.transfer)
-        end = max(now, *(idle_from[direction] for direction in directions))
-        end += transfer_seconds(event.transfer, gpu)
+        if number < len(carried):
+            end = carried[number]
+        else:
+            end = max(now, *(idle_from[direction] for direction in directions))
+            end += transfer_seconds(event.transfer, gpu)
         ends[id(event.transfer)] = end
         idle_from |= dict.fromkeys(directions, end)
-    return stalls, stalls_for
+    now += sum(durations[num_done:])
+    return stalls, stalls_for, [max(0.0, end - now) for end in ends.values()]
 
 
 def _directions(transfer: Transfer) -> Sequence[str]:

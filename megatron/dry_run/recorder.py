@@ -83,7 +83,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def start(self) -> None:
         """Forget what was recorded; what is live stays, and what is under way."""
         carried = [transfer for _, transfer in self._under_way.values()]
-        self.record = StepRecord(link_events=[LinkEvent(self.phase, 0, each, is_wait=False) for each in carried])
+        events = [LinkEvent(self.phase, 0, each, is_wait=False) for each in carried]
+        self.record = StepRecord(link_events=events, num_carried=len(events))
         self._note_memory(is_peak=True)
 
     def wait(self, what: str, where: str | None = None) -> None:

@@ -79,7 +79,7 @@ class LinkEvent:
 class StepRecord:
     """Hold a step of one rank in order; ``memory`` has the bytes by holder after so many operations.
 
-    ``link_events`` begin with what the step before has left under way.
+    ``link_events`` begin with what the step before has left under way, ``num_carried`` of them.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -87,6 +87,7 @@ class StepRecord:
     host_copies: list[HostCopy] = field(default_factory=list)
     communications: list[Communication] = field(default_factory=list)
     link_events: list[LinkEvent] = field(default_factory=list)
+    num_carried: int = 0
     memory: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     peak_bytes: int = 0
     peak_holders: Mapping[str, int] = field(default_factory=dict)

@@ -2,6 +2,10 @@
 
 The rules are those of torch's own choice, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, for torch 2.13 with
 cuDNN 9.15.1 or newer, in training, with tensors of four dimensions. There is no such choice in a CPU build.
+
+cuDNN's operator takes any probability of dropout, but some of its kernels round it to sixteenths: torch hands cuDNN
+multiples of 1/16 alone (``check_cudnn_dropout``, pytorch/pytorch #174245 of February 2026), since 0.1 would become
+another probability. Nor is cuDNN's kernel a deterministic algorithm (``check_cudnn_deterministic``).
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ _NO_WIDE_FLASH = ((8, 6), (8, 9), (12, 0), (12, 1))
 class AttentionCall:
     """Describe a call: what the choice of a kernel depends on.
 
-    ``has_mask`` is an explicit mask or bias; ``has_groups`` fewer heads of keys than of queries.
+    ``has_mask`` is an explicit mask or bias; ``has_groups`` fewer heads of keys than of queries; ``is_deterministic``
+    that torch was told to use deterministic algorithms.
     """
 
     dtype: str
@@ -31,6 +36,7 @@ class AttentionCall:
     has_mask: bool = False
     has_groups: bool = False
     dropout: float = 0.0
+    is_deterministic: bool = False
 
     @property
     def is_half(self) -> bool:
@@ -52,7 +58,8 @@ def choose_attention_kernel(call: AttentionCall, capability: tuple[int, int]) ->
 def _fits_cudnn(call: AttentionCall) -> bool:
     steps = call.dropout * _CUDNN_DROPOUT_STEPS
     fits_head = call.head_size <= _MAX_CUDNN_HEAD and call.head_size % 8 == 0
-    return call.is_half and fits_head and call.num_keys != 1 and steps == int(steps)
+    fits_length = call.num_keys != 1 and not (call.dropout and call.num_queries == 1)
+    return call.is_half and fits_head and fits_length and steps == int(steps) and not call.is_deterministic
 
 
 def _fits_flash(call: AttentionCall, capability: tuple[int, int]) -> bool:

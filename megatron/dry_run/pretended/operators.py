@@ -71,6 +71,7 @@ class CudaOperators(TorchFunctionMode):
             has_mask=attn_mask is not None,
             has_groups=has_groups,
             dropout=dropout_p,
+            is_deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         kernel = choose_attention_kernel(call, self._capability)
         bias = None if attn_mask is None else _bias(attn_mask, query, key)

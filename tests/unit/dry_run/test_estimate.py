@@ -24,12 +24,16 @@ def seconds_of(communication: Communication) -> float:
     return transfer_seconds(communication, H100)
 
 
-def estimate(*events: tuple[int, Communication, bool], num_kernels: int = 8) -> Estimate:
-    """Return the estimate of a step of kernels, where (kernels before it, communication, whether it is waited for)."""
+def estimate(*events: tuple[int, Communication, bool], num_kernels: int = 8, num_carried: int = 0) -> Estimate:
+    """Return the estimate of a step of kernels, where (kernels before it, communication, whether it is waited for).
+
+    The first ``num_carried`` of them are under way when the step begins.
+    """
     record = StepRecord(
         operations=[KERNEL] * num_kernels,
         communications=list({id(each): each for _, each, _ in events}.values()),
         link_events=[LinkEvent("backward", *event) for event in events],
+        num_carried=num_carried,
     )
     run = DryRun(
         *(record, 0, 2, 0, 1, True, 1, 1, 1, 1),
@@ -67,3 +71,14 @@ def test_a_collective_takes_both_directions() -> None:
     sent, reduced = transfer("send"), transfer("all_reduce")
     result = estimate((0, sent, False), (0, reduced, False), (0, reduced, True))
     assert result.communication_seconds == pytest.approx(seconds_of(sent) + seconds_of(reduced))
+
+
+def test_what_the_step_before_has_waited_out_is_not_waited_for_again() -> None:
+    before, after, last = transfer("all_gather"), transfer("all_gather"), transfer("all_reduce", 8)
+    kept_up = estimate(
+        (0, before, False), (2, before, True), (6, after, False), (8, last, False), (8, last, True), num_carried=1
+    )
+    assert kept_up.communication_seconds == pytest.approx(seconds_of(after) + seconds_of(last) - 2 * KERNEL_S)
+    # Begun with two kernels to go, it lasts into the next step for the rest of its time.
+    carried = estimate((0, before, False), (1, before, True), (6, after, False), num_carried=1)
+    assert carried.communication_seconds == pytest.approx(seconds_of(before) - 3 * KERNEL_S)
