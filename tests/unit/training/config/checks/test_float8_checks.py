@@ -31,11 +31,6 @@ def test_gathered_fp8_weights_exclude_what_they_would_spoil_or_miss(flags: str, 
     assert problem.startswith(beginning)
 
 
-def test_norms_that_are_kept_in_fp8_alone_are_not_recomputed_without_a_word() -> None:
-    parsed = resolve_arguments([*FP8, "--recompute-activations", "--recompute-modules", "core_attn", "layernorm"], 1)
-    assert [note for note in parsed.notes if "layernorm frees nothing in fp8 layers" in note]
-
-
 LORA = "--lora-rank 2 --load somewhere --finetune"
 
 
