@@ -1,4 +1,4 @@
-"""What a layer keeps in fp8 and beside frozen weights, counted where autograd saves it, is what the closed form says."""
+"""What a layer keeps in fp8 and beside frozen weights, counted where autograd saves it, is as the closed form says."""
 
 from __future__ import annotations
 
