@@ -20,15 +20,19 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
+from megatron.planning.kept_inputs import KeptInput, kept_input
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
 
 
-def saved_bytes(config: TransformerConfig, seq_length: int, micro_batch_size: int) -> Mapping[str, int]:
+def saved_bytes(
+    config: TransformerConfig, seq_length: int, micro_batch_size: int, layer_number: int | None = None
+) -> Mapping[str, int]:
     """Return by part what one layer keeps of one micro-batch on one rank, with the recompute that is configured.
 
-    With full recompute only ``stream`` is left, which the first layer of each group keeps.
+    Without a number it is a layer in fp8, if the model has one. With full recompute only ``stream`` is left, which the
+    first layer of each group keeps.
     """
     tp, element = config.tensor_model_parallel_size, ELEMENT_BYTES[config.params_dtype]
     tokens = seq_length // config.context_parallel_size * micro_batch_size
@@ -40,17 +44,40 @@ def saved_bytes(config: TransformerConfig, seq_length: int, micro_batch_size: in
     width, heads = config.kv_channels, config.num_attention_heads // tp
     groups = key_value_heads_of_rank(config.num_query_groups, tp)
     ffn = config.ffn_hidden_size // tp
+    fc1_width = ffn * (2 if config.is_gated else 1)
     modules = config.recomputed_modules
     num_norms = 0 if config.norm_placement == "after" else 2
+    float8_layers = config.float8_layers(config.num_layers)
+    in_float8 = layer_number in float8_layers if layer_number is not None else len(float8_layers) > 0
+
+    def kept(name: str, num_rows: int, out_width: int, in_width: int) -> KeptInput:
+        is_recomputed = "layernorm" in modules and name in ("linear_qkv", "linear_fc1")
+        widths = out_width, in_width
+        return kept_input(config, name, num_rows, widths, in_float8=in_float8, is_recomputed=is_recomputed)
+
+    qkv = kept("linear_qkv", rows, (heads + 2 * groups) * width, config.hidden_size)
+    proj = kept("linear_proj", tokens, config.hidden_size, heads * width)
+    fc1 = kept("linear_fc1", rows, fc1_width, config.hidden_size)
+    fc2 = kept("linear_fc2", tokens, config.hidden_size, ffn)
+    if "mlp" in modules:
+        # Kept is what the feed-forward is computed from.
+        fc1, fc2 = KeptInput(is_whole=True), KeptInput(is_whole=False)
+    layers = (qkv, proj, fc1, fc2)
+    norm_outputs = 0 if "layernorm" in modules or not num_norms else (qkv.is_whole + fc1.is_whole) * hidden
+    # The core attention's own backward pass needs its output too.
+    has_output = proj.is_whole or "core_attn" not in modules
     parts = {
         # In front of each norm: its sum, and numbers a token.
         "stream": 2 * hidden,
         "norm numbers": num_norms * rows * wide * (2 if config.normalization == "LayerNorm" else 1),
-        "norm outputs": 0 if "layernorm" in modules else num_norms * hidden,
+        "norm outputs": norm_outputs,
         "query, key, value": tokens * (heads + 2 * groups) * width * element,
         "attention numbers": 0 if "core_attn" in modules else tokens * heads * wide,
-        "attention output": tokens * heads * width * element,
-        "feed-forward": 0 if "mlp" in modules else tokens * ffn * (3 if config.is_gated else 2) * element,
+        "attention output": tokens * heads * width * element if has_output else 0,
+        "feed-forward": 0 if "mlp" in modules else tokens * (fc1_width + fc2.is_whole * ffn) * element,
+        "inputs in fp8": sum(layer.rounded for layer in layers),
+        "scales": sum(layer.scales for layer in layers),
+        "adapters": sum(layer.adapters for layer in layers),
     }
     return {name: size for name, size in parts.items() if size}
 
@@ -61,7 +88,7 @@ def offloaded_bytes(config: RunConfig) -> int:
     for stage in range(model.pipeline_model_parallel_size):
         chunks = config.stage_layout.chunks(stage)
         weights = sum(_weights_by_chunk(model, chunk) for chunk in chunks) if model.cpu_offloading_weights else 0
-        sizes = [_kept_by_first(config, _num_offloaded(model, chunk)) for chunk in chunks]
+        sizes = [_kept_by(config, chunk.layer_numbers[: _num_offloaded(model, chunk)]) for chunk in chunks]
         most = max(most, weights + _most_in_flight(config, stage, sizes))
     return most
 
@@ -78,7 +105,7 @@ def activation_bytes(config: RunConfig, rank: int) -> int:
     chunks = config.stage_layout.chunks(stage)
     num_offloaded = [_num_offloaded(model, chunk) for chunk in chunks]
     kept = [
-        _kept_by_first(config, len(chunk.layer_numbers)) - _kept_by_first(config, number)
+        _kept_by(config, chunk.layer_numbers) - _kept_by(config, chunk.layer_numbers[:number])
         for chunk, number in zip(chunks, num_offloaded)
     ]
     unit, whole = (
@@ -125,19 +152,22 @@ def _num_offloaded(model: GPTConfig, chunk: StageContents) -> int:
 
 
 def _unit_bytes(config: RunConfig, model: GPTConfig) -> int:
-    """Return what a layer keeps of one micro-batch, or the first of a group with full recompute."""
-    return sum(saved_bytes(model, config.data.seq_length, config.training.micro_batch_size).values())
+    """Return the most that a layer keeps of one micro-batch, or the first of a group with full recompute."""
+    return max(_layer_bytes(config, model, number) for number in range(model.num_layers))
 
 
-def _kept_by_first(config: RunConfig, num_layers: int) -> int:
-    """Return what the first layers of a chunk keep of one micro-batch."""
+def _layer_bytes(config: RunConfig, model: GPTConfig, number: int) -> int:
+    return sum(saved_bytes(model, config.data.seq_length, config.training.micro_batch_size, number).values())
+
+
+def _kept_by(config: RunConfig, layer_numbers: Sequence[int]) -> int:
+    """Return what the first layers of a chunk, those with these numbers, keep of one micro-batch."""
     model = config.model
-    unit = _unit_bytes(config, model)
+    sizes = [_layer_bytes(config, model, number) for number in layer_numbers]
     if model.recompute_granularity != "full":
-        return num_layers * unit
+        return sum(sizes)
     length = model.recompute_num_layers or 1
     if model.recompute_method == "uniform":
-        return -(-num_layers // length) * unit
-    again = min(length, num_layers)
-    whole = _unit_bytes(config, dataclasses.replace(model, recompute_granularity=None))
-    return again * unit + (num_layers - again) * whole
+        return sum(sizes[::length])
+    whole = dataclasses.replace(model, recompute_granularity=None)
+    return sum(sizes[:length]) + sum(_layer_bytes(config, whole, number) for number in layer_numbers[length:])

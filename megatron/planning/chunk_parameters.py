@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.planning.adapter_parameters import adapter_parameters
 
 
 @dataclass(frozen=True)
 class ChunkParameter:
     """Hold a parameter's local size and, where its gradient is a part, how many of the t ranks hold a copy.
 
-    ``is_tied`` says that the other end of the pipeline holds it too.
+    ``is_tied`` says that the other end of the pipeline holds it too, ``is_trained`` that it has a gradient.
     """
 
     size: int
     copies_to_sum: int = 0
     is_tied: bool = False
+    is_trained: bool = True
 
 
 def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParameter]:
@@ -51,16 +53,24 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
         queries_and_keys = norm(d, of_all_ranks) * 2
     before = norm(h) if model.norm_placement != "after" else []
     after = norm(h) if model.norm_placement != "before" else []
+
+    def adapters(name: str) -> list[ChunkParameter]:
+        return [ChunkParameter(size, copies) for size, copies in adapter_parameters(model, name)]
+
+    def base(*parameters: ChunkParameter) -> list[ChunkParameter]:
+        return [replace(parameter, is_trained=not model.lora_rank) for parameter in parameters]
+
     layer = [
-        *before,
-        *linear(h, queries, of_cut_tokens, model.add_bias_linear),
-        *query_key_value,
-        *queries_and_keys,
-        *after,
-        *before,
-        *linear(f * (2 if model.is_gated else 1) // t, h, 0, model.add_bias_linear),
-        *linear(h, f // t, of_cut_tokens, model.add_bias_linear),
-        *after,
+        *base(*before, *linear(h, queries, of_cut_tokens, model.add_bias_linear)),
+        *adapters("linear_proj"),
+        *base(*query_key_value),
+        *adapters("linear_qkv"),
+        *base(*queries_and_keys, *after, *before),
+        *base(*linear(f * (2 if model.is_gated else 1) // t, h, 0, model.add_bias_linear)),
+        *adapters("linear_fc1"),
+        *base(*linear(h, f // t, of_cut_tokens, model.add_bias_linear)),
+        *adapters("linear_fc2"),
+        *base(*after),
     ]
     is_untied, is_learned = (
         model.untie_embeddings_and_output_weights,
@@ -72,4 +82,4 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
     output = [vocabulary] if is_untied or not chunk.has_embedding else []
     first = [vocabulary, *positions] if chunk.has_embedding else []
     last = [*norm(h), *output] if chunk.has_loss else []
-    return [*first, *layer * len(chunk.layer_numbers), *last]
+    return [*base(*first), *layer * len(chunk.layer_numbers), *base(*last)]

@@ -277,7 +277,7 @@ def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) 
     replica = here.place["dp"] * sizes.cp + here.place["cp"]
     partial_bytes = 0
     for chunk in chunks:
-        parameters = chunk_parameters(model, chunk)
+        parameters = [parameter for parameter in chunk_parameters(model, chunk) if parameter.is_trained]
         tied = [index for index, parameter in enumerate(parameters) if parameter.is_tied]
         for bucket in plan_buckets([p.size for p in parameters], tied, ddp, sizes.num_replicas).buckets:
             grad_bytes = bucket.num_elements * grad_element

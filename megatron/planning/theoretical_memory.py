@@ -26,11 +26,15 @@ _MEGABYTE = 1024 * 1024
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Hold numbers of parameters: of the whole model, and of one tensor-parallel rank of each pipeline stage."""
+    """Hold numbers of parameters: of the whole model, and of one tensor-parallel rank of each pipeline stage.
+
+    ``trained`` are those of the shards that have gradients and an optimizer's state: all, or low-rank adapters.
+    """
 
     block: int
     embedding: int
     shards: tuple[int, ...]
+    trained: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -52,15 +56,20 @@ def model_size(config: RunConfig) -> ModelSize:
     rows = model.padded_vocab_size - whole.padded_vocab_size
     embedding = _count(whole, ends) - num_norm
     embedding += rows * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
-    shards = [
-        sum(_count(model, chunk) for chunk in layout.chunks(rank)) for rank in range(model.pipeline_model_parallel_size)
-    ]
-    return ModelSize(_count(whole, block) + num_norm, embedding, tuple(shards))
+    stages = [layout.chunks(rank) for rank in range(model.pipeline_model_parallel_size)]
+    shards = (sum(_count(model, chunk) for chunk in chunks) for chunks in stages)
+    trained = (sum(_count(model, chunk, trained_only=True) for chunk in chunks) for chunks in stages)
+    return ModelSize(_count(whole, block) + num_norm, embedding, tuple(shards), tuple(trained))
 
 
 def theoretical_memory(config: RunConfig) -> TheoreticalMemory:
     """Return what weights, gradients, the optimizer's state and activations take on the most loaded rank."""
-    weights = max(model_size(config).shards) * _bytes_a_parameter(config)
+    size = model_size(config)
+    weight = ELEMENT_BYTES[config.model.params_dtype]
+    weights = max(
+        count * weight + trained * _bytes_a_trained_parameter(config)
+        for count, trained in zip(size.shards, size.trained)
+    )
     return TheoreticalMemory(weights, _activation_bytes(config))
 
 
@@ -84,21 +93,21 @@ def describe_theoretical_memory(config: RunConfig) -> list[str]:
     return [*lines, line]
 
 
-def _count(model: GPTConfig, chunk: StageContents) -> int:
-    return sum(parameter.size for parameter in chunk_parameters(model, chunk))
+def _count(model: GPTConfig, chunk: StageContents, *, trained_only: bool = False) -> int:
+    parameters = chunk_parameters(model, chunk)
+    return sum(parameter.size for parameter in parameters if parameter.is_trained or not trained_only)
 
 
-def _bytes_a_parameter(config: RunConfig) -> float:
-    """Return the bytes of a weight, its gradient, and its share of main parameter and moments."""
+def _bytes_a_trained_parameter(config: RunConfig) -> float:
+    """Return the bytes of a gradient, and its share of main parameter and moments."""
     ddp = config.ddp
-    weight = ELEMENT_BYTES[config.model.params_dtype]
     gradient: float = ELEMENT_BYTES[ddp.grad_dtype(config.model.params_dtype)]
     state: float = state_bytes(config.optimizer)
     replicas = config.parallel_sizes.num_replicas
     if ddp.shards_over(replicas):
         state /= replicas
         gradient /= replicas if ddp.shards_gradients else 1
-    return weight + gradient + state
+    return gradient + state
 
 
 def _activation_bytes(config: RunConfig) -> float | None:
@@ -111,11 +120,15 @@ def _activation_bytes(config: RunConfig) -> float | None:
         return None
     element, h = ELEMENT_BYTES[model.params_dtype], model.hidden_size
     tokens = config.data.seq_length // sizes.cp * config.training.micro_batch_size
-    parts = saved_bytes(model, config.data.seq_length, config.training.micro_batch_size)
-    # Megatron's form leaves out what has a number a token.
-    layer = sum(size for name, size in parts.items() if not name.endswith("numbers"))
     chunks = config.stage_layout.chunks(0)
-    per_microbatch = tokens * element * h / sizes.tp + layer * sum(len(chunk.layer_numbers) for chunk in chunks)
+    layers = [
+        saved_bytes(model, config.data.seq_length, config.training.micro_batch_size, number)
+        for chunk in chunks
+        for number in chunk.layer_numbers
+    ]
+    # Megatron's form leaves out what has a number a token.
+    kept = sum(size for parts in layers for name, size in parts.items() if not name.endswith("numbers"))
+    per_microbatch = tokens * element * h / sizes.tp + kept
     num_microbatches = config.training.global_batch_size // (config.training.micro_batch_size * sizes.dp)
     in_flight: float = min(sizes.pp, num_microbatches)
     if len(chunks) > 1:

@@ -29,6 +29,8 @@ class Float8Quantisers:
 
     def __init__(self, recipe: Float8Recipe, state: Float8State | None = None, place: tuple[int, int] = (0, 0)) -> None:
         self.recipe = recipe
+        self.input_is_recomputed = False
+        """Whether what the layer saves of its input is made anew in the backward pass, if it is saved as it came."""
         self._state = state
         self._place = place
 
@@ -36,6 +38,14 @@ class Float8Quantisers:
     def turns(self) -> bool:
         """Return whether the transpose of a quantised input or gradient is the quantised transpose."""
         return self.recipe.blocks == WHOLE
+
+    @property
+    def gathers_gradients(self) -> bool:
+        """Return whether a gradient whose parts ranks hold travels in fp8.
+
+        Where its transpose is rounded on its own, both would be as many bytes as the gradient in 16 bits.
+        """
+        return self.turns and self.recipe.has_weight_gradients
 
     @property
     def keeps_weight_scale(self) -> bool:
@@ -71,6 +81,23 @@ class Float8Quantisers:
         if blocks.columns == 0 and group is not None:
             scale = scale_of(_shared_amax(turned, blocks, group), dtype)
         return quantise(turned, dtype, blocks, scale)
+
+    def input_again(
+        self, x: torch.Tensor, scale: torch.Tensor | None, transpose: bool, group: Group | None
+    ) -> Quantised:
+        """Return an input, or with ``transpose`` its transpose, quantised as `matrix` did.
+
+        ``scale`` is that of the first time where a whole matrix has one; without it the transpose is meant.
+
+        Shapes: ``x: [n, m] -> [n, m]``, transposed ``[m, n]``.
+        """
+        if scale is None:
+            return self.columns("input", x, group)
+        dtype = self.recipe.dtype("input")
+        plain, turned = quantise_whole(x, dtype, scale, None, plain=not transpose, transpose=transpose)
+        quantised = turned if plain is None else plain
+        assert quantised is not None
+        return quantised
 
     def weight(self, x: torch.Tensor, *, transpose: bool, records: bool, scale: torch.Tensor | None) -> Quantised:
         """Return a weight, or its transpose, quantised along its rows.

@@ -43,6 +43,7 @@ def compute_in_float8(
         assert len(linear_layers) <= LINEAR_LAYERS, "delayed scaling has room for four linear layers in a layer"
         for place, module in enumerate(linear_layers):
             module.quantisers = Float8Quantisers(recipe, state, (layer.layer_number, place))
+            module.quantisers.input_is_recomputed = layer.recomputes_norms and not isinstance(module, RowParallelLinear)
             if config.fp8_param_gather:
                 for name, parameter in module.named_parameters():
                     if name.endswith("weight"):

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.core.collectives import all_gather_first_dim, all_gather_into, all_reduce, reduce_scatter_into
+from megatron.core.collectives import all_reduce, reduce_scatter_first_dim, reduce_scatter_into
 from megatron.core.fp8.float8_quantisers import Float8Quantisers
-from megatron.core.kernels.float8.quantised import Quantised
+from megatron.core.kernels.float8.quantised import WHOLE, Quantised
 from megatron.core.kernels.float8.scaled_product import scaled_product
 from megatron.core.kernels.matrix_product import product
-from megatron.core.main_grad import MainGrad, main_grad_of
+from megatron.core.main_grad import MainGrad, Receiver, bias_gradient, main_grad_of
 from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.float8_parts import Gathering, gather_rows, gather_scales, side_by_side
 from megatron.core.tensor_parallel.mappings import InputRegion
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+
+class _Kept(Enum):
+    """Say what the backward pass has of the input: all that the weight's gradient needs."""
+
+    NOTHING = "nothing"
+    ROUNDED = "rounded"
+    """In fp8, as the product of the weight's gradient takes it, or as the parts of it are gathered."""
+    TO_ROUND = "to round"
+    """As it came, since whoever made it makes it again. It is rounded once more as the first time."""
+    UNROUNDED = "unrounded"
 
 
 class _Float8Linear(torch.autograd.Function):
@@ -33,49 +46,68 @@ class _Float8Linear(torch.autograd.Function):
         library: str,
         quantisers: Float8Quantisers,
         records: bool,
+        scatters: bool,
     ) -> torch.Tensor:
         group = tp if region is InputRegion.SEQUENCE and tp.size > 1 else None
         rows = x.reshape(-1, x.shape[-1])
-        keeps_fp8 = _keeps_fp8(quantisers, rows, group)
-        # What is gathered is turned where it arrives.
-        turns_here = keeps_fp8 and not (quantisers.turns and group is not None)
-        plain, turned = quantisers.matrix("input", rows, transpose=turns_here, records=records, group=group)
-        kept = plain if turned is None else turned
+        kept = _what_to_keep(quantisers, rows, group, ctx.needs_input_grad[1])
+        # What is gathered is turned where it arrives, if that can be.
+        ctx.turns = not (quantisers.turns and group is not None)
+        turns_now = kept is _Kept.ROUNDED and ctx.turns
+        plain, turned = quantisers.matrix("input", rows, transpose=turns_now, records=records, group=group)
         quantised_weight = quantisers.weight(weight, transpose=False, records=records, scale=None)
+        rounded = plain if turned is None else turned
+        data = {_Kept.NOTHING: None, _Kept.ROUNDED: rounded.data}.get(kept, x)
+        # A single scale is not worth a way to the machine's memory and back, as what is saved may take.
+        has_one_scale = rounded.blocks == WHOLE
+        ctx.single_scales = (rounded.scale, quantised_weight.scale) if has_one_scale else None
         ctx.save_for_backward(
-            *((kept.data, kept.scale) if keeps_fp8 else (x, None)),
+            data,
             weight,
-            quantised_weight.scale if quantisers.keeps_weight_scale else None,
+            rounded.scale if kept is _Kept.ROUNDED and not has_one_scale else None,
+            quantised_weight.scale if quantisers.keeps_weight_scale and not has_one_scale else None,
         )
         ctx.region, ctx.tp, ctx.group, ctx.product_library = region, tp, group, library
-        ctx.quantisers, ctx.records, ctx.keeps_fp8, ctx.blocks = quantisers, records, keeps_fp8, kept.blocks
-        ctx.x_shape = x.shape
+        ctx.quantisers, ctx.records, ctx.kept, ctx.blocks = quantisers, records, kept, rounded.blocks
+        ctx.x_shape, ctx.scatters = x.shape, scatters
         # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
         ctx.main_grad = main_grad_of(weight)
+        ctx.bias_receiver = None if bias is None else Receiver.of(bias)
         if group is not None:
-            plain = _gather_rows(plain, group)
+            plain = gather_rows(plain, group)
         result = scaled_product(plain, quantised_weight, x.dtype, bias if adds_bias else None, library)
-        return result.view(-1, *x.shape[1:-1], weight.shape[0])
+        result = result.view(-1, *x.shape[1:-1], weight.shape[0])
+        return reduce_scatter_first_dim(result, tp) if scatters else result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved, saved_scale, weight, weight_scale = ctx.saved_tensors
+        saved, weight, *scales = ctx.saved_tensors
+        saved_scale, weight_scale = ctx.single_scales or scales
         tp: Group = ctx.tp
         group: Group | None = ctx.group
         quantisers: Float8Quantisers = ctx.quantisers
         needs_x_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[:3]
+        if needs_weight_grad and ctx.kept is _Kept.TO_ROUND:
+            again = quantisers.input_again(saved.reshape(-1, saved.shape[-1]), saved_scale, ctx.turns, group)
+            saved, saved_scale, ctx.blocks = again.data, again.scale, again.blocks
         gathering = None
         if group is not None and needs_weight_grad:
-            gathering = _Gathering(saved, group)
+            gathering = Gathering(saved, group)
 
         rows = grad.reshape(-1, grad.shape[-1])
         in_fp8 = needs_weight_grad and quantisers.recipe.has_weight_gradients
-        plain, turned = quantisers.matrix("grad", rows, transpose=in_fp8, records=ctx.records)
+        if ctx.scatters:
+            part, _ = quantisers.matrix("grad", rows, transpose=False, records=ctx.records, group=tp)
+            plain = gather_rows(part, tp)
+            turned = plain.transposed() if in_fp8 else None
+        else:
+            plain, turned = quantisers.matrix("grad", rows, transpose=in_fp8, records=ctx.records)
         x_grad, reducing = None, None
         if needs_x_grad:
             turned_weight = quantisers.weight(weight, transpose=True, records=False, scale=weight_scale)
             full = scaled_product(plain, turned_weight, grad.dtype, library=ctx.product_library)
-            x_grad, reducing = _reduce_input_gradient(full.view(*grad.shape[:-1], -1), ctx.x_shape, ctx.region, tp)
+            full = full.view(-1, *grad.shape[1:-1], full.shape[-1])
+            x_grad, reducing = _reduce_input_gradient(full, ctx.x_shape, ctx.region, tp)
 
         weight_grad = None
         if needs_weight_grad:
@@ -86,10 +118,10 @@ class _Float8Linear(torch.autograd.Function):
             else:
                 x_turned = _turned_input(saved, saved_scale, ctx)
                 weight_grad = _add_fp8(ctx.main_grad, turned, x_turned, weight.dtype, ctx.product_library)
-        bias_grad = rows.sum(dim=0) if needs_bias_grad else None
+        bias_grad = bias_gradient(grad, ctx.bias_receiver) if needs_bias_grad else None
         if reducing is not None:
             reducing.wait()
-        return x_grad, weight_grad, bias_grad, None, None, None, None, None, None
+        return x_grad, weight_grad, bias_grad, *(None,) * 7
 
 
 def float8_linear(
@@ -102,63 +134,35 @@ def float8_linear(
     *,
     adds_bias: bool,
     library: str,
+    scatters: bool,
 ) -> torch.Tensor:
     """Do what `tensor_parallel_linear` does, with the three products in fp8.
 
-    Under sequence parallelism the input travels in fp8, with its scales, in both passes.
+    Under sequence parallelism the input travels in fp8, with its scales, in both passes; so does the gradient of an
+    output that is scattered here, which `Float8Quantisers.gathers_gradients` allows or not.
 
     Shapes: as those of `tensor_parallel_linear`.
     """
-    result: torch.Tensor = _Float8Linear.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, region, tp, adds_bias, library, quantisers, torch.is_grad_enabled()
-    )
+    assert not scatters or quantisers.gathers_gradients, "this recipe gathers gradients before it rounds them"
+    arguments = (x, weight, bias, region, tp, adds_bias, library, quantisers, torch.is_grad_enabled(), scatters)
+    result: torch.Tensor = _Float8Linear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Gathering:
-    """Gather a saved input's parts, its bytes as they are, while the host goes on."""
-
-    def __init__(self, saved: torch.Tensor, group: Group) -> None:
-        part = saved.contiguous()
-        self._dtype = part.dtype
-        part = _bytes_of(part)
-        self._whole = part.new_empty((part.shape[0] * group.size, *part.shape[1:]))
-        self._work: dist.Work | None = all_gather_into(self._whole, part, group, async_op=True)
-
-    def wait(self) -> torch.Tensor:
-        """Return the parts one after the other along dim 0."""
-        if self._work is not None:
-            self._work.wait()
-        return self._whole if self._whole.dtype == self._dtype else self._whole.view(self._dtype)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in fp8 as bytes, which every backend sends; others as they are."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-
-
-def _keeps_fp8(quantisers: Float8Quantisers, rows: torch.Tensor, group: Group | None) -> bool:
-    """Return whether the backward pass can use an input that is kept in fp8.
+def _what_to_keep(
+    quantisers: Float8Quantisers, rows: torch.Tensor, group: Group | None, needs_weight_grad: bool
+) -> _Kept:
+    """Return what the backward pass is to have of an input.
 
     Parts of a sequence that do not fill the blocks along it are quantised when they are joined.
     """
-    if not quantisers.recipe.has_weight_gradients:
-        return False
+    if not needs_weight_grad:
+        return _Kept.NOTHING
     length = quantisers.recipe.blocks.columns
-    return group is None or length == 0 or rows.shape[0] % length == 0
-
-
-def _gather_rows(part: Quantised, group: Group) -> Quantised:
-    """Return the matrix whose rows the group's ranks hold."""
-    data = all_gather_first_dim(_bytes_of(part.data), group).view(part.data.dtype)
-    scale = part.scale if part.blocks.rows == 0 else _gather_scales(part.scale, group)
-    return Quantised(data, scale, part.blocks)
-
-
-def _gather_scales(scale: torch.Tensor, group: Group) -> torch.Tensor:
-    """Gather powers of two along dim 0: their exponents travel."""
-    exponents = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
-    return all_gather_first_dim(exponents, group).view(torch.float8_e8m0fnu).float()
+    fills = group is None or length == 0 or rows.shape[0] % length == 0
+    if not (quantisers.recipe.has_weight_gradients and fills):
+        return _Kept.UNROUNDED
+    return _Kept.TO_ROUND if quantisers.input_is_recomputed else _Kept.ROUNDED
 
 
 def _turned_input(saved: torch.Tensor, scale: torch.Tensor, ctx: Any) -> Quantised:
@@ -167,7 +171,7 @@ def _turned_input(saved: torch.Tensor, scale: torch.Tensor, ctx: Any) -> Quantis
     Shapes: ``-> [in, rows]``.
     """
     quantisers: Float8Quantisers = ctx.quantisers
-    if not ctx.keeps_fp8:
+    if ctx.kept is _Kept.UNROUNDED:
         return quantisers.columns("input", saved.reshape(-1, saved.shape[-1]))
     group: Group | None = ctx.group
     if group is None:
@@ -175,16 +179,8 @@ def _turned_input(saved: torch.Tensor, scale: torch.Tensor, ctx: Any) -> Quantis
     if quantisers.turns:
         return Quantised(saved.t(), scale, ctx.blocks)
     if ctx.blocks.columns != 0:
-        scale = _side_by_side(_gather_scales(scale, group), group)
-    return Quantised(_side_by_side(saved, group), scale, ctx.blocks)
-
-
-def _side_by_side(parts: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the group's matrices beside each other that lie one below the other.
-
-    Shapes: ``[group.size * n, m] -> [n, group.size * m]``.
-    """
-    return torch.cat(parts.chunk(group.size), dim=1)
+        scale = side_by_side(gather_scales(scale, group), group)
+    return Quantised(side_by_side(saved, group), scale, ctx.blocks)
 
 
 def _reduce_input_gradient(

@@ -211,8 +211,12 @@ class RowParallelLinear(nn.Module):
         # One rank brings the bias into the sum: a product adds it for nothing, a pass of its own costs memory traffic.
         in_product = bias
         in_sum: torch.Tensor | None = None
-        has_chunks = scatters and self.quantisers is None and (self.overlap.forward or self.overlap.backward)
-        if has_chunks:
+        product_scatters = scatters and (
+            (self.overlap.forward or self.overlap.backward)
+            if self.quantisers is None
+            else self.quantisers.gathers_gradients
+        )
+        if product_scatters:
             brings_bias = self.brings_bias_into_sum and not self.overlap.uses_symmetric_memory
             in_product = in_sum = bias if brings_bias else None
         elif bias is not None and scatters:
@@ -227,13 +231,13 @@ class RowParallelLinear(nn.Module):
             adds_bias=self.tp.rank == 0,
             library=self.product_library,
             overlap=self.overlap,
-            scatters=has_chunks,
+            scatters=product_scatters,
             quantisers=self.quantisers,
         )
         if not scatters:
             return reduce_from_tensor_model_parallel_region(partial, self.tp)
         output = partial
-        if not has_chunks:
+        if not product_scatters:
             output = reduce_scatter_to_sequence_parallel_region(output, self.tp, in_sum)
         return output if bias is None or in_sum is not None else output + bias
 

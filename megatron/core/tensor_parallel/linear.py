@@ -43,7 +43,9 @@ class _Linear(torch.autograd.Function):
         scatters: bool,
         memory: ReusedMemory | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        # The input is needed for the weight's gradient alone: a frozen weight has none.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.x_shape = x.shape
         ctx.region, ctx.tp, ctx.product_library = region, tp, library
         ctx.overlap, ctx.scatters = overlap, scatters
         # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
@@ -86,7 +88,7 @@ class _Linear(torch.autograd.Function):
                     reducing = all_reduce(x_grad, tp, async_op=True)
                 elif region is InputRegion.SEQUENCE and tp.size > 1:
                     full_x_grad = x_grad
-                    x_grad = x.new_empty(x.shape)
+                    x_grad = full_x_grad.new_empty(ctx.x_shape)
                     is_async = overlap.bulk_scatter
                     reducing = reduce_scatter_into(x_grad, full_x_grad.contiguous(), tp, async_op=is_async)
 
@@ -130,8 +132,7 @@ def tensor_parallel_linear(
     Where the ranks' results are to be summed, only one of them ``adds_bias``; the bias has its gradient on all.
     ``library`` computes the products on CPU (see `linear`). ``scatters`` makes the sum, for an input that is SPLIT, and
     leaves each rank its part along s. ``overlap`` says what travels beside which product. ``memory`` holds a result
-    that is computed whole on a CPU. With ``quantisers`` the products are in fp8, and nothing is scattered or overlapped
-    here.
+    that is computed whole on a CPU. With ``quantisers`` the products are in fp8, and nothing is overlapped here.
 
     Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` where the region is SEQUENCE) ``-> [s, b, out]`` with the shard's own
     ``in`` and ``out``, ``[s/tp, b, out]`` where it ``scatters``. Backward: the input's gradient is all-reduced
@@ -139,8 +140,9 @@ def tensor_parallel_linear(
     is gathered along s where the output was scattered.
     """
     if quantisers is not None:
-        assert not scatters, "products in fp8 have no chunks"
-        return float8_linear(x, weight, bias, region, tp, quantisers, adds_bias=adds_bias, library=library)
+        return float8_linear(
+            *(x, weight, bias, region, tp, quantisers), adds_bias=adds_bias, library=library, scatters=scatters
+        )
     arguments = (x, weight, bias, region, tp, adds_bias, library, overlap, scatters, memory)
     result: torch.Tensor = _Linear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result

@@ -318,9 +318,7 @@ def _window_notes(config: RunConfig) -> list[str]:
 
 def _float8_notes(config: RunConfig) -> list[str]:
     if config.model.fp8_format is not None:
-        if "layernorm" not in config.model.recomputed_modules or not config.model.fp8_wgrad:
-            return []
-        return ["--recompute-modules layernorm frees nothing in fp8 layers: they keep a norm's output in 8 bits only"]
+        return []
     specs = {spec.name: spec for spec in field_specs(Float8Config)}
     wanted = specs["fp8_format"]
     given = [spec for spec in specs.values() if getattr(config.model, spec.name) != spec.default]

@@ -43,7 +43,7 @@ def _state_bytes(config: RunConfig) -> int:
     optimizer, replicas = config.optimizer, config.parallel_sizes.num_replicas
     if not optimizer.offload_fraction or optimizer.optimizer_offload_policy == "auto":
         return 0
-    num_elements = max(model_size(config).shards)
+    num_elements = max(model_size(config).trained)
     if config.ddp.shards_over(replicas):
         num_elements = -(-num_elements // replicas)
     return host_state_bytes(optimizer, num_elements)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,10 @@ import torch
 
 from megatron.commands.checkpoint import convert
 from megatron.interop.native.native_source import NativeSource
+from tests.distributed.training.float8_runs import RECIPES, SHAPE, Float8Runs, losses, scaling
 from tests.e2e.toy_run import assert_same_checkpoints, exact_figures, newest, toy_args
-from tests.harness.forked_training import ForkedRun, fork_training
+from tests.harness.forked_training import fork_training
 
-SHAPE = """--hidden-size 32 --seq-length 32 --max-position-embeddings 32 --hidden-dropout 0 --attention-dropout 0 --bf16
-    --train-iters 6 --eval-interval 3 --micro-batch-size 2 --fp8-amax-history-len 4 --fp8-amax-compute-algo max"""
-RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 SAME = {
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "dp2-sharded": (2, "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce"),
@@ -34,26 +31,8 @@ AMAX_TOLERANCE = 0.15
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("float8")
-
-    @functools.cache
-    def run(flags: str, num_processes: int = 1) -> tuple[ForkedRun, Path]:
-        own = folder / str(len(list(folder.iterdir())))
-        own.mkdir()
-        done = fork_training(toy_args(own, SHAPE, "--fp8-format hybrid", flags), num_processes).check()
-        return done, own / "checkpoints"
-
-    return run
-
-
-def losses(run: ForkedRun) -> list[float]:
-    return [line["lm_loss"] for line in (*run.iterations(), *run.evaluations("validation"))]
-
-
-def scaling(checkpoints: Path) -> dict[str, torch.Tensor]:
-    source = NativeSource(newest(checkpoints), with_random_streams=True)
-    return {name: source.read(f"float8.{name}") for name in ("amax_history", "expected_amax")}
+def train(tmp_path_factory: pytest.TempPathFactory) -> Float8Runs:
+    return Float8Runs(tmp_path_factory.mktemp("float8"))
 
 
 def some_of(layouts: dict[str, tuple[int, str]], always: str) -> pytest.MarkDecorator:

@@ -133,17 +133,10 @@ def _check_types(config: RunConfig) -> Iterator[str]:
 
 
 def _check_float8_gather(config: RunConfig) -> Iterator[str]:
-    if not config.model.fp8_param_gather:
-        return
-    if config.optimizer.main_params_dtype == "fp16":
+    if config.model.fp8_param_gather and config.optimizer.main_params_dtype == "fp16":
         yield (
             "--main-params-dtype fp16 keeps what the weights lack of float32, and --fp8-param-gather rounds the "
             "weights; give --main-params-dtype fp32, or leave --fp8-param-gather out"
-        )
-    if config.ddp.overlap_param_gather_with_optimizer_step:
-        yield (
-            "--fp8-param-gather needs the scales of all updated parameters, which "
-            "--overlap-param-gather-with-optimizer-step does not wait for; leave one of them out"
         )
 
 
@@ -163,7 +156,7 @@ CHECKS = (
     Check((*_LENGTHS, "lr_decay_style", "global_batch_size", "micro_batch_size"), _check_wsd),
     Check(("start_weight_decay", "end_weight_decay", "weight_decay"), _check_weight_decay),
     Check(("overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload"), _check_gather),
-    Check(("fp8_param_gather", "main_params_dtype", "overlap_param_gather_with_optimizer_step"), _check_float8_gather),
+    Check(("fp8_param_gather", "main_params_dtype"), _check_float8_gather),
     Check(
         (
             *("optimizer", "params_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype"),

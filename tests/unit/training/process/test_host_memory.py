@@ -67,6 +67,16 @@ def test_too_little_memory_is_refused_with_the_number_of_layers_that_fits() -> N
         check_host_memory(config, HostRoom(2 * needed, 12))
 
 
+def test_frozen_weights_ask_for_no_state() -> None:
+    flags = "--optimizer-cpu-offload --lora-rank 2 --load somewhere --finetune"
+    config = resolve_arguments([*MINIMAL, *PIPELINE.split(), *flags.split()], 2, needs_files=False).config
+    most, trained = max(model_size(config).shards), max(model_size(config).trained)
+    assert 10 * trained < most
+    check_host_memory(config, HostRoom(2 * 12 * trained, 2))
+    with pytest.raises(ConfigurationError, match="offload needs"):
+        check_host_memory(config, HostRoom(2 * 12 * trained - 1, 2))
+
+
 def test_activations_and_the_optimizer_are_asked_for_together() -> None:
     """Each of them fits alone, and both do not."""
     both = config_of(f"{PIPELINE} --optimizer-cpu-offload")

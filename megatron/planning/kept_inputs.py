@@ -1,0 +1,71 @@
+"""What the linear layers of a transformer layer keep of their inputs for the backward pass, in bytes.
+
+An input is kept for the gradient of the weight alone. A weight that is frozen beside low-rank adapters keeps none; in
+fp8 it is kept in 8 bits, with its scales. An adapter keeps its layer's input, and the narrow product of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.planning.closed_forms import ELEMENT_BYTES
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+_SEGMENT = {"blockwise": 128, "mxfp8": 32}
+"""Numbers along the sum that share a scale; in the other recipes all of them do."""
+
+
+@dataclass(frozen=True)
+class KeptInput:
+    """Hold what is kept because of one linear layer: whether its input as it came, and the bytes of what is beside.
+
+    ``rounded`` are numbers in fp8, ``scales`` theirs and the weight's, and ``adapters`` what adapters keep.
+    """
+
+    is_whole: bool
+    rounded: int = 0
+    scales: int = 0
+    adapters: int = 0
+
+
+def kept_input(
+    config: TransformerConfig, name: str, rows: int, widths: tuple[int, int], *, in_float8: bool, is_recomputed: bool
+) -> KeptInput:
+    """Return what a linear layer of this name keeps of ``rows`` tokens.
+
+    ``widths`` are those of the weight on a rank, out and in. ``is_recomputed`` says that the input is computed again.
+    """
+    out_width, in_width = widths
+    is_trained = not config.lora_rank
+    has_adapters = name in config.adapted_parts
+    drops = config.lora_dropout > 0.0
+    adapters = _adapter_bytes(config, name, rows, in_width) if has_adapters else 0
+    length = _SEGMENT.get(config.fp8_recipe, 0)
+    # What does not fill the blocks is gathered before it is rounded.
+    fills = not config.sequence_parallel or name in ("linear_proj", "linear_fc2") or not length or not rows % length
+    scales = _weight_scales(config, out_width, in_width) if in_float8 else 0
+    if not (is_trained and in_float8 and config.fp8_wgrad and fills):
+        return KeptInput(is_trained or (has_adapters and not drops), scales=scales, adapters=adapters)
+    if is_recomputed:
+        return KeptInput(is_whole=True, scales=scales)
+    if config.fp8_recipe not in ("delayed", "tensorwise"):
+        scales += 4 * in_width * (math.ceil(rows / length) if length else 1)
+    return KeptInput(is_whole=False, rounded=rows * in_width, scales=scales)
+
+
+def _weight_scales(config: TransformerConfig, out_width: int, in_width: int) -> int:
+    """Return the bytes of scales that serve the weight's transpose too, but for a single one."""
+    return 4 * math.ceil(out_width / 128) * math.ceil(in_width / 128) if config.fp8_recipe == "blockwise" else 0
+
+
+def _adapter_bytes(config: TransformerConfig, name: str, rows: int, in_width: int) -> int:
+    """Return what a layer's adapters keep beside the layer's own input: narrow products, and inputs with dropout."""
+    element, tp = ELEMENT_BYTES[config.params_dtype], config.tensor_model_parallel_size
+    is_row = name in ("linear_proj", "linear_fc2")
+    narrow_rows = rows // tp if is_row and config.sequence_parallel else rows
+    dropped = rows * in_width if config.lora_dropout > 0.0 else 0
+    return len(config.adapted_parts[name]) * element * (narrow_rows * config.lora_rank + dropped)
