@@ -111,6 +111,9 @@ def _resolve_fine_tuning(config: RunConfig, notes: list[str]) -> RunConfig:
         notes.append(f"--dataset {data.dataset}: each conversation is a sample; --reset-position-ids packs them")
     if not config.training.calculate_per_token_loss:
         notes.append("--sft: each token of an answer counts alike, as with --calculate-per-token-loss")
+        if config.ddp.ddp_average_in_collective:
+            notes.append("--ddp-average-in-collective has no effect with --sft: sums are divided by a number of tokens")
+            config = dataclasses.replace(config, ddp=dataclasses.replace(config.ddp, ddp_average_in_collective=False))
     if data.max_padding_length is not None and data.max_padding_length > data.seq_length:
         notes.append(
             f"--max-padding-length {data.max_padding_length} has no effect: --seq-length {data.seq_length} cuts "
