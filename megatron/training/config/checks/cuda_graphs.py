@@ -14,7 +14,7 @@ def _check_documents(config: RunConfig) -> Iterator[str]:
     if config.training.cuda_graph_impl != "local":
         return
     if config.data.sft and config.data.sft_packing:
-        yield f"{_REFUSED} --sft packs other conversations into each micro-batch; give --no-sft-packing, or leave it out"
+        yield f"{_REFUSED} --sft packs other conversations in each micro-batch; leave one out, or add --no-sft-packing"
         return
     for flag, is_given in (
         ("--reset-attention-mask", config.data.reset_attention_mask),

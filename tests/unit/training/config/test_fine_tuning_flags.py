@@ -117,7 +117,7 @@ def test_which_template() -> None:
         ),
         (
             "--sft --train-data-path packed --cuda-graph-impl local --attention-dropout 0",
-            "--cuda-graph-impl local: --sft packs other conversations into each micro-batch; give --no-sft-packing, or",
+            "--cuda-graph-impl local: --sft packs other conversations in each micro-batch; leave one out",
         ),
         (
             "--sft --ddp-average-in-collective --calculate-per-token-loss --train-data-path packed",
