@@ -191,15 +191,17 @@ def _resolve_pipeline_overlap(config: RunConfig, notes: list[str]) -> RunConfig:
     delays = "with --delay-wgrad-compute, which computes them with the others" if model.delay_wgrad_compute else ""
     reduces = "with --data-parallel-sharding-strategy optim_grads: gradients are reduced after each micro-batch"
     reduces = reduces if config.ddp.shards_gradients and config.parallel_sizes.num_replicas > 1 else ""
+    deferred = alone or splits or delays or reduces
     reasons = {
         "overlap_p2p_communication": alone,
         "delay_wgrad_compute": alone or splits,
-        "defer_embedding_wgrad_compute": alone or splits or delays or reduces,
+        "defer_embedding_wgrad_compute": deferred,
+        "wgrad_deferral_limit": deferred if model.defer_embedding_wgrad_compute else "",
     }
     for spec, value in config.flags():
         reason = reasons.get(spec.name)
         if reason and value != spec.default:
-            notes.append(f"{spec.typed(not spec.default)} has no effect {reason}")
+            notes.append(f"{spec.typed(value)} has no effect {reason}")
             model = dataclasses.replace(model, **{spec.name: spec.default})
     return dataclasses.replace(config, model=model)
 
