@@ -43,7 +43,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("--log-straggler", _WATCH),
     ("--straggler-", _WATCH),
     ("--log-energy", _WATCH),
-    ("--log-device-memory-used", "the memory line after the first report has the peak; --log-memory-to-tensorboard"),
     ("--check-for-spiky-loss", "use --clip-grad; a loss that is not finite ends the run"),
     ("--check-for-large-grads", "use --clip-grad; a gradient that is not finite ends the run"),
     ("--adlr-autoresume", f"{_RESTART} (--exit-duration-in-mins ends it in time)"),
