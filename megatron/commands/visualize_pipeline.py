@@ -13,15 +13,29 @@ from xml.sax.saxutils import escape
 
 from megatron.commands.arguments.command_line import Parser
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.core.pipeline_parallel.action import Pass
-from megatron.core.pipeline_parallel.schedules import SCHEDULES, build_schedule, default_schedule
+from megatron.core.pipeline_parallel.action import Pass, StagePlace
+from megatron.core.pipeline_parallel.schedules import SCHEDULES, build_schedule, default_schedule, with_deferred_grads
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.core.pipeline_parallel.timeline import Event, Timeline, read_timeline
 
-LETTERS = {Pass.FORWARD: "F", Pass.BACKWARD: "B", Pass.BACKWARD_INPUT: "B", Pass.BACKWARD_WEIGHT: "W"}
+LETTERS = {
+    Pass.FORWARD: "F",
+    Pass.BACKWARD: "B",
+    Pass.BACKWARD_INPUT: "B",
+    Pass.BACKWARD_WEIGHT: "W",
+    Pass.OUTPUT_WEIGHT: "O",
+}
 # Hue of each pass; chunks differ in lightness.
-HUES = {Pass.FORWARD: 210, Pass.BACKWARD: 140, Pass.BACKWARD_INPUT: 140, Pass.BACKWARD_WEIGHT: 40}
+HUES = {
+    Pass.FORWARD: 210,
+    Pass.BACKWARD: 140,
+    Pass.BACKWARD_INPUT: 140,
+    Pass.BACKWARD_WEIGHT: 40,
+    Pass.OUTPUT_WEIGHT: 0,
+}
 FORMATS = ("text", "svg", "png")
+OUTPUT_WEIGHT_HELP = "Part of a backward pass that is the gradient of the output layer's weight; by default a quarter."
+LEGEND = "F forward   B backward (of the input where W follows)   W backward of the weights   "
 ROW_HEIGHT, LABEL_WIDTH, SUMMARY_WIDTH, MARGIN = 24, 60, 210, 10
 LARGEST = 1 << 22
 
@@ -45,6 +59,14 @@ def build_parser() -> Parser:
     for name, value in (("forward", 1.0), ("backward", 2.0), ("backward-input", 1.0), ("backward-weight", 1.0)):
         plan.add_argument(f"--{name}-time", type=float, default=value, help=f"Duration of a {name} pass of a chunk.")
     plan.add_argument("--transfer-time", type=float, default=0.0, help="Duration of a message between ranks.")
+    plan.add_argument("--output-weight-time", type=float, help=OUTPUT_WEIGHT_HELP)
+    plan.add_argument("--delay-wgrad-compute", action="store_true", help="Split each backward pass (B, W).")
+    plan.add_argument(
+        "--defer-embedding-wgrad-compute",
+        action="store_true",
+        help="Leave the gradients of the output layer's weight (O) for the end.",
+    )
+    plan.add_argument("--wgrad-deferral-limit", type=int, default=0, help="Of so many micro-batches; 0: of all.")
     parser.add_argument("--recorded", type=Path, metavar="FILE", help="Draw a recorded run instead of a plan.")
     parser.add_argument("--output", type=Path, metavar="FILE", help="Write here instead of standard output.")
     parser.add_argument("--format", choices=FORMATS, help="By default what the output's suffix says, else text.")
@@ -52,8 +74,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def plan_timeline(arguments: argparse.Namespace) -> Timeline:
-    """Simulate the schedule that the arguments describe.
+def plan_timeline(arguments: argparse.Namespace) -> tuple[Timeline, str]:
+    """Simulate the schedule that the arguments describe; return it, and what deferred weight gradients save in words.
 
     Raises:
         ConfigurationError: it cannot be, for all the reasons given.
@@ -63,6 +85,8 @@ def plan_timeline(arguments: argparse.Namespace) -> Timeline:
         name: getattr(arguments, f"{name}_time")
         for name in ("forward", "backward", "backward_input", "backward_weight", "transfer")
     }
+    output_weight = times["backward"] / 4 if arguments.output_weight_time is None else arguments.output_weight_time
+    times["output_weight"] = output_weight
     problems = [
         f"--{name} {value} must be 1 or more"
         for name, value in (
@@ -78,6 +102,12 @@ def plan_timeline(arguments: argparse.Namespace) -> Timeline:
         for name, time in times.items()
         if not 0 <= time < float("inf")
     ]
+    if output_weight > times["backward"]:
+        problems.append(
+            f"--output-weight-time {output_weight} is a part of --backward-time {times['backward']}; give less"
+        )
+    if arguments.wgrad_deferral_limit < 0:
+        problems.append(f"--wgrad-deferral-limit {arguments.wgrad_deferral_limit} must be 0 or more")
     if problems:
         raise ConfigurationError(problems)
     num_microbatches = count_microbatches(arguments)
@@ -87,7 +117,31 @@ def plan_timeline(arguments: argparse.Namespace) -> Timeline:
         )
     name = arguments.schedule or default_schedule(pp, chunks)
     group_size = arguments.microbatch_group_size_per_virtual_pipeline_stage
-    return simulate(build_schedule(name, pp, num_microbatches, chunks, group_size), chunks, Durations(**times))
+    schedule = build_schedule(name, pp, num_microbatches, chunks, group_size)
+    plain = simulate(schedule, chunks, Durations(**times))
+    delays, defers = arguments.delay_wgrad_compute, arguments.defer_embedding_wgrad_compute
+    if not delays and not defers:
+        return plain, ""
+    deferred = simulate(
+        [
+            with_deferred_grads(
+                actions,
+                StagePlace(pp, rank, chunks),
+                delays=delays,
+                defers=defers,
+                max_microbatches=arguments.wgrad_deferral_limit,
+            )
+            for rank, actions in enumerate(schedule)
+        ],
+        chunks,
+        Durations(**times),
+    )
+    flag, letter = ("--delay-wgrad-compute", "W") if delays else ("--defer-embedding-wgrad-compute", "O")
+    saved = plain.makespan - deferred.makespan
+    return (
+        deferred,
+        f"{flag} saves {saved:g} of {plain.makespan:g} time units: {letter} runs behind other ranks' passes",
+    )
 
 
 def count_microbatches(arguments: argparse.Namespace) -> int:
@@ -140,7 +194,7 @@ def rows_of(timeline: Timeline) -> list[list[Event]]:
     return rows
 
 
-def draw_text(timeline: Timeline, width: int | None) -> str:
+def draw_text(timeline: Timeline, width: int | None, saved: str = "") -> str:
     """Return a chart of one line for each rank; a label that does not fit is shortened."""
     num_chunks = timeline.num_chunks
     rows = rows_of(timeline)
@@ -159,11 +213,12 @@ def draw_text(timeline: Timeline, width: int | None) -> str:
             text = next((text for text in texts if len(text) < last - first), texts[-1])
             cells[first:last] = text.ljust(last - first, "-")[: last - first]
         lines.append(f"{f'rank {rank}':<{head}}|{''.join(cells)}| {summary(timeline, rank)}")
-    lines.append("F forward   B backward (of the input where W follows)   W backward of the weights   blank: idle")
-    return "\n".join(lines) + "\n"
+    has_late = any(event.kind is Pass.OUTPUT_WEIGHT for row in rows for event in row)
+    lines.append(LEGEND + ("O backward of the output layer's weight   " if has_late else "") + "blank: idle")
+    return "\n".join([*lines, *([saved] if saved else [])]) + "\n"
 
 
-def draw_svg(timeline: Timeline, width: int | None) -> str:
+def draw_svg(timeline: Timeline, width: int | None, saved: str = "") -> str:
     """Return the chart as an SVG document of ``width`` pixels."""
     width = max(width or 1600, LABEL_WIDTH + SUMMARY_WIDTH + 200)
     scale = (width - LABEL_WIDTH - SUMMARY_WIDTH) / (timeline.makespan or 1.0)
@@ -193,7 +248,7 @@ def draw_svg(timeline: Timeline, width: int | None) -> str:
     legend_y = (timeline.pipeline_size + 1) * ROW_HEIGHT + 18
     parts.append(
         f'<text x="{LABEL_WIDTH}" y="{legend_y}">F forward, B backward (of the input where W follows), '
-        "W backward of the weights; micro-batch.chunk</text></svg>"
+        f"W backward of the weights, O of the output layer's; micro-batch.chunk{saved and f'; {saved}'}</text></svg>"
     )
     return "\n".join(parts) + "\n"
 
@@ -239,12 +294,16 @@ def main(argv: list[str] | None = None) -> int:
     if form == "png" and output is None:
         parser.error("--format png needs --output FILE")
     try:
-        timeline = plan_timeline(arguments) if arguments.recorded is None else read_timeline(arguments.recorded)
+        saved = ""
+        if arguments.recorded is None:
+            timeline, saved = plan_timeline(arguments)
+        else:
+            timeline = read_timeline(arguments.recorded)
         if form == "png":
             assert output is not None
             write_png(timeline, arguments.width, output)
             return 0
-        text = (draw_svg if form == "svg" else draw_text)(timeline, arguments.width)
+        text = (draw_svg if form == "svg" else draw_text)(timeline, arguments.width, saved)
         if output is None:
             sys.stdout.write(text)
         else:

@@ -14,7 +14,7 @@ import torch
 from megatron.core.cuda_graph import CudaGraphBackend, GraphBackend
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory.host_copies import CudaHostCopies, HostCopies
-from megatron.core.host_memory.machine_memory import HostRoom, available_bytes
+from megatron.core.host_memory.machine_memory import HostRoom, available_bytes, machine_memory
 
 _MIB = 1024 * 1024
 _MAX_MEMORY_EVENTS = 100_000
@@ -117,6 +117,14 @@ class Device:
             return None
         cached = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
         return torch.cuda.mem_get_info(self.index)[0] + cached
+
+    def used_bytes(self) -> int | None:
+        """Return what all processes use of the device's memory, of the machine's on a CPU; None where it is unknown."""
+        if self.is_cuda:
+            free, total = torch.cuda.mem_get_info(self.index)
+            return total - free
+        memory = machine_memory()
+        return None if memory is None else memory.installed - memory.available
 
     def host_room(self) -> HostRoom | None:
         """Return the machine's available memory and who shares it; None where it is unknown."""

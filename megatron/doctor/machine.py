@@ -7,29 +7,28 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.core.host_memory.machine_memory import machine_memory
 from megatron.doctor.finding import Finding, judge
 
 _GIB = 2**30
 _MIN_MEMORY_GIB = 4.0
 _MIN_SHARED_GIB = 1.0
 _MIN_FILES = 4096
-_CGROUP = Path("/sys/fs/cgroup")
+_CORES_OF_CGROUP = "sys/fs/cgroup/cpu.max"
 
 
-def count_cores(cgroup: Path = _CGROUP) -> int:
+def count_cores(root: Path = Path("/")) -> int:
     """Return the cores that this process may use: its affinity, or less where a container's quota says so."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    words = _read(cgroup / "cpu.max").split()
+    words = _read(root / _CORES_OF_CGROUP).split()
     if len(words) == 2 and words[0].isdecimal():
         cores = min(cores, max(1, int(words[0]) // int(words[1])))
     return cores
 
 
-def examine_machine(
-    local_processes: int, has_gpu: bool, cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")
-) -> Iterator[Finding]:
+def examine_machine(local_processes: int, has_gpu: bool, root: Path = Path("/")) -> Iterator[Finding]:
     """Yield what the machine has for so many processes."""
-    cores = count_cores(cgroup)
+    cores = count_cores(root)
     installed = os.cpu_count() or cores
     text = f"{cores} of {installed} cores for {local_processes} processes"
     yield judge(
@@ -38,7 +37,7 @@ def examine_machine(
         text,
         "start fewer processes, or widen the affinity (taskset, numactl, the scheduler's cores per task)",
     )
-    yield _examine_memory(cgroup, meminfo)
+    yield _examine_memory(root)
     yield _examine_shared_memory(Path("/dev/shm"))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_low = 0 <= files < _MIN_FILES
@@ -49,19 +48,15 @@ def examine_machine(
     yield judge("locked memory", is_limited, _limit(locked, " bytes"), remedy)
 
 
-def _examine_memory(cgroup: Path, meminfo: Path) -> Finding:
-    lines = dict(line.split(":", 1) for line in _read(meminfo).splitlines() if ":" in line)
-    if "MemAvailable" not in lines:
+def _examine_memory(root: Path) -> Finding:
+    memory = machine_memory(root)
+    if memory is None:
         return Finding("skipped", "memory", "this system has no /proc/meminfo to ask")
-    available = int(lines["MemAvailable"].split()[0]) * 1024
-    total = int(lines["MemTotal"].split()[0]) * 1024
-    text = f"{available / _GIB:.1f} GiB available of {total / _GIB:.1f}"
-    limit = _read(cgroup / "memory.max").strip()
-    if limit.isdecimal():
-        used = _read(cgroup / "memory.current").strip()
-        available = min(available, int(limit) - (int(used) if used.isdecimal() else 0))
-        text += f", the container is limited to {int(limit) / _GIB:.1f}"
-    return judge("memory", available < _MIN_MEMORY_GIB * _GIB, text, "end what else runs, or take a larger machine")
+    text = f"{memory.available / _GIB:.1f} GiB available of {memory.installed / _GIB:.1f}"
+    if memory.limit is not None:
+        text += f", the container is limited to {memory.limit / _GIB:.1f}"
+    is_short = memory.available < _MIN_MEMORY_GIB * _GIB
+    return judge("memory", is_short, text, "end what else runs, or take a larger machine")
 
 
 def _examine_shared_memory(folder: Path) -> Finding:

@@ -22,7 +22,7 @@ from megatron.core.models.model import Model
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, ScheduleConfig
 from megatron.core.pipeline_parallel.action import StagePlace
-from megatron.core.pipeline_parallel.executor import LateGrads, PipelineConnection
+from megatron.core.pipeline_parallel.executor import PipelineConnection
 from megatron.core.pipeline_parallel.message_order import MessageOrders
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
@@ -63,7 +63,7 @@ class TrainingParts:
     weight_grad_queues: tuple[WeightGradQueue | None, ...]
     graphs: tuple[GraphedLayers, ...] = ()
     weights: tuple[WeightOffload, ...] = ()
-    late_grads: LateGrads | None = None
+    late_grads: WeightGradQueue | None = None
     float8: Float8State | None = None
 
 
@@ -193,12 +193,12 @@ def connect_pipeline(
     return PipelineConnection(place, links, lambda microbatch: shape, dtype, orders, overlaps)
 
 
-def make_late_grads(config: RunConfig, chunks: Sequence[Model]) -> LateGrads | None:
+def make_late_grads(config: RunConfig, chunks: Sequence[Model]) -> WeightGradQueue | None:
     """Return what defers the output layer's weight gradients on the stage that has it, where that is asked for."""
     last = chunks[-1]
     if not config.model.defer_embedding_wgrad_compute or not isinstance(last, GPTModel) or not last.post_process:
         return None
-    return LateGrads(WeightGradQueue([last.output_weight]), config.model.wgrad_deferral_limit)
+    return WeightGradQueue([last.output_weight])
 
 
 def schedule_of(config: RunConfig) -> ScheduleConfig:

@@ -93,9 +93,12 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
         _write_metrics(run, report)
         if _is_due(config.training.check_weight_hash_across_dp_replicas_interval, state.iteration):
             _compare_replicas(run)
+        with_memory = _is_due(config.logging.log_memory_interval, state.iteration)
         if state.iteration % config.logging.log_interval == 0:
-            _log_iterations(run, report, average, with_memory=first_log)
+            _log_iterations(run, report, average, with_memory=first_log or with_memory)
             average, first_log = IntervalAverage(), False
+        elif with_memory:
+            _log_memory(run)
         if is_evaluation_due(config, state.iteration):
             evaluate_and_report(run, run.evaluation_sets.validation)
         reason = _exit_reason(config, state.iteration, agreement)
@@ -181,13 +184,19 @@ def _compare_replicas(run: TrainingRun) -> None:
     raise_on_all_ranks(error, run.runtime.state.world)
 
 
+def _log_memory(run: TrainingRun) -> None:
+    state, with_device = run.runtime.state, run.config.logging.log_device_memory_used
+    if state.dp_cp.is_first:
+        print_line(format_memory(state.rank, run.train_state.iteration, run.runtime.device, with_device))
+
+
 def _log_iterations(run: TrainingRun, report: StepReport, average: IntervalAverage, with_memory: bool) -> None:
     logging = run.config.logging
     run.log(format_step(report, average, run.config.train_iters, logging.log_throughput))
     if with_memory and run.runtime.is_reporter:
         _log_model_size(run)
-    if with_memory and run.runtime.state.dp_cp.is_first:
-        print_line(format_memory(run.runtime.state.rank, report.iteration, run.runtime.device))
+    if with_memory:
+        _log_memory(run)
     times = run.timers.gather(run.runtime.state.world, normalizer=average.num_iterations)
     if run.metrics is not None and logging.log_timers_to_tensorboard:
         names = dict.fromkeys(name for of_rank in times for name in of_rank)

@@ -18,7 +18,7 @@ from megatron.core.errors import TrainingError
 from megatron.core.kernels.dropout_keys import DropoutSamples
 from megatron.core.models.model import Model
 from megatron.core.optimizer.optimizer import StepOutcome
-from megatron.core.pipeline_parallel.action import Action
+from megatron.core.pipeline_parallel.action import Action, StagePlace
 from megatron.core.pipeline_parallel.executor import (
     ChunkForward,
     ChunkResult,
@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel.executor import (
     ScheduleResult,
     run_schedule,
 )
-from megatron.core.pipeline_parallel.schedules import SCHEDULES, with_delayed_weight_grads
+from megatron.core.pipeline_parallel.schedules import SCHEDULES, with_deferred_grads
 from megatron.core.timers import Timers
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.microbatches import Microbatches, MicrobatchSource
@@ -257,7 +257,13 @@ class TrainingStep:
                 len(chunks),
                 config.model.microbatch_group_size_per_virtual_pipeline_stage,
             )
-            return with_delayed_weight_grads(actions) if config.model.delay_wgrad_compute else actions
+            return with_deferred_grads(
+                actions,
+                StagePlace(pp.size, rank, len(chunks)),
+                delays=config.model.delay_wgrad_compute,
+                defers=config.model.defer_embedding_wgrad_compute,
+                max_microbatches=config.model.wgrad_deferral_limit,
+            )
 
         actions = actions_of(pp.rank)
         for model in parts.chunks:

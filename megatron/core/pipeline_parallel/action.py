@@ -13,10 +13,10 @@ RECEIVES_AHEAD = 1
 
 
 class Pass(Enum):
-    """Name a forward pass, a backward pass, or one of the halves of a split backward pass.
+    """Name a forward pass, a backward pass, one of the halves of a split backward pass, or what a backward pass left.
 
     A pipeline schedule has, for each micro-batch and chunk, either BACKWARD, or BACKWARD_INPUT and later
-    BACKWARD_WEIGHT.
+    BACKWARD_WEIGHT. OUTPUT_WEIGHT may follow a BACKWARD.
     """
 
     FORWARD = "forward"
@@ -25,6 +25,8 @@ class Pass(Enum):
     """Compute the input gradient, which the previous stage waits for."""
     BACKWARD_WEIGHT = "backward_weight"
     """Compute the weight gradient, which no other stage waits for."""
+    OUTPUT_WEIGHT = "output_weight"
+    """Compute the gradient of the output layer's weight alone, which the backward pass has left out."""
 
     # The hash that Enum defines formats a string each time, and a large schedule is hashed often.
     __hash__ = object.__hash__

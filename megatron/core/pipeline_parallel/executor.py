@@ -86,29 +86,18 @@ def _no_reduction(*, ends_microbatch: bool = True) -> AbstractContextManager[Non
 
 
 @dataclass(frozen=True, eq=False)
-class LateGrads:
-    """Hold the queue of those weights whose gradients of ``BACKWARD`` passes come after all passes of this rank.
-
-    Of ``max_microbatches`` passes they do, the last ones; of all where it is 0.
-    """
-
-    queue: WeightGradQueue
-    max_microbatches: int = 0
-
-
-@dataclass(frozen=True, eq=False)
 class ModelChunk:
     """Hold what the executor needs of one model chunk.
 
     ``no_sync`` surrounds every backward pass but the last. ``weight_grad_queue`` takes the weights' gradients of
-    ``BACKWARD_INPUT`` passes until their ``BACKWARD_WEIGHT``; without one they are computed at once. ``late_grads`` are
-    computed after all actions.
+    ``BACKWARD_INPUT`` passes until their ``BACKWARD_WEIGHT``; without one they are computed at once. ``late_grads``
+    takes those that wait for an ``OUTPUT_WEIGHT`` of the same micro-batch.
     """
 
     forward: ChunkForward
     no_sync: NoSync = _no_reduction
     weight_grad_queue: WeightGradQueue | None = None
-    late_grads: LateGrads | None = None
+    late_grads: WeightGradQueue | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +194,7 @@ class _Run:
         self.trains = any(action.kind.sends_gradient for action in actions)
         # The last pass of each kind, since a split pass leaves its last contributions in two places.
         self._last_passes = {(a.kind, a.chunk): index for index, a in enumerate(actions)}
-        self._late_passes = {index for number in range(len(chunks)) for index in self._passes_with_late_grads(number)}
+        self._late_passes = {(a.microbatch, a.chunk) for a in actions if a.kind is Pass.OUTPUT_WEIGHT}
         self._stashes: dict[tuple[int, int], _Stash] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.num_tokens = torch.zeros((), dtype=torch.float64, device=device)
@@ -229,11 +218,6 @@ class _Run:
             HandOver() if link is None else SendQueue(link, limit)
             for link in (connection.links.activations_out, connection.links.gradients_out)
         )
-
-    def _passes_with_late_grads(self, number: int) -> Sequence[int]:
-        late = self.chunks[number].late_grads
-        passes = [i for i, a in enumerate(self.actions) if a.kind is Pass.BACKWARD and a.chunk == number]
-        return [] if late is None else passes[-late.max_microbatches :]
 
     def _receive_queue(
         self, link: Link | None, connection: PipelineConnection, is_gradient: bool, device: torch.device
@@ -261,22 +245,11 @@ class _Run:
             if leaving is not None:
                 self._send(action, leaving)
             del leaving
-        self._compute_late_grads()
         self.activations_out.finish()
         self.gradients_out.finish()
         assert not self._stashes or not self.trains, "the schedule leaves micro-batches without a backward pass"
         timeline = None if clock is None else RankTimeline(self.actions, tuple(starts), tuple(ends))
         return ScheduleResult(self.loss_sum, self.num_tokens, self.auxiliary, timeline)
-
-    def _compute_late_grads(self) -> None:
-        """Compute what was deferred, in the order of its passes; the last one completes the gradients."""
-        remaining = [self.actions[index] for index in sorted(self._late_passes)]
-        while remaining:
-            action = remaining.pop(0)
-            chunk = self.chunks[action.chunk]
-            assert chunk.late_grads is not None
-            with chunk.no_sync() if any(a.chunk == action.chunk for a in remaining) else nullcontext():
-                chunk.late_grads.queue.run(action.microbatch)
 
     def _receive(self, action: Action) -> torch.Tensor | None:
         if not self.place.receives(action.kind, action.chunk):
@@ -323,15 +296,16 @@ class _Run:
             self._timer(action, "compute"),
             nullcontext() if is_last else chunk.no_sync(ends_microbatch=ends_microbatch),
         ):
-            if action.kind is Pass.BACKWARD_WEIGHT:
+            if not action.kind.sends_gradient:
                 leaving = None
-                if chunk.weight_grad_queue is not None:
-                    chunk.weight_grad_queue.run(action.microbatch)
+                queue = chunk.late_grads if action.kind is Pass.OUTPUT_WEIGHT else chunk.weight_grad_queue
+                if queue is not None:
+                    queue.run(action.microbatch)
             elif action.kind is Pass.BACKWARD_INPUT and chunk.weight_grad_queue is not None:
                 with chunk.weight_grad_queue.collecting(action.microbatch):
                     leaving = self._backward(action, message)
-            elif index in self._late_passes and chunk.late_grads is not None:
-                with chunk.late_grads.queue.collecting(action.microbatch):
+            elif action[1:] in self._late_passes and chunk.late_grads is not None:
+                with chunk.late_grads.collecting(action.microbatch):
                     leaving = self._backward(action, message)
             else:
                 leaving = self._backward(action, message)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.pipeline_parallel.action import Action, Pass
+from megatron.core.pipeline_parallel.action import Action, Pass, StagePlace
 
 PipelineSchedule = Callable[[int, int, int, int, int | None], tuple[Action, ...]]
 """Return a rank's actions from (pp, rank, num_microbatches, num_chunks, microbatch_group_size)."""
@@ -118,6 +118,30 @@ def with_delayed_weight_grads(actions: Sequence[Action]) -> tuple[Action, ...]:
         for action in actions
         for kind in (halves if action.kind is Pass.BACKWARD else (action.kind,))
     )
+
+
+def with_late_output_grads(actions: Sequence[Action], chunk: int, max_microbatches: int = 0) -> tuple[Action, ...]:
+    """Return the actions of the rank that has the output layer, in ``chunk``, with its weight's gradients after all.
+
+    The last ``max_microbatches`` backward passes leave theirs, all where it is 0.
+    """
+    passes = [action for action in actions if action.kind is Pass.BACKWARD and action.chunk == chunk]
+    return (*actions, *(action._replace(kind=Pass.OUTPUT_WEIGHT) for action in passes[-max_microbatches:]))
+
+
+def with_deferred_grads(
+    actions: Sequence[Action], place: StagePlace, *, delays: bool, defers: bool, max_microbatches: int = 0
+) -> tuple[Action, ...]:
+    """Return a rank's actions with weight gradients where the flags put them.
+
+    ``delays`` is ``--delay-wgrad-compute``, ``defers`` ``--defer-embedding-wgrad-compute``, which counts without the
+    former, and ``max_microbatches`` ``--wgrad-deferral-limit``.
+    """
+    if delays:
+        return with_delayed_weight_grads(actions)
+    if defers and place.rank == place.pp - 1:
+        return with_late_output_grads(actions, place.num_chunks - 1, max_microbatches)
+    return tuple(actions)
 
 
 SCHEDULES: Mapping[str, PipelineSchedule] = MappingProxyType(

@@ -17,12 +17,16 @@ class ScheduleError(MegatronError):
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Hold how long each pass of one chunk and the transfer of one message take, in any one unit."""
+    """Hold how long each pass of one chunk and the transfer of one message take, in any one unit.
+
+    ``output_weight`` is a part of ``backward``: a backward pass that leaves it for later is so much shorter.
+    """
 
     forward: float = 1.0
     backward: float = 2.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
+    output_weight: float = 0.0
     transfer: float = 0.0
 
     def by_pass(self) -> Mapping[Pass, float]:
@@ -32,6 +36,7 @@ class Durations:
             Pass.BACKWARD: self.backward,
             Pass.BACKWARD_INPUT: self.backward_input,
             Pass.BACKWARD_WEIGHT: self.backward_weight,
+            Pass.OUTPUT_WEIGHT: self.output_weight,
         }
 
 
@@ -90,6 +95,8 @@ class _Rank:
         self.unfinished: tuple[_Link, int] | None = None
         self._live: set[int] = set()
         self._deferred: set[int] = set()
+        self._late = {a.microbatch * place.num_chunks + a.chunk for a in actions if a.kind is Pass.OUTPUT_WEIGHT}
+        self._left: set[int] = set()
         # Links 0..pp-1 carry activations from a rank to the next one, the others gradients to the previous one.
         pp, chunks = place.pp, range(place.num_chunks)
         into = {kind: links[place.previous_rank if kind is Pass.FORWARD else pp + place.rank] for kind in Pass}
@@ -130,7 +137,8 @@ class _Rank:
                     source.waiting = None
             self._check_order(action, key)
             self.starts.append(start)
-            self.clock = end = start + durations[kind]
+            is_shorter = kind is Pass.BACKWARD and key in self._late
+            self.clock = end = start + durations[kind] - (durations[Pass.OUTPUT_WEIGHT] if is_shorter else 0.0)
             self.ends.append(end)
             target = self._targets[kind][chunk]
             if target is not None:
@@ -162,12 +170,14 @@ class _Rank:
         if kind is Pass.FORWARD:
             self._live.add(key)
             return
-        held = self._deferred if kind is Pass.BACKWARD_WEIGHT else self._live
+        held = {Pass.BACKWARD_WEIGHT: self._deferred, Pass.OUTPUT_WEIGHT: self._left}.get(kind, self._live)
         if key not in held:
             raise ScheduleError(f"{self.describe(action)} comes before the pass that it follows, or a second time")
         held.remove(key)
         if kind is Pass.BACKWARD_INPUT:
             self._deferred.add(key)
+        elif kind is Pass.BACKWARD and key in self._late:
+            self._left.add(key)
 
     def _refuse_message(self, action: Action, source: _Link) -> NoReturn:
         microbatch, chunk = divmod(source.keys[len(source.taken_times)], self.place.num_chunks)

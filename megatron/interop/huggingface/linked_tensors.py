@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +15,7 @@ from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.sharding import Box, split_box
 from megatron.interop.checkpoint_source import TensorInfo
 from megatron.interop.huggingface.family import Family
+from megatron.interop.huggingface.link_table import LinkTable
 from megatron.interop.huggingface.settings import CONFIG_FILE
 from megatron.interop.huggingface.tensor_link import TensorLink, shapes_of
 from megatron.interop.huggingface.weight_files import OUTPUT_LAYER, WeightEntry
@@ -41,15 +43,11 @@ class LinkedTensors:
     def __init__(self, family: Family, config: GPTConfig, weights: StoredWeights) -> None:
         self.config = config
         self.weights = weights
-        self._links: dict[str, list[TensorLink]] = {}
         links = list(family.links(config))
-        self._stored = _find_names(family, config, links, weights)
-        for link in links:
-            self._links.setdefault(link.native, []).append(link)
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(shape, self._dtype_of(name))
-            for name, shape in shapes_of((link.native, link.native_box) for link in links).items()
-        }
+        stored = _find_names(family, config, links, weights)
+        links = [dataclasses.replace(link, foreign=stored[link.foreign]) for link in links]
+        self._table = LinkTable(links, {name: entry.dtype for name, entry in weights.entries.items()}, weights.folder)
+        self.tensors: Mapping[str, TensorInfo] = self._table.tensors
         self._check_tied_copy()
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
@@ -59,34 +57,20 @@ class LinkedTensors:
             KeyError: there is no tensor of this name.
             CheckpointError: the file that holds it is missing or damaged.
         """
-        info = self.tensors[name]
-        wanted = info.whole if box is None else box
-        result = torch.empty(wanted.shape, dtype=info.dtype)
-        for link in self._links[name]:
-            common = link.native_box.intersect(wanted)
-            if common is None:
-                continue
-            for part in split_box(common, info.dtype.itemsize, MAX_PIECE_BYTES):
-                values = self.weights.read(self._stored[link.foreign], link.foreign_part(part))
-                result[part.relative_to(wanted.offset).slices].copy_(values.t() if link.is_transposed else values)
-        return result
+        return self._table.read(name, box, self._fill)
 
-    def _dtype_of(self, native: str) -> torch.dtype:
-        names = list(dict.fromkeys(self._stored[link.foreign] for link in self._links[native]))
-        dtypes = {name: self.weights.entries[name].dtype for name in names}
-        if len(set(dtypes.values())) > 1:
-            listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-            raise CheckpointError(
-                f"{self.weights.folder}: these tensors make up one of ours and must share a dtype: {listed}"
-            )
-        return dtypes[names[0]]
+    def _fill(self, link: TensorLink, part: Box, target: torch.Tensor) -> None:
+        """Copy a part of a link's box by pieces, which bound the memory of a transposition."""
+        for piece in split_box(part, target.element_size(), MAX_PIECE_BYTES):
+            values = self.weights.read(link.foreign, link.foreign_part(piece))
+            target[piece.relative_to(part.offset).slices].copy_(values.t() if link.is_transposed else values)
 
     def _check_tied_copy(self) -> None:
         """Refuse a file that holds an output layer of its own although config.json says that it is tied."""
         if self.config.untie_embeddings_and_output_weights or OUTPUT_LAYER not in self.weights.entries:
             return
-        (link,) = self._links["model.embedding.word_embeddings.weight"]
-        embedding = self._stored[link.foreign]
+        (link,) = self._table.links_of("model.embedding.word_embeddings.weight")
+        embedding = link.foreign
         for box in split_box(link.foreign_box, self.weights.entries[embedding].dtype.itemsize, MAX_PIECE_BYTES):
             ours, theirs = (self.weights.read(name, box).view(torch.uint8) for name in (embedding, OUTPUT_LAYER))
             if not torch.equal(ours, theirs):

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron.core.errors import CheckpointError
 from megatron.core.sharding import Box
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.interop.checkpoint_source import TensorInfo
-from megatron.interop.huggingface.tensor_link import TensorLink, shapes_of
+from megatron.interop.huggingface.link_table import LinkTable
+from megatron.interop.huggingface.tensor_link import TensorLink
 from megatron.interop.torch_dist.stored_boxes import BoxReader, StoredBox, chunk_boxes
 from megatron.interop.torch_dist.stored_metadata import read_metadata
 from megatron.interop.torchtitan.stored_names import find_links, find_weights, read_model
@@ -39,20 +39,13 @@ class TorchtitanSource:
         self._keys = find_weights(self.metadata)
         entries = {name: self.metadata.tensors[key] for name, key in self._keys.items()}
         self.config = read_model(entries, require_told(values, folder), folder)
-        self._links: dict[str, list[TensorLink]] = {}
         links = find_links(self.config, entries, folder)
-        for link in links:
-            self._links.setdefault(link.native, []).append(link)
+        self._table = LinkTable(links, {name: entry.dtype for name, entry in entries.items()}, folder)
+        self.tensors: Mapping[str, TensorInfo] = self._table.tensors
         self._reader = BoxReader()
         self._boxes: dict[str, list[StoredBox]] = {
             name: [box for _, box in chunk_boxes(entry, is_stacked=False)] for name, entry in entries.items()
         }
-        self.tensors: dict[str, TensorInfo] = {}
-        for name, shape in shapes_of((link.native, link.native_box) for link in links).items():
-            dtypes = {entries[link.foreign].dtype for link in self._links[name]}
-            if len(dtypes) > 1:
-                raise CheckpointError(f"{folder}: the tensors that make up {name} are of {', '.join(map(str, dtypes))}")
-            self.tensors[name] = TensorInfo(shape, dtypes.pop())
         tokenizer = {"tokenizer_type": NullTokenizer.name, "vocab_size": self.config.vocab_size - 1}
         self.common: Mapping[str, Any] = untrained_common(self.config, tokenizer)
 
@@ -63,19 +56,7 @@ class TorchtitanSource:
             KeyError: there is no tensor of this name.
             CheckpointError: the file that holds it is missing or damaged.
         """
-        info = self.tensors[name]
-        wanted = info.whole if box is None else box
-        result = torch.empty(wanted.shape, dtype=info.dtype)
-        for link in self._links[name]:
-            common = link.native_box.intersect(wanted)
-            if common is None:
-                continue
-            if link.foreign.endswith(_ROTATED) and not self.config.rotary_interleaved:
-                values = self._half_split(link, common, info.dtype)
-            else:
-                values = self._read_part(link, common, info.dtype)
-            result[common.relative_to(wanted.offset).slices] = values
-        return result
+        return self._table.read(name, box, self._fill)
 
     def check_storages(self, index: int = 0, count: int = 1) -> None:
         """Compare the checksums of every ``count``-th entry of a weight, from number ``index`` on.
@@ -88,6 +69,13 @@ class TorchtitanSource:
     def close(self) -> None:
         """Close the files; the source cannot be read afterwards."""
         self._reader.close()
+
+    def _fill(self, link: TensorLink, part: Box, target: torch.Tensor) -> None:
+        """Copy a part of a link's box, in our order of a head's rows."""
+        if link.foreign.endswith(_ROTATED) and not self.config.rotary_interleaved:
+            target.copy_(self._half_split(link, part, target.dtype))
+        else:
+            target.copy_(self._read_part(link, part, target.dtype))
 
     def _half_split(self, link: TensorLink, part: Box, dtype: torch.dtype) -> torch.Tensor:
         """Return a part of a link's box with each head's rows in our order.

@@ -165,7 +165,6 @@ _SWITCHES = [
     "--moe-extended-tp",
     "--log-straggler",
     "--log-energy",
-    "--log-device-memory-used",
     "--check-for-spiky-loss",
     "--check-for-large-grads",
     "--adlr-autoresume",

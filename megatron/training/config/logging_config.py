@@ -48,6 +48,10 @@ class LoggingConfig(Config, role="output"):
     """Write the perplexity of evaluations to TensorBoard."""
     log_memory_to_tensorboard: bool = False
     """Write memory figures to TensorBoard."""
+    log_memory_interval: int | None = flag(None, bounds=POSITIVE)
+    """Print the memory line every N iterations too, which otherwise comes once, with the first report."""
+    log_device_memory_used: bool = False
+    """Add to the memory line what is used of the device by all processes: of the machine's memory, on a CPU."""
     log_world_size_to_tensorboard: bool = False
     """Write the world size to TensorBoard."""
     metrics_jsonl: str | None = flag(None, metavar="FILE")

@@ -111,6 +111,9 @@ def _resolve_fine_tuning(config: RunConfig, notes: list[str]) -> RunConfig:
         notes.append(f"--dataset {data.dataset}: each conversation is a sample; --reset-position-ids packs them")
     if not config.training.calculate_per_token_loss:
         notes.append("--sft: each token of an answer counts alike, as with --calculate-per-token-loss")
+        if config.ddp.ddp_average_in_collective:
+            notes.append("--ddp-average-in-collective has no effect with --sft: sums are divided by a number of tokens")
+            config = dataclasses.replace(config, ddp=dataclasses.replace(config.ddp, ddp_average_in_collective=False))
     if data.max_padding_length is not None and data.max_padding_length > data.seq_length:
         notes.append(
             f"--max-padding-length {data.max_padding_length} has no effect: --seq-length {data.seq_length} cuts "
@@ -188,15 +191,17 @@ def _resolve_pipeline_overlap(config: RunConfig, notes: list[str]) -> RunConfig:
     delays = "with --delay-wgrad-compute, which computes them with the others" if model.delay_wgrad_compute else ""
     reduces = "with --data-parallel-sharding-strategy optim_grads: gradients are reduced after each micro-batch"
     reduces = reduces if config.ddp.shards_gradients and config.parallel_sizes.num_replicas > 1 else ""
+    deferred = alone or splits or delays or reduces
     reasons = {
         "overlap_p2p_communication": alone,
         "delay_wgrad_compute": alone or splits,
-        "defer_embedding_wgrad_compute": alone or splits or delays or reduces,
+        "defer_embedding_wgrad_compute": deferred,
+        "wgrad_deferral_limit": deferred if model.defer_embedding_wgrad_compute else "",
     }
     for spec, value in config.flags():
         reason = reasons.get(spec.name)
         if reason and value != spec.default:
-            notes.append(f"{spec.typed(not spec.default)} has no effect {reason}")
+            notes.append(f"{spec.typed(value)} has no effect {reason}")
             model = dataclasses.replace(model, **{spec.name: spec.default})
     return dataclasses.replace(config, model=model)
 

@@ -109,12 +109,15 @@ def format_step(step: StepReport, average: IntervalAverage, train_iters: int, lo
     return "".join(parts)
 
 
-def format_memory(rank: int, iteration: int, device: Device) -> str:
-    """Return the memory figures of one rank in MiB."""
+def format_memory(rank: int, iteration: int, device: Device, with_device: bool = False) -> str:
+    """Return the memory figures of one rank in MiB; ``with_device`` adds those of all processes on its device."""
     use = device.memory_use()
+    used = device.used_bytes() if with_device else None
+    of_device = "" if used is None else f" | total device memory used: {used / 2**20:.2f}"
     return (
         f"[Rank {rank}] (after {iteration} iterations) memory (MB) | allocated: {use.allocated:.2f} | "
         f"max allocated: {use.max_allocated:.2f} | reserved: {use.reserved:.1f} | max reserved: {use.max_reserved:.1f}"
+        f"{of_device}"
     )
 
 

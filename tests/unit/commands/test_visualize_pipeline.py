@@ -31,6 +31,32 @@ def test_the_text_chart_of_a_small_pipeline() -> None:
     assert lines[2].startswith("rank 1 |   F0-B0----F1-B1----      | bubble  50.0 %  peak 1 live")
 
 
+@pytest.mark.parametrize(
+    ("flags", "last", "saved"),
+    [
+        (("--delay-wgrad-compute",), "rank 1 |   F0-B0-W0-F1-B1-W1-   | b", "--delay-wgrad-compute saves 1 of 9"),
+        (
+            ("--defer-embedding-wgrad-compute", "--output-weight-time", 1),
+            "rank 1 |   F0-B0-F1-B1-O0-O1-| b",
+            "--defer-embedding-wgrad-compute saves 2 of 9",
+        ),
+        (
+            ("--defer-embedding-wgrad-compute", "--output-weight-time", 1, "--wgrad-deferral-limit", 1),
+            "rank 1 |   F0-B0----F1-B1-O1-   | b",
+            "--defer-embedding-wgrad-compute saves 1 of 9",
+        ),
+        (("--schedule", "zero-bubble", "--delay-wgrad-compute"), "rank 1 |", "--delay-wgrad-compute saves 0 of 7"),
+    ],
+)
+def test_deferred_weight_gradients_are_drawn(flags: tuple[object, ...], last: str, saved: str, tmp_path: Path) -> None:
+    size = ("--pipeline-model-parallel-size", 2, "--num-microbatches", 2)
+    lines = run(*size, "--width", 100, *flags).stdout.splitlines()
+    assert lines[2].startswith(last)
+    assert lines[-1].startswith(f"{saved} time units: ")
+    assert run(*size, *flags, "--output", tmp_path / "chart.svg").returncode == 0
+    assert saved in (tmp_path / "chart.svg").read_text()
+
+
 def test_batch_sizes_give_the_number_of_microbatches() -> None:
     result = run("--global-batch-size", 24, "--micro-batch-size", 2, "--data-parallel-size", 3)
     assert "4 micro-batches" in result.stdout
@@ -78,6 +104,8 @@ def test_a_recorded_run_is_drawn(tmp_path: Path) -> None:
     [
         (("--pipeline-model-parallel-size", 0), "--pipeline-model-parallel-size 0 must be 1 or more"),
         (("--num-microbatches", 0), "raise --global-batch-size"),
+        (("--output-weight-time", 3), "--output-weight-time 3.0 is a part of --backward-time 2.0; give less"),
+        (("--wgrad-deferral-limit", -1), "--wgrad-deferral-limit -1 must be 0 or more"),
         (("--num-microbatches", 10**9), "use fewer"),
         (("--schedule", "gpipe"), "invalid choice: 'gpipe'"),
         (("--schedule", "1f1b", "--num-virtual-stages-per-pipeline-rank", 2), "use the interleaved schedule"),

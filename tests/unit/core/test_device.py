@@ -9,6 +9,7 @@ import torch
 
 from megatron.core.device import Device, seeded_generator, select_device
 from megatron.core.errors import ConfigurationError
+from megatron.core.host_memory.machine_memory import machine_memory
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 
 CPU = Device("cpu")
@@ -64,6 +65,13 @@ def test_memory_of_the_process_is_counted_in_mib() -> None:
     assert 48 < after.allocated - before.allocated < 160
     assert after.max_allocated >= after.allocated - 1
     assert (after.reserved, after.max_reserved) == (after.allocated, after.max_allocated)
+
+
+def test_what_all_processes_use_is_less_than_there_is() -> None:
+    used, memory = CPU.used_bytes(), machine_memory()
+    assert used is not None
+    assert memory is not None
+    assert 10 * 2**20 < used < memory.installed
 
 
 def test_without_proc_the_peak_stands_for_what_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:

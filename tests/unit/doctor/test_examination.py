@@ -71,15 +71,22 @@ def test_variables_of_nccl_and_of_plugins_are_no_problem() -> None:
     )
 
 
-def test_a_container_limits_cores_and_memory(tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text("100000 100000\n")
-    (tmp_path / "memory.max").write_text(f"{5 * 2**30}\n")
-    (tmp_path / "memory.current").write_text(f"{3 * 2**30}\n")
-    (tmp_path / "meminfo").write_text("MemTotal: 67108864 kB\nMemAvailable: 41943040 kB\n")
+@pytest.mark.parametrize("name", ["sys/fs/cgroup/memory.{}", "sys/fs/cgroup/memory/job/memory.{}"])
+def test_a_container_limits_cores_and_memory(name: str, tmp_path: Path) -> None:
+    is_old = "job" in name
+    names = ("limit_in_bytes", "usage_in_bytes") if is_old else ("max", "current")
+    files = {name.format(each): f"{size * 2**30}\n" for each, size in zip(names, (5, 3), strict=True)} | {
+        "sys/fs/cgroup/cpu.max": "100000 100000\n",
+        "proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 41943040 kB\n",
+        "proc/self/cgroup": "4:memory:/job\n" if is_old else "0::/\n",
+    }
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
     assert count_cores(tmp_path) == 1
-    findings = list(examine_machine(2, True, tmp_path, tmp_path / "meminfo"))
+    findings = list(examine_machine(2, True, tmp_path))
     assert {"cores", "memory"} <= set(subjects(findings, "warning"))
-    assert "40.0 GiB available of 64.0, the container is limited to 5.0" in [finding.text for finding in findings]
+    assert "2.0 GiB available of 64.0, the container is limited to 5.0" in [finding.text for finding in findings]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ _REFUSED = "--cuda-graph-impl local:"
 def _check_documents(config: RunConfig) -> Iterator[str]:
     if config.training.cuda_graph_impl != "local":
         return
+    if config.data.sft and config.data.sft_packing:
+        yield f"{_REFUSED} --sft packs other conversations in each micro-batch; leave one out, or add --no-sft-packing"
+        return
     for flag, is_given in (
         ("--reset-attention-mask", config.data.reset_attention_mask),
         ("--reset-position-ids", config.data.reset_position_ids),
@@ -48,7 +51,7 @@ def _check_logits(config: RunConfig) -> Iterator[str]:
 
 CHECKS = (
     Check(("cuda_graph_impl", "log_max_attention_logit"), _check_logits),
-    Check(("cuda_graph_impl", "reset_attention_mask", "reset_position_ids"), _check_documents),
+    Check(("cuda_graph_impl", "reset_attention_mask", "reset_position_ids", "sft_packing"), _check_documents),
     Check(("cuda_graph_impl", "attention_dropout", "attention_backend"), _check_dropout),
     Check(("cuda_graph_impl", "data_parallel_sharding_strategy"), _check_gradients),
 )

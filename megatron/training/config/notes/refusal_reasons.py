@@ -43,7 +43,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("--log-straggler", _WATCH),
     ("--straggler-", _WATCH),
     ("--log-energy", _WATCH),
-    ("--log-device-memory-used", "the memory line after the first report has the peak; --log-memory-to-tensorboard"),
     ("--check-for-spiky-loss", "use --clip-grad; a loss that is not finite ends the run"),
     ("--check-for-large-grads", "use --clip-grad; a gradient that is not finite ends the run"),
     ("--adlr-autoresume", f"{_RESTART} (--exit-duration-in-mins ends it in time)"),
@@ -69,6 +68,9 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("--replication", _LOCAL_COPIES),
     ("--wandb-", "use --tensorboard-dir or --metrics-jsonl"),
 )
+
+VALUE_REASONS = {"--exp-avg-sq-dtype fp8": "a second moment moves by less than its steps of 6 %"}
+"""Why a value is refused, where the possible ones do not show it."""
 
 
 def refusal_reason(flag: str) -> str:

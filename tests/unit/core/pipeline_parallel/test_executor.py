@@ -11,11 +11,12 @@ import torch
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.main_grad import MainGrad, WeightGradQueue, attach_main_grad
 from megatron.core.pipeline_parallel.action import Action, Pass
-from megatron.core.pipeline_parallel.executor import LateGrads, MicrobatchLoss, ModelChunk, run_schedule
+from megatron.core.pipeline_parallel.executor import MicrobatchLoss, ModelChunk, run_schedule
 from megatron.core.pipeline_parallel.schedules import (
     forward_only,
     interleaved,
     with_delayed_weight_grads,
+    with_late_output_grads,
     without_pipelining,
     zero_bubble,
 )
@@ -170,8 +171,9 @@ def test_late_gradients_follow_all_passes_and_the_last_completes_them(max_microb
         product = tensor_parallel_linear(x, weight, None, InputRegion.SPLIT, single_rank_group())
         return MicrobatchLoss(product.sum(), torch.tensor(1.0))
 
-    chunk = ModelChunk(forward_step, no_sync, late_grads=LateGrads(WeightGradQueue([weight]), max_microbatches))
-    run_schedule(without_pipelining(1, 0, 3), [chunk], device=CPU)
+    chunk = ModelChunk(forward_step, no_sync, late_grads=WeightGradQueue([weight]))
+    actions = with_late_output_grads(without_pipelining(1, 0, 3), 0, max_microbatches)
+    run_schedule(actions, [chunk], device=CPU)
     assert main_grad.tensor.tolist() == [[37.0, 37.0]]
     early = "F0 [ complete B0 ]" if 0 not in late else "F0 [ B0 ]"
     drained = "[ complete ] " * (len(late) - 1) + "complete"

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.errors import DataError
 from megatron.core.pipeline_parallel.action import Action, Pass, StagePlace, sends_in_flight
-from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.schedules import build_schedule, with_deferred_grads
 from megatron.core.pipeline_parallel.simulator import Durations, MessageRules, ScheduleError, simulate
 from megatron.core.pipeline_parallel.timeline import Timeline, read_timeline, write_timeline
 
@@ -138,3 +138,30 @@ def test_planning_needs_no_torch() -> None:
         f"import sys\nfrom megatron.core.pipeline_parallel import {', '.join(names)}\nsys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[4])
+
+
+def test_deferred_weight_gradients_hide_behind_other_ranks() -> None:
+    """Each rank but the first gets its gradient earlier by the weight gradients after the first backward passes."""
+    schedule = build_schedule("1f1b", 3, 4)
+    durations = Durations(output_weight=0.5)
+
+    def changed(*, delays: bool = False, defers: bool = False, limit: int = 0) -> Timeline:
+        lists = [
+            with_deferred_grads(actions, StagePlace(3, rank), delays=delays, defers=defers, max_microbatches=limit)
+            for rank, actions in enumerate(schedule)
+        ]
+        return simulate(lists, durations=durations)
+
+    assert simulate(schedule, durations=durations).makespan == 18
+    assert changed(delays=True, defers=True).makespan == 16
+    late = changed(defers=True)
+    assert late.makespan == 17
+    assert [action.kind for action in late.ranks[2].actions[-4:]] == [Pass.OUTPUT_WEIGHT] * 4
+    assert late.ranks[2].busy == changed().ranks[2].busy == 12
+    assert [action.microbatch for action in changed(defers=True, limit=1).ranks[2].actions[-2:]] == [3, 3]
+    assert [rank.actions for rank in late.ranks[:2]] == [rank.actions for rank in changed().ranks[:2]]
+
+
+def test_an_output_weight_without_its_backward_pass_is_found() -> None:
+    with pytest.raises(ScheduleError, match=r"rank 0: output weight of micro-batch 1, chunk 0 comes before"):
+        simulate([[Action(Pass.FORWARD, 1), Action(Pass.OUTPUT_WEIGHT, 1), Action(Pass.BACKWARD, 1)]])

@@ -53,6 +53,13 @@ def test_conversations_are_packed_and_each_token_counts_alike() -> None:
         assert (data.reset_position_ids, data.reset_attention_mask) == (True, True)
         assert parsed.config.training.calculate_per_token_loss
     assert data_of(parse("--train-data-path text --train-mode pretrain --dataset MMAP")).conversations is None
+    averaged = parse("--sft --train-data-path packed --ddp-average-in-collective")
+    assert averaged.notes[2:] == (
+        "--ddp-average-in-collective has no effect with --sft: sums are divided by a number of tokens",
+    )
+    assert not averaged.config.ddp.ddp_average_in_collective
+    graphs = parse("--sft --no-sft-packing --train-data-path packed --cuda-graph-impl local --attention-dropout 0")
+    assert graphs.config.training.cuda_graph_impl == "local"
 
 
 @pytest.mark.usefixtures("talk")
@@ -107,6 +114,14 @@ def test_which_template() -> None:
         (
             "--sft --dataset MMAP --train-data-path talk.jsonl",
             "--train-data-path talk.jsonl is a file, which --dataset MMAP does not mean; give LLama-SFT-Raw or",
+        ),
+        (
+            "--sft --train-data-path packed --cuda-graph-impl local --attention-dropout 0",
+            "--cuda-graph-impl local: --sft packs other conversations in each micro-batch; leave one out",
+        ),
+        (
+            "--sft --ddp-average-in-collective --calculate-per-token-loss --train-data-path packed",
+            "--ddp-average-in-collective and --calculate-per-token-loss exclude each other; keep one",
         ),
         (
             "--sft --train-data-path packed --sft-tokenizer-prompt-format nemotron-nano-v2",

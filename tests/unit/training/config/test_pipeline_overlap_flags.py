@@ -35,7 +35,7 @@ DEFER, DELAY = "--defer-embedding-wgrad-compute", "--delay-wgrad-compute"
             2,
             [
                 f"{DEFER} has no effect with {DELAY}, which computes them with the others",
-                f"--wgrad-deferral-limit 3 has no effect without {DEFER}",
+                f"--wgrad-deferral-limit 3 has no effect with {DELAY}, which computes them with the others",
             ],
         ),
         (

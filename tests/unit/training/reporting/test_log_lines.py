@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
-from megatron.training.reporting.log_lines import IntervalAverage, StepReport, format_evaluation, format_step
+import pytest
+
+from megatron.core.device import Device
+from megatron.training.reporting.log_lines import (
+    IntervalAverage,
+    StepReport,
+    format_evaluation,
+    format_memory,
+    format_step,
+)
 
 STEP = StepReport(
     iteration=20,
@@ -72,3 +82,15 @@ def test_a_decoupled_learning_rate_follows_the_common_one() -> None:
     step = dataclasses.replace(STEP, next_decoupled_learning_rate=5.0e-4)
     line = format_step(step, averaged(step), 200, log_throughput=False)
     assert " learning rate: 2.000000E-04 | decoupled learning rate: 5.000000E-04 | global batch size:" in line
+
+
+def test_the_memory_line_has_what_all_processes_use_where_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = r"allocated: [\d.]+ \| max allocated: [\d.]+ \| reserved: [\d.]+ \| max reserved: \d+\.\d"
+    plain = rf"\[Rank 3\] \(after 20 iterations\) memory \(MB\) \| {figures}"
+    device = Device("cpu")
+    assert re.fullmatch(plain, format_memory(3, 20, device))
+    monkeypatch.setattr(Device, "used_bytes", lambda self: 3 * 2**19)
+    line = format_memory(3, 20, device, with_device=True)
+    assert re.fullmatch(rf"{plain} \| total device memory used: 1\.50", line)
+    monkeypatch.setattr(Device, "used_bytes", lambda self: None)
+    assert re.fullmatch(plain, format_memory(3, 20, device, with_device=True))
