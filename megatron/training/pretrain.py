@@ -6,7 +6,7 @@ import dataclasses
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,8 +126,11 @@ def with_vocabulary(config: RunConfig, tokenizer: Tokenizer, log: Log) -> RunCon
 
 
 def _run(application: Application, start_time: float) -> None:
-    with closing(Profiling(application.config, application.runtime, application.log)) as profiling:
-        run, datasets = _set_up(application, profiling)
+    with (
+        closing(Profiling(application.config, application.runtime, application.log)) as profiling,
+        ExitStack() as kept_open,
+    ):
+        run, datasets = _set_up(application, profiling, kept_open)
         try:
             with closing(run.evaluation_sets):
                 _train_and_evaluate(application, run, datasets, start_time)
@@ -141,7 +144,7 @@ def _run(application: Application, start_time: float) -> None:
                 run.metrics.close()
 
 
-def _set_up(application: Application, profiling: Profiling) -> tuple[TrainingRun, DatasetSplits]:
+def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack) -> tuple[TrainingRun, DatasetSplits]:
     """Build what the run works on, and bring it to where its checkpoint stands."""
     config, runtime, log = application.config, application.runtime, application.log
     timers = Timers(
@@ -156,6 +159,7 @@ def _set_up(application: Application, profiling: Profiling) -> tuple[TrainingRun
     log(f"> learning rate decay style: {config.scheduler.lr_decay_style}")
     saver = open_saver(config.checkpoint, runtime, log)
     checkpoints = RunCheckpoints(config, runtime, parts, application.tokenizer, saver, log)
+    kept_open.callback(checkpoints.close)
     with timers("load-checkpoint"):
         train_state = checkpoints.resume()
     log(timers.report(runtime.state.world, ["load-checkpoint"]))

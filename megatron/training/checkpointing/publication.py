@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.disk import sync_folder, write_text
@@ -17,23 +18,30 @@ from megatron.training.checkpointing.folder import saved_iterations
 PENDING_TRACKER = f".{TRACKER_FILE}.pending"
 
 
-def saving_folder(directory: Path, iteration: int) -> Path:
-    """Return the hidden folder that an iteration's checkpoint is written into before it is published."""
-    return directory / f".iter_{iteration:07d}.saving"
+def saving_folder(directory: Path, iteration: int, token: str = "") -> Path:
+    """Return the hidden folder that an iteration's checkpoint is written into before it is published.
+
+    The ``token`` of a run keeps what it writes apart from what another one does.
+    """
+    return _hidden(directory, iteration, token, "saving")
 
 
-def create_saving_folder(directory: Path, iteration: int) -> Path:
+def _hidden(directory: Path, iteration: int, token: str, state: str) -> Path:
+    return directory / ".".join(("", iteration_folder(directory, iteration).name, *filter(None, (token,)), state))
+
+
+def create_saving_folder(directory: Path, iteration: int, token: str = "") -> Path:
     """Create the empty hidden folder for a save, and the directory itself where it is not there yet."""
     directory.mkdir(parents=True, exist_ok=True)
-    folder = saving_folder(directory, iteration)
+    folder = saving_folder(directory, iteration, token)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir()
     return folder
 
 
-def publish(directory: Path, iteration: int) -> None:
-    """Give the hidden folder of a finished save its name, then point the tracker file at it.
+def publish(directory: Path, iteration: int, token: str = "") -> None:
+    """Give the hidden folder of a run's finished save its name, then point the tracker file at it.
 
     The tracker's new text waits beside it under a hidden name before the folder is renamed, so that a process killed
     between the two renames is told apart from a user who points the tracker at an older checkpoint.
@@ -43,12 +51,12 @@ def publish(directory: Path, iteration: int) -> None:
     """
     final = iteration_folder(directory, iteration)
     pending = directory / PENDING_TRACKER
-    replaced = directory / f".{final.name}.replaced"
+    replaced = _hidden(directory, iteration, token, "replaced")
     try:
         write_text(pending, str(iteration))
         if final.exists():
             os.rename(final, replaced)
-        os.rename(saving_folder(directory, iteration), final)
+        os.rename(saving_folder(directory, iteration, token), final)
     except OSError:
         if replaced.exists() and not final.exists():
             os.rename(replaced, final)
@@ -74,22 +82,33 @@ def expired_iterations(iterations: list[int], newest: int, keep_last: int | None
     ]
 
 
-def remove_expired(directory: Path, newest: int, keep_last: int | None, keep_every: int | None) -> list[int]:
+def remove_expired(
+    directory: Path,
+    newest: int,
+    keep_last: int | None,
+    keep_every: int | None,
+    token: str = "",
+    kept: Collection[int] = (),
+) -> list[int]:
     """Remove the checkpoints that the retention rule gives up, and return their iterations.
 
     A checkpoint of the same iteration that ``newest`` has replaced is removed too. Each is hidden by a rename first, so
-    that no half-removed checkpoint can be loaded. Folders in another format than the one of ``newest`` stay.
+    that no half-removed checkpoint can be loaded. Folders in another format than the one of ``newest`` stay, and those
+    of the iterations ``kept``, which do not count.
     """
     found = {
         iteration: detect_format(iteration_folder(directory, iteration)) for iteration in saved_iterations(directory)
     }
-    alike = [iteration for iteration, kind in found.items() if kind is not None and kind == found.get(newest)]
+    alike = [
+        iteration
+        for iteration, kind in found.items()
+        if kind is not None and kind == found.get(newest) and iteration not in kept
+    ]
     expired = expired_iterations(alike, newest, keep_last, keep_every)
-    hidden = [directory / f".{iteration_folder(directory, newest).name}.replaced"]
+    hidden = [_hidden(directory, newest, token, "replaced")]
     for iteration in expired:
-        folder = iteration_folder(directory, iteration)
-        hidden.append(directory / f".{folder.name}.removing")
-        os.rename(folder, hidden[-1])
+        hidden.append(_hidden(directory, iteration, token, "removing"))
+        os.rename(iteration_folder(directory, iteration), hidden[-1])
     for folder in hidden:
         if folder.exists():
             shutil.rmtree(folder)

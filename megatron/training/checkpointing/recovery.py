@@ -6,8 +6,9 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,15 +16,17 @@ from megatron.core.collectives import all_gather_objects, broadcast_object, rais
 from megatron.core.dist_checkpointing.checksum import checksum
 from megatron.core.dist_checkpointing.disk import sync_folder
 from megatron.core.dist_checkpointing.index import INDEX_FILE
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, InputError
 from megatron.core.parallel_state import ParallelState
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 from megatron.training.checkpointing.choice import Log
 from megatron.training.checkpointing.publication import PENDING_TRACKER, publish
+from megatron.training.process.folder_owner import FolderOwner, own_folder
 
 _MARK_SUFFIX = ".shared"
-_LEFTOVER = re.compile(r"\.(iter_\d{7,})\.(saving|replaced|removing)")
+_OLD_MARK_S = 600.0
+_LEFTOVER = re.compile(r"\.(iter_\d{7,})(?:\.([0-9a-f]+))?\.(saving|replaced|removing)")
 Result = TypeVar("Result")
 
 
@@ -32,10 +35,12 @@ class SaveFolders:
     """Say which ranks save into the same folder, as one path can mean a folder of its own on each machine.
 
     ``leaders[r]`` is the first of the ranks that share the folder of rank ``r``: what has to be done once in a folder
-    is done by it.
+    is done by it. It holds the ``owner`` of the folder, which is the run that ``token`` names.
     """
 
     leaders: tuple[int, ...]
+    token: str = ""
+    owner: FolderOwner | None = None
 
     @property
     def num_folders(self) -> int:
@@ -51,6 +56,20 @@ class SaveFolders:
         """Return whether a rank does for its folder what is done once."""
         return self.leaders[rank] == rank
 
+    def check_owner(self) -> None:
+        """See that the folder is still this run's, where this rank can say so.
+
+        Raises:
+            FolderInUseError: another run took it over.
+        """
+        if self.owner is not None:
+            self.owner.check()
+
+    def release(self) -> None:
+        """Let another run have the folder."""
+        if self.owner is not None:
+            self.owner.release()
+
 
 def one_folder(state: ParallelState) -> SaveFolders:
     """Return what holds where all ranks are known to share their folder."""
@@ -58,16 +77,17 @@ def one_folder(state: ParallelState) -> SaveFolders:
 
 
 def prepare_save_directory(directory: str | Path, state: ParallelState, log: Log) -> SaveFolders:
-    """Create the directory of a run and recover it after an interrupted save; call it before anything loads.
+    """Create and own the directory of a run and recover it after an interrupted save; call it before anything loads.
 
     Returns which ranks share it, found out by files that they put there. Where machines have a file system each, each
     gets the directory, and what one of them published before an interruption the others publish too.
 
     Raises:
         CheckpointError: it cannot be created or written to. On every rank alike.
+        FolderInUseError: another run writes there. On every rank alike.
     """
     directory = Path(directory)
-    folders = _find_folders(directory, state)
+    folders = _own(directory, _find_folders(directory, state), state, log)
     if not folders.is_shared:
         log(
             f"--save {directory} is a folder of its own for each of {folders.num_folders} machines: the files of a "
@@ -101,7 +121,7 @@ def recover(directory: Path, log: Callable[[str], None]) -> None:
         if match is None:
             continue
         final = directory / match.group(1)
-        if match.group(2) == "replaced" and not final.exists():
+        if match.group(3) == "replaced" and not final.exists():
             os.rename(entry, final)
             pending.unlink(missing_ok=True)
             log(f"put back {final}, which an interrupted save was about to replace")
@@ -118,16 +138,33 @@ def recover(directory: Path, log: Callable[[str], None]) -> None:
     sync_folder(directory)
 
 
+def _own(directory: Path, folders: SaveFolders, state: ParallelState, log: Log) -> SaveFolders:
+    """Own each of the folders, or none."""
+    owned: list[FolderOwner] = []
+
+    def own() -> None:
+        if folders.is_leader(state.rank):
+            owned.append(own_folder(directory, folders.token, "a training run", log))
+            _remove_old_marks(directory)
+
+    try:
+        _on_all_ranks(directory, state, own)
+    except InputError:
+        for owner in owned:
+            owner.release()
+        raise
+    return replace(folders, owner=owned[0] if owned else None)
+
+
 def _find_folders(directory: Path, state: ParallelState) -> SaveFolders:
-    token = broadcast_object(f".{secrets.token_hex(8)}", state.world)
+    token: str = broadcast_object(secrets.token_hex(4), state.world)
 
     def mark(rank: int) -> Path:
-        return directory / f"{token}.{rank:06d}{_MARK_SUFFIX}"
+        return directory / f".{token}.{rank:06d}{_MARK_SUFFIX}"
 
     def enter_first() -> None:
         if state.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
-            _remove_old_marks(directory, token)
             mark(0).touch()
 
     def enter() -> None:
@@ -135,7 +172,7 @@ def _find_folders(directory: Path, state: ParallelState) -> SaveFolders:
         mark(state.rank).touch()
 
     def first_rank_seen() -> int:
-        return min(int(path.name.split(".")[2]) for path in directory.glob(f"{token}.*{_MARK_SUFFIX}"))
+        return min(int(path.name.split(".")[2]) for path in directory.glob(f".{token}.*{_MARK_SUFFIX}"))
 
     _on_all_ranks(directory, state, enter_first)
     sees_first = all_gather_objects(mark(0).exists(), state.world)
@@ -144,9 +181,7 @@ def _find_folders(directory: Path, state: ParallelState) -> SaveFolders:
         _on_all_ranks(directory, state, enter)
         leaders = all_gather_objects(_on_all_ranks(directory, state, first_rank_seen), state.world)
     mark(state.rank).unlink(missing_ok=True)
-    folders = SaveFolders(tuple(leaders))
-    if folders.is_leader(state.rank):
-        _remove_old_marks(directory, token)
+    folders = SaveFolders(tuple(leaders), token)
     strays = [rank for rank, leader in enumerate(leaders) if not folders.is_leader(leader)]
     error = None
     if strays:
@@ -158,19 +193,32 @@ def _find_folders(directory: Path, state: ParallelState) -> SaveFolders:
     return folders
 
 
-def _remove_old_marks(directory: Path, token: str) -> None:
+def _remove_old_marks(directory: Path) -> None:
+    """Remove what killed runs left of their marks; another run may be looking for its own at this moment."""
     for path in directory.glob(f".*{_MARK_SUFFIX}"):
-        if not path.name.startswith(token):
-            path.unlink(missing_ok=True)
+        try:
+            if time.time() - path.stat().st_mtime > _OLD_MARK_S:
+                path.unlink()
+        except FileNotFoundError:
+            continue
 
 
-def sealed_iterations(directory: Path) -> dict[int, str]:
-    """Return the iterations that were written completely and not published, each with the checksum of its index."""
-    found: dict[int, str] = {}
+@dataclass(frozen=True)
+class SealedSave:
+    """Name a save that was written completely and not published: the run that wrote it, its index's checksum."""
+
+    token: str
+    index: str
+
+
+def sealed_iterations(directory: Path) -> dict[int, SealedSave]:
+    """Return the iterations that were written completely and not published."""
+    found: dict[int, SealedSave] = {}
     for entry in sorted(directory.glob(".iter_*.saving")):
         match = _LEFTOVER.fullmatch(entry.name)
         if match is not None and (entry / INDEX_FILE).exists():
-            found[int(match.group(1).removeprefix("iter_"))] = checksum((entry / INDEX_FILE).read_bytes())
+            index = checksum((entry / INDEX_FILE).read_bytes())
+            found[int(match.group(1).removeprefix("iter_"))] = SealedSave(match.group(2) or "", index)
     return found
 
 
@@ -193,9 +241,9 @@ def _complete_what_others_published(
     everywhere = all_gather_objects(published, state.world)
 
     def complete() -> None:
-        for iteration, sealed_index in sealed.items():
-            if any(found.get(iteration) == sealed_index for found in everywhere):
-                publish(directory, iteration)
+        for iteration, save in sealed.items():
+            if any(found.get(iteration) == save.index for found in everywhere):
+                publish(directory, iteration, save.token)
                 lines.append(f"published iteration {iteration} in {directory}, as other machines did before")
 
     _on_all_ranks(directory, state, complete)

@@ -72,7 +72,8 @@ class SaveTarget:
     """Hold where the checkpoints of a run go, and who does what there.
 
     The ``planner`` keeps the plan of the native format from one save to the next. With an ``area`` the tensors are
-    copied into it first, and may change as soon as the first step has been taken.
+    copied into it first, and may change as soon as the first step has been taken. Checkpoints of the iterations
+    ``kept`` are not this run's to remove.
     """
 
     directory: Path
@@ -82,11 +83,16 @@ class SaveTarget:
     log: Log
     planner: SavePlanner
     area: StagingArea | None = None
+    kept: frozenset[int] = frozenset()
 
     @property
     def is_leader(self) -> bool:
         """Return whether this rank does what is done once in its folder."""
         return self.folders.is_leader(self.state.rank)
+
+    def saving_folder(self, iteration: int) -> Path:
+        """Return the hidden folder that this run writes an iteration's checkpoint into."""
+        return saving_folder(self.directory, iteration, self.folders.token)
 
 
 def save_in_steps(tensors: RunTensors, common: CommonState, target: SaveTarget) -> Iterator[BackgroundTask[Any]]:
@@ -99,7 +105,7 @@ def save_in_steps(tensors: RunTensors, common: CommonState, target: SaveTarget) 
         CheckpointWriteError: the checkpoint could not be written, on every rank alike.
     """
     directory, iteration = target.directory, common.progress.iteration
-    folder = saving_folder(directory, iteration)
+    folder = target.saving_folder(iteration)
     content = _plain_content(tensors, common, target)
     target.log(f"saving checkpoint at iteration {iteration:7d} to {directory}")
     try:
@@ -126,7 +132,7 @@ def _native_steps(
 ) -> Iterator[BackgroundTask[Any]]:
     """Write and publish a checkpoint of the native format."""
     state, iteration = target.state, common.progress.iteration
-    folder = saving_folder(target.directory, iteration)
+    folder = target.saving_folder(iteration)
     described = _described(tensors, target)
     plan = target.planner.plan(described)
     share = take_share(plan, described, state.rank)
@@ -174,7 +180,7 @@ def _torch_steps(
 ) -> Iterator[BackgroundTask[Any]]:
     """Write and publish a checkpoint of Megatron's own format."""
     iteration = common.progress.iteration
-    folder = saving_folder(target.directory, iteration)
+    folder = target.saving_folder(iteration)
     share = _planned_share(plan_torch_share, tensors, target, content, folder)
     write_tokenizer = common.write_tokenizer if target.is_leader else None
     recording = BackgroundTask(lambda: write_tokenizer_files(folder, write_tokenizer), _THREAD_NAME)
@@ -196,7 +202,7 @@ def _torch_dist_steps(
 ) -> Iterator[BackgroundTask[Any]]:
     """Write and publish a checkpoint of Megatron's torch_dist format."""
     iteration = common.progress.iteration
-    folder = saving_folder(target.directory, iteration)
+    folder = target.saving_folder(iteration)
     share = _planned_share(plan_torch_dist_share, tensors, target, content, folder)
     write_tokenizer = common.write_tokenizer if target.is_leader else None
     writing = BackgroundTask(lambda: (share.write(), write_tokenizer_files(folder, write_tokenizer)), _THREAD_NAME)
@@ -251,9 +257,10 @@ def _saved_state(tensors: RunTensors, target: SaveTarget) -> list[ShardedTensor]
 def _create_folder(target: SaveTarget, iteration: int) -> None:
     if target.is_leader:
         try:
-            create_saving_folder(target.directory, iteration)
+            target.folders.check_owner()
+            create_saving_folder(target.directory, iteration, target.folders.token)
         except OSError as failure:
-            raise write_error(saving_folder(target.directory, iteration), failure) from failure
+            raise write_error(target.saving_folder(iteration), failure) from failure
 
 
 def _write(
@@ -269,7 +276,7 @@ def _finish_folder(
     """Write the index and, where all ranks share the folder, publish it."""
     if not target.is_leader:
         return
-    folder = saving_folder(target.directory, iteration)
+    folder = target.saving_folder(iteration)
     try:
         write_index(folder, build_index(plan, shares, content))
         sync_folder(folder)
@@ -285,7 +292,8 @@ def _finish_folder(
 def _publish(target: SaveTarget, iteration: int) -> None:
     if target.is_leader:
         try:
-            publish(target.directory, iteration)
+            target.folders.check_owner()
+            publish(target.directory, iteration, target.folders.token)
         except OSError as failure:
             raise write_error(iteration_folder(target.directory, iteration), failure) from failure
 
@@ -293,8 +301,10 @@ def _publish(target: SaveTarget, iteration: int) -> None:
 def _remove_expired(target: SaveTarget, iteration: int) -> str | None:
     """Apply the retention rule; return a warning where it cannot be."""
     if target.is_leader:
+        newest, multiple = target.options.num_newest_kept, target.options.kept_multiple
         try:
-            remove_expired(target.directory, iteration, target.options.num_newest_kept, target.options.kept_multiple)
+            target.folders.check_owner()
+            remove_expired(target.directory, iteration, newest, multiple, target.folders.token, target.kept)
         except OSError as error:
             return f"WARNING: could not remove an old checkpoint in {target.directory}: {error.strerror}"
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron.core.errors import CheckpointError, TrainingError
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
 from megatron.training.checkpointing.choice import Log
+from megatron.training.checkpointing.folder import saved_iterations
 from megatron.training.checkpointing.load import load_checkpoint
 from megatron.training.checkpointing.recovery import SaveFolders, prepare_save_directory
 from megatron.training.checkpointing.save import CommonState, SaveTarget, save_in_steps
@@ -36,7 +37,7 @@ class CheckpointSaver:
     through; the next save, and `finish`, wait for it. The threads themselves never communicate.
 
     A checkpoint that the file system does not take is reported and given up: what was saved before is still in place,
-    and training goes on.
+    and training goes on. Checkpoints that were there before are never removed, unless the run goes on from them.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class CheckpointSaver:
             log=log,
             planner=SavePlanner(runtime.state),
             area=StagingArea(runtime.device.synchronize) if options.async_save else None,
+            kept=frozenset(saved_iterations(directory)),
         )
         self._steps: Iterator[BackgroundTask[Any]] = iter(())
         self._task: BackgroundTask[Any] | None = None
@@ -69,11 +71,21 @@ class CheckpointSaver:
         """Return whether the newest save was given up."""
         return self._failure is not None
 
+    def go_on_from(self, folder: Path) -> None:
+        """Take what is in the directory for this run's own where the checkpoint that it goes on from is there."""
+        if folder.parent.resolve() == self._target.directory.resolve():
+            self._target = replace(self._target, kept=frozenset())
+
+    def close(self) -> None:
+        """Let another run have the directory; no save is under way, or what it writes is of no use."""
+        self._target.folders.release()
+
     def save(self, tensors: RunTensors, common: CommonState) -> None:
         """Save a checkpoint, or begin to."""
         self.finish()
-        self._steps = save_in_steps(tensors, common, self._target)
         self._iteration = common.progress.iteration
+        self._target = replace(self._target, kept=self._target.kept - {self._iteration})
+        self._steps = save_in_steps(tensors, common, self._target)
         self._failure = None
         self._advance()
         if not self._is_async:
@@ -121,6 +133,7 @@ def open_saver(options: CheckpointConfig, runtime: Runtime, log: Log) -> Checkpo
         return None
     folders = prepare_save_directory(options.save, runtime.state, log)
     if options.ckpt_format != NATIVE_FORMAT and not folders.is_shared:
+        folders.release()
         # Their files belong together, or hold what ranks of several machines write.
         raise CheckpointError(
             f"--ckpt-format {options.ckpt_format} needs a folder that all machines share, and --save {options.save} is "
@@ -163,6 +176,8 @@ class RunCheckpoints:
         if loaded is None:
             return TrainState()
         self.model_record = loaded.model_record
+        if self.saver is not None and not loaded.begins_anew:
+            self.saver.go_on_from(loaded.folder)
         if not loaded.optimizer_loaded:
             self.parts.optimizer.reload_main_params()
             if loaded.begins_anew and not self.config.checkpoint.finetune:
@@ -219,6 +234,11 @@ class RunCheckpoints:
         """
         if self.saver is not None:
             self.saver.check_last()
+
+    def close(self) -> None:
+        """Let another run have the folder of ``--save``."""
+        if self.saver is not None:
+            self.saver.close()
 
     def _check_schedule(self, state: Mapping[str, Any]) -> None:
         check_schedule(state, self.config)

@@ -92,6 +92,11 @@ def scheduler_job_id() -> str:
     return os.environ.get("SLURM_JOB_ID", "")
 
 
+def elastic_run_id() -> str:
+    """Return the number that torchrun gave the run; empty where another launcher started the process, or none."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
 def is_first_failure() -> bool:
     """Return whether no other process of this run has failed before this one; to be asked once by each that fails.
 

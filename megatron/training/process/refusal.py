@@ -11,18 +11,29 @@ from typing import NoReturn
 
 from megatron.core.errors import ConfigurationError, MegatronError
 from megatron.training.process.console import print_line
-from megatron.training.process.initialize import LaunchEnvironment, is_first_failure, read_launch_environment
+from megatron.training.process.initialize import (
+    LaunchEnvironment,
+    elastic_run_id,
+    is_first_failure,
+    read_launch_environment,
+)
+from megatron.training.process.launcher import die_with_launcher
 
 # torchrun ends the others within a fraction of a second of rank 0: this is how late rank 0 may be on a busy machine.
 _WAIT_FOR_REPORT_S = 5.0
 
 
 def launch_environment_or_exit() -> LaunchEnvironment:
-    """Return what the launcher says, or end the program with status 2 where it cannot be understood."""
+    """Return what the launcher says, or end the program with status 2 where it cannot be understood.
+
+    From here on the process ends when the launcher does.
+    """
     try:
-        return read_launch_environment()
+        launch = read_launch_environment()
     except ConfigurationError as error:
         sys.exit(refuse(error.problems, rank=0))
+    die_with_launcher(elastic_run_id(), launch.rank)
+    return launch
 
 
 def reasons_of(error: MegatronError) -> tuple[str, ...]:

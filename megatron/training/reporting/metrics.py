@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.console import print_line
+from megatron.training.process.folder_owner import FOLDER_RECORD, FolderOwner, own_folder
 from megatron.training.reporting.log_lines import StepReport
 from megatron.training.train_state import TrainState
 
@@ -33,9 +35,11 @@ class MetricsWriter:
         self._file: TextIO | None = None
         self._is_refused = False
         self.tensorboard: Any = None
+        self._owner: FolderOwner | None = None
         if config.metrics_jsonl is not None:
             path = Path(config.metrics_jsonl)
             path.parent.mkdir(parents=True, exist_ok=True)
+            self._owner = own_metrics_file(path, config.checkpoint.save)
             set_superseded_lines_aside(path, start_iteration)
             self._file = path.open("a", buffering=1)
         if config.logging.tensorboard_dir is not None:
@@ -147,6 +151,8 @@ class MetricsWriter:
                 self._file.close()
             if self.tensorboard is not None:
                 self.tensorboard.close()
+            if self._owner is not None:
+                self._owner.release()
         except OSError as error:
             self._report_refused(error)
 
@@ -169,6 +175,24 @@ class MetricsWriter:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def own_metrics_file(path: Path, save: str | None) -> FolderOwner | None:
+    """Keep other runs from writing to the metrics file while this one does.
+
+    One in the folder of ``--save`` is that folder's owner's, and a device or a pipe anybody's: None.
+
+    Raises:
+        FolderInUseError: another run writes to it.
+        OSError: the folder cannot be written to.
+    """
+    if path.exists() and not path.is_file():
+        return None
+    if save is not None and path.parent.resolve() == Path(save).resolve():
+        return None
+    given = f"--metrics-jsonl {path}"
+    prefix = f".{path.name}{FOLDER_RECORD}"
+    return own_folder(path.parent, secrets.token_hex(4), "a training run", print_line, prefix, given)
 
 
 def set_superseded_lines_aside(path: Path, start_iteration: int) -> None:

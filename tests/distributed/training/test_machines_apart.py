@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,17 @@ def prepare(folders: list[str]) -> tuple[tuple[int, ...], list[str], list[str]]:
     """Prepare ``checkpoints`` below this rank's folder; return who shares one, what it holds, and the log."""
     os.chdir(folders[dist.get_rank()])
     lines: list[str] = []
-    leaders = prepare_save_directory("checkpoints", create_parallel_state(), lines.append).leaders
+    folders = prepare_save_directory("checkpoints", create_parallel_state(), lines.append)
+    folders.release()
     dist.barrier()
-    return leaders, sorted(os.listdir("checkpoints")), lines
+    return folders.leaders, sorted(os.listdir("checkpoints")), lines
+
+
+def leave_old_mark(directory: Path) -> None:
+    """Leave what a run that was killed an hour ago did."""
+    mark = directory / ".0123.000000.shared"
+    mark.touch()
+    os.utime(mark, (time.time() - 3600.0,) * 2)
 
 
 @pytest.mark.parametrize("is_there", [False, True])
@@ -41,7 +50,7 @@ def test_ranks_find_out_which_of_them_share_a_folder(is_there: bool, tmp_path: P
         folder.mkdir()
         if is_there:
             (folder / "checkpoints").mkdir()
-            (folder / "checkpoints" / ".0123.000000.shared").touch()
+            leave_old_mark(folder / "checkpoints")
     for leaders in ((0, 0, 2, 2), (0, 1, 0, 1), (0, 1, 1, 1)):
         found = run_distributed(4, prepare, [str(folders[int(leader > 0)]) for leader in leaders])
         for shares, content, lines in found:
@@ -52,7 +61,7 @@ def test_ranks_find_out_which_of_them_share_a_folder(is_there: bool, tmp_path: P
 
 def test_a_shared_save_folder_is_left_clean(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / ".0123.000000.shared").touch()
+    leave_old_mark(tmp_path / "checkpoints")
     assert run_distributed(2, prepare, [str(tmp_path)] * 2) == [((0, 0), [], [])] * 2
 
 

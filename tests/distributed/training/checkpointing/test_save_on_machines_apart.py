@@ -61,6 +61,7 @@ def save(machines: list[str], tp: int, iterations: tuple[int, ...], keep_last: i
     for iteration in iterations:
         run = filled_run(state)
         save_checkpoint("run", run, content(state, run, iteration), state, options, lambda line: None, folders)
+    folders.release()
 
 
 def load(machines: list[str], tp: int, same_layout: bool = True) -> tuple[int | None, str, list[str]]:
@@ -68,7 +69,7 @@ def load(machines: list[str], tp: int, same_layout: bool = True) -> tuple[int | 
     state = enter_machine(machines, tp)
     lines: list[str] = []
     try:
-        prepare_save_directory("run", state, lines.append)
+        prepare_save_directory("run", state, lines.append).release()
         run = empty_run(state)
         loaded = load_checkpoint("run", run, state, CheckpointConfig(), CONFIG, lines.append)
     except CheckpointError as error:
@@ -157,10 +158,10 @@ def die_while_publishing(machines: list[str], tp: int, publisher: int | None) ->
     save(machines, tp, (10,))
     state = create_parallel_state(ParallelSizes(tp=tp))
 
-    def publish_or_stop(directory: Path, iteration: int) -> None:
+    def publish_or_stop(directory: Path, iteration: int, token: str) -> None:
         if state.rank != publisher:
             os._exit(0)
-        publish(directory, iteration)
+        publish(directory, iteration, token)
         os._exit(0)
 
     saving.publish = publish_or_stop  # type: ignore[attr-defined]
@@ -186,7 +187,7 @@ def test_what_one_machine_published_before_an_interruption_the_others_publish_to
 
 def test_a_machine_that_cannot_write_costs_the_others_nothing(machines: list[Path]) -> None:
     for _, error in run_distributed(4, fail_on_second_machine, on(machines), 2):
-        assert error.startswith("cannot write run/.iter_0000020.saving")
+        assert error.startswith("cannot write run/.iter_0000020.")
     assert names(machines[0] / "run") == ["iter_0000010", TRACKER]
     for iteration, error, _ in run_distributed(4, load, on(machines), 2):
         assert (iteration, error) == (10, "")
@@ -206,5 +207,6 @@ def fail_on_second_machine(machines: list[str], tp: int) -> tuple[int, str]:
         if state.rank == 2:
             os.unlink("run")
             os.rename("kept", "run")
+        folders.release()
         return state.rank, str(error)
     return state.rank, "saved"

@@ -54,7 +54,7 @@ def test_leftovers_of_an_interrupted_save_are_removed_at_the_start(tmp_path: Pat
     half.mkdir()
     (half / "shard_00000.safetensors").write_bytes(b"half")
     lines.clear()
-    prepare_save_directory(tmp_path, STATE, lines.append)
+    prepare_save_directory(tmp_path, STATE, lines.append).release()
     assert lines == [f"removed {half}, left by an interrupted save"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", TRACKER]
     run, _ = load(tmp_path, lines)

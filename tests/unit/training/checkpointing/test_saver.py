@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -87,7 +88,8 @@ def assert_loads(directory: Path, iteration: int) -> None:
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    """Return what is in a directory beside the record of its owner."""
+    return sorted(path.name for path in directory.iterdir() if not path.name.startswith(".owner."))
 
 
 def test_what_is_saved_is_the_moment_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +104,8 @@ def test_what_is_saved_is_the_moment_of_the_call(tmp_path: Path, monkeypatch: py
     for _ in range(3):
         saver.poll()
     assert saver.is_saving
-    assert names(tmp_path) == [".iter_0000010.saving"]
+    (saving_name,) = names(tmp_path)
+    assert re.fullmatch(r"\.iter_0000010\.[0-9a-f]{8}\.saving", saving_name)
     assert lines == [f"saving checkpoint at iteration      10 to {tmp_path}"]
     gate.open()
     poll_until(saver, lambda: not saver.is_saving)
@@ -164,7 +167,8 @@ def test_a_full_disk_is_said_and_the_next_save_goes_on(
         save(saver, 20)
         saver.finish()
     needed = (tmp_path / "iter_0000010" / "shard_00000.safetensors").stat().st_size
-    path = tmp_path / ".iter_0000020.saving" / "shard_00000.safetensors"
+    token = saver._target.folders.token
+    path = tmp_path / f".iter_0000020.{token}.saving" / "shard_00000.safetensors"
     assert lines[-1].startswith(
         f"WARNING: the checkpoint of iteration 20 was not saved: cannot write {path}: No space left on device; "
         f"{needed} bytes are needed for it, "
@@ -185,7 +189,7 @@ def test_a_refusal_to_publish_is_said_too(tmp_path: Path, monkeypatch: pytest.Mo
     saver = make_saver(tmp_path, lines)
     save(saver, 10)
 
-    def refuse(directory: Path, iteration: int) -> None:
+    def refuse(directory: Path, iteration: int, token: str) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(saving, "publish", refuse)

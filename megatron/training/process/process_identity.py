@@ -1,0 +1,66 @@
+"""Who a process is: told apart from a later one with its number, and asked whether it still runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_ENDED_STATES = ("Z", "X")
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """Name a process of some machine.
+
+    ``machine`` is empty where the system does not say enough to tell machines, or containers, apart. ``started`` is in
+    ticks since the machine's start.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    started: int
+
+    @property
+    def is_alive(self) -> bool | None:
+        """Return whether the process runs; None where that cannot be seen from here."""
+        if not self.machine or self.machine != _machine():
+            return None
+        return start_time(self.pid) == self.started
+
+
+def identify(pid: int) -> ProcessIdentity:
+    """Return who a process of this machine is; one that is gone is not alive."""
+    started = start_time(pid)
+    return ProcessIdentity(socket.gethostname(), _machine(), pid, 0 if started is None else started)
+
+
+def start_time(pid: int) -> int | None:
+    """Return when a process of this machine started, in ticks; None where it has ended or nothing is known."""
+    fields = _status(pid)
+    return None if not fields or fields[0] in _ENDED_STATES else int(fields[19])
+
+
+def parent_of(pid: int) -> int:
+    """Return the number of a process's parent; 0 where it is not known."""
+    fields = _status(pid)
+    return int(fields[1]) if fields else 0
+
+
+def _status(pid: int) -> list[str]:
+    """Return the fields of a process's ``stat`` behind its name, which may hold any character."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _machine() -> str:
+    """Return what the processes that can see each other have in common, and no others."""
+    try:
+        return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
