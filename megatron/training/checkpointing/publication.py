@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.disk import sync_folder, write_text
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 from megatron.training.checkpointing.folder import saved_iterations
+from megatron.training.faults.known_good import newest_known
 
 PENDING_TRACKER = f".{TRACKER_FILE}.pending"
 
@@ -59,10 +60,13 @@ def publish(directory: Path, iteration: int) -> None:
     sync_folder(directory)
 
 
-def expired_iterations(iterations: list[int], newest: int, keep_last: int | None, keep_every: int | None) -> list[int]:
+def expired_iterations(
+    iterations: list[int], newest: int, keep_last: int | None, keep_every: int | None, known: int | None = None
+) -> list[int]:
     """Return which iterations the retention rule gives up after ``newest`` was saved.
 
-    Iterations beyond ``newest`` (of a run that was since rolled back) are left alone.
+    The newest one that is ``known`` to train stays. Iterations beyond ``newest`` (of a run that was since rolled back)
+    are left alone.
     """
     if keep_last is None:
         return []
@@ -70,7 +74,7 @@ def expired_iterations(iterations: list[int], newest: int, keep_last: int | None
     return [
         iteration
         for iteration in older[: max(len(older) - keep_last, 0)]
-        if not (keep_every and iteration % keep_every == 0) and iteration != newest
+        if not (keep_every and iteration % keep_every == 0) and iteration not in (newest, known)
     ]
 
 
@@ -84,7 +88,8 @@ def remove_expired(directory: Path, newest: int, keep_last: int | None, keep_eve
         iteration: detect_format(iteration_folder(directory, iteration)) for iteration in saved_iterations(directory)
     }
     alike = [iteration for iteration, kind in found.items() if kind is not None and kind == found.get(newest)]
-    expired = expired_iterations(alike, newest, keep_last, keep_every)
+    known = newest_known(directory, [iteration for iteration in alike if iteration <= newest])
+    expired = expired_iterations(alike, newest, keep_last, keep_every, known)
     hidden = [directory / f".{iteration_folder(directory, newest).name}.replaced"]
     for iteration in expired:
         folder = iteration_folder(directory, iteration)
