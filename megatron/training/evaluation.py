@@ -10,11 +10,12 @@ from megatron.core.models.model import Model
 from megatron.core.pipeline_parallel.action import Action
 from megatron.core.pipeline_parallel.executor import ChunkResult, ModelChunk, run_schedule
 from megatron.core.pipeline_parallel.schedules import forward_only
+from megatron.training.agreement import agree
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.microbatches import Microbatches, MicrobatchSource
 from megatron.training.model_setup import TrainingParts
 from megatron.training.process.initialize import Runtime
-from megatron.training.training_step import ForwardStep, agree
+from megatron.training.training_step import ForwardStep
 
 
 def evaluate(

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.datasets.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.history.data_history import recorded_history
+from megatron.core.datasets.history.left_out import LeftOutSamples
 from megatron.core.datasets.history.sample_keys import ReadCounter
 from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, SampleDataset
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
@@ -25,7 +27,9 @@ from megatron.training.data.batch_source import BatchSource
 from megatron.training.data.data_plan import DatasetsProvider, sample_targets
 from megatron.training.data.data_setup import build_datasets, sample_order
 from megatron.training.data.evaluation_sets import plan_evaluation
-from megatron.training.model_setup import ModelProvider, build_training_parts, with_transformer_impl
+from megatron.training.faults.fault_guard import FaultGuard
+from megatron.training.faults.verdict import Rewind
+from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts, with_transformer_impl
 from megatron.training.process.console import print_line
 from megatron.training.process.initialize import (
     LaunchEnvironment,
@@ -70,11 +74,15 @@ class Application:
     log: Log
 
     def source(
-        self, dataset: SampleDataset | ExternalSamples, consumed_samples: int, whole_set: int | None = None
+        self,
+        dataset: SampleDataset | ExternalSamples,
+        consumed_samples: int,
+        whole_set: int | None = None,
+        shift: int = 0,
     ) -> BatchSource:
         """Return the micro-batches of a data set from a position on, or of ``whole_set`` samples, each once."""
         vocab_size = self.tokenizer.vocab_size
-        return BatchSource(dataset, self.config, self.runtime, vocab_size, consumed_samples, whole_set)
+        return BatchSource(dataset, self.config, self.runtime, vocab_size, consumed_samples, whole_set, shift)
 
 
 def pretrain(
@@ -131,9 +139,13 @@ def _run(application: Application, start_time: float) -> None:
         ExitStack() as kept_open,
     ):
         run, datasets = _set_up(application, profiling, kept_open)
+        is_done = False
         try:
-            with closing(run.evaluation_sets):
-                _train_and_evaluate(application, run, datasets, start_time)
+            while not is_done:
+                with closing(run.evaluation_sets):
+                    is_done = _train_and_evaluate(application, run, datasets, start_time)
+                if not is_done:
+                    run = _go_back(application, run, datasets)
             run.checkpoints.check_last()
         except TrainingError:
             # Every rank comes here: a checkpoint that is being written is worth the wait.
@@ -186,6 +198,9 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
         checkpoints=checkpoints,
         profiling=profiling,
         progress=_open_progress(config, runtime, train_state),
+        guard=None
+        if datasets.train is None
+        else _make_guard(application, parts, checkpoints, datasets.train, train_state),
     )
     return run, datasets
 
@@ -200,7 +215,8 @@ def _open_progress(config: RunConfig, runtime: Runtime, train_state: TrainState)
     return progress
 
 
-def _train_and_evaluate(application: Application, run: TrainingRun, datasets: DatasetSplits, start_time: float) -> None:
+def _train_and_evaluate(application: Application, run: TrainingRun, datasets: DatasetSplits, start_time: float) -> bool:
+    """Train and evaluate to the end; return False where the run is to go back to an older checkpoint first."""
     config, train_state = run.config, run.train_state
     stop_reason = None
     is_evaluated = False
@@ -210,14 +226,59 @@ def _train_and_evaluate(application: Application, run: TrainingRun, datasets: Da
                 "there is no training data: give the first number of --split a share, or --train-data-path"
             )
         with closing(application.source(datasets.train, train_state.consumed_train_samples)) as source:
-            stop_reason = _train(run, source, start_time)
+            try:
+                stop_reason = _train(run, source, start_time)
+            except Rewind:
+                return False
         is_evaluated = is_evaluation_due(config, train_state.iteration)
     if stop_reason is not None:
         run.log(stop_reason)
-        return
+        return True
     if not is_evaluated:
         evaluate_and_report(run, run.evaluation_sets.validation, is_verbose=True)
     evaluate_and_report(run, run.evaluation_sets.test, is_verbose=True)
+    return True
+
+
+def _go_back(application: Application, run: TrainingRun, datasets: DatasetSplits) -> TrainingRun:
+    """Return the run as it was at its newest checkpoint known to train, with what was left out since."""
+    config, runtime = application.config, application.runtime
+    train_state = run.checkpoints.go_back()
+    assert train_state is not None, "the guard has seen that there is such a checkpoint"
+    if run.metrics is not None:
+        run.metrics.close()
+    counter = run.counter
+    if counter is not None and datasets.history is not None:
+        recorded = recorded_history(train_state.train_data)
+        at_start = datasets.history if recorded is None else datasets.history.counted_as(recorded)
+        counter = _read_counter(config, dataclasses.replace(datasets, history=at_start))
+    return dataclasses.replace(
+        run,
+        train_state=train_state,
+        evaluation_sets=plan_evaluation(config, datasets, train_state, application.source),
+        counter=counter,
+        metrics=_open_metrics(config, runtime, train_state.iteration),
+    )
+
+
+def _make_guard(
+    application: Application,
+    parts: TrainingParts,
+    checkpoints: RunCheckpoints,
+    train: SampleDataset | ExternalSamples,
+    train_state: TrainState,
+) -> FaultGuard:
+    """Return what watches the training steps of a run."""
+    return FaultGuard(
+        application.config,
+        application.runtime,
+        parts,
+        application.forward_step,
+        lambda consumed_samples, shift: application.source(train, consumed_samples, shift=shift),
+        LeftOutSamples.from_dict(train_state.train_data),
+        checkpoints.newest_known,
+        application.log,
+    )
 
 
 def _read_counter(config: RunConfig, datasets: DatasetSplits) -> ReadCounter | None:

@@ -9,15 +9,17 @@ from functools import partial
 
 from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.datasets.history.sample_keys import ReadCounter
-from megatron.core.distributed.replica_check import check_replicas_equal
+from megatron.core.distributed.replica_check import check_replicas_equal, compare_replicas
 from megatron.core.errors import TrainingError
 from megatron.core.timers import Timers, format_report
 from megatron.planning.theoretical_memory import describe_theoretical_memory, model_size
+from megatron.training.agreement import Agreement
 from megatron.training.checkpointing.saver import RunCheckpoints
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource
 from megatron.training.data.evaluation_sets import EvaluationSet, EvaluationSets
 from megatron.training.evaluation import evaluate
+from megatron.training.faults.fault_guard import FaultGuard
 from megatron.training.model_setup import TrainingParts
 from megatron.training.process.console import print_line
 from megatron.training.process.initialize import Runtime
@@ -35,7 +37,7 @@ from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.reporting.profiling import Profiling
 from megatron.training.reporting.progress_log import ProgressLog
 from megatron.training.train_state import TrainState
-from megatron.training.training_step import Agreement, ForwardStep, TrainingStep
+from megatron.training.training_step import ForwardStep, TrainingStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +56,7 @@ class TrainingRun:
     checkpoints: RunCheckpoints
     profiling: Profiling
     progress: ProgressLog | None = None
+    guard: FaultGuard | None = None
 
     def log(self, text: str) -> None:
         """Print on the reporting rank."""
@@ -69,8 +72,8 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     config, state = run.config, run.train_state
     profiling, parts = run.profiling, run.parts
     timers, action_clock = profiling.timers(run.timers), profiling.action_clock
-    observer = None if config.logging.log_layer_norms is None else partial(_log_layer_norms, run)
-    step = TrainingStep(config, run.runtime, parts, run.forward_step, timers, observer, action_clock)
+    observer = partial(_observe_gradients, run) if _observes_gradients(config) else None
+    step = TrainingStep(config, run.runtime, parts, run.forward_step, timers, observer, action_clock, run.guard)
     logits = None
     if config.logging.log_max_attention_logit:
         logits = AttentionLogits(parts.chunks, run.runtime.device.torch_device)
@@ -81,6 +84,8 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     _begin_garbage_collection(config)
     while state.iteration < config.train_iters and reason is None:
         batch_size = config.training.batch_sizes.global_batch_size_at(state.consumed_train_samples)
+        if _passes_over(run, train_source, batch_size):
+            continue
         profiling.begin_iteration(state.iteration, parts.chunks)
         if logits is not None:
             logits.is_on = _is_due(config.logging.log_interval, state.iteration + 1)
@@ -89,6 +94,9 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
         if logits is not None and logits.is_on:
             report = replace(report, max_attention_logit=logits.take(run.runtime.state.world))
         run.checkpoints.poll()
+        run.checkpoints.note_step(state.iteration, not report.is_skipped)
+        if run.guard is not None and not report.is_skipped:
+            run.guard.accepted(report)
         average.add(report)
         _write_metrics(run, report)
         if _is_due(config.training.check_weight_hash_across_dp_replicas_interval, state.iteration):
@@ -97,6 +105,8 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
         if state.iteration % config.logging.log_interval == 0:
             _log_iterations(run, report, average, with_memory=first_log or with_memory)
             average, first_log = IntervalAverage(), False
+            if run.guard is not None:
+                run.guard.log_variation()
         elif with_memory:
             _log_memory(run)
         if is_evaluation_due(config, state.iteration):
@@ -160,6 +170,8 @@ def _save(run: TrainingRun) -> None:
     state = run.train_state
     if run.counter is not None:
         state.train_data = run.counter.history_at(state.consumed_train_samples).to_dict()
+    if run.guard is not None and run.guard.left_out.steps:
+        state.train_data = {**(state.train_data or {}), **run.guard.left_out.to_dict()}
     with run.timers("save-checkpoint", log_level=0):
         is_saved = run.checkpoints.save(state)
     _report_time(run, "save-checkpoint")
@@ -204,6 +216,56 @@ def _log_iterations(run: TrainingRun, report: StepReport, average: IntervalAvera
         run.metrics.scalars(longest, report.iteration)
     if any(times):
         run.log(format_report(times, logging.timing_log_option))
+
+
+def _passes_over(run: TrainingRun, train_source: BatchSource, batch_size: int) -> bool:
+    """Advance past the samples of a step that are to be left out; return whether they are."""
+    state, config = run.train_state, run.config
+    guard, first = run.guard, state.consumed_train_samples
+    reason = None if guard is None else guard.passes_over(state.iteration, first, batch_size)
+    if reason is None:
+        return False
+    for _ in range(batch_size // (config.training.micro_batch_size * config.data_parallel_size)):
+        train_source.next()
+    state.iteration += 1
+    state.consumed_train_samples += batch_size
+    state.skipped_iterations += 1
+    run.log(f"iteration {state.iteration}: consumed samples {first} to {first + batch_size} are left out: {reason}")
+    if run.metrics is not None:
+        run.metrics.write(
+            {
+                "iteration": state.iteration,
+                "consumed_samples": state.consumed_train_samples,
+                "lm_loss": None,
+                "skipped": True,
+                "left_out": reason,
+                "global_batch_size": batch_size,
+            }
+        )
+    if _is_due(config.checkpoint.save_interval, state.iteration):
+        _save(run)
+    return True
+
+
+def _observes_gradients(config: RunConfig) -> bool:
+    interval = config.faults.check_gradient_hash_across_dp_replicas_interval
+    return config.logging.log_layer_norms is not None or interval is not None
+
+
+def _observe_gradients(run: TrainingRun) -> None:
+    """Look at the reduced gradients of the iteration that is under way, where that is due.
+
+    Raises:
+        TrainingError: copies of them differ between data-parallel ranks, on every rank alike.
+    """
+    iteration = run.train_state.iteration + 1
+    if _is_due(run.config.faults.check_gradient_hash_across_dp_replicas_interval, iteration):
+        parts = [(part.spec.name, part.gradient) for chunk in run.parts.ddp_chunks for part in chunk.parts]
+        difference = compare_replicas(parts, run.runtime.state.dp_cp, "gradients")
+        error = TrainingError(f"at iteration {iteration}: {difference}") if difference else None
+        raise_on_all_ranks(error, run.runtime.state.world)
+    if run.config.logging.log_layer_norms is not None:
+        _log_layer_norms(run)
 
 
 def _log_layer_norms(run: TrainingRun) -> None:

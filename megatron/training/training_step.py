@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +28,7 @@ from megatron.core.pipeline_parallel.executor import (
 )
 from megatron.core.pipeline_parallel.schedules import SCHEDULES, with_deferred_grads
 from megatron.core.timers import Timers
+from megatron.training.agreement import Agreement, agree, read_agreement, sum_over_ranks
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.microbatches import Microbatches, MicrobatchSource
 from megatron.training.model_setup import TrainingParts
@@ -57,68 +58,13 @@ class SampleSource(MicrobatchSource, Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """Hold what all ranks have summed over the world after a step; ``auxiliary`` are means by name.
-
-    ``read_along`` are numbers of this rank's own that were read from the device in the same go.
-    """
-
-    loss_sum: float
-    num_tokens: float
-    signal_received: bool
-    time_is_up: bool
-    auxiliary: Mapping[str, float] = field(default_factory=dict)
-    read_along: tuple[float, ...] = ()
-
-    @property
-    def lm_loss(self) -> float:
-        """Return the mean loss over the tokens of the global batch."""
-        return self.loss_sum / max(self.num_tokens, 1.0)
-
-
-def agree(
-    result: ScheduleResult,
-    exit_request: ExitRequest | None,
-    runtime: Runtime,
-    auxiliary_names: Sequence[str] = (),
-    read_along: torch.Tensor | None = None,
-) -> Agreement:
-    """Sum losses and reasons to exit over all ranks, in one collective, so that every rank decides alike.
-
-    Of the ranks that computed the same loss only the first tensor-parallel rank counts. ``auxiliary_names`` are the
-    auxiliary losses that are reported, the same on every rank. This is where the host waits for the device: what else
-    it has to know comes with the sums, as ``read_along``.
-
-    Shapes: ``read_along: [n]`` float64.
-    """
-    signal_received = exit_request is not None and exit_request.signal_received
-    time_is_up = exit_request is not None and exit_request.time_is_up
-    values = torch.zeros(4 + 2 * len(auxiliary_names), dtype=torch.float64, device=runtime.device.torch_device)
-    if runtime.state.tp.is_first:
-        if runtime.state.pp.is_last:
-            values[0], values[1] = result.loss_sum, result.num_tokens
-        for index, name in enumerate(auxiliary_names, start=2):
-            if name in result.auxiliary:
-                values[2 * index : 2 * index + 2] = result.auxiliary[name]
-    # Not by assignment, which would copy a number from the host and wait for the copy.
-    values[2].fill_(signal_received)
-    values[3].fill_(time_is_up)
-    all_reduce(values, runtime.state.world)
-    num_values = len(values)
-    read = (values if read_along is None else torch.cat((values, read_along))).tolist()
-    loss_sum, num_tokens, signals, times, *sums_and_counts = read[:num_values]
-    means = (total / max(count, 1.0) for total, count in zip(sums_and_counts[::2], sums_and_counts[1::2]))
-    auxiliary = dict(zip(auxiliary_names, means))
-    return Agreement(loss_sum, num_tokens, signals > 0, times > 0, auxiliary, tuple(read[num_values:]))
-
-
 @dataclass(frozen=True, eq=False)
-class _Begun:
-    """Hold what an iteration begins with."""
+class BegunStep:
+    """Hold what an iteration begins with; ``iteration`` counts those before it."""
 
     start_time: float
     iteration: int
+    consumed_samples: int
     global_batch_size: int
     sample_ids_hash: str | None
     learning_rate: float
@@ -126,8 +72,42 @@ class _Begun:
     loss_scale: float
 
 
+class StepGuard(Protocol):
+    """Watch the results of training steps, and say what becomes of one that looks wrong; the same on all ranks."""
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """Return the largest loss and gradient norm that are accepted; None where any are."""
+
+    @property
+    def repeats_all(self) -> bool:
+        """Return whether every step is computed twice, to compare the results."""
+
+    def begin(self, begun: BegunStep) -> None:
+        """Take note of a step that begins."""
+
+    def see(self, chunk: int, microbatch: int, result: ChunkResult) -> ChunkResult:
+        """Take note of what a model chunk made of a micro-batch, and return it."""
+        ...
+
+    def resolve(
+        self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, agreement: Agreement
+    ) -> tuple[Agreement, StepOutcome]:
+        """Find out why a step went wrong, and return what it comes to in the end.
+
+        ``trouble`` is None where everything was finite.
+
+        Raises:
+            TrainingError: the run cannot go on.
+        """
+        ...
+
+    def compare(self, step: TrainingStep, begun: BegunStep, agreement: Agreement) -> None:
+        """Compute a step again and compare it with its first results; leave its gradients to be used."""
+
+
 class TrainingStep:
-    """Run iterations of a model on a source of micro-batches.
+    """Run iterations of a model on a source of micro-batches, under the eyes of a ``guard`` where there is one.
 
     ``observe_gradients`` is called between the last reduction of the gradients and the update, and ``action_clock``
     with the actions of an iteration for the executor's clock.
@@ -142,6 +122,7 @@ class TrainingStep:
         timers: Timers,
         observe_gradients: Callable[[], None] | None = None,
         action_clock: Callable[[Sequence[Action]], Callable[[], float] | None] = lambda actions: None,
+        guard: StepGuard | None = None,
     ) -> None:
         self.config = config
         self.runtime = runtime
@@ -150,6 +131,7 @@ class TrainingStep:
         self.timers = timers
         self._observe_gradients = observe_gradients
         self._action_clock = action_clock
+        self._guard = guard
         # The backward pass costs twice the forward pass; recomputed activations do not count.
         self._flops_per_sequence = 3.0 * parts.chunks[0].config.forward_flops_per_sequence(config.data.seq_length)
         self._peak_tflops = runtime.device.peak_tflops(config.model.params_dtype)
@@ -163,20 +145,13 @@ class TrainingStep:
             TrainingError: a gradient is not finite and no loss scaling can help; no weight has been changed.
         """
         begun = self._begin(train_state, source, global_batch_size)
-        for chunk in self.parts.ddp_chunks:
-            chunk.zero_grad_buffer()
-        for graphs in self.parts.graphs:
-            graphs.begin_step()
-        result = self._forward_backward(source, begun)
-        if self.config.training.empty_unused_memory_level >= 2:
-            self.runtime.device.empty_cache()
-        self._finish_gradients(result)
+        if self._guard is not None:
+            self._guard.begin(begun)
+        result = self.compute(source, begun)
         if self.parts.float8 is not None:
             self.parts.float8.update(self.runtime.state.world, train_state.iteration)
-        with self.timers("optimizer", log_level=1):
-            totals = self.parts.optimizer.begin_step(self.timers)
-        agreement = agree(result, exit_request, self.runtime, self.parts.chunks[0].auxiliary_loss_names, totals)
-        outcome = self._outcome(agreement, train_state, source, global_batch_size)
+        agreement, is_accepted = self._update(result, exit_request, begun)
+        agreement, outcome = self._outcome(agreement, is_accepted, begun, source)
         if outcome.success:
             self.parts.scheduler.step(global_batch_size)
         train_state.iteration += 1
@@ -185,15 +160,78 @@ class TrainingStep:
         train_state.floating_point_operations_so_far += self._flops_per_sequence * global_batch_size
         return self._report(begun, train_state, outcome, agreement), agreement
 
-    def _begin(self, train_state: TrainState, source: SampleSource, global_batch_size: int) -> _Begun:
+    def compute(self, source: MicrobatchSource, begun: BegunStep, shift: int = 0) -> ScheduleResult:
+        """Compute losses and reduced gradients of a step, and leave the weights as they are.
+
+        With ``shift`` the source gives what is meant for the data-parallel rank so many places after this one.
+        """
+        for chunk in self.parts.ddp_chunks:
+            chunk.zero_grad_buffer()
+        for graphs in self.parts.graphs:
+            graphs.begin_step()
+        result = self._forward_backward(source, begun, shift)
+        if self.config.training.empty_unused_memory_level >= 2:
+            self.runtime.device.empty_cache()
+        self._finish_gradients(result)
+        return result
+
+    def repeat(self, source: MicrobatchSource, begun: BegunStep) -> tuple[Agreement, StepOutcome]:
+        """Compute a step that was begun anew, and update the weights whatever its loss is.
+
+        Raises:
+            TrainingError: a gradient is not finite.
+        """
+        result = self.compute(source, begun)
+        names = self.parts.chunks[0].auxiliary_loss_names
+        agreement = agree(result, None, self.runtime, names, self.parts.optimizer.begin_step(self.timers))
+        return agreement, self.parts.optimizer.finish_step(agreement.read_along)
+
+    def name_samples(self, source: SampleSource, begun: BegunStep) -> str:
+        """Return the iteration and the samples of a step as a message names them."""
+        ids = source.sample_ids(begun.consumed_samples, min(begun.global_batch_size, _NUM_NAMED_SAMPLES))
+        more = begun.global_batch_size - len(ids)
+        named = ", ".join(map(str, ids.tolist())) + (f" and {more} more" if more else "")
+        return f"(iteration {begun.iteration + 1}, sample ids {named})"
+
+    def _update(
+        self, result: ScheduleResult, exit_request: ExitRequest | None, begun: BegunStep
+    ) -> tuple[Agreement, bool]:
+        """Update the weights where the step is accepted, and return what all ranks agree on, and whether it is."""
+        names, optimizer, guard = self.parts.chunks[0].auxiliary_loss_names, self.parts.optimizer, self._guard
+        if guard is not None and guard.repeats_all:
+            guard.compare(self, begun, agree(result, None, self.runtime))
+        limits = None if guard is None else guard.limits
+        if limits is None:
+            with self.timers("optimizer", log_level=1):
+                totals = optimizer.begin_step(self.timers)
+            return agree(result, exit_request, self.runtime, names, totals), True
+        # The device decides: nothing waits for it before the agreement.
+        sums = sum_over_ranks(result, exit_request, self.runtime, names)
+        loss = sums[0] / sums[1].clamp(min=1.0)
+        answer = torch.zeros(1, dtype=torch.float64, device=sums.device)
+        largest_loss, largest_norm = limits
+
+        def accept(norm: torch.Tensor) -> torch.Tensor:
+            answer.copy_(((loss <= largest_loss) & (norm <= largest_norm)).view(1))
+            all_reduce(answer, self.runtime.state.world, "min")
+            return answer[0] > 0
+
+        with self.timers("optimizer", log_level=1):
+            totals = optimizer.begin_step(self.timers, accept)
+        agreement = read_agreement(sums, names, torch.cat((totals, answer)))
+        *read, is_accepted = agreement.read_along
+        return replace(agreement, read_along=tuple(read)), is_accepted > 0
+
+    def _begin(self, train_state: TrainState, source: SampleSource, global_batch_size: int) -> BegunStep:
         start_time = time.perf_counter()
         sample_ids_hash = None
         if self.runtime.is_reporter:
             ids = source.sample_ids(train_state.consumed_train_samples, global_batch_size)
             sample_ids_hash = source.sample_ids_hash(ids)
-        return _Begun(
+        return BegunStep(
             start_time=start_time,
             iteration=train_state.iteration,
+            consumed_samples=train_state.consumed_train_samples,
             global_batch_size=global_batch_size,
             sample_ids_hash=sample_ids_hash,
             learning_rate=self.parts.scheduler.learning_rate,
@@ -208,7 +246,9 @@ class TrainingStep:
         if self._observe_gradients is not None:
             self._observe_gradients()
 
-    def _report(self, begun: _Begun, train_state: TrainState, outcome: StepOutcome, agreement: Agreement) -> StepReport:
+    def _report(
+        self, begun: BegunStep, train_state: TrainState, outcome: StepOutcome, agreement: Agreement
+    ) -> StepReport:
         parts, config = self.parts, self.config
         elapsed_s = time.perf_counter() - begun.start_time
         flops = self._flops_per_sequence * begun.global_batch_size
@@ -237,16 +277,18 @@ class TrainingStep:
             sample_ids_hash=begun.sample_ids_hash,
         )
 
-    def _forward_backward(self, source: SampleSource, begun: _Begun) -> ScheduleResult:
+    def _forward_backward(self, source: MicrobatchSource, begun: BegunStep, shift: int) -> ScheduleResult:
         parts, config, pp = self.parts, self.config, self.runtime.state.pp
         per_microbatch = config.training.micro_batch_size * config.data_parallel_size
         microbatches = Microbatches(source, len(parts.chunks))
         chunks = [
             ModelChunk(
-                self._forward(microbatches, chunk, begun.iteration),
+                self._forward(microbatches, number, begun.iteration, shift),
                 *(ddp_chunk.no_sync, weight_grad_queue, parts.late_grads if chunk is parts.chunks[-1] else None),
             )
-            for chunk, ddp_chunk, weight_grad_queue in zip(parts.chunks, parts.ddp_chunks, parts.weight_grad_queues)
+            for number, (chunk, ddp_chunk, weight_grad_queue) in enumerate(
+                zip(parts.chunks, parts.ddp_chunks, parts.weight_grad_queues)
+            )
         ]
 
         def actions_of(rank: int) -> Sequence[Action]:
@@ -287,32 +329,44 @@ class TrainingStep:
                 weights.come_home()
             return result
 
-    def _forward(self, microbatches: Microbatches, model: Model, iteration: int) -> ChunkForward:
+    def _forward(self, microbatches: Microbatches, chunk: int, iteration: int, shift: int) -> ChunkForward:
+        model, guard = self.parts.chunks[chunk], self._guard
+
         def forward(microbatch: int, hidden: torch.Tensor | None) -> ChunkResult:
             with self.timers("batch-generator", log_level=2):
                 batch = microbatches.take(microbatch)
                 if model.config.has_dropout:
-                    batch = replace(batch, dropout_samples=self._dropout_samples(iteration, microbatch))
+                    batch = replace(batch, dropout_samples=self._dropout_samples(iteration, microbatch, shift))
             with self.timers("forward-compute", log_level=2):
-                return self.forward_step(batch, model, hidden)
+                result = self.forward_step(batch, model, hidden)
+                return result if guard is None else guard.see(chunk, microbatch, result)
 
         return forward
 
-    def _dropout_samples(self, iteration: int, microbatch: int) -> DropoutSamples:
+    def _dropout_samples(self, iteration: int, microbatch: int, shift: int) -> DropoutSamples:
         """Return the samples of this rank's micro-batch by their places in the iteration's global batch."""
         config, size = self.config, self.config.training.micro_batch_size
-        first = (microbatch * config.data_parallel_size + self.runtime.state.dp.rank) * size
+        rank = (self.runtime.state.dp.rank + shift) % config.data_parallel_size
+        first = (microbatch * config.data_parallel_size + rank) * size
         device = self.runtime.device.torch_device
         return DropoutSamples.at(config.initialization.seed, iteration, first, size, device)
 
     def _outcome(
-        self, agreement: Agreement, train_state: TrainState, source: SampleSource, global_batch_size: int
-    ) -> StepOutcome:
+        self, agreement: Agreement, is_accepted: bool, begun: BegunStep, source: SampleSource
+    ) -> tuple[Agreement, StepOutcome]:
+        trouble: TrainingError | None = None
+        outcome: StepOutcome | None = None
         try:
-            return self.parts.optimizer.finish_step(agreement.read_along)
+            outcome = self.parts.optimizer.finish_step(agreement.read_along, is_accepted)
         except TrainingError as error:
-            ids = source.sample_ids(train_state.consumed_train_samples, min(global_batch_size, _NUM_NAMED_SAMPLES))
-            named = ", ".join(map(str, ids.tolist()))
-            more = global_batch_size - len(ids)
-            named += f" and {more} more" if more else ""
-            raise TrainingError(f"{error} (iteration {train_state.iteration + 1}, sample ids {named})") from error
+            trouble = type(error)(f"{error} {self.name_samples(source, begun)}")
+        # What is not finite and raises no error is to be skipped.
+        if outcome is not None and (is_accepted or outcome.grad_norm is None):
+            return agreement, outcome
+        guard = self._guard
+        if guard is None:
+            assert trouble is not None, "only a guard keeps an update from being made"
+            raise trouble
+        resolved, outcome = guard.resolve(self, begun, trouble, agreement)
+        signal_received, time_is_up = agreement.signal_received, agreement.time_is_up
+        return replace(resolved, signal_received=signal_received, time_is_up=time_is_up), outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -149,18 +150,25 @@ class DistributedDataParallel(nn.Module):
         for buffer in self.grad_buffers:
             buffer.scale(factor)
 
+    def local_grad_norms(self) -> list[tuple[str, float]]:
+        """Return each parameter's name with the norm of its gradient on this rank before it was reduced.
+
+        Norms are NaN, or infinite, where the gradient is not finite or its squares overflow. Only an error report asks
+        for it: it waits for the device.
+        """
+        found = []
+        for buffer in self.grad_buffers:
+            for bucket in buffer.buckets:
+                norms = bucket.local_norms or torch._foreach_norm([g.tensor for g in bucket.main_grads])
+                found += [(spec_of(p).name, float(norm)) for p, norm in zip(buffer.parameters_of(bucket), norms)]
+        return found
+
     def names_of_bad_local_gradients(self) -> list[str]:
         """Return the parameters whose gradient was not finite on this rank before it was reduced.
 
         Only an error report asks for it: it waits for the device.
         """
-        names = []
-        for buffer in self.grad_buffers:
-            for bucket in buffer.buckets:
-                parameters = buffer.parameters_of(bucket)
-                norms = bucket.local_norms or torch._foreach_norm([g.tensor for g in bucket.main_grads])
-                names += [spec_of(p).name for p, norm in zip(parameters, norms) if not bool(norm.isfinite())]
-        return names
+        return [name for name, norm in self.local_grad_norms() if not math.isfinite(norm)]
 
 
 def _move_into_main_grad(parameter: torch.Tensor) -> None:

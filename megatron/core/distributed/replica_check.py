@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from megatron.core.collectives import all_reduce
+from megatron.core.collectives import all_gather_first_dim, all_gather_objects
 from megatron.core.errors import TrainingError
 from megatron.core.process_group import Group
 from megatron.core.sharding import spec_of
@@ -37,20 +38,47 @@ def check_replicas_equal(parameters: Iterable[torch.Tensor], group: Group) -> No
     """Compare every parameter's bits over the data-parallel group; all its ranks must call.
 
     Raises:
-        TrainingError: replicas differ; the message names the parameters.
+        TrainingError: replicas differ; the message names the parameters, and the ranks that differ from most others.
     """
-    parameters = list(parameters)
-    if group.size == 1 or not parameters:
-        return
-    hashes = torch.stack([bit_hash(parameter) for parameter in parameters])
-    # The largest hash and the largest complement: they agree with each other only where all ranks agree.
-    extremes = torch.cat((hashes, ~hashes))
-    all_reduce(extremes, group, op="max")
-    largest, smallest = extremes[: len(parameters)], ~extremes[len(parameters) :]
-    differing = [spec_of(p).name for p, equal in zip(parameters, (largest == smallest).tolist()) if not equal]
-    if differing:
-        shown = ", ".join(differing[:8]) + (f" and {len(differing) - 8} more" if len(differing) > 8 else "")
-        raise TrainingError(
-            f"{len(differing)} of {len(parameters)} parameters differ between the data-parallel ranks "
-            f"{list(group.ranks)}: {shown}"
-        )
+    difference = compare_replicas([(spec_of(each).name, each) for each in parameters], group)
+    if difference:
+        raise TrainingError(difference)
+
+
+def differing_replicas(parameters: Iterable[torch.Tensor], group: Group, world: Group) -> str:
+    """Return what `check_replicas_equal` finds in the data-parallel groups of all ranks; empty where all are equal."""
+    found = compare_replicas([(spec_of(each).name, each) for each in parameters], group)
+    return "; ".join(dict.fromkeys(text for text in all_gather_objects(found, world) if text))
+
+
+def compare_replicas(tensors: Sequence[tuple[str, torch.Tensor]], group: Group, what: str = "parameters") -> str:
+    """Compare the bits of named tensors over a group whose ranks hold copies; all of them must call.
+
+    Returns in words what differs, and who: the ranks that are not among the most that agree. Two cannot be told apart.
+    Empty where all are equal.
+    """
+    if group.size == 1 or not tensors:
+        return ""
+    hashes = torch.stack([bit_hash(tensor) for _, tensor in tensors])
+    gathered = all_gather_first_dim(hashes, group).view(group.size, len(tensors)).tolist()
+    differing, outsiders = [], set[int]()
+    are_told_apart = True
+    for (name, _), values in zip(tensors, zip(*gathered, strict=True), strict=True):
+        counts = Counter(values).most_common()
+        if len(counts) == 1:
+            continue
+        differing.append(name)
+        are_told_apart &= counts[0][1] > counts[1][1]
+        outsiders |= {rank for rank, value in zip(group.ranks, values, strict=True) if value != counts[0][0]}
+    if not differing:
+        return ""
+    shown = ", ".join(differing[:8]) + (f" and {len(differing) - 8} more" if len(differing) > 8 else "")
+    if are_told_apart:
+        named = ", ".join(map(str, sorted(outsiders)))
+        blamed = f"rank {named} differs from the others" if len(outsiders) == 1 else f"ranks {named} differ from most"
+    else:
+        blamed = "no majority tells which of them is wrong"
+    return (
+        f"{len(differing)} of {len(tensors)} {what} differ between the data-parallel ranks "
+        f"{list(group.ranks)}: {shown}; {blamed}"
+    )

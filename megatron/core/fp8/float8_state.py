@@ -70,6 +70,15 @@ class Float8State:
         self.has_history = bool(self.history.any())
         self._set_scales()
 
+    def snapshot(self) -> tuple[torch.Tensor, ...]:
+        """Return a copy of all that a step changes, for `restore`; nothing waits for the device."""
+        return tuple(each.clone() for each in (self.amax, self.scale, self.expected, self.history))
+
+    def restore(self, snapshot: tuple[torch.Tensor, ...]) -> None:
+        """Go back to a snapshot of this state."""
+        for each, values in zip((self.amax, self.scale, self.expected, self.history), snapshot, strict=True):
+            each.copy_(values)
+
     def _set_scales(self) -> None:
         amax, margin = self.expected * self._times, self._config.fp8_margin
         scales = [scale_of(amax[..., i], dtype, margin) for i, dtype in enumerate(self._dtypes)]

@@ -18,6 +18,10 @@ class GradScaler(Protocol):
     def scale(self) -> float:
         """Return the factor on the loss of the next iteration."""
 
+    @property
+    def is_at_minimum(self) -> bool:
+        """Return whether the scale is dynamic and can fall no further."""
+
     def update(self, found_inf: bool) -> None:
         """Adapt the scale to one iteration."""
 
@@ -38,6 +42,11 @@ class ConstantGradScaler:
     def scale(self) -> float:
         """Return the scale."""
         return self._scale
+
+    @property
+    def is_at_minimum(self) -> bool:
+        """Return False: a constant scale is not expected to fall."""
+        return False
 
     def update(self, found_inf: bool) -> None:
         """Do nothing: the scale is constant."""
@@ -69,6 +78,11 @@ class DynamicGradScaler:
     def scale(self) -> float:
         """Return the current scale."""
         return self._scale
+
+    @property
+    def is_at_minimum(self) -> bool:
+        """Return whether the scale can fall no further."""
+        return self._scale <= self.min_scale
 
     def update(self, found_inf: bool) -> None:
         """Count one iteration, and move the scale where a count is reached."""

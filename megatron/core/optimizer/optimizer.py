@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.collectives import all_gather_objects, all_reduce
+from megatron.core.collectives import all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.errors import TrainingError
@@ -24,6 +24,7 @@ from megatron.core.optimizer.clip_grads import (
 )
 from megatron.core.optimizer.compact_state import CompactTensor
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
+from megatron.core.optimizer.gradient_report import check_weights, describe_bad_gradients
 from megatron.core.optimizer.host_offload import HostOffload, split_groups
 from megatron.core.optimizer.inner_optimizer import build_param_groups, is_decoupled
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -71,6 +72,8 @@ class MegatronOptimizer:
         self._scaler = make_grad_scaler(config)
         self._meter = GradMeter(model_chunks, state)
         self.num_steps = 0
+        self._num_skipped = 0
+        self._num_at_minimum = 0
         if config.use_torch_optimizer_for_cpu_offload:
             fused_adam = None
         on_host: list[UpdateBucket] = []
@@ -113,12 +116,15 @@ class MegatronOptimizer:
         return self.finish_step(self.begin_step().tolist())
 
     @torch.no_grad()
-    def begin_step(self, timers: Timers | None = None) -> torch.Tensor:
+    def begin_step(
+        self, timers: Timers | None = None, accept: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """Update the parameters unless a gradient is not finite, and return what `finish_step` has to be told.
 
-        On CUDA nothing waits for the device but ``timers``, which time the parts of the step.
+        ``accept`` is given the gradient's norm and may keep the update from being made: by a flag on the device, the
+        same on all ranks. On CUDA nothing waits for the device but ``timers``, which time the parts of the step.
 
-        Shapes: ``-> [1 or 2]`` float64.
+        Shapes: ``-> [1 or 2]`` float64; of ``accept``: ``[] -> [] bool``.
         """
         self._lent.clear()
         self._timers = timers or Timers()
@@ -128,24 +134,38 @@ class MegatronOptimizer:
             norm = totals[0].sqrt()
             scale = self._scaler.scale
             multiplier = clip_coefficient(norm / scale, self.config.clip_grad) / scale
-        self._update(norm.isfinite(), multiplier)
+        is_wanted = norm.isfinite()
+        if accept is not None:
+            is_wanted = is_wanted & accept(norm / scale)
+        self._update(is_wanted, multiplier)
         return totals
 
     @torch.no_grad()
-    def finish_step(self, totals: Sequence[float]) -> StepOutcome:
+    def measure(self) -> float:
+        """Return the norm of the reduced gradients without the loss scale, and update nothing; collective."""
+        return GradStatistics.from_totals(self._meter.measure().tolist()).norm / self._scaler.scale
+
+    @torch.no_grad()
+    def finish_step(self, totals: Sequence[float], is_accepted: bool = True) -> StepOutcome:
         """Adapt the loss scale and the count of steps to a step that was begun, and say what has become of it.
 
+        ``is_accepted`` is what the ``accept`` of `begin_step` has answered.
+
         Raises:
-            TrainingError: a gradient is not finite, nothing is float16, and the check for it is on; the message names
-                the parameters and the ranks. All ranks raise.
+            BadWeightsError: a gradient is not finite because a weight is not.
+            TrainingError: a gradient is not finite, or its norm has overflowed, nothing is float16, and the check for
+                it is on; or too many iterations in a row were skipped. The message names the parameters and the ranks.
+                All ranks raise.
         """
         statistics = GradStatistics.from_totals(totals)
-        scale = self._scaler.scale
+        scale, was_at_minimum = self._scaler.scale, self._scaler.is_at_minimum
         self._scaler.update(found_inf=not statistics.is_finite)
         if not statistics.is_finite:
-            if self.config.params_dtype != "float16" and self._checks_for_nan:
-                self._raise_not_finite()
+            self._refuse_or_skip(was_at_minimum)
             return StepOutcome(success=False, grad_norm=None, num_zeros=None)
+        self._num_skipped = self._num_at_minimum = 0
+        if not is_accepted:
+            return StepOutcome(success=False, grad_norm=statistics.norm / scale, num_zeros=statistics.num_zeros)
         self.num_steps += 1
         return StepOutcome(success=True, grad_norm=statistics.norm / scale, num_zeros=statistics.num_zeros)
 
@@ -267,17 +287,28 @@ class MegatronOptimizer:
         self._lent.append((compact, values))
         return values
 
-    def _raise_not_finite(self) -> None:
-        local = [name for chunk in self._chunks for name in chunk.names_of_bad_local_gradients()]
-        # The norm is not finite on any rank, so every rank comes here.
-        reports = all_gather_objects(local, self._state.world)
-        ranks = [
-            f"rank {rank}: {', '.join(names[:4])}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            for rank, names in zip(self._state.world.ranks, reports)
-            if names
-        ]
-        raise TrainingError(
-            "a gradient is not finite before the optimizer step; no parameter was changed; "
-            + ("; ".join(ranks[:8]) or "each gradient is finite but their norm is not")
-            + "; --no-check-for-nan-in-loss-and-grad skips such iterations instead of stopping"
-        )
+    def _refuse_or_skip(self, was_at_minimum: bool) -> None:
+        """Raise where a step that is not finite is not to be skipped, or was skipped too often; all ranks alike."""
+        world = self._state.world
+        # The norm is not finite on any rank, so every rank comes here. A skip cannot help against a bad weight.
+        check_weights(self._chunks, world)
+        is_scaled = self.config.params_dtype == "float16"
+        if not is_scaled and self._checks_for_nan:
+            raise TrainingError(
+                f"no parameter was changed: {describe_bad_gradients(self._chunks, world, self._scaler.scale)}; "
+                "--no-check-for-nan-in-loss-and-grad skips such iterations instead of stopping"
+            )
+        self._num_skipped += 1
+        self._num_at_minimum = self._num_at_minimum + 1 if was_at_minimum else 0
+        limit, reason = self.config.max_consecutive_skipped_iterations, None
+        if self._num_at_minimum >= self.config.hysteresis:
+            reason = (
+                f"float16 gradients overflow at the smallest loss scale too (--min-loss-scale "
+                f"{self.config.min_loss_scale:g})"
+            )
+        elif limit and self._num_skipped >= limit:
+            reason = f"no iteration was finite of {limit} in a row (--max-consecutive-skipped-iterations)"
+        if reason is not None:
+            remedy = "train with --bf16, or lower --lr or --min-loss-scale" if is_scaled else "lower --lr"
+            found = describe_bad_gradients(self._chunks, world, self._scaler.scale)
+            raise TrainingError(f"{reason}; {found}; the weights are finite; {remedy}")

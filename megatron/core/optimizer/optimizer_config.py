@@ -96,6 +96,9 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     """Iterations without overflow after which the dynamic loss scale is doubled."""
     hysteresis: int = flag(2, bounds=POSITIVE)
     """Overflows after which the dynamic loss scale is halved."""
+    max_consecutive_skipped_iterations: int = flag(100, bounds=NOT_NEGATIVE, in_args=False)
+    """Iterations in a row that may be skipped because a gradient is not finite before the run ends; 0 for any number.
+    float16 at its lowest loss scale, and a weight that is not finite, end it at once."""
     params_dtype: str = flag("float32", cli=False, in_args=False)
     """Type of the model's parameters: float32, bfloat16, float16 or float64 (follows the model)."""
 

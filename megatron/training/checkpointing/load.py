@@ -21,7 +21,8 @@ from megatron.core.dist_checkpointing.state_dict import (
     optimizer_tensors,
 )
 from megatron.core.dist_checkpointing.strictness import STRICT, STRICTNESS, Strictness
-from megatron.core.errors import CheckpointError
+from megatron.core.distributed.weight_check import not_finite
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.huggingface.model_record import MODEL_RECORD
@@ -194,6 +195,7 @@ def _load_folder(
         _check_untouched(folder, described, stored.index, filled, state)
         filled.update(stored.index.tensors)
     loaded = stored.load(described, change.namespaces, strictness, allow_cast=change.is_needed)
+    _check_finite(folder, described, state)
     if detect_format(folder) == "torchtitan":
         log(describe_told(config["model"], folder))
     for field in changes:
@@ -296,6 +298,24 @@ def _check_untouched(
         error = CheckpointError(
             f"checkpoint {folder} lacks {', '.join(lost[:4])}{'' if len(lost) <= 4 else ' ...'}, which the damaged one "
             "after it may have filled in part; name the older one with --ckpt-step to begin from initial values"
+        )
+    raise_on_all_ranks(error, state.world)
+
+
+def _check_finite(folder: Path, tensors: Sequence[ShardedTensor], state: ParallelState) -> None:
+    """Refuse to train from what is not finite, as from a damaged checkpoint: an older one may be whole.
+
+    Raises:
+        DamagedCheckpointError: a tensor holds such values. On every rank alike.
+    """
+    bad = {id(data) for data in not_finite([tensor.data for tensor in tensors])}
+    names = sorted({tensor.name for tensor in tensors if id(tensor.data) in bad})
+    error = None
+    if names:
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        error = DamagedCheckpointError(
+            f"checkpoint {folder} holds values that are not finite, in {', '.join(names[:4])}{more}; no training can "
+            "go on from them: choose an older one with --ckpt-step"
         )
     raise_on_all_ranks(error, state.world)
 

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.disk import sync_folder, write_text
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 from megatron.training.checkpointing.folder import saved_iterations
+from megatron.training.faults.known_good import newest_known
 
 PENDING_TRACKER = f".{TRACKER_FILE}.pending"
 
@@ -67,10 +68,13 @@ def publish(directory: Path, iteration: int, token: str = "") -> None:
     sync_folder(directory)
 
 
-def expired_iterations(iterations: list[int], newest: int, keep_last: int | None, keep_every: int | None) -> list[int]:
+def expired_iterations(
+    iterations: list[int], newest: int, keep_last: int | None, keep_every: int | None, known: int | None = None
+) -> list[int]:
     """Return which iterations the retention rule gives up after ``newest`` was saved.
 
-    Iterations beyond ``newest`` (of a run that was since rolled back) are left alone.
+    The newest one that is ``known`` to train stays. Iterations beyond ``newest`` (of a run that was since rolled back)
+    are left alone.
     """
     if keep_last is None:
         return []
@@ -78,7 +82,7 @@ def expired_iterations(iterations: list[int], newest: int, keep_last: int | None
     return [
         iteration
         for iteration in older[: max(len(older) - keep_last, 0)]
-        if not (keep_every and iteration % keep_every == 0) and iteration != newest
+        if not (keep_every and iteration % keep_every == 0) and iteration not in (newest, known)
     ]
 
 
@@ -104,7 +108,8 @@ def remove_expired(
         for iteration, kind in found.items()
         if kind is not None and kind == found.get(newest) and iteration not in kept
     ]
-    expired = expired_iterations(alike, newest, keep_last, keep_every)
+    known = newest_known(directory, [iteration for iteration in alike if iteration <= newest])
+    expired = expired_iterations(alike, newest, keep_last, keep_every, known)
     hidden = [_hidden(directory, newest, token, "replaced")]
     for iteration in expired:
         hidden.append(_hidden(directory, iteration, token, "removing"))

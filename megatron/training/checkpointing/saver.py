@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.collectives import any_rank
+from megatron.core.collectives import any_rank, broadcast_object
 from megatron.core.dist_checkpointing.background import BackgroundTask, StagingArea
 from megatron.core.dist_checkpointing.disk import CheckpointWriteError
 from megatron.core.dist_checkpointing.save_plan import SavePlanner
@@ -15,14 +16,17 @@ from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import CheckpointError, TrainingError
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
+from megatron.interop.new_iteration import iteration_folder
 from megatron.training.checkpointing.choice import Log
 from megatron.training.checkpointing.folder import saved_iterations
 from megatron.training.checkpointing.load import load_checkpoint
+from megatron.training.checkpointing.publication import remove_expired
 from megatron.training.checkpointing.recovery import SaveFolders, prepare_save_directory
 from megatron.training.checkpointing.save import CommonState, SaveTarget, save_in_steps
 from megatron.training.checkpointing.schedule_conflict import check_schedule
 from megatron.training.config.checkpoint_config import NATIVE_FORMAT, CheckpointConfig
 from megatron.training.config.run_config import RunConfig
+from megatron.training.faults.known_good import TrialPeriod, mark_known, newest_known, point_tracker
 from megatron.training.model_setup import TrainingParts
 from megatron.training.process.initialize import Runtime
 from megatron.training.reporting.schedule_lines import describe_schedule_values
@@ -96,6 +100,29 @@ class CheckpointSaver:
         if self._task is not None and not any_rank(not self._task.is_done, self._state.world):
             self._advance()
 
+    def note_known(self, iteration: int, num_finite: int) -> bool:
+        """Mark a checkpoint as known to train and let retention give up older ones.
+
+        Return whether it was there, or will never be: with ``options.async_save`` it can still be written.
+        """
+        directory, options = self._target.directory, self._target.options
+        if self._iteration == iteration and self.is_saving:
+            return False
+        if self._target.is_leader and iteration_folder(directory, iteration).is_dir():
+            try:
+                mark_known(directory, iteration, num_finite)
+                if not self.is_saving and self._iteration:
+                    remove_expired(directory, self._iteration, options.num_newest_kept, options.kept_multiple)
+            except OSError as error:
+                self._log(f"WARNING: could not mark iteration {iteration} as known to train: {error.strerror}")
+        return True
+
+    def go_back(self, iteration: int) -> None:
+        """Let the folder's tracker file name an older checkpoint, which the run has gone back to."""
+        self.finish()
+        if self._target.is_leader:
+            point_tracker(self._target.directory, iteration)
+
     def finish(self) -> None:
         """Wait until no save is under way."""
         while self._task is not None:
@@ -157,18 +184,68 @@ class RunCheckpoints:
     log: Callable[[str], None]
     model_record: Mapping[str, Any] | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        """Begin to count the finite iterations after each checkpoint."""
+        self._trial = TrialPeriod(self.config.faults.known_to_train_after)
+        self._first = 0
+
     def resume(self) -> TrainState:
         """Fill everything from the newest checkpoint of ``--load`` and return where the run stands.
 
         A run without ``--load``, or whose folder holds no checkpoint yet, stands at its beginning.
         """
-        if self.config.checkpoint.load is None:
-            return TrainState()
+        options = self.config.checkpoint
+        train_state = TrainState() if options.load is None else self._load(options)
+        self._first = train_state.iteration
+        return train_state
+
+    def go_back(self) -> TrainState | None:
+        """Fill everything from the newest checkpoint of ``--save`` that is known to train; None where there is none.
+
+        The tracker file names it from then on. Every rank must call.
+        """
+        iteration = self.newest_known()
+        if iteration is None or self.saver is None:
+            return None
+        self.saver.go_back(iteration)
+        self._trial.go_back(iteration)
+        options = self.config.checkpoint
+        return self._load(
+            dataclasses.replace(
+                options, load=options.save, ckpt_step=iteration, finetune=False, no_load_optim=False, no_load_rng=False
+            )
+        )
+
+    def newest_known(self) -> int | None:
+        """Return the newest checkpoint of ``--save`` that is known to train, as the first rank sees it; collective.
+
+        Those from before the iteration that the run was resumed at do not count.
+        """
+        options = self.config.checkpoint
+        found = None
+        if options.save is not None and self.runtime.is_reporter:
+            # What was saved before this process began is of data that it may not have at hand.
+            saved = [iteration for iteration in saved_iterations(Path(options.save)) if iteration >= self._first]
+            found = newest_known(Path(options.save), saved)
+        known: int | None = broadcast_object(found, self.runtime.state.world)
+        return known
+
+    def note_step(self, iteration: int, is_finite: bool) -> None:
+        """Take note of an iteration that ended, and mark the checkpoints that are known to train now."""
+        if self.saver is None:
+            return
+        for saved in self._trial.observe(iteration, is_finite):
+            if self.saver.note_known(saved, self._trial.needed):
+                self._trial.settle(saved)
+
+    def _load(self, options: CheckpointConfig) -> TrainState:
+        """Fill everything from the checkpoint of ``options.load``."""
+        assert options.load is not None
         loaded = load_checkpoint(
-            self.config.checkpoint.load,
+            options.load,
             self._tensors(),
             self.runtime.state,
-            self.config.checkpoint,
+            options,
             self.config.to_dict(),
             self.log,
             self._check_schedule,
@@ -180,7 +257,7 @@ class RunCheckpoints:
             self.saver.go_on_from(loaded.folder)
         if not loaded.optimizer_loaded:
             self.parts.optimizer.reload_main_params()
-            if loaded.begins_anew and not self.config.checkpoint.finetune:
+            if loaded.begins_anew and not options.finetune:
                 self.log(f"{loaded.folder} holds a model: training begins at iteration 0, with new optimizer state")
             elif not loaded.begins_anew:
                 self.log(
@@ -197,6 +274,8 @@ class RunCheckpoints:
             )
             for change in changes:
                 self.log(f"schedule changed since the checkpoint: {change}")
+        if options.save is not None and not loaded.begins_anew and Path(options.save) == Path(options.load):
+            self._trial.begin(loaded.progress.iteration)
         return TrainState.from_progress(loaded.progress)
 
     def save(self, train_state: TrainState) -> bool:
@@ -214,6 +293,7 @@ class RunCheckpoints:
             write_tokenizer=self._write_tokenizer,
         )
         self.saver.save(self._tensors(), common)
+        self._trial.begin(train_state.iteration)
         return not self.saver.has_failed
 
     def poll(self) -> None:

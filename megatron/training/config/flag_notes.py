@@ -129,9 +129,6 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--no-barrier-with-level-1-timing": NoEffect(0, "timers use no barriers"),
     "--no-barrier-with-L1-time": NoEffect(0, "timers use no barriers"),
     "--logging-level": NoEffect(1, "log lines have one level"),
-    "--rerun-mode": NoEffect(
-        1, "a non-finite loss is reported at once", quiet=("disabled",), accepted=("validate_results", "disabled")
-    ),
     "--train-sync-interval": NoEffect(1, "each iteration ends with a reduction that keeps the ranks in step"),
     "--enable-one-logger": NoEffect(0, _ONE_LOGGER),
     "--no-one-logger": NoEffect(0, _ONE_LOGGER),
@@ -165,8 +162,6 @@ _SWITCHES = [
     "--moe-extended-tp",
     "--log-straggler",
     "--log-energy",
-    "--check-for-spiky-loss",
-    "--check-for-large-grads",
     "--adlr-autoresume",
     "--decrease-batch-size-if-needed",
     "--multiple-validation-sets",
@@ -215,10 +210,7 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--external-cuda-graph": NotSupported(0, instead="use --cuda-graph-impl local"),
     "--cuda-graph-scope": NotSupported("+", "full", instead="leave it out: --cuda-graph-impl local takes whole layers"),
     # training
-    "--iterations-to-skip": NotSupported("+"),
     "--adlr-autoresume-interval": NotSupported(1, "1000"),
-    "--error-injection-rate": NotSupported(1, "0"),
-    "--error-injection-type": NotSupported(1, "transient_error"),
     "--yaml-cfg": NotSupported(1),
     "--s3-cache-path": NotSupported(1),
     "--object-storage-cache-path": NotSupported(1),

@@ -23,6 +23,7 @@ from megatron.training.config.training_config import (
     TrainingConfig,
     ValidationConfig,
 )
+from megatron.training.faults.fault_config import FaultConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ class RunConfig:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     initialization: InitializationConfig
+    faults: FaultConfig = dataclasses.field(default_factory=FaultConfig)
     world_size: int = 1
 
     @property

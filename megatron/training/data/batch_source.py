@@ -37,7 +37,8 @@ class BatchSource:
     broadcast a micro-batch; a stage that needs nothing reads and sends nothing. Values stay in the smallest types
     that hold them until they are on the device. ``sample_ids`` names the samples of a whole step over all ranks; its
     cost grows with the global batch, so that only a rank that reports them asks. With ``whole_set`` the source gives
-    that many samples from the first on, each once, and what fills its last micro-batches counts nothing.
+    that many samples from the first on, each once, and what fills its last micro-batches counts nothing. With
+    ``shift`` a rank gets what is meant for the data-parallel rank so many places after it.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class BatchSource:
         vocab_size: int,
         consumed_samples: int,
         whole_set: int | None = None,
+        shift: int = 0,
     ) -> None:
         state, device = runtime.state, runtime.device
         self.dataset = None if isinstance(dataset, ExternalSamples) else dataset
@@ -56,7 +58,7 @@ class BatchSource:
         self._layout = batch_layout(config, state.pp.rank, state.cp.rank, vocab_size)
         positions = torch.arange(config.data.seq_length, device=self._device)
         self._positions = cut_sequence(positions, state.cp, dim=0).expand(config.training.micro_batch_size, -1)
-        place = (config.training.micro_batch_size, state.dp.rank, state.dp.size)
+        place = (config.training.micro_batch_size, (state.dp.rank + shift) % state.dp.size, state.dp.size)
         num_threads = config.data.num_workers
         self._packed: ReadAhead[_Job, torch.Tensor] | ReadAhead[torch.Tensor, torch.Tensor] | None = None
         is_reading = state.tp.is_first and self._layout.num_bytes > 0

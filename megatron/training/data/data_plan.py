@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from megatron.core.datasets.conversations.conversation_file import ConversationOptions
-from megatron.core.datasets.history.data_history import DataHistory, RunPosition
+from megatron.core.datasets.history.data_history import RunPosition, recorded_history
 from megatron.core.datasets.samples.fill_in_the_middle import FillInTheMiddle, special_token_id
 from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig, ValidationSet, parse_blend
 from megatron.core.errors import ConfigurationError, TokenizerError
@@ -91,7 +91,7 @@ def run_position(config: RunConfig, done: TrainState) -> RunPosition:
     return RunPosition(
         dataloader_type=config.data.dataloader_type,
         consumed_samples=done.consumed_train_samples,
-        history=None if done.train_data is None else DataHistory.from_dict(done.train_data),
+        history=recorded_history(done.train_data),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
 from megatron.core.datasets.history.continued_data import ContinuedData, OpenedPart
-from megatron.core.datasets.history.data_history import DataHistory
+from megatron.core.datasets.history.data_history import DataHistory, recorded_history
 from megatron.core.datasets.history.sample_keys import SamplePlace, locate_sample, sample_keys
 from megatron.core.datasets.indices.index_builder import select_index_builder
 from megatron.core.datasets.samples.data_samplers import sample_ids_hash
@@ -79,7 +79,8 @@ def _open_data(
     position: StepPosition, tokenizer: Tokenizer, report: Report
 ) -> tuple[DataHistory | None, SampleDataset]:
     config, progress = position.run.config, position.run.progress
-    if progress.train_data is None:
+    history = recorded_history(progress.train_data)
+    if history is None:
         # Nothing is recorded: the data is what the configuration alone makes of it.
         targets = sample_targets(config)
         builder = BlendedDatasetBuilder(dataset_config(config, tokenizer), (targets.train, 0, 0), report)
@@ -87,7 +88,6 @@ def _open_data(
         if splits.train is None or isinstance(splits.train, ExternalSamples):
             raise DataError("the run has no training data")
         return splits.history, splits.train
-    history = DataHistory.from_dict(progress.train_data)
     later = [phase.start for phase in history.phases if phase.start > position.first_sample]
     history = history.until(position.first_sample)
     num_samples = later[0] if later else max(config.train_samples, position.first_sample + position.num_samples)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.datasets.history.left_out import LEFT_OUT
 from megatron.core.errors import DataError
 
 _SAME_WEIGHT = 1e-12
@@ -112,6 +113,11 @@ class DataHistory:
         phases = [phase for phase in self.phases if phase.start <= consumed_samples]
         return dataclasses.replace(self, phases=tuple(phases[: max(len(phases), 1)]))
 
+    def counted_as(self, earlier: DataHistory) -> DataHistory:
+        """Return the history with the counts of an earlier point of the same run."""
+        counts = [record.consumed_samples for record in earlier.data_sets]
+        return self.with_consumed(earlier.consumed_samples, counts + [0] * (len(self.data_sets) - len(counts)))
+
     def with_consumed(self, consumed_samples: int, of_data_sets: Sequence[int]) -> DataHistory:
         """Return the history with new counts, one for each data set."""
         records = [
@@ -119,6 +125,17 @@ class DataHistory:
             for record, count in zip(self.data_sets, of_data_sets, strict=True)
         ]
         return dataclasses.replace(self, consumed_samples=consumed_samples, data_sets=tuple(records))
+
+
+def recorded_history(train_data: Mapping[str, Any] | None) -> DataHistory | None:
+    """Return the history that a checkpoint records; None where it has none, as of samples that a caller makes.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    if train_data is None or set(train_data) == {LEFT_OUT}:
+        return None
+    return DataHistory.from_dict(train_data)
 
 
 @dataclass(frozen=True, kw_only=True)

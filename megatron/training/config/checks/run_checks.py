@@ -18,6 +18,7 @@ from megatron.training.config.checks import (
     profiling,
 )
 from megatron.training.config.run_config import RunConfig
+from megatron.training.faults import fault_checks
 
 _CHECKS = (
     *fields.CHECKS,
@@ -31,6 +32,7 @@ _CHECKS = (
     *cuda_graphs.CHECKS,
     *activation_memory.CHECKS,
     *float8.CHECKS,
+    *fault_checks.CHECKS,
 )
 _FILE_CHECKS = (*data_files.CHECKS, *files.CHECKS)
 

@@ -53,6 +53,7 @@ _IDLE = (
             "ddp_bucket_size",
             "ddp_average_in_collective",
             "check_weight_hash_across_dp_replicas_interval",
+            "check_gradient_hash_across_dp_replicas_interval",
         ),
         lambda config: config.parallel_sizes.num_replicas == 1,
         "with one data-parallel rank",

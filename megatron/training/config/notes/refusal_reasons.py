@@ -5,7 +5,6 @@ from __future__ import annotations
 _EXPERTS = "layers are dense: leave it and the other --moe and --expert flags out, for a dense model"
 _WATCH = "watch the run by its log, --metrics-jsonl and --timing-log-level"
 _LOCAL_COPIES = "--save-interval N --keep-last M saves often and keeps few; --async-save writes while training goes on"
-_FAULTS = "faults are made by this project's own tests; leave it out"
 _RESTART = "start the run again with the same flags: it goes on from its newest checkpoint"
 
 REASONS: tuple[tuple[str, str], ...] = (
@@ -43,8 +42,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("--log-straggler", _WATCH),
     ("--straggler-", _WATCH),
     ("--log-energy", _WATCH),
-    ("--check-for-spiky-loss", "use --clip-grad; a loss that is not finite ends the run"),
-    ("--check-for-large-grads", "use --clip-grad; a gradient that is not finite ends the run"),
     ("--adlr-autoresume", f"{_RESTART} (--exit-duration-in-mins ends it in time)"),
     ("--calc-ft-timeouts", _RESTART),
     ("--enable-ft-package", _RESTART),
@@ -58,8 +55,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("--use-mp-args-from-checkpoint-args", "give the layout's flags: a checkpoint loads at every layout"),
     ("--no-mmap-index-files", "index files are mapped into memory; --no-mmap-bin-files is about the tokens"),
     ("--data-parallel-random-init", "the copies of a model begin with the same weights; leave it out"),
-    ("--iterations-to-skip", "save before them, and go on with other data: a blend may change on resume"),
-    ("--error-injection-", _FAULTS),
     ("--yaml-cfg", "give its values as flags; --print-config shows what a command line resolves to"),
     ("--s3-cache-path", "data are files: copy them to a disk that all machines see, or to each"),
     ("--object-storage-cache-path", "data are files: copy them to a disk that all machines see, or to each"),

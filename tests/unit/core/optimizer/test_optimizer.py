@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.weight_check import BadWeightsError
 from megatron.core.errors import TrainingError
 from megatron.core.main_grad import main_grad_of
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
@@ -210,6 +211,74 @@ def test_a_float16_overflow_skips_the_step_and_halves_the_scale() -> None:
     assert optimizer.loss_scale == 128.0
     assert optimizer.num_steps == 1
     assert train_step(ddp, optimizer, 2).success
+
+
+def test_a_bad_weight_is_named_and_no_gradient() -> None:
+    ddp, optimizer = build(torch.bfloat16)
+    with torch.no_grad():
+        ddp.module.fc2[1, 2] = float("nan")
+    optimizer.reload_main_params()
+    with pytest.raises(BadWeightsError) as caught:
+        train_step(ddp, optimizer, 0)
+    size = ddp.module.fc2.numel()
+    assert str(caught.value) == (
+        f"weights are not finite: fc2.weight on rank 0: 1 of {size} elements, the first at [1, 2] is nan; no iteration "
+        "can mend them: go on from a checkpoint before, with --ckpt-step"
+    )
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_float16_does_not_skip_for_ever_over_a_bad_weight(check: bool) -> None:
+    ddp, optimizer = build(torch.float16, check=check)
+    with torch.no_grad():
+        ddp.module.embedding[0, 3] = float("inf")
+    optimizer.reload_main_params()
+    with pytest.raises(
+        BadWeightsError, match=r"embedding\.weight on rank 0: 1 of \d+ elements, the first at \[0, 3\] is inf"
+    ):
+        train_step(ddp, optimizer, 0)
+
+
+def test_float16_that_overflows_at_the_smallest_scale_ends() -> None:
+    ddp, optimizer = build(torch.float16, initial_loss_scale=4.0, min_loss_scale=2.0, hysteresis=1)
+    assert not poisoned_step(ddp, optimizer, float("inf")).success
+    with pytest.raises(TrainingError, match=r"smallest loss scale too \(--min-loss-scale 2\); .*fc2\.weight.*--bf16"):
+        poisoned_step(ddp, optimizer, float("inf"))
+
+
+def test_the_skips_in_a_row_are_limited() -> None:
+    ddp, optimizer = build(torch.float32, check=False, max_consecutive_skipped_iterations=3)
+    for _ in range(2):
+        poisoned_step(ddp, optimizer, float("nan"))
+    assert train_step(ddp, optimizer, 0).success
+    for _ in range(2):
+        poisoned_step(ddp, optimizer, float("nan"))
+    with pytest.raises(TrainingError, match="no iteration was finite of 3 in a row"):
+        poisoned_step(ddp, optimizer, float("nan"))
+
+
+def test_a_finite_gradient_whose_norm_overflows_is_called_too_large() -> None:
+    ddp, optimizer = build(torch.float32)
+    with pytest.raises(
+        TrainingError, match=r"too large: every element of it is finite.* 1e\+30 in fc2\.weight"
+    ) as caught:
+        poisoned_step(ddp, optimizer, 1e30)
+    assert "not finite" not in str(caught.value)
+
+
+def test_an_update_that_is_not_accepted_changes_nothing() -> None:
+    ddp, optimizer = build(torch.float32)
+    train_step(ddp, optimizer, 0)
+    before = snapshot(optimizer, ddp)
+    ddp.zero_grad_buffer()
+    ddp(*batch(1)).backward()
+    ddp.finish_grad_sync()
+    totals = optimizer.begin_step(accept=lambda norm: norm < 0)
+    outcome = optimizer.finish_step(totals.tolist(), is_accepted=False)
+    assert not outcome.success
+    assert outcome.grad_norm == optimizer.measure()
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(optimizer, ddp), strict=True))
+    assert optimizer.num_steps == 1
 
 
 def build_deciding(

@@ -1,0 +1,87 @@
+"""What all ranks agree on after a step: its loss, and reasons to end the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.core.collectives import all_reduce
+from megatron.core.pipeline_parallel.executor import ScheduleResult
+from megatron.training.process.initialize import Runtime
+from megatron.training.process.signals import ExitRequest
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Hold what all ranks have summed over the world after a step; ``auxiliary`` are means by name.
+
+    ``read_along`` are numbers of this rank's own that were read from the device in the same go.
+    """
+
+    loss_sum: float
+    num_tokens: float
+    signal_received: bool
+    time_is_up: bool
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
+    read_along: tuple[float, ...] = ()
+
+    @property
+    def lm_loss(self) -> float:
+        """Return the mean loss over the tokens of the global batch."""
+        return self.loss_sum / max(self.num_tokens, 1.0)
+
+
+def agree(
+    result: ScheduleResult,
+    exit_request: ExitRequest | None,
+    runtime: Runtime,
+    auxiliary_names: Sequence[str] = (),
+    read_along: torch.Tensor | None = None,
+) -> Agreement:
+    """Sum losses and reasons to exit over all ranks, in one collective, so that every rank decides alike.
+
+    Of the ranks that computed the same loss only the first tensor-parallel rank counts. ``auxiliary_names`` are the
+    auxiliary losses that are reported, the same on every rank. This is where the host waits for the device: what else
+    it has to know comes with the sums, as ``read_along``.
+
+    Shapes: ``read_along: [n]`` float64.
+    """
+    values = sum_over_ranks(result, exit_request, runtime, auxiliary_names)
+    return read_agreement(values, auxiliary_names, read_along)
+
+
+def sum_over_ranks(
+    result: ScheduleResult, exit_request: ExitRequest | None, runtime: Runtime, auxiliary_names: Sequence[str] = ()
+) -> torch.Tensor:
+    """Return the sums of `agree`, on the device, for `read_agreement`: first the loss sum and the tokens.
+
+    Shapes: ``-> [4 + 2 * len(auxiliary_names)]`` float64.
+    """
+    signal_received = exit_request is not None and exit_request.signal_received
+    time_is_up = exit_request is not None and exit_request.time_is_up
+    values = torch.zeros(4 + 2 * len(auxiliary_names), dtype=torch.float64, device=runtime.device.torch_device)
+    if runtime.state.tp.is_first:
+        if runtime.state.pp.is_last:
+            values[0], values[1] = result.loss_sum, result.num_tokens
+        for index, name in enumerate(auxiliary_names, start=2):
+            if name in result.auxiliary:
+                values[2 * index : 2 * index + 2] = result.auxiliary[name]
+    # Not by assignment, which would copy a number from the host and wait for the copy.
+    values[2].fill_(signal_received)
+    values[3].fill_(time_is_up)
+    all_reduce(values, runtime.state.world)
+    return values
+
+
+def read_agreement(
+    values: torch.Tensor, auxiliary_names: Sequence[str], read_along: torch.Tensor | None = None
+) -> Agreement:
+    """Return what the sums say; the host waits for the device here."""
+    num_values = len(values)
+    read = (values if read_along is None else torch.cat((values, read_along))).tolist()
+    loss_sum, num_tokens, signals, times, *sums_and_counts = read[:num_values]
+    means = (total / max(count, 1.0) for total, count in zip(sums_and_counts[::2], sums_and_counts[1::2]))
+    auxiliary = dict(zip(auxiliary_names, means))
+    return Agreement(loss_sum, num_tokens, signals > 0, times > 0, auxiliary, tuple(read[num_values:]))

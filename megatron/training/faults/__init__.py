@@ -1,0 +1,1 @@
+"""Results that look wrong: how a run finds them, tells their causes apart, and goes on."""

@@ -1,0 +1,267 @@
+"""The guard of a run's training steps: it watches results, has bad ones examined, and follows the policy."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+from megatron.core.datasets.history.left_out import LeftOut, LeftOutSamples
+from megatron.core.errors import TrainingError
+from megatron.core.optimizer.optimizer import StepOutcome
+from megatron.core.pipeline_parallel.executor import ChunkResult
+from megatron.training.agreement import Agreement, agree
+from megatron.training.config.run_config import RunConfig
+from megatron.training.faults.examination import Examination, Observed, OpenSource
+from megatron.training.faults.fault_injection import FaultInjection
+from megatron.training.faults.result_watch import ResultWatch
+from megatron.training.faults.step_trace import StepTrace
+from megatron.training.faults.verdict import Rewind, Verdict
+from megatron.training.model_setup import TrainingParts
+from megatron.training.process.initialize import Runtime
+from megatron.training.reporting.log_lines import StepReport
+from megatron.training.training_step import BegunStep, ForwardStep, TrainingStep
+
+AS_ASKED = "--iterations-to-skip"
+"""The reason of what is left out because the user said so."""
+
+
+class FaultGuard:
+    """Keep bad results from the weights; every rank has one, and all decide alike.
+
+    ``left_out`` are the samples that the run has passed over, and passes over when it meets them again.
+    ``newest_known`` returns the newest checkpoint that is known to train and that the run can go back to.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        runtime: Runtime,
+        parts: TrainingParts,
+        forward_step: ForwardStep,
+        open_source: OpenSource,
+        left_out: LeftOutSamples,
+        newest_known: Callable[[], int | None],
+        log: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._faults = config.faults
+        self._runtime = runtime
+        self._parts = parts
+        self.left_out = left_out
+        self._newest_known = newest_known
+        self._log = log
+        self._watch = ResultWatch(config.faults)
+        self._trace = StepTrace()
+        seed, state = config.initialization.seed, runtime.state
+        self._injection = FaultInjection(config.faults, seed, state.rank, state.world_size)
+        self._examination = Examination(
+            config, runtime, parts, forward_step, open_source, self._trace, self._watch.describe, self._prepare
+        )
+        self._open_source = open_source
+        self._iteration = 0
+        self._num_rewound = 0
+        self._float8_before = None if parts.float8 is None else parts.float8.snapshot()
+        self._variation = (0.0, 0.0, 0)
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """Return the largest loss and gradient norm that are accepted; None where any are."""
+        if self._injection.suspects_a_right_result:
+            return -math.inf, -math.inf
+        return self._watch.limits
+
+    @property
+    def repeats_all(self) -> bool:
+        """Return whether every step is computed twice, to compare the results."""
+        return self._faults.rerun_mode == "report_stats"
+
+    def begin(self, begun: BegunStep) -> None:
+        """Take note of a step that begins."""
+        self._iteration = begun.iteration
+        self._injection.begin(begun.iteration)
+        self._trace.clear()
+        if self._parts.float8 is not None and self._faults.rerun_mode != "disabled":
+            self._float8_before = self._parts.float8.snapshot()
+
+    def see(self, chunk: int, microbatch: int, result: ChunkResult) -> ChunkResult:
+        """Take note of what a model chunk made of a micro-batch, and return it, spoilt where a fault is injected."""
+        result = self._injection.spoil(result, self._iteration)
+        if self._faults.rerun_mode != "disabled":
+            self._trace.note(chunk, microbatch, result)
+        return result
+
+    def accepted(self, report: StepReport) -> None:
+        """Take note of a step whose update was made."""
+        self._watch.add(report.lm_loss, report.grad_norm or 0.0)
+
+    def passes_over(self, iteration: int, consumed_samples: int, count: int) -> str | None:
+        """Return why the samples of a step are not to be trained on; None where they are."""
+        known = self.left_out.meeting(consumed_samples, consumed_samples + count)
+        if known is not None:
+            return known.reason
+        if iteration not in self._faults.iterations_to_skip:
+            return None
+        self.left_out = self.left_out.with_step(
+            LeftOut(start=consumed_samples, end=consumed_samples + count, iteration=iteration + 1, reason=AS_ASKED)
+        )
+        return AS_ASKED
+
+    def resolve(
+        self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, agreement: Agreement
+    ) -> tuple[Agreement, StepOutcome]:
+        """Examine a step whose update was not made, and follow the policy.
+
+        Raises:
+            Rewind: the run is to go on from an older checkpoint.
+            TrainingError: the run cannot go on.
+        """
+        if self._faults.rerun_mode == "disabled":
+            self._injection.end()
+            verdict = None
+            looked = self._watch.describe(agreement.lm_loss, math.inf if trouble else _norm_of(agreement, self._parts))
+        else:
+            first = self._examination.first(agreement)
+            looked = self._watch.describe(first.loss, first.grad_norm)
+            self._injection.end()
+            verdict = self._examine(step, begun, trouble, first)
+        found = f"iteration {begun.iteration + 1}: {trouble or looked or 'a fault was injected'}"
+        if verdict is not None:
+            found += f"; {verdict.cause}: {verdict.text}"
+            self._record(begun, verdict)
+        policy = self._faults.spike_policy
+        if self._is_to_be_repeated(verdict, trouble, policy):
+            self._log(f"WARNING: {found}; the step is computed again, and its result taken")
+            self._prepare()
+            with_source = self._open_source(begun.consumed_samples, 0)
+            try:
+                return step.repeat(with_source, begun)
+            finally:
+                with_source.close()
+        can_be_passed_over = verdict is None or verdict.cause in ("data", "right")
+        if policy in (None, "stop") or (verdict is not None and verdict.cause == "persistent device"):
+            raise self._ending(found, trouble)
+        if policy == "skip" and not can_be_passed_over:
+            raise self._ending(found, trouble)
+        return self._leave_out_or_rewind(step, begun, found, verdict, can_be_passed_over, agreement, trouble)
+
+    def compare(self, step: TrainingStep, begun: BegunStep, agreement: Agreement) -> None:
+        """Compute a step again and compare it with its first results; leave its gradients to be used."""
+        norm = self._parts.optimizer.measure()
+        self._prepare()
+        source = self._open_source(begun.consumed_samples, 0)
+        try:
+            again = agree(step.compute(source, begun), None, self._runtime)
+        finally:
+            source.close()
+        if self._parts.float8 is not None:
+            self._parts.float8.update(self._runtime.state.world, begun.iteration)
+        loss, grad_norm, count = self._variation
+        loss = max(loss, _difference(agreement.lm_loss, again.lm_loss))
+        grad_norm = max(grad_norm, _difference(norm, self._parts.optimizer.measure()))
+        self._variation = (loss, grad_norm, count + 1)
+
+    def log_variation(self) -> None:
+        """Log how much results varied since the last time, where every step is computed twice."""
+        loss, grad_norm, count = self._variation
+        if count:
+            self._log(
+                f" {count} steps computed twice | largest relative difference of the loss: {loss:.3E} | of the "
+                f"gradient norm: {grad_norm:.3E} |"
+            )
+        self._variation = (0.0, 0.0, 0)
+
+    def _examine(self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, first: Observed) -> Verdict:
+        """Examine a step, and put back what the computations have changed."""
+        after = None if self._parts.float8 is None else self._parts.float8.snapshot()
+        rng = self._runtime.rng.state_dict()
+        verdict = self._examination.examine(step, begun, trouble, first)
+        self._runtime.rng.resume(rng, begun.iteration)
+        if self._parts.float8 is not None and after is not None:
+            self._parts.float8.restore(after)
+        return verdict
+
+    def _prepare(self) -> None:
+        """Put back what a step changes besides weights, and look anew."""
+        self._trace.clear()
+        if self._parts.float8 is not None and self._float8_before is not None:
+            self._parts.float8.restore(self._float8_before)
+
+    def _is_to_be_repeated(self, verdict: Verdict | None, trouble: TrainingError | None, policy: str | None) -> bool:
+        """Return whether the result of a step that is computed once more is taken."""
+        if verdict is not None and verdict.cause == "right":
+            return trouble is None
+        if verdict is not None and verdict.cause == "transient device":
+            return policy in ("skip", "rewind") or (policy is None and trouble is None)
+        # As in Megatron, what --check-for-spiky-loss and --check-for-large-grads find is reported.
+        is_weight_or_device = verdict is not None and verdict.cause in ("weights", "persistent device")
+        return policy is None and trouble is None and not is_weight_or_device
+
+    def _leave_out_or_rewind(
+        self,
+        step: TrainingStep,
+        begun: BegunStep,
+        found: str,
+        verdict: Verdict | None,
+        can_be_passed_over: bool,
+        agreement: Agreement,
+        trouble: TrainingError | None,
+    ) -> tuple[Agreement, StepOutcome]:
+        num_used = sum(each.reason != AS_ASKED for each in self.left_out.steps) + self._num_rewound
+        if num_used >= self._faults.spike_budget:
+            raise self._ending(f"{found}; --spike-budget {self._faults.spike_budget} is used up", trouble)
+        known = self._newest_known() if self._faults.spike_policy == "rewind" else None
+        if can_be_passed_over:
+            end = begun.consumed_samples + begun.global_batch_size
+            reason = looked if (looked := "" if verdict is None else verdict.text) else found
+            samples = () if verdict is None else verdict.samples
+            self.left_out = self.left_out.with_step(
+                LeftOut(
+                    start=begun.consumed_samples,
+                    end=end,
+                    iteration=begun.iteration + 1,
+                    reason=reason,
+                    samples=samples,
+                )
+            )
+            self._log(f"WARNING: {found}; consumed samples {begun.consumed_samples} to {end} are left out")
+        elif known is None:
+            raise self._ending(f"{found}; there is no checkpoint known to train to go back to", trouble)
+        else:
+            self._num_rewound += 1
+            self._log(f"WARNING: {found}")
+        if known is not None:
+            raise Rewind(found)
+        return agreement, StepOutcome(success=False, grad_norm=None, num_zeros=None)
+
+    def _ending(self, found: str, trouble: TrainingError | None) -> TrainingError:
+        known = self._newest_known()
+        hint = "" if known is None else f"; --ckpt-step {known} is the newest checkpoint of --save known to train"
+        return (type(trouble) if trouble is not None else TrainingError)(found + hint)
+
+    def _record(self, begun: BegunStep, verdict: Verdict) -> None:
+        """Append a line to the file of examined results."""
+        path = self._faults.result_rejected_tracker_filename
+        if path is None or not self._runtime.is_reporter:
+            return
+        ranks = ",".join(map(str, verdict.ranks)) or "-"
+        samples = ",".join(map(str, verdict.samples)) or "-"
+        line = (
+            f"ts={datetime.now():%Y-%m-%dT%H:%M:%S} node={platform.node()} iteration={begun.iteration + 1} "
+            f"cause={verdict.cause.replace(' ', '_')} ranks={ranks} samples={samples} message={verdict.text!r}\n"
+        )
+        try:
+            with Path(path).open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            self._log(f"WARNING: cannot write --result-rejected-tracker-filename {path}: {error.strerror}")
+
+
+def _norm_of(agreement: Agreement, parts: TrainingParts) -> float:
+    return math.sqrt(agreement.read_along[0]) / parts.optimizer.loss_scale
+
+
+def _difference(one: float, other: float) -> float:
+    return abs(one - other) / max(abs(one), abs(other), 1.0e-30)
