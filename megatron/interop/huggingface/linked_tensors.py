@@ -41,6 +41,11 @@ class LinkedTensors:
     def __init__(self, family: Family, config: GPTConfig, weights: StoredWeights) -> None:
         self.config = config
         self.weights = weights
+        if config.num_layers > len(weights.entries):
+            raise CheckpointError(
+                f"{weights.folder} is not the model that its {CONFIG_FILE} describes: {config.num_layers} layers, and "
+                f"{len(weights.entries)} tensors in its files"
+            )
         self._links: dict[str, list[TensorLink]] = {}
         links = list(family.links(config))
         self._stored = _find_names(family, config, links, weights)
