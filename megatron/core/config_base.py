@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -29,6 +30,9 @@ over processes. ``run`` is all else that a run does, ``output`` where files go a
 IDENTITY: tuple[Role, ...] = ("weights", "shape", "meaning")
 """The roles that together say which model it is."""
 
+_MOST_OF_A_SIZE = 2**24
+_LARGEST_INTEGER = 2**63 - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
@@ -52,6 +56,10 @@ class FlagOptions:
     ``append`` collects the values of every occurrence; ``cli=False`` marks a field that no flag sets. ``not_built``
     are choices of Megatron-LM that do not exist here.
 
+    ``most`` is the largest whole number that is taken, and its negative the smallest: what is larger would only use
+    memory and time up before it is found to be wrong. By default it is 2^24 for what shapes a model or its layout, far
+    more than any has, and else what 64 bits hold.
+
     Between fields, by name: a field ``excludes`` others, and has no effect without the one that it ``needs``. It
     counts only ``where`` another field has a value. It is ``seen_as`` an attribute of the configuration where several
     fields spell one thing.
@@ -66,6 +74,7 @@ class FlagOptions:
     choices: tuple[str, ...] | None = None
     not_built: tuple[str, ...] = ()
     bounds: Bounds | None = None
+    most: int | None = None
     nargs: str | int | None = None
     metavar: str | None = None
     append: bool = False
@@ -131,6 +140,20 @@ class FieldSpec:
     def is_bool(self) -> bool:
         """Tell whether the field is a switch without a value."""
         return self.item_type is bool and not self.is_sequence
+
+    @property
+    def most(self) -> int:
+        """Return the largest whole number that the field takes."""
+        if self.options.most is not None:
+            return self.options.most
+        return _MOST_OF_A_SIZE if self.options.role in ("weights", "shape", "layout") else _LARGEST_INTEGER
+
+    def excess(self, value: Any) -> str | None:
+        """Return what is wrong with a number that is too large for the field, or None."""
+        if type(value) is not int or abs(value) <= self.most:
+            return None
+        digits = str(value) if abs(value) < 10**20 else f"{float(value):.3g}" if abs(value) < 10**300 else "the number"
+        return f"{digits}: a number of at most {self.most} is expected"
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -288,7 +311,22 @@ def _build(config_class: type[ConfigType], values: object, where: str, problems:
             arguments[name] = nested
         else:
             arguments[name] = _plain_value(hints[name], values[name], f"{where}.{name}", problems)
+            if issubclass(config_class, Config):
+                problems.extend(_excesses(config_class, name, arguments[name], f"{where}.{name}"))
     return config_class(**arguments) if len(problems) == before else None
+
+
+def excesses(config: Any) -> list[str]:
+    """Return a line for each number of a configuration that is too large for its field."""
+    kind = typing.cast("type[Any]", type(config))
+    names = [field.name for field in dataclasses.fields(kind)]
+    return [problem for name in names for problem in _excesses(kind, name, getattr(config, name), name)]
+
+
+def _excesses(config_class: type, name: str, value: Any, where: str) -> list[str]:
+    spec = next(spec for spec in field_specs(config_class) if spec.name == name)
+    found = (spec.excess(item) for item in (value if isinstance(value, tuple) else (value,)))
+    return [f"{where} {excess}" for excess in found if excess is not None]
 
 
 def _plain_value(annotation: Any, value: Any, where: str, problems: list[str]) -> Any:
@@ -300,7 +338,8 @@ def _plain_value(annotation: Any, value: Any, where: str, problems: list[str]) -
     checked = []
     for item in items:
         if item_type is float and isinstance(item, int) and not isinstance(item, bool):
-            item = float(item)
+            with contextlib.suppress(OverflowError):
+                item = float(item)
         if type(item) is not item_type:
             problems.append(f"{where}: {item!r} is not a value of type {item_type.__name__}")
         checked.append(item)

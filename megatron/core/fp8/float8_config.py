@@ -29,7 +29,7 @@ class Float8Config(Config, role="run", in_args=False):
     """Powers of two that delayed scaling leaves free above the largest value that it expects."""
     fp8_interval: int = flag(1, bounds=POSITIVE, where=_DELAYED)
     """Number of iterations after which delayed scaling takes new scales."""
-    fp8_amax_history_len: int = flag(1, bounds=POSITIVE, where=_DELAYED)
+    fp8_amax_history_len: int = flag(1, bounds=POSITIVE, most=2**20, where=_DELAYED)
     """Number of iterations whose amax (largest absolute value) delayed scaling remembers."""
     fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"), where=_DELAYED)
     """Which amax of the history delayed scaling expects: the last, or the largest."""

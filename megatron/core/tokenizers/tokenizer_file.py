@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import TokenizerError
+from megatron.core.files.plain_file import parse_json, read_plain_file
 
 ADDED_TOKENS_FILE = "added_tokens.json"
 """Tokens that were added to a vocabulary, with their ids."""
@@ -87,7 +87,7 @@ def read_text(path: Path) -> str:
         TokenizerError: the file cannot be read or is not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return read_plain_file(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"cannot read {path}: {error}") from error
 
@@ -99,8 +99,8 @@ def read_json(path: Path) -> Any:
         TokenizerError: the file cannot be read or is not JSON.
     """
     try:
-        return json.loads(read_text(path))
-    except json.JSONDecodeError as error:
+        return parse_json(read_text(path))
+    except ValueError as error:
         raise TokenizerError(f"{path} is not valid JSON: {error}") from error
 
 

@@ -19,7 +19,7 @@ class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
     derived, so that a built configuration always holds their real values.
     """
 
-    num_layers: int = flag(role="weights", bounds=POSITIVE)
+    num_layers: int = flag(role="weights", bounds=POSITIVE, most=100_000)
     """Number of transformer layers."""
     hidden_size: int = flag(role="shape", bounds=POSITIVE)
     """Width of the model."""
@@ -143,7 +143,7 @@ class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
     recompute_method: str | None = flag(None, choices=("uniform", "block"), role="run")
     """With full recompute: groups of layers all along (uniform), or only the first layers of a stage
     (block)."""
-    recompute_num_layers: int | None = flag(None, role="run", bounds=POSITIVE)
+    recompute_num_layers: int | None = flag(None, role="run", bounds=POSITIVE, most=100_000)
     """With full recompute: layers in a group (uniform), or layers recomputed on each stage (block)."""
     distribute_saved_activations: bool = flag(False, role="run", in_args=False)
     """With full recompute: keep on each tensor-parallel rank its part of what is saved, and gather it in the backward
@@ -157,7 +157,7 @@ class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
     cpu_offloading_weights: bool = flag(False, role="run", needs="cpu_offloading", in_args=False)
     """With --cpu-offloading: keep the weights of these layers in the machine's memory too, while no pass uses them."""
 
-    lora_rank: int = flag(0, role="recipe", bounds=NOT_NEGATIVE, in_args=False)
+    lora_rank: int = flag(0, role="recipe", bounds=NOT_NEGATIVE, most=2**24, in_args=False)
     """Train low-rank adapters of this rank, and no other weights; 0 trains the model itself."""
     lora_alpha: float = flag(16.0, role="recipe", bounds=POSITIVE, needs="lora_rank", in_args=False)
     """With --lora-rank: the adapters' product is multiplied by this number / rank."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config_base import config_to_dict
+from megatron.core.config_base import config_to_dict, excesses
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.interop.huggingface.architectures.gemma2 import Gemma2Family
@@ -60,6 +60,8 @@ def read_model(settings: Settings) -> tuple[Family, GPTConfig]:
         if settings.values.get(name) is not None:
             settings.refuse(f"{name} is set; only plain weights of the built-in architectures are supported")
     config = family.read_config(settings)
+    for problem in excesses(config):
+        settings.refuse(problem)
     settings.raise_problems()
     return family, config
 

@@ -43,6 +43,11 @@ class LinkedTensors:
     def __init__(self, family: Family, config: GPTConfig, weights: StoredWeights) -> None:
         self.config = config
         self.weights = weights
+        if config.num_layers > len(weights.entries):
+            raise CheckpointError(
+                f"{weights.folder} is not the model that its {CONFIG_FILE} describes: {config.num_layers} layers, and "
+                f"{len(weights.entries)} tensors in its files"
+            )
         links = list(family.links(config))
         stored = _find_names(family, config, links, weights)
         links = [dataclasses.replace(link, foreign=stored[link.foreign]) for link in links]

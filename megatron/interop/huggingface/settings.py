@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.files.plain_file import parse_json, read_plain_file
 from megatron.core.models.gpt.gpt_config import GPTConfig
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+_MOST, _LARGEST = 2**31 - 1, sys.float_info.max
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -46,8 +49,8 @@ class Settings:
                 self.refuse(f"{name} is missing")
                 return 1
             return default
-        if type(value) is not int or value < 1:
-            self.refuse(f"{name} is {value!r}; a positive whole number is expected")
+        if type(value) is not int or not 1 <= value <= _MOST:
+            self.refuse(f"{name} is {value!r:.40}; a positive whole number up to {_MOST} is expected")
             return 1
         return value
 
@@ -59,16 +62,16 @@ class Settings:
                 self.refuse(f"{name} is missing")
                 return 1.0
             return default
-        if type(value) not in (int, float) or not 0 <= value < float("inf"):
-            self.refuse(f"{name} is {value!r}; a number that is not negative is expected")
+        if type(value) not in (int, float) or not 0 <= value <= _LARGEST:
+            self.refuse(f"{name} is {value!r:.40}; a number that is not negative is expected")
             return 1.0
         return float(value)
 
     def positive_or_none(self, name: str, default: float | None) -> float | None:
         """Return a number greater than 0; null, unlike absence, stands for none."""
         value = self.values.get(name, default)
-        if value is not None and (type(value) not in (int, float) or not 0 < value < float("inf")):
-            self.refuse(f"{name} is {value!r}; a number greater than 0 or null is expected")
+        if value is not None and (type(value) not in (int, float) or not 0 < value <= _LARGEST):
+            self.refuse(f"{name} is {value!r:.40}; a number greater than 0 or null is expected")
             return default
         return None if value is None else float(value)
 
@@ -137,7 +140,7 @@ def parse_settings(text: str, place: str) -> Settings:
         CheckpointError: it is not a JSON object.
     """
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except ValueError as error:
         raise CheckpointError(f"{place} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
@@ -156,7 +159,7 @@ def read_model_text(folder: Path, name: str) -> str:
             f"{folder} is not a folder; give the path of a Hugging Face model's folder on this machine"
         )
     try:
-        return (folder / name).read_bytes().decode("utf-8")
+        return read_plain_file(folder / name).decode("utf-8")
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} is not a Hugging Face model folder: it has no {name}") from error
     except (OSError, UnicodeDecodeError) as error:

@@ -5,6 +5,7 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def iteration_of_folder(folder: Path) -> int | None:
 
 def saved_iterations(directory: Path) -> list[int]:
     """Return the iterations that have a folder, oldest first."""
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         return []
     found = (iteration_of_folder(entry) for entry in directory.iterdir() if entry.is_dir())
     return sorted(iteration for iteration in found if iteration is not None)
@@ -89,7 +90,7 @@ def holds_tokenizer(directory: Path) -> bool:
 
 
 def _is_checkpoint(directory: Path) -> bool:
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         return False
     found = detect_format(directory)
     return found is not None and (found != "hf" or bool(weight_files(directory)))

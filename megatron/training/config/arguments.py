@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +41,8 @@ from megatron.training.config.unknown_flags import foreign_answer, switch_with_v
 from megatron.training.process.refusal import refuse
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_PATHS = ("FILE", "DIR", "PATH", "[WEIGHT] PREFIX")
+_MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 3800
 _TYPE_WORDS = {int: "an integer", float: "a number", bool: "a switch", str: "text"}
 
 
@@ -321,9 +324,28 @@ def _convert(spec: FieldSpec, text: str, problems: list[str]) -> Any:
             hint = "" if number is None or "." in number else f"; write {number}"
         problems.append(f"{name} {text}: {_TYPE_WORDS[spec.item_type]} is expected{hint}")
         return None
+    excess = spec.excess(value) if spec.item_type is int else _too_long(spec, text)
+    if excess is not None:
+        problems.append(f"{name} {excess}")
     if spec.item_type is float and not math.isfinite(value):
         problems.append(f"{name} {text}: a finite number is expected")
     return value
+
+
+def _too_long(spec: FieldSpec, text: str) -> str | None:
+    """Return why no file system can have the path that a field names, or None."""
+    if spec.options.metavar not in _PATHS:
+        return None
+    lengths = [len(os.fsencode(name)) for name in text.split("/")]
+    if max(lengths) > _MOST_NAME_BYTES:
+        return f"{_shortened(text)}: a name of {max(lengths)} bytes; file systems take {_MOST_NAME_BYTES} at most"
+    if sum(lengths) + len(lengths) > _MOST_PATH_BYTES:
+        return f"{_shortened(text)}: a path of {sum(lengths)} bytes; give one of at most {_MOST_PATH_BYTES}"
+    return None
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:40]}…"
 
 
 def _written_out(text: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def read_checkpoint_arguments(directory: str, ckpt_step: int | None) -> Checkpoi
     Raises:
         CheckpointError: there is no such folder, or no readable checkpoint where there should be one.
     """
-    if not Path(directory).exists():
+    if not os.path.exists(directory):
         raise CheckpointError(
             f"--use-checkpoint-args: --load {directory} does not exist; name the folder that a run saved to, or that "
             "holds a model"

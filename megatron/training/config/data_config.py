@@ -42,7 +42,7 @@ class FineTuningConfig(Config, role="run"):
     sft_packing: bool = flag(True, negative="--no-sft-packing", where=("sft", True))
     """Put as many conversations as fit into a sample, each with positions and attention of its own. Off: make each
     conversation a sample, padded at its end."""
-    max_padding_length: int | None = flag(None, bounds=POSITIVE, where=("sft", True))
+    max_padding_length: int | None = flag(None, bounds=POSITIVE, most=2**31 - 1, where=("sft", True))
     """Number of tokens at which a conversation is cut; by default --seq-length."""
 
 
@@ -78,7 +78,7 @@ class FillInTheMiddleConfig(Config, role="run"):
 class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
     """Hold the data paths, the split and what becomes of document boundaries."""
 
-    seq_length: int = flag(0, role="recipe", bounds=NOT_NEGATIVE, in_args=True)
+    seq_length: int = flag(0, role="recipe", bounds=NOT_NEGATIVE, most=2**31 - 1, in_args=True)
     """Number of tokens of one sample."""
     data_path: tuple[str, ...] = flag((), nargs="+", metavar="[WEIGHT] PREFIX", in_args=True)
     """Data prefixes, or weight and prefix in turn; cut into the three sets by --split."""
@@ -100,7 +100,7 @@ class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
     """Folder of the index cache; by default beside the data."""
     mmap_bin_files: bool = flag(True, negative="--no-mmap-bin-files")
     """Map the token files into memory. Off: read the token files with ordinary reads in place of a memory map."""
-    num_workers: int = flag(2, bounds=NOT_NEGATIVE)
+    num_workers: int = flag(2, bounds=NOT_NEGATIVE, most=2**16)
     """Number of threads that read micro-batches ahead, on the first rank of each tensor-parallel group; 0: none.
     More than one may read a data set of your own at the same time."""
     dataloader_type: str = flag("single", choices=("single", "cyclic", "external"), in_args=True)
@@ -154,19 +154,21 @@ class TokenizerConfig(Config, role="run", in_args=True):
     given, with a vocabulary of the size that it has there."""
     tokenizer_model: str | None = flag(None, metavar="PATH")
     """Model file, or folder with tokenizer.json."""
-    vocab_size: int | None = flag(None, bounds=POSITIVE)
+    vocab_size: int | None = flag(None, bounds=POSITIVE, most=2**31 - 2)
     """Size of the vocabulary, for NullTokenizer; with any other tokenizer it must be the tokenizer's
     own."""
-    vocab_extra_ids: int = flag(0, bounds=NOT_NEGATIVE)
+    vocab_extra_ids: int = flag(0, bounds=NOT_NEGATIVE, most=2**24)
     """Number of extra ids that are added to the vocabulary."""
-    extra_vocab_size: int = flag(0, bounds=NOT_NEGATIVE, in_args=False)
+    extra_vocab_size: int = flag(0, bounds=NOT_NEGATIVE, most=2**24, in_args=False)
     """Number of rows beyond the tokenizer's own vocabulary; with --patch-tokenizer-type, beyond the vocabulary without
     added tokens."""
-    padded_vocab_size: int | None = flag(None, bounds=POSITIVE, in_args=False, excludes=("extra_vocab_size",))
+    padded_vocab_size: int | None = flag(
+        None, bounds=POSITIVE, most=2**31 - 1, in_args=False, excludes=("extra_vocab_size",)
+    )
     """Number of rows in all, in place of --extra-vocab-size."""
     tiktoken_pattern: str | None = flag(None, choices=("v1", "v2"))
     """Pattern that splits the text before tiktoken merges it."""
-    tiktoken_num_special_tokens: int = flag(1000, bounds=NOT_NEGATIVE)
+    tiktoken_num_special_tokens: int = flag(1000, bounds=NOT_NEGATIVE, most=2**20)
     """Number of special tokens that tiktoken's vocabulary leaves room for."""
     tiktoken_special_tokens: tuple[str, ...] = flag((), nargs="+", metavar="TOKEN", in_args=False)
     """Special tokens of tiktoken's vocabulary."""

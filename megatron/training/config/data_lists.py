@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.core.datasets.samples.gpt_dataset_config import ValidationSet, parse_blend
 from megatron.core.errors import ConfigurationError
+from megatron.core.files.plain_file import MOST_TEXT_BYTES, parse_json
 from megatron.training.config.training_config import ValidationConfig
 
 PER_SPLIT_KEYS = ("train", "valid", "test")
@@ -36,8 +37,8 @@ def read_per_split_lists(path: str, flag: str) -> dict[str, tuple[str, ...]]:
         ConfigurationError: if the file is not such an object.
     """
     try:
-        lists = json.loads(_read_text(path, flag))
-    except json.JSONDecodeError as error:
+        lists = parse_json(_read_text(path, flag))
+    except ValueError as error:
         raise ConfigurationError(f"{flag} {path}: not JSON ({error})") from error
     expected = "an object with the lists train, valid and test is expected"
     if not isinstance(lists, dict) or not set(lists) <= set(PER_SPLIT_KEYS):
@@ -65,7 +66,7 @@ def extra_validation_sets(validation: ValidationConfig) -> tuple[ValidationSet, 
     numbers = [None] * len(lists) if validation.full_validation or not samples else list(samples)
     sets = []
     for path, name, number in zip(lists, names, numbers):
-        is_prefix = Path(path).suffix == ".jsonl" or (not Path(path).exists() and Path(f"{path}.idx").exists())
+        is_prefix = Path(path).suffix == ".jsonl" or (not os.path.exists(path) and os.path.exists(f"{path}.idx"))
         try:
             words = (path,) if is_prefix else read_data_list(path, _DATALIST)
         except ConfigurationError as error:
@@ -100,6 +101,13 @@ def _find_misfits(lists: tuple[str, ...], samples: tuple[int, ...], names: tuple
 
 def _read_text(path: str, flag: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        # Not only of a file: the shell's <(...) is a pipe.
+        with open(path, "rb") as file:
+            content = file.read(MOST_TEXT_BYTES + 1)
+        if len(content) > MOST_TEXT_BYTES:
+            raise ConfigurationError(
+                f"{flag} {path}: it has more than {MOST_TEXT_BYTES} bytes; give a list of data sets"
+            )
+        return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{flag} {path}: the file cannot be read ({error})") from error

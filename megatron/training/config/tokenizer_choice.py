@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 from megatron.training.config.data_config import TokenizerConfig
@@ -42,7 +43,7 @@ def choose_tokenizer(config: RunConfig, is_type_given: bool, notes: list[str], p
         )
     elif folder is None:
         problems.append(f"--patch-tokenizer-type {patch} takes the tokenizer from --load DIR; add --load DIR")
-    elif not Path(folder).exists():
+    elif not os.path.exists(folder):
         problems.append(f"--patch-tokenizer-type {patch}: {source} {folder} does not exist; name its folder")
     else:
         problems.append(

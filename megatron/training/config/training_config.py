@@ -12,9 +12,9 @@ from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config,
 class TrainingConfig(Config, role="run"):
     """Hold batch sizes, the run's length and the reasons to end it early."""
 
-    micro_batch_size: int = flag(bounds=POSITIVE, in_args=True)
+    micro_batch_size: int = flag(bounds=POSITIVE, most=2**24, in_args=True)
     """Number of samples of one forward pass on one data-parallel rank."""
-    global_batch_size: int = flag(0, bounds=NOT_NEGATIVE, in_args=True)
+    global_batch_size: int = flag(0, bounds=NOT_NEGATIVE, most=2**31 - 1, in_args=True)
     """Number of samples of one iteration over all ranks; by default micro batch size x data-parallel
     size."""
     rampup_batch_size: tuple[int, ...] = flag((), nargs="+", metavar="N", in_args=True)
@@ -152,7 +152,7 @@ class InitializationConfig(Config, role="run"):
     """Keep sums within bfloat16 matrix products in float32 to the end, on CUDA, where partial sums may be rounded."""
     distributed_backend: str = flag("nccl", choices=("nccl", "gloo"), not_built=("ccl", "mpi", "ucc"))
     """Backend of the process groups; nccl becomes gloo where there is no CUDA."""
-    distributed_timeout_minutes: int = flag(10, bounds=POSITIVE)
+    distributed_timeout_minutes: int = flag(10, bounds=POSITIVE, most=10**8)
     """Minutes after which a collective that does not end is an error."""
     local_rank: int | None = flag(None, aliases=("--local_rank",), bounds=NOT_NEGATIVE)
     """Device of this process on its node; the environment's LOCAL_RANK is used where it is set."""

@@ -21,6 +21,7 @@ from megatron.training.process.launcher import die_with_launcher
 
 # torchrun ends the others within a fraction of a second of rank 0: this is how late rank 0 may be on a busy machine.
 _WAIT_FOR_REPORT_S = 5.0
+_MOST_SHOWN = 4000
 
 
 def launch_environment_or_exit() -> LaunchEnvironment:
@@ -41,6 +42,12 @@ def reasons_of(error: MegatronError) -> tuple[str, ...]:
     return error.problems if isinstance(error, ConfigurationError) else (str(error),)
 
 
+def one_line(text: str) -> str:
+    """Return text with what would break its line, or change the terminal, spelt out; a very long one cut short."""
+    shown = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text[:_MOST_SHOWN])
+    return shown if len(text) <= _MOST_SHOWN else f"{shown} … ({len(text)} characters)"
+
+
 def refuse(reasons: Sequence[str], rank: int, status: int = 2) -> int:
     """Print one line a reason on rank 0 and return the exit status.
 
@@ -49,7 +56,7 @@ def refuse(reasons: Sequence[str], rank: int, status: int = 2) -> int:
     """
     if rank == 0:
         for reason in reasons:
-            print_line(f"error: {reason}", sys.stderr)
+            print_line(f"error: {one_line(reason)}", sys.stderr)
         return status
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:

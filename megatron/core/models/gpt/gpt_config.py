@@ -15,12 +15,12 @@ class GPTConfig(TransformerConfig, in_args=True):
     ``vocab_size`` is the tokenizer's real size, without padding; it is 0 until the tokenizer is known.
     """
 
-    vocab_size: int = flag(0, cli=False, role="shape", in_args=False)
+    vocab_size: int = flag(0, cli=False, role="shape", most=2**31 - 1, in_args=False)
     """Number of tokens of the tokenizer, without padding."""
     make_vocab_size_divisible_by: int = flag(128, role="layout", bounds=POSITIVE)
     """The embedding is padded to a multiple of this number x the tensor-parallel size."""
     max_position_embeddings: int = flag(
-        0, role="shape", bounds=NOT_NEGATIVE, where=("position_embedding_type", "learned_absolute")
+        0, role="shape", bounds=NOT_NEGATIVE, most=2**31 - 1, where=("position_embedding_type", "learned_absolute")
     )
     """Number of positions that the model knows; by default the sequence length."""
     position_embedding_type: str = flag(

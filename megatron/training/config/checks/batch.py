@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.parallel_sizes import MODEL_SIZE_NAMES
-from megatron.training.config.checks.check import Check
+from megatron.training.config.checks.check import Check, divisors_of
 from megatron.training.config.checks.layout import has_whole_copies
 from megatron.training.config.run_config import RunConfig
 
+_MOST_SAMPLES = 2**63 - 1
+_MOST_MICROBATCHES = 2**20
+_MOST_BATCH_SIZES = 2**16
 _BATCH = ("micro_batch_size", "global_batch_size", *MODEL_SIZE_NAMES)
 
 
@@ -60,7 +63,7 @@ def _check_rampup(config: RunConfig) -> Iterator[str]:
 
 def _increments(way: int, one: int) -> str:
     """Return the divisors of the way from the first to the full batch size that are whole slices, as text."""
-    return ", ".join(str(size) for size in range(one, way + 1, one) if way % size == 0)
+    return ", ".join(str(size) for size in divisors_of(way) if size % one == 0)
 
 
 def _check_steps(config: RunConfig) -> Iterator[str]:
@@ -89,7 +92,45 @@ def _check_length(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_run(config: RunConfig) -> Iterator[str]:
+    training = config.training
+    iterations = max(training.train_iters, training.train_samples // max(training.global_batch_size, 1))
+    if iterations * training.global_batch_size > _MOST_SAMPLES:
+        yield (
+            f"--train-iters {training.train_iters} x --global-batch-size {training.global_batch_size} are more samples "
+            f"than {_MOST_SAMPLES}; lower one of them"
+        )
+
+
+def _check_microbatches(config: RunConfig) -> Iterator[str]:
+    training = config.training
+    if not has_whole_copies(config) or training.micro_batch_size < 1:
+        return
+    count = training.global_batch_size // (training.micro_batch_size * config.data_parallel_size)
+    if count > _MOST_MICROBATCHES:
+        yield (
+            f"--global-batch-size {training.global_batch_size} makes {count} micro-batches of --micro-batch-size "
+            f"{training.micro_batch_size} on each of {config.data_parallel_size} model copies; at most "
+            f"{_MOST_MICROBATCHES} are taken: lower the first or raise the second"
+        )
+
+
+def _check_batch_sizes(config: RunConfig) -> Iterator[str]:
+    given, batch = config.training.rampup_batch_size, config.training.global_batch_size
+    if len(given) != 3 or min(given) <= 0:
+        return  # Said by the check of the ramp-up.
+    count = (batch - given[0]) // given[1]
+    if count > _MOST_BATCH_SIZES:
+        yield (
+            f"--rampup-batch-size {given[0]} {given[1]} {given[2]} has {count} sizes up to --global-batch-size "
+            f"{batch}; at most {_MOST_BATCH_SIZES} are taken: raise the increment"
+        )
+
+
 CHECKS = (
+    Check(("train_iters", "train_samples", "global_batch_size"), _check_run),
+    Check(("global_batch_size", "micro_batch_size", *MODEL_SIZE_NAMES), _check_microbatches),
+    Check(("rampup_batch_size", "global_batch_size"), _check_batch_sizes),
     Check(_BATCH, _check_global_batch),
     Check((*_BATCH, "rampup_batch_size"), _check_rampup),
     Check((*_BATCH, "step_batch_size_schedule"), _check_steps),

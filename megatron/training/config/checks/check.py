@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 
 from megatron.training.config.run_config import RunConfig
@@ -21,4 +22,10 @@ class Check:
 
 def divisors(number: int, limit: int) -> str:
     """Return the divisors of a number up to a limit as text, for messages that say what would work."""
-    return ", ".join(str(size) for size in range(1, min(abs(number), limit) + 1) if number % size == 0)
+    return ", ".join(str(size) for size in divisors_of(abs(number)) if size <= limit)
+
+
+def divisors_of(number: int) -> list[int]:
+    """Return the divisors of a number above 0, the smallest first; of any other number none."""
+    small = [size for size in range(1, math.isqrt(max(number, 0)) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def _check_byte_pair_files(config: RunConfig) -> Iterator[str]:
                 f"{name} is missing; --tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file "
                 "(NullTokenizer needs only --vocab-size)"
             )
-        elif not Path(file).is_file():
+        elif not os.path.isfile(file):
             yield f"{name} {file}: there is no such file; give the path of an existing one"
 
 
@@ -53,9 +54,9 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
         ("--tensorboard-dir", config.logging.tensorboard_dir),
         ("--data-cache-path", config.data.data_cache_path),
     ):
-        if folder is not None and Path(folder).is_file():
+        if folder is not None and os.path.isfile(folder):
             yield f"{name} {folder} is a file; give a folder"
-    if config.logging.metrics_jsonl is not None and Path(config.logging.metrics_jsonl).is_dir():
+    if config.logging.metrics_jsonl is not None and os.path.isdir(config.logging.metrics_jsonl):
         yield f"--metrics-jsonl {config.logging.metrics_jsonl} is a folder; give a file"
 
 

@@ -7,11 +7,15 @@ from collections.abc import Iterator
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import flags_without_argument
+from megatron.core.parallel_sizes import MODEL_SIZE_NAMES
 from megatron.core.transformer.adapters.adapter_targets import adapted_parts
 from megatron.training.config.checkpoint_config import NATIVE_FORMAT
 from megatron.training.config.checks.check import Check, divisors
 from megatron.training.config.checks.pipeline import LAYOUT_FIELDS
 from megatron.training.config.run_config import RunConfig
+
+_MOST_VALUES = 10**13
+"""More than a rank can hold of anything: the memory of twenty GPUs of 2 TB."""
 
 
 def _check_head_width(config: RunConfig) -> Iterator[str]:
@@ -176,7 +180,47 @@ def _check_beside_adapters(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_parameters(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    ranks = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
+    if ranks < 1:
+        return
+    attention = model.hidden_size * 2 * (model.query_projection_size + model.kv_projection_size)
+    feed_forward = model.hidden_size * model.ffn_hidden_size * (3 if model.is_gated else 2)
+    rows = model.vocab_size or config.tokenizer.vocab_size or 0
+    if model.position_embedding_type == "learned_absolute":
+        rows += model.max_position_embeddings
+    total = model.num_layers * (attention + feed_forward) + rows * model.hidden_size
+    if total > _MOST_VALUES * ranks:
+        yield (
+            f"--num-layers {model.num_layers} --hidden-size {model.hidden_size} --ffn-hidden-size "
+            f"{model.ffn_hidden_size} --num-attention-heads {model.num_attention_heads}: about {total:.1e} parameters, "
+            f"{total // ranks:.1e} on each of tensor({model.tensor_model_parallel_size}) x "
+            f"pipeline({model.pipeline_model_parallel_size}) ranks; no machine holds more than {_MOST_VALUES:.0e}: "
+            "give a smaller model, or more ranks"
+        )
+
+
+def _check_activations(config: RunConfig) -> Iterator[str]:
+    model, length, micro = config.model, config.data.seq_length, config.training.micro_batch_size
+    values = length * micro * model.hidden_size // max(model.context_parallel_size, 1)
+    if values > _MOST_VALUES:
+        yield (
+            f"--seq-length {length} x --micro-batch-size {micro} x --hidden-size {model.hidden_size} over "
+            f"context({model.context_parallel_size}) ranks: {values:.1e} hidden values; no machine holds more than "
+            f"{_MOST_VALUES:.0e}: lower one of them"
+        )
+
+
 CHECKS = (
+    Check(
+        (
+            *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+            *("vocab_size", "max_position_embeddings", *MODEL_SIZE_NAMES),
+        ),
+        _check_parameters,
+    ),
+    Check(("seq_length", "micro_batch_size", "hidden_size", "context_parallel_size"), _check_activations),
     Check(("hidden_size", "num_attention_heads", "kv_channels"), _check_head_width),
     Check(("hidden_size", "ffn_hidden_size"), _check_feed_forward_width),
     Check(("num_attention_heads", "num_query_groups"), _check_query_groups),

@@ -1,0 +1,98 @@
+"""No command line, however extreme, ends in anything but a run or one line a problem, soon and in little memory."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.core.errors import ConfigurationError
+from megatron.training.config.arguments import resolve_arguments
+from megatron.training.process.refusal import one_line
+from tests.harness.bounded import bad_cases
+from tests.unit.training.config.command_lines import MINIMAL
+from tests.unit.training.config.random_words import random_command_line
+
+ROOT = Path(__file__).parents[4]
+TOO_LONG = "x" * 500
+# Each of these once took gigabytes, a minute or a traceback.
+EXHAUSTING = {
+    "--num-layers 2147483647": "--num-layers 2147483647: a number of at most 100000 is expected",
+    "--num-layers 100000000000000000000000": "--num-layers 1e+23: a number of at most 100000 is expected",
+    "--group-query-attention --num-query-groups 9223372036854775807": "--num-query-groups 9223372036854775807: a",
+    "--num-attention-heads 1000000007": "--num-attention-heads 1000000007: a number of at most 16777216 is expected",
+    "--tensor-model-parallel-size 9223372036854775807": "--tensor-model-parallel-size 9223372036854775807: a number",
+    "--pipeline-model-parallel-size 1000000000": "--pipeline-model-parallel-size 1000000000: a number",
+    "--num-layers 100000 --hidden-size 16777216 --num-attention-heads 16777216 --ffn-hidden-size 16777216 "
+    "--kv-channels 1": "1.7e+20 on each of tensor(1) x pipeline(1) ranks; no machine holds more than 1e+13",
+    "--seq-length 2147483647 --micro-batch-size 16777216": "no machine holds more than 1e+13: lower one of them",
+    "--train-iters 9223372036854775807 --global-batch-size 8": "are more samples than 9223372036854775807",
+    "--global-batch-size 2147483646": "makes 1073741823 micro-batches of --micro-batch-size 2",
+    "--rampup-batch-size 2 2 100 --micro-batch-size 1 --global-batch-size 1000000": "has 499999 sizes",
+    "--rampup-batch-size 1 2000000000 9 --global-batch-size 2147483646": "not a multiple of the increment 2000000000",
+    "--data-args-path /dev/zero": "--data-args-path /dev/zero: it has more than 268435456 bytes",
+    f"--metrics-jsonl {TOO_LONG}": "…: a name of 500 bytes; file systems take 255 at most",
+    f"--save a/{TOO_LONG}": "…: a name of 500 bytes; file systems take 255 at most",
+    f"--load {TOO_LONG}": "…: a name of 500 bytes; file systems take 255 at most",
+    f"--data-cache-path {'d/' * 3000}": "a path of 3000 bytes; give one of at most 3800",
+}
+
+
+def answer(number: int) -> None:
+    """Resolve a random command line; refusals are fine that fit on a line each."""
+    words, world_size = random_command_line(number)
+    problems: tuple[str, ...] = ("none",)
+    with contextlib.suppress(SystemExit):  # of --help
+        try:
+            resolve_arguments(words, world_size)
+        except ConfigurationError as error:
+            problems = error.problems
+    assert problems
+    assert all(problem and "\n" not in one_line(problem) for problem in problems)
+
+
+def test_values_that_would_exhaust_memory_or_time_are_refused_before() -> None:
+    def refuse(number: int) -> None:
+        text, expected = list(EXHAUSTING.items())[number]
+        with pytest.raises(ConfigurationError) as caught:
+            resolve_arguments([*MINIMAL, *text.split()], world_size=1)
+        assert any(expected in problem for problem in caught.value.problems), caught.value.problems
+
+    assert bad_cases(refuse, len(EXHAUSTING)) == []
+
+
+def test_the_largest_models_and_clusters_are_taken() -> None:
+    def resolve(number: int) -> None:
+        # 1.1e14 parameters over 2^15 ranks, 100,000 layers, and "never" as an interval.
+        flags = "--num-layers 512 --hidden-size 131072 --num-attention-heads 1024 --seq-length 16777216 "
+        flags += "--tensor-model-parallel-size 64 --pipeline-model-parallel-size 512 --context-parallel-size 4 "
+        flags += "--global-batch-size 1048576 --save-interval 9223372036854775807 --train-iters 1000000000"
+        deep = "--num-layers 100000 --hidden-size 64 --num-attention-heads 8 --rampup-batch-size 2 2 9 "
+        deep += "--global-batch-size 65536"
+        resolve_arguments([*MINIMAL, *(flags, deep)[number].split()], world_size=(2**18, 1)[number])
+
+    assert bad_cases(resolve, 2) == []
+
+
+def test_random_command_lines_are_answered() -> None:
+    assert bad_cases(answer, 400) == []
+
+
+@pytest.mark.long
+def test_ten_thousand_random_command_lines_are_answered() -> None:
+    assert bad_cases(answer, 10_000) == []
+
+
+@pytest.mark.long
+def test_random_commands_end_with_a_status(tmp_path: Path) -> None:
+    for number in range(200):
+        words, _ = random_command_line(number)
+        command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words, "--print-config"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60)
+        assert done.returncode in (0, 2), (number, words, done.stderr[-2000:])
+        assert b"Traceback" not in done.stderr, (number, words, done.stderr[-2000:])
+        if done.returncode == 2:
+            assert all(line.startswith(b"error: ") for line in done.stderr.splitlines()), (number, words, done.stderr)
