@@ -62,12 +62,12 @@ class DistributedOptimizer(MegatronOptimizer):
             self._start_gathers()
 
     @torch.no_grad()
-    def finish_step(self, totals: Sequence[float]) -> StepOutcome:
+    def finish_step(self, totals: Sequence[float], is_accepted: bool = True) -> StepOutcome:
         """Do what `MegatronOptimizer.finish_step` does, and start the gathers that the next forward pass waits for.
 
         Started before, they would hold up what the ranks agree on after an update, for which the host waits.
         """
-        outcome = super().finish_step(totals)
+        outcome = super().finish_step(totals, is_accepted)
         if self._gathers_in_forward:
             self._start_gathers()
         return outcome
