@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredFile, 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, TensorDescription, dtype_of, piece_key
 from megatron.core.dist_checkpointing.save_plan import SavePlan
 from megatron.core.errors import DamagedCheckpointError
-from megatron.core.plain_file import open_plain_file, parse_json
+from megatron.core.files.plain_file import open_plain_file, parse_json
 
 _SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.index import StoredPiece, StoredTensor
 from megatron.core.dist_checkpointing.load_plan import Cell, PieceRead
 from megatron.core.dist_checkpointing.mapping import dtype_of
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
-from megatron.core.plain_file import open_plain_file
+from megatron.core.files.plain_file import open_plain_file
 from megatron.core.process_group import Group
 from megatron.core.sharding import Box
 

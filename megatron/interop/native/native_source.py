@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.run_state import check_run_state
 from megatron.core.dist_checkpointing.shard_file import check_file
 from megatron.core.dist_checkpointing.state_dict import FLOAT8_PREFIX, RNG_PREFIX
 from megatron.core.errors import DamagedCheckpointError
-from megatron.core.plain_file import open_plain_file
+from megatron.core.files.plain_file import open_plain_file
 from megatron.core.sharding import Box, describe_box, uncovered
 from megatron.interop.checkpoint_source import TensorInfo
 

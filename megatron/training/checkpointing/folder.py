@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from megatron.core.errors import CheckpointError
-from megatron.core.plain_file import open_plain_file
+from megatron.core.files.plain_file import open_plain_file
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 

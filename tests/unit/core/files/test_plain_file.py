@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.plain_file import is_plain_name, open_plain_file, parse_json, read_plain_text
+from megatron.core.files.plain_file import is_plain_name, open_plain_file, parse_json, read_plain_text
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
