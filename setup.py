@@ -1,4 +1,4 @@
-"""Declare the compiled index builder and jsonl reader; everything else about the package is in pyproject.toml."""
+"""Declare the compiled extensions; everything else about the package is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ setup(
             # A fused multiply-add would break ties between the data sets of a blend.
             extra_compile_args=["-O3", "-g0", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden"],
             # Without a working compiler the install goes on, and the NumPy index builder is used.
+            optional=True,
+        ),
+        Extension(
+            "megatron.core.datasets.indexed._bus_error",
+            sources=["megatron/core/datasets/indexed/bus_error.cpp"],
+            include_dirs=[pybind11.get_include()],
+            language="c++",
+            extra_compile_args=["-O2", "-g0", "-std=c++17", "-fvisibility=hidden"],
+            # A data file that is cut while it is read then ends the run without a word.
             optional=True,
         ),
         Extension(

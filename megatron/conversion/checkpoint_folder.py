@@ -8,7 +8,12 @@ from pathlib import Path
 from megatron.core.errors import CheckpointError
 from megatron.interop.checkpoint_format import FORMAT_NAMES, CheckpointFormat, detect_format
 from megatron.interop.new_iteration import TRACKER_FILE
-from megatron.training.checkpointing.folder import candidate_folders
+from megatron.training.checkpointing.folder import (
+    candidate_folders,
+    complete_iterations,
+    list_some,
+    lost_tracker,
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,9 @@ def find_checkpoint(
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a folder; name one that holds a checkpoint")
     folder = directory
+    lost, iterations = lost_tracker(directory), complete_iterations(directory)
+    if ckpt_step is None and lost is not None and iterations and detect_format(directory) is None:
+        raise CheckpointError(f"{lost}; name one of its iterations with --ckpt-step: {list_some(iterations)}")
     if ckpt_step is not None or (directory / TRACKER_FILE).exists():
         # The newest only: what a command is told to convert or compare must not silently be another checkpoint.
         folder = candidate_folders(directory, ckpt_step)[0]

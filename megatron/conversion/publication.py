@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
 from megatron.core.dist_checkpointing.disk import sync_folder
 from megatron.core.errors import CheckpointError
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
+from megatron.training.process.folder_owner import FOLDER_RECORD, own_folder
 
 STAGING_FOLDER = ".converting"
 
@@ -45,6 +47,7 @@ def publish_checked(
 
     Raises:
         CheckpointError: there is one already, or another conversion into the folder is under way.
+        FolderInUseError: a run saves into the folder.
     """
     final = refuse_existing(save_dir, iteration)
     with _staging(save_dir, log) as staging:
@@ -80,7 +83,12 @@ def _staging(save_dir: Path, log: Callable[[str], None]) -> Iterator[Path]:
         for path in left:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         try:
-            yield staging
+            owner = own_folder(
+                save_dir, secrets.token_hex(4), "a conversion", log, FOLDER_RECORD, f"--save-dir {save_dir}"
+            )
+            with ExitStack() as stack:
+                stack.callback(owner.release)
+                yield staging
         finally:
             shutil.rmtree(staging, ignore_errors=True)
             for folder in made:

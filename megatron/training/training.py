@@ -22,6 +22,7 @@ from megatron.training.evaluation import evaluate
 from megatron.training.faults.fault_guard import FaultGuard
 from megatron.training.model_setup import TrainingParts
 from megatron.training.process.console import print_line
+from megatron.training.process.exit_warning import ExitWarning
 from megatron.training.process.initialize import Runtime
 from megatron.training.process.signals import ExitRequest
 from megatron.training.reporting.attention_logits import AttentionLogits
@@ -78,6 +79,7 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     if config.logging.log_max_attention_logit:
         logits = AttentionLogits(parts.chunks, run.runtime.device.torch_device)
     average = IntervalAverage()
+    warning = ExitWarning(config.checkpoint.exit_warning_seconds, config.checkpoint.async_save)
     saved_iteration = state.iteration
     first_log = True
     reason = None
@@ -90,6 +92,7 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
         if logits is not None:
             logits.is_on = _is_due(config.logging.log_interval, state.iteration + 1)
         report, agreement = step.run(state, train_source, batch_size, exit_request)
+        warning.look()
         profiling.end_iteration(state.iteration)
         if logits is not None and logits.is_on:
             report = replace(report, max_attention_logit=logits.take(run.runtime.state.world))
@@ -110,11 +113,17 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
         elif with_memory:
             _log_memory(run)
         if is_evaluation_due(config, state.iteration):
-            evaluate_and_report(run, run.evaluation_sets.validation)
+            if agreement.signal_received and warning.seconds is not None:
+                _leave_evaluation_out(run, run.evaluation_sets.validation)
+            else:
+                evaluate_and_report(run, run.evaluation_sets.validation)
         reason = _exit_reason(config, state.iteration, agreement)
         if _is_due(config.checkpoint.save_interval, state.iteration) or reason is not None:
             _save(run)
             saved_iteration = state.iteration
+        line = warning.line(run.checkpoints.last_seconds)
+        if line is not None:
+            run.log(line)
         _collect_garbage(config, state.iteration)
         if config.training.empty_unused_memory_level >= 1:
             run.runtime.device.empty_cache()
@@ -138,6 +147,12 @@ def evaluate_and_report(run: TrainingRun, evaluation_sets: Sequence[EvaluationSe
         if run.metrics is not None:
             run.metrics.write({"iteration": iteration, "split": chosen.name, "lm_loss": lm_loss})
             run.metrics.evaluation_scalars(chosen.name, lm_loss, run.train_state)
+
+
+def _leave_evaluation_out(run: TrainingRun, evaluation_sets: Sequence[EvaluationSet]) -> None:
+    """Go past the samples of an evaluation for which there is no time: later ones read what they would have read."""
+    run.log(f"no evaluation at iteration {run.train_state.iteration}: the run is ending after a signal")
+    run.train_state.consumed_valid_samples += sum(chosen.num_advanced for chosen in evaluation_sets)
 
 
 def is_evaluation_due(config: RunConfig, iteration: int) -> bool:

@@ -62,6 +62,6 @@ def test_two_jobs_with_one_metrics_file_are_not_mixed(tmp_path: Path) -> None:
 def test_an_evaluation_without_a_folder_of_its_own_runs_beside_a_run(tmp_path: Path) -> None:
     training = toy_args(tmp_path, FLAGS, "--train-iters 80")
     fork_training([*training, "--exit-interval", "20"]).check()
-    looking = toy_args(tmp_path, FLAGS, "--train-iters 80 --skip-train", save=False)
+    looking = toy_args(tmp_path, "--train-iters 80 --lr-decay-iters 60 --skip-train", save=False)
     both = fork_trainings([training, [*looking, "--load", str(tmp_path / "checkpoints")]], 1)
     assert [len(run.check().iterations()) for run in both] == [80, 0]

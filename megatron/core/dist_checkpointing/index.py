@@ -15,10 +15,12 @@ from typing import Any
 from megatron.core.dist_checkpointing.checksum import checksum
 from megatron.core.dist_checkpointing.disk import write_text
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
+from megatron.core.files.plain_file import is_plain_name, parse_json, read_plain_text
 from megatron.core.sharding import Box
 
 INDEX_FILE = "index.json"
 FORMAT_VERSION = 1
+_LARGEST_COUNT = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,11 @@ def read_index(folder: Path) -> CheckpointIndex:
         stored_checksum = content.pop("checksum")
         return CheckpointIndex(
             tensors={name: _decode_tensor(name, entry) for name, entry in content["tensors"].items()},
-            files={name: _decode_file(entry) for name, entry in content["files"].items()},
+            files={_name(name): _decode_file(entry) for name, entry in content["files"].items()},
             common=dict(content["common"]),
             is_intact=_content_checksum(content) == stored_checksum,
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DamagedCheckpointError(f"{folder / INDEX_FILE}: not an index of a checkpoint ({error!r})") from error
 
 
@@ -125,13 +127,13 @@ def read_index_file(folder: Path) -> dict[str, Any]:
     """
     path = folder / INDEX_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_plain_text(path))
         version = int(content.pop("format_version"))
     except OSError as error:
-        raise DamagedCheckpointError(f"{path}: {os.strerror(error.errno or 0)}") from error
+        raise DamagedCheckpointError(f"{path}: {error.strerror or os.strerror(error.errno or 0)}") from error
     except ValueError as error:
         raise DamagedCheckpointError(f"{path}: not readable as JSON ({error})") from error
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DamagedCheckpointError(f"{path}: not an index of a checkpoint ({error!r})") from error
     if version > FORMAT_VERSION:
         raise CheckpointError(
@@ -167,16 +169,16 @@ def _encode_tensor(tensor: StoredTensor) -> dict[str, Any]:
 def _decode_tensor(name: str, entry: Mapping[str, Any]) -> StoredTensor:
     pieces = tuple(
         StoredPiece(
-            box=Box(tuple(piece["offset"]), tuple(piece["shape"])),
-            file=str(piece["file"]),
+            box=Box(_counts(piece["offset"]), _counts(piece["shape"])),
+            file=_name(piece["file"]),
             key=str(piece["key"]),
-            start=int(piece["start"]),
-            num_bytes=int(piece["bytes"]),
+            start=_count(piece["start"]),
+            num_bytes=_count(piece["bytes"]),
             checksum=str(piece["crc32"]),
         )
         for piece in entry["pieces"]
     )
-    return StoredTensor(name, tuple(entry["shape"]), str(entry["dtype"]), pieces)
+    return StoredTensor(name, _counts(entry["shape"]), str(entry["dtype"]), pieces)
 
 
 def _encode_file(file: StoredFile) -> dict[str, Any]:
@@ -184,4 +186,20 @@ def _encode_file(file: StoredFile) -> dict[str, Any]:
 
 
 def _decode_file(entry: Mapping[str, Any]) -> StoredFile:
-    return StoredFile(int(entry["bytes"]), int(entry["header_bytes"]), str(entry["header_crc32"]))
+    return StoredFile(_count(entry["bytes"]), _count(entry["header_bytes"]), str(entry["header_crc32"]))
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    return tuple(_count(value) for value in values)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST_COUNT:
+        raise ValueError(f"{value!r} is not a number of bytes or elements")
+    return value
+
+
+def _name(value: Any) -> str:
+    if not is_plain_name(value):
+        raise ValueError(f"{value!r} is not the name of a file in this folder")
+    return str(value)

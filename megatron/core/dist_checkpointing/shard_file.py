@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredFile, 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, TensorDescription, dtype_of, piece_key
 from megatron.core.dist_checkpointing.save_plan import SavePlan
 from megatron.core.errors import DamagedCheckpointError
+from megatron.core.files.plain_file import open_plain_file, parse_json
 
 _SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -172,9 +174,9 @@ def check_file(path: Path, expected: StoredFile, pieces: Sequence[StoredPiece], 
         DamagedCheckpointError: the file is missing or differs; the message names the pieces that are lost.
     """
     try:
-        num_bytes = path.stat().st_size
-        with open(path, "rb") as file:
-            header = file.read(expected.header_bytes) if verify else b""
+        with open_plain_file(path) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            header = file.read(min(expected.header_bytes, num_bytes)) if verify else b""
     except OSError as error:
         lost = _name_some({piece.key for piece in pieces})
         raise DamagedCheckpointError(f"{path}: {error.strerror}{lost}") from error
@@ -198,17 +200,17 @@ def _name_some(keys: set[str]) -> str:
 def readable_keys(path: Path) -> set[str]:
     """Return the keys that a safetensors file's own header lists and whose bytes the file reaches."""
     try:
-        num_bytes = path.stat().st_size
-        with open(path, "rb") as file:
+        with open_plain_file(path) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            fields = json.loads(file.read(min(length, num_bytes)))
+            fields = parse_json(file.read(min(length, num_bytes)).decode("utf-8"))
         data_bytes = num_bytes - _LENGTH_BYTES - length
         return {
             key
             for key, entry in fields.items()
             if key != "__metadata__" and int(entry["data_offsets"][1]) <= data_bytes
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
         # A header that cannot be read gives access to nothing.
         return set()
 

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.index import StoredPiece, StoredTensor
 from megatron.core.dist_checkpointing.load_plan import Cell, PieceRead
 from megatron.core.dist_checkpointing.mapping import dtype_of
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
+from megatron.core.files.plain_file import open_plain_file
 from megatron.core.process_group import Group
 from megatron.core.sharding import Box
 
@@ -131,7 +132,7 @@ class ShardReader:
         """Read into ``data`` from byte ``start`` on; return how many bytes the file had for it."""
         if name not in self._open:
             # Closed by __exit__. Unbuffered: bytes go straight into the target, and no others are read.
-            self._open[name] = open(self._folder / name, "rb", buffering=0)  # noqa: SIM115
+            self._open[name] = open_plain_file(self._folder / name)
         descriptor = self._open[name].fileno()
         received = 0
         while received < len(data):
@@ -233,7 +234,7 @@ def _find_senders(folder: Path, files: Sequence[str], world: Group) -> dict[str,
 def _read_bytes(folder: Path, place: _Place) -> bytes | CheckpointError:
     name, start, num_bytes = place
     try:
-        with open(folder / name, "rb", buffering=0) as file:
+        with open_plain_file(folder / name) as file:
             file.seek(start)
             return file.read(num_bytes)
     except OSError as failure:

@@ -1,1 +1,1 @@
-"""Files that others made."""
+"""Files that others may have written, opened and read with care."""

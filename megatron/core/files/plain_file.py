@@ -1,4 +1,4 @@
-"""Read files that others made: no more of them than a limit, and no JSON that exhausts the interpreter.
+"""Files that anybody may have written: opened only where they are files, up to a limit, and read as the JSON that they are.
 
 Importing this module imports no torch.
 """
@@ -6,42 +6,90 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-MOST_TEXT_BYTES = 1 << 28
+MAX_TEXT_BYTES = 1 << 28
 """How large a text file may be that is read as a whole: ten times the largest tokenizer that there is."""
+MAX_DEPTH = 64
 
 
-def read_plain_file(path: Path, most: int = MOST_TEXT_BYTES) -> bytes:
-    """Return what a regular file holds.
+def open_plain_file(path: str | Path) -> io.FileIO:
+    """Open a file for reading, unbuffered.
+
+    A pipe or a device, whose reading may never end, and a folder are refused; opening them does not wait either.
 
     Raises:
-        OSError: it cannot be read, is a pipe or a device, or has more than ``most`` bytes.
+        OSError: there is none, it cannot be read, or it is no file.
     """
-    # A pipe that nobody writes to would be waited for.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
-        if found.st_size > most:
-            raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, and {most} are read at most", str(path))
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, f"is {_kind(mode)}, not a file", str(path))
+        return open(descriptor, "rb", buffering=0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_plain_file(path: str | Path, most: int = MAX_TEXT_BYTES) -> bytes:
+    """Return what a file holds.
+
+    Raises:
+        OSError: it cannot be read, is no file, or has more than ``most`` bytes.
+    """
+    with open_plain_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, and {most} are read at most", str(path))
         return file.read(most)
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text.
+def read_plain_text(path: str | Path) -> str:
+    """Return the text of a file.
 
     Raises:
-        ValueError: it is not JSON, or nests or counts beyond what the interpreter holds.
+        OSError: it cannot be read, is no file, or larger than any that is meant.
+        ValueError: it is not UTF-8.
+    """
+    return read_plain_file(path).decode("utf-8")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what a JSON text says.
+
+    Raises:
+        ValueError: it is not JSON, or nests more than `MAX_DEPTH` levels.
     """
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except RecursionError as error:
         raise ValueError("it nests too deeply") from error
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _members(outer) if isinstance(inner, (dict, list))]
+        if not level:
+            return value
+    raise ValueError("it nests too deeply")
+
+
+def is_plain_name(name: object) -> bool:
+    """Return whether a value names a file of a folder, and nothing outside it."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+
+
+def _members(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _kind(mode: int) -> str:
+    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+    return next((name for is_it, name in kinds if is_it(mode)), "a device")

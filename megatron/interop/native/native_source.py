@@ -12,9 +12,11 @@ import torch
 from megatron.core.dist_checkpointing.checksum import checksum
 from megatron.core.dist_checkpointing.index import INDEX_FILE, StoredPiece, StoredTensor, read_index
 from megatron.core.dist_checkpointing.mapping import dtype_of
+from megatron.core.dist_checkpointing.run_state import check_run_state
 from megatron.core.dist_checkpointing.shard_file import check_file
 from megatron.core.dist_checkpointing.state_dict import FLOAT8_PREFIX, RNG_PREFIX
 from megatron.core.errors import DamagedCheckpointError
+from megatron.core.files.plain_file import open_plain_file
 from megatron.core.sharding import Box, describe_box, uncovered
 from megatron.interop.checkpoint_source import TensorInfo
 
@@ -34,6 +36,7 @@ class NativeSource:
     def __init__(self, folder: str | Path, verify: bool = True, with_random_streams: bool = False) -> None:
         self.folder = Path(folder)
         index = read_index(self.folder)
+        check_run_state(self.folder, index.common)
         for name, file in index.files.items():
             check_file(self.folder / name, file, index.pieces_of(name), verify)
         if verify and not index.is_intact:
@@ -107,7 +110,7 @@ class NativeSource:
         """Fill ``data`` with the piece's bytes; return how many the file had."""
         if piece.file not in self._files:
             # Closed by close(). Unbuffered: the bytes go straight to their place.
-            self._files[piece.file] = open(self.folder / piece.file, "rb", buffering=0)  # noqa: SIM115
+            self._files[piece.file] = open_plain_file(self.folder / piece.file)
         file = self._files[piece.file]
         file.seek(piece.start)
         received = 0

@@ -9,10 +9,13 @@ from typing import TypeVar
 from megatron.core.collectives import all_gather_objects, broadcast_object, run_on_all_ranks
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import ParallelState
-from megatron.interop.new_iteration import TRACKER_FILE
+from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 from megatron.training.checkpointing.folder import (
     candidate_folders,
+    complete_iterations,
     holds_tokenizer,
+    list_some,
+    lost_tracker,
     saved_iterations,
     weight_files,
 )
@@ -23,8 +26,10 @@ Log = Callable[[str], None]
 Result = TypeVar("Result")
 
 
-def agree_on_candidates(directory: Path, ckpt_step: int | None, state: ParallelState) -> list[Path]:
+def agree_on_candidates(directory: Path, ckpt_step: int | None, state: ParallelState, log: Log) -> list[Path]:
     """Return the folders to try, newest first, as rank 0 sees them; none where there is no checkpoint.
+
+    A tracker file that does not name them is said in a line.
 
     Raises:
         CheckpointError: the iteration that is asked for is not there, or the tracker file is of no use.
@@ -33,13 +38,18 @@ def agree_on_candidates(directory: Path, ckpt_step: int | None, state: ParallelS
         lambda: candidate_folders(directory, ckpt_step) if state.world.is_first else [], state.world
     )
     found: list[Path] = broadcast_object(seen, state.world)
+    lost = lost_tracker(directory) if state.world.is_first and found and ckpt_step is None else None
+    if lost is not None and found[0] != directory:
+        log(f"WARNING: {lost}: taking the newest complete checkpoint beside it, {found[0].name}")
     if not found:
         _refuse_where_others_have_some(directory, state)
     return found
 
 
 def _refuse_where_others_have_some(directory: Path, state: ParallelState) -> None:
-    trackers = all_gather_objects((directory / TRACKER_FILE).exists(), state.world)
+    trackers = all_gather_objects(
+        (directory / TRACKER_FILE).exists() or bool(complete_iterations(directory)), state.world
+    )
     if any(trackers):
         raise CheckpointError(
             f"rank {trackers.index(True)} finds checkpoints in {directory} and rank 0, on another machine, none: bring "
@@ -47,13 +57,13 @@ def _refuse_where_others_have_some(directory: Path, state: ParallelState) -> Non
         )
 
 
-def agree_on_required_candidates(directory: Path, ckpt_step: int | None, state: ParallelState) -> list[Path]:
+def agree_on_required_candidates(directory: Path, ckpt_step: int | None, state: ParallelState, log: Log) -> list[Path]:
     """Return the folders to try as rank 0 sees them; at least one.
 
     Raises:
         CheckpointError: there is none. On every rank alike.
     """
-    folders = agree_on_candidates(directory, ckpt_step, state)
+    folders = agree_on_candidates(directory, ckpt_step, state, log)
     if not folders:
         raise CheckpointError(f"{directory} holds no checkpoint: there is no file {TRACKER_FILE} in it")
     return folders
@@ -76,9 +86,12 @@ def refuse_random_weights(directory: Path, options: CheckpointConfig, state: Par
 def _reason_against_random(directory: Path, options: CheckpointConfig) -> str | None:
     exists = directory.exists()
     found = f"holds no checkpoint (there is no file {TRACKER_FILE} in it)" if exists else "does not exist"
-    iterations = saved_iterations(directory)
-    if iterations:
-        found += f", but the folders of iterations: write {iterations[-1]} to that file to take the newest"
+    broken = [step for step in saved_iterations(directory) if any(iteration_folder(directory, step).iterdir())]
+    if broken:
+        return (
+            f"{found}, but the folders of iterations ({list_some(broken)}) without a complete checkpoint; bring back "
+            "what they lack, or remove them to begin a new run"
+        )
     given = {
         "--exit-on-missing-checkpoint": options.exit_on_missing_checkpoint,
         "--finetune": options.finetune,
@@ -105,9 +118,6 @@ def warn_of_random_weights(directory: Path, log: Log) -> None:
     """Say that a run starts from random weights."""
     log(f"WARNING: could not find the metadata file {directory / TRACKER_FILE}")
     log("    will not load any checkpoints and will start from random")
-    iterations = saved_iterations(directory)
-    if iterations:
-        log(f"    (there are checkpoints in it: write {iterations[-1]} to that file to go on from the newest)")
 
 
 def first_undamaged(folders: Sequence[Path], load: Callable[[Path], Result], log: Log) -> Result:

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from megatron.core.errors import CheckpointError
+from megatron.core.files.plain_file import open_plain_file
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 
@@ -28,6 +29,8 @@ _WEIGHTS = (
     "*.index.json",
 )
 _TOKENIZERS = ("tokenizer*", "*vocab*", "*.tiktoken", "*.model")
+_TRACKER_BYTES = 4096
+_MOST_DIGITS = 18
 _ITERATION_FOLDER = re.compile(r"iter_(\d{7,})")
 
 
@@ -45,13 +48,45 @@ def saved_iterations(directory: Path) -> list[int]:
     return sorted(iteration for iteration in found if iteration is not None)
 
 
+def complete_iterations(directory: Path) -> list[int]:
+    """Return the iterations whose folder holds a checkpoint, oldest first.
+
+    A save publishes a folder when it is complete; whether its files are whole is found out by loading it.
+    """
+    return [
+        iteration
+        for iteration in saved_iterations(directory)
+        if detect_format(iteration_folder(directory, iteration)) is not None
+    ]
+
+
+def lost_tracker(directory: Path) -> str | None:
+    """Return what is wrong with the tracker file of a folder; None where it names a checkpoint.
+
+    Raises:
+        CheckpointError: it is there and cannot be read.
+    """
+    path = directory / TRACKER_FILE
+    try:
+        text = _tracker_text(path)
+    except FileNotFoundError:
+        return f"{path} is missing"
+    if text == RELEASE or _names_iteration(text):
+        return None
+    return f"{path} holds {_shortened(text)}, which is neither an iteration nor {RELEASE!r}"
+
+
 def candidate_folders(directory: Path, ckpt_step: int | None = None) -> list[Path]:
     """Return the checkpoint that is asked for and then the older ones to fall back to, newest first.
 
     The tracker file names the newest one. Where there is no tracker file, the directory may be a checkpoint itself, a
-    Hugging Face folder with weights among them; else nothing is returned. With ``ckpt_step`` that iteration's folder is
-    the only one. A tracker file that holds neither a number nor ``release`` is taken to be damaged, and all folders are
-    candidates.
+    Hugging Face folder with weights among them. With ``ckpt_step`` that iteration's folder is the only one. Where the
+    tracker file is lost, or holds neither a number nor ``release``, all complete checkpoints are candidates; nothing is
+    returned where there are none and no tracker file.
+
+    Raises:
+        CheckpointError: there is no such iteration; the tracker file cannot be read, or is of no use and there is
+            nothing, or more than one kind of thing, to take in its place.
     """
     if ckpt_step is not None:
         folder = iteration_folder(directory, ckpt_step)
@@ -60,23 +95,62 @@ def candidate_folders(directory: Path, ckpt_step: int | None = None) -> list[Pat
             raise CheckpointError(f"there is no checkpoint {folder}; change --ckpt-step {ckpt_step} to one of: {there}")
         return [folder]
     try:
-        text = (directory / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
+        text = _tracker_text(directory / TRACKER_FILE)
     except FileNotFoundError:
-        return [directory] if _is_checkpoint(directory) else []
-    except OSError as error:
-        raise CheckpointError(f"cannot read {directory / TRACKER_FILE}: {error.strerror}") from error
+        return [directory] if _is_checkpoint(directory) else _without_tracker(directory)
     if text == RELEASE:
         return [directory / RELEASE]
-    iterations = saved_iterations(directory)
-    if text.isascii() and text.isdigit():
-        newest = int(text)
-        iterations = [iteration for iteration in iterations if iteration < newest] + [newest]
-    elif not iterations:
-        raise CheckpointError(
-            f"{directory / TRACKER_FILE} holds {text!r}, which is neither an iteration nor {RELEASE!r}, and there "
-            "is no checkpoint beside it"
-        )
+    if not _names_iteration(text):
+        found = _without_tracker(directory)
+        if not found:
+            raise CheckpointError(f"{lost_tracker(directory)}, and there is no checkpoint beside it")
+        return found
+    newest = int(text)
+    iterations = [iteration for iteration in saved_iterations(directory) if iteration < newest] + [newest]
     return [iteration_folder(directory, iteration) for iteration in reversed(iterations)]
+
+
+def _without_tracker(directory: Path) -> list[Path]:
+    """Return the checkpoints of a folder whose tracker file names none."""
+    iterations = complete_iterations(directory)
+    release = directory / RELEASE
+    if detect_format(release) is None:
+        return [iteration_folder(directory, iteration) for iteration in reversed(iterations)]
+    if iterations:
+        raise CheckpointError(
+            f"{lost_tracker(directory)}, and beside it are both {RELEASE} and iterations ({list_some(iterations)}): "
+            f"write {RELEASE!r} or the number of one to that file"
+        )
+    return [release]
+
+
+def _tracker_text(path: Path) -> str:
+    """Return what the tracker file holds.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CheckpointError: it is no file, or cannot be read.
+    """
+    try:
+        with open_plain_file(path) as file:
+            return file.read(_TRACKER_BYTES).decode("utf-8", errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(path) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _names_iteration(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")
+
+
+def list_some(iterations: list[int]) -> str:
+    """Return the newest iterations of a list in words."""
+    return ", ".join(map(str, iterations[-8:])) + (" and older ones" if len(iterations) > 8 else "")
 
 
 def weight_files(directory: Path) -> list[str]:

@@ -90,7 +90,7 @@ def load_checkpoint(
             every rank alike.
     """
     directory = Path(directory)
-    folders = agree_on_candidates(directory, options.ckpt_step, state)
+    folders = agree_on_candidates(directory, options.ckpt_step, state, log)
     if not folders:
         refuse_random_weights(directory, options, state)
         warn_of_random_weights(directory, log)
@@ -128,7 +128,7 @@ def load_model_weights(
         open_stored(folder, state, verify).load(model_tensors(models), (MODEL_PREFIX,), allow_cast=allow_cast)
         return folder
 
-    return first_undamaged(agree_on_required_candidates(Path(directory), ckpt_step, state), load, log)
+    return first_undamaged(agree_on_required_candidates(Path(directory), ckpt_step, state, log), load, log)
 
 
 def read_common(directory: str | Path, ckpt_step: int | None = None, log: Log = print) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def read_common(directory: str | Path, ckpt_step: int | None = None, log: Log = 
         tokenizer = common["tokenizer"]
         return common | {"folder": folder, "tokenizer": None if tokenizer is None else folder / tokenizer}
 
-    return first_undamaged(agree_on_required_candidates(Path(directory), ckpt_step, alone), load, log)
+    return first_undamaged(agree_on_required_candidates(Path(directory), ckpt_step, alone, log), load, log)
 
 
 def _load_folder(
@@ -175,7 +175,7 @@ def _load_folder(
         )
     if optimizer is not None and common["scheduler"] is not None:
         check_schedule(common["scheduler"])
-    progress = TrainProgress() if begins_anew else TrainProgress(**common["progress"])
+    progress = TrainProgress() if begins_anew else _progress_of(folder, common)
     described, namespaces = model_tensors(tensors.models), [MODEL_PREFIX]
     described = without_new_adapters(described, folder, stored.index.tensors, config, begins_anew)
     if optimizer is not None:
@@ -224,6 +224,13 @@ def _load_folder(
         rng=None if choice is None else choice.streams,
         model_record=common.get(MODEL_RECORD),
     )
+
+
+def _progress_of(folder: Path, common: Mapping[str, Any]) -> TrainProgress:
+    try:
+        return TrainProgress(**common["progress"])
+    except TypeError as error:
+        raise DamagedCheckpointError(f"{folder}: what it records of its run's progress is none ({error})") from error
 
 
 def _describe_choice(directory: Path, folder: Path) -> str:

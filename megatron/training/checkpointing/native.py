@@ -12,6 +12,7 @@ from megatron.core.config_base import IDENTITY, field_specs
 from megatron.core.dist_checkpointing.index import CheckpointIndex
 from megatron.core.dist_checkpointing.load import LoadedTensors, load_index, load_tensors
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.run_state import check_run_state
 from megatron.core.dist_checkpointing.strictness import STRICT, Strictness
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.parallel_state import ParallelState
@@ -109,7 +110,9 @@ def open_stored(
         return _open_hugging_face(folder, state)
     if found == "peft":
         return _offer_model(run_on_all_ranks(lambda: open_checkpoint(folder, verify), state.world), state)
-    return NativeCheckpoint(folder, load_index(folder, state.world, verify), state, verify)
+    index = load_index(folder, state.world, verify)
+    check_run_state(folder, index.common)
+    return NativeCheckpoint(folder, index, state, verify)
 
 
 def _open_hugging_face(folder: Path, state: ParallelState) -> SourceCheckpoint:

@@ -129,8 +129,8 @@ def recover(directory: Path, log: Callable[[str], None]) -> None:
             shutil.rmtree(entry)
             log(f"removed {entry}, left by an interrupted save")
     if pending.exists():
-        text = pending.read_text(encoding="utf-8")
-        if text.isdigit() and detect_format(iteration_folder(directory, int(text))) is not None:
+        text = pending.read_text(encoding="utf-8", errors="replace") if pending.is_file() else ""
+        if text.isascii() and text.isdigit() and detect_format(iteration_folder(directory, int(text))) is not None:
             os.rename(pending, directory / TRACKER_FILE)
             log(f"entered iteration {text}, saved completely before an interruption, in {directory / TRACKER_FILE}")
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,6 +41,8 @@ class CheckpointSaver:
     copy, and `poll`, called between iterations, takes the next step of the save as soon as all ranks' threads are
     through; the next save, and `finish`, wait for it. The threads themselves never communicate.
 
+    ``last_seconds`` is how long the newest complete save took, None before there is one.
+
     A checkpoint that the file system does not take is reported and given up: what was saved before is still in place,
     and training goes on. Checkpoints that were there before are never removed, unless the run goes on from them.
     """
@@ -63,6 +66,8 @@ class CheckpointSaver:
         self._steps: Iterator[BackgroundTask[Any]] = iter(())
         self._task: BackgroundTask[Any] | None = None
         self._iteration = 0
+        self._began = 0.0
+        self.last_seconds: float | None = None
         self._failure: CheckpointWriteError | None = None
 
     @property
@@ -87,6 +92,7 @@ class CheckpointSaver:
     def save(self, tensors: RunTensors, common: CommonState) -> None:
         """Save a checkpoint, or begin to."""
         self.finish()
+        self._began = time.monotonic()
         self._iteration = common.progress.iteration
         self._target = replace(self._target, kept=self._target.kept - {self._iteration})
         self._steps = save_in_steps(tensors, common, self._target)
@@ -140,6 +146,8 @@ class CheckpointSaver:
     def _advance(self) -> None:
         try:
             self._task = next(self._steps, None)
+            if self._task is None:
+                self.last_seconds = time.monotonic() - self._began
         except CheckpointWriteError as failure:
             self._task = None
             self._failure = failure
@@ -305,6 +313,11 @@ class RunCheckpoints:
         """Wait until the last save is complete or given up."""
         if self.saver is not None:
             self.saver.finish()
+
+    @property
+    def last_seconds(self) -> float | None:
+        """Return how long the newest complete save took, until it was published; None before there is one."""
+        return None if self.saver is None else self.saver.last_seconds
 
     def check_last(self) -> None:
         """Refuse to call a run done whose last checkpoint could not be written.

@@ -17,7 +17,7 @@ from megatron.core.tokenizers.tokenizer_file import read_json_object
 from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER, recorded_arguments
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.new_iteration import TRACKER_FILE
-from megatron.training.checkpointing.folder import candidate_folders, saved_iterations
+from megatron.training.checkpointing.folder import candidate_folders
 from megatron.training.config.data_config import TokenizerConfig
 from megatron.training.config.run_config import command_line_fields
 
@@ -71,13 +71,10 @@ def read_checkpoint_arguments(directory: str, ckpt_step: int | None) -> Checkpoi
 
 def no_checkpoint(directory: str) -> str:
     """Say that a folder that is there gives nothing, and what to do."""
-    iterations = saved_iterations(Path(directory))
-    advice = (
-        f"write {iterations[-1]} to that file to take the newest of its iterations"
-        if iterations
-        else "name the folder that a run saved to, or that holds a model, or give the model's flags"
+    return (
+        f"--use-checkpoint-args: --load {directory} holds no checkpoint (there is no {TRACKER_FILE} in it); name the "
+        "folder that a run saved to, or that holds a model, or give the model's flags"
     )
-    return f"--use-checkpoint-args: --load {directory} holds no checkpoint (there is no {TRACKER_FILE} in it); {advice}"
 
 
 def recorded_config(folder: Path) -> Mapping[str, Any]:

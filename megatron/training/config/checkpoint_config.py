@@ -40,6 +40,9 @@ class CheckpointConfig(Config, role="output"):
     """Format of the checkpoints written; safetensors is the native one, torch_dist and torch are Megatron's."""
     async_save: bool = flag(False, needs="save")
     """Write checkpoints while training goes on."""
+    exit_warning_seconds: int | None = flag(None, bounds=POSITIVE, needs="save")
+    """Seconds from SIGTERM, or --exit-signal, to the kill that follows: the run says so when a checkpoint does not fit,
+    and leaves out an evaluation that would come before it."""
     keep_last: int | None = flag(None, bounds=POSITIVE, needs="save")
     """Number of newest checkpoints that are kept; by default all."""
     keep_every: int | None = flag(None, bounds=POSITIVE, needs="save")

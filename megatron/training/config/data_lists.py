@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.core.datasets.samples.gpt_dataset_config import ValidationSet, parse_blend
 from megatron.core.errors import ConfigurationError
-from megatron.core.files.plain_file import MOST_TEXT_BYTES, parse_json
+from megatron.core.files.plain_file import MAX_TEXT_BYTES, parse_json
 from megatron.training.config.training_config import ValidationConfig
 
 PER_SPLIT_KEYS = ("train", "valid", "test")
@@ -103,10 +103,10 @@ def _read_text(path: str, flag: str) -> str:
     try:
         # Not only of a file: the shell's <(...) is a pipe.
         with open(path, "rb") as file:
-            content = file.read(MOST_TEXT_BYTES + 1)
-        if len(content) > MOST_TEXT_BYTES:
+            content = file.read(MAX_TEXT_BYTES + 1)
+        if len(content) > MAX_TEXT_BYTES:
             raise ConfigurationError(
-                f"{flag} {path}: it has more than {MOST_TEXT_BYTES} bytes; give a list of data sets"
+                f"{flag} {path}: it has more than {MAX_TEXT_BYTES} bytes; give a list of data sets"
             )
         return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -125,7 +125,7 @@ def _recorded_step(path: Path, step: int) -> Mapping[str, Any] | None:
         for line in lines:
             try:
                 values = json.loads(line)
-            except json.JSONDecodeError:  # the run was killed while it wrote its last line
+            except (ValueError, RecursionError):  # the run was killed while it wrote its last line
                 continue
             if isinstance(values, dict) and values.get("iteration") == step and "sample_ids_hash" in values:
                 found = values

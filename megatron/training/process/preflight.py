@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 
+from megatron.core.datasets.indexed.lost_pages import report_lost_pages
 from megatron.core.errors import InputError
 from megatron.core.host_memory.machine_memory import HostRoom, available_bytes
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
@@ -28,6 +29,7 @@ def prepare_data_or_exit(
         if launch.rank == 0:
             print(line, flush=True)
 
+    report_lost_pages(launch.rank)
     try:
         tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
         model, available = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size), available_bytes()

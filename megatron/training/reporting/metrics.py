@@ -227,5 +227,5 @@ def _iteration_of(line: str) -> float:
         return float("inf")
     try:
         return float(json.loads(line)["iteration"])
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         return float("inf")

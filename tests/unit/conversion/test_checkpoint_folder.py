@@ -42,6 +42,18 @@ def test_a_tracker_file_that_names_nothing_is_not_taken_for_an_older_checkpoint(
         find_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("text", [None, "", "four"])
+def test_a_lost_tracker_file_is_no_choice_of_ours(text: str | None, tmp_path: Path) -> None:
+    for iteration in (2, 4):
+        write_small(tmp_path, small_common(iteration=iteration, has_optimizer=False))
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    if text is not None:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    with pytest.raises(CheckpointError, match=r"name one of its iterations with --ckpt-step: 2, 4$"):
+        find_checkpoint(tmp_path)
+    assert find_checkpoint(tmp_path, 4).folder == tmp_path / "iter_0000004"
+
+
 def test_progress_is_told_at_intervals_with_its_rate() -> None:
     now, lines = 100.0, []
     progress = ByteProgress("writing", 4_000_000_000, lines.append, clock=lambda: now)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron.conversion.publication import STAGING_FOLDER, publish_checked
 from megatron.core.errors import CheckpointError
+from megatron.training.process.folder_owner import FolderInUseError, OwnerRecord
+from megatron.training.process.process_identity import identify
 
 
 def write(directory: Path) -> Path:
@@ -79,4 +85,16 @@ def test_leftovers_of_an_interrupted_conversion_go_and_a_running_one_is_left_alo
     lines: list[str] = []
     publish_checked(tmp_path, 3, write, accept, lines.append)
     assert "interrupted" in lines[0]
+    assert names(tmp_path) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_folder_that_a_run_saves_into_is_refused(tmp_path: Path) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    record = OwnerRecord(identify(owner.pid), None, "feed", "a training run")
+    (tmp_path / ".owner.00000001").write_text(json.dumps(dataclasses.asdict(record)))
+    with pytest.raises(FolderInUseError, match=rf"--save-dir {tmp_path} is in use by a training run on .* --save-dir$"):
+        publish_checked(tmp_path, 3, write, accept, print)
+    assert names(tmp_path) == [".owner.00000001"]
+    owner.communicate()
+    publish_checked(tmp_path, 3, write, accept, print)
     assert names(tmp_path) == ["iter_0000003", "latest_checkpointed_iteration.txt"]

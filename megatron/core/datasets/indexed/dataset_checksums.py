@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 
 from megatron.core.datasets.indexed.indexed_dataset import bin_path, idx_path
 from megatron.core.errors import DataError
+from megatron.core.files.plain_file import parse_json, read_plain_text
 
 CHECKSUM_BLOCK_BYTES: Final = 1 << 20
 _FORMAT: Final = 1
@@ -145,7 +146,7 @@ def _blocks_to_json(blocks: Sequence[Block]) -> dict[str, list[Any]]:
 
 def _read_checksums(path: Path) -> dict[str, list[Block]]:
     try:
-        content = json.loads(path.read_text(encoding="ascii"))
+        content = parse_json(read_plain_text(path))
         if (content["format"], content["algorithm"]) != (_FORMAT, _ALGORITHM):
             raise DataError(
                 f"{path} has format {content['format']} with {content['algorithm']}; only 1 with crc32 is read"
@@ -153,7 +154,7 @@ def _read_checksums(path: Path) -> dict[str, list[Block]]:
         return {name: _blocks_from_json(content[name]) for name in ("bin", "idx")}
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; without checksums only the structure can be verified") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise DataError(f"{path} is damaged ({type(error).__name__}: {error}); write the checksums again") from error
 
 

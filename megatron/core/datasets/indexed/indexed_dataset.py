@@ -96,7 +96,8 @@ class IndexedDataset:
             self._check_sizes(tokens_file)
             self._token_bytes = self.dtype.itemsize
             self._num_tokens = self._bin_bytes // self._token_bytes
-            self._tokens = self._map_tokens(tokens_file) if self.mmap_bin_files else None
+            self._map = self._map_file(tokens_file) if self.mmap_bin_files and self._bin_bytes else None
+            self._tokens = self._view_tokens() if self.mmap_bin_files else None
             self._file = None if self.mmap_bin_files else open(tokens_file, "rb", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise DataError(f"data set {self.prefix} cannot be read: {error}") from error
@@ -160,12 +161,14 @@ class IndexedDataset:
                 f"but it has {len(self)} sequences; write the data set again"
             )
 
-    def _map_tokens(self, path: Path) -> NDArray[Any]:
-        if self._bin_bytes == 0:
-            return np.empty(0, self.dtype)  # an empty file cannot be mapped
+    def _map_file(self, path: Path) -> mmap.mmap:
         with open(path, "rb") as file:
-            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return np.frombuffer(buffer, self.dtype, self._bin_bytes // self.dtype.itemsize)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def _view_tokens(self) -> NDArray[Any]:
+        if self._map is None:
+            return np.empty(0, self.dtype)  # an empty file cannot be mapped
+        return np.frombuffer(self._map, self.dtype, self._bin_bytes // self.dtype.itemsize)
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -210,12 +213,18 @@ class IndexedDataset:
                 f"{available} tokens at byte {self.sequence_pointers.item(index)} of {self._bin_bytes}"
             )
         if self._tokens is not None:
+            # The rest of the last page would be read as zeros. Pages that go after this look are `lost_pages`' matter.
+            if self._map is not None and self._map.size() < self._bin_bytes:
+                raise self._became_shorter()
             return self._tokens[begin:end]
         assert self._file is not None
         raw = os.pread(self._file.fileno(), count * self._token_bytes, begin * self._token_bytes)
         if len(raw) != count * self._token_bytes:
-            raise DataError(f"{bin_path(self.prefix)} became shorter than the {self._bin_bytes} bytes that it had")
+            raise self._became_shorter()
         return np.frombuffer(raw, self.dtype)
+
+    def _became_shorter(self) -> DataError:
+        return DataError(f"{bin_path(self.prefix)} became shorter than the {self._bin_bytes} bytes that it had")
 
     def count_tokens(self, sequences: range) -> int:
         """Count the tokens of some sequences, from where they start and end.

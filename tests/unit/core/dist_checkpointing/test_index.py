@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from megatron.core.dist_checkpointing.index import (
     read_index,
     write_index,
 )
+from megatron.core.dist_checkpointing.run_state import check_run_state
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.sharding import Box
 
@@ -75,3 +77,81 @@ def test_a_newer_format_is_refused_with_both_versions(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="version 9 is newer than 1") as caught:
         read_index(tmp_path)
     assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"format_version": 1', '"format_version": 1e999'),
+        ('"format_version": 1', f'"format_version": {DEEP}'),
+        ('"iteration": 12', f'"iteration": {DEEP}'),
+        ('"bytes": 144', '"bytes": Infinity'),
+        ('"bytes": 144', '"bytes": 1e999'),
+        ('"bytes": 144', '"bytes": NaN'),
+        ('"bytes": 144', '"bytes": -1'),
+        ('"bytes": 144', f'"bytes": {2**64}'),
+        ('"start": 96', '"start": -96'),
+        ('"shape": [3, 4]', '"shape": [3.5, 4]'),
+        ('"shape": [3, 4]', f'"shape": [{2**70}, 4]'),
+        ('"shape": [3, 6]', '"shape": [true, 6]'),
+        ('"shape": [3, 6]', f'"shape": {DEEP}'),
+        ('"file": "shard_00000.safetensors"', '"file": "/dev/zero"'),
+        ('"file": "shard_00000.safetensors"', '"file": "../../etc/passwd"'),
+        ('"file": "shard_00000.safetensors"', '"file": ".."'),
+        ('"file": "shard_00000.safetensors"', '"file": 3'),
+        ('"shard_00000.safetensors": {', '"../shard_00000.safetensors": {'),
+    ],
+)
+def test_an_index_that_was_made_to_harm_is_damage(old: str, new: str, tmp_path: Path) -> None:
+    write_index(tmp_path, make_index())
+    path = tmp_path / "index.json"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(DamagedCheckpointError, match=r"index\.json"):
+        read_index(tmp_path)
+
+
+def test_an_index_that_is_a_pipe_is_damage(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "index.json")
+    with pytest.raises(DamagedCheckpointError, match="is a pipe, not a file"):
+        read_index(tmp_path)
+
+
+RUN_STATE = {
+    "progress": {"iteration": 3, "floating_point_operations_so_far": 1.5e20, "train_data": None},
+    "config": {"model": {}},
+    "layout": {},
+    "optimizer": None,
+    "scheduler": None,
+    "tokenizer": "tokenizer",
+}
+
+
+def test_a_run_state_is_one() -> None:
+    check_run_state(Path("folder"), RUN_STATE)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("progress", []),
+        ("progress", {"iteration": float("inf")}),
+        ("progress", {"iteration": -1}),
+        ("progress", {"iteration": "3"}),
+        ("progress", {"iteration": 2**63}),
+        ("progress", {"floating_point_operations_so_far": float("nan")}),
+        ("progress", {"train_data": 3}),
+        ("config", None),
+        ("config", {"model": 3}),
+        ("layout", [1]),
+        ("optimizer", "none"),
+        ("tokenizer", "../../etc"),
+        ("tokenizer", 3),
+    ],
+)
+def test_values_that_no_run_records_are_damage(name: str, value: object) -> None:
+    with pytest.raises(DamagedCheckpointError, match=name):
+        check_run_state(Path("folder"), RUN_STATE | {name: value})

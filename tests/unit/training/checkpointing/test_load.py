@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -104,13 +105,66 @@ def test_random_weights_only_where_they_are_meant(
         load(folder, lines, **given)
 
 
-def test_checkpoints_without_a_tracker_file_are_pointed_at(tmp_path: Path, lines: list[str]) -> None:
+@pytest.mark.parametrize("text", [None, "", "fifty"])
+def test_without_a_tracker_file_the_newest_complete_checkpoint_is_taken(
+    text: str | None, tmp_path: Path, lines: list[str]
+) -> None:
+    save(tmp_path, 50, lines)
+    save(tmp_path, 60, lines)
+    (tmp_path / TRACKER).unlink()
+    (tmp_path / "iter_0000060" / "index.json").unlink()
+    if text is not None:
+        (tmp_path / TRACKER).write_text(text)
+    lines.clear()
+    _, loaded = load(tmp_path, lines, save=str(tmp_path))
+    assert loaded is not None
+    assert loaded.progress.iteration == 50
+    assert lines[0].startswith(
+        f"WARNING: {tmp_path / TRACKER} {'is missing' if text is None else 'holds ' + repr(text)}"
+    )
+    assert lines[0].endswith(": taking the newest complete checkpoint beside it, iter_0000050")
+
+
+def test_folders_of_iterations_without_a_complete_checkpoint_are_no_new_run(tmp_path: Path, lines: list[str]) -> None:
     save(tmp_path, 50, lines)
     (tmp_path / TRACKER).unlink()
-    assert load(tmp_path, lines, save=str(tmp_path))[1] is None
-    assert "write 50 to that file" in lines[-1]
-    with pytest.raises(CheckpointError, match="write 50 to that file"):
-        load(tmp_path, lines)
+    (tmp_path / "iter_0000050" / "index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"the folders of iterations \(50\) without a complete checkpoint"):
+        load(tmp_path, lines, save=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"iteration": 60', '"iteration": 1e999'),
+        ('"iteration": 60', '"iteration": ' + "[" * 50_000 + "]" * 50_000),
+        ('"iteration": 60', '"iterations": 60'),
+        ('"file": "shard_00000.safetensors"', '"file": "/dev/zero"'),
+    ],
+)
+def test_an_index_that_was_made_to_harm_is_passed_over(old: str, new: str, tmp_path: Path, lines: list[str]) -> None:
+    saved = save(tmp_path, 50, lines)
+    save(tmp_path, 60, lines)
+    path = tmp_path / "iter_0000060" / "index.json"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    for verify in (True, False):
+        run, loaded = load(tmp_path, lines, verify_checkpoint=verify)
+        assert loaded is not None
+        assert loaded.progress.iteration == 50
+        assert_equal_runs(run, saved)
+
+
+@pytest.mark.parametrize("name", ["index.json", "shard_00000.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_passed_over(name: str, tmp_path: Path, lines: list[str]) -> None:
+    save(tmp_path, 50, lines)
+    save(tmp_path, 60, lines)
+    (tmp_path / "iter_0000060" / name).unlink()
+    os.mkfifo(tmp_path / "iter_0000060" / name)
+    _, loaded = load(tmp_path, lines)
+    assert loaded is not None
+    assert loaded.progress.iteration == 50
+    assert any("is a pipe, not a file" in line for line in lines)
 
 
 def test_the_folder_of_an_iteration_is_loaded_itself(tmp_path: Path, lines: list[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from megatron.core.errors import CheckpointError
 from megatron.interop.new_iteration import iteration_folder
 from megatron.training.checkpointing import publication
-from megatron.training.checkpointing.folder import candidate_folders, saved_iterations
+from megatron.training.checkpointing.folder import candidate_folders, lost_tracker, saved_iterations
 from megatron.training.checkpointing.publication import (
     create_saving_folder,
     expired_iterations,
@@ -197,3 +197,55 @@ def test_expired_checkpoints_are_removed_and_foreign_ones_kept(tmp_path: Path) -
         remove_expired(tmp_path, iteration, 3, None)
     assert saved_iterations(tmp_path) == [5, 20, 30, 40]
     assert content(tmp_path)[-1] == TRACKER
+
+
+@pytest.mark.parametrize("text", [None, "", "\0\0\0", "twenty", "1" * 5000, "２０"])
+def test_a_lost_tracker_leaves_the_newest_complete_checkpoint(text: str | None, tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    (tmp_path / "iter_0000030").mkdir()  # no checkpoint: it holds nothing
+    assert lost_tracker(tmp_path) is None
+    (tmp_path / TRACKER).unlink()
+    if text is not None:
+        (tmp_path / TRACKER).write_text(text)
+    assert [folder.name for folder in candidate_folders(tmp_path)] == ["iter_0000020", "iter_0000010"]
+    found = lost_tracker(tmp_path)
+    assert found is not None
+    assert len(found) < len(str(tmp_path)) + 160
+
+
+def test_a_lost_tracker_beside_a_release_and_iterations_is_no_choice_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "release").mkdir()
+    (tmp_path / "release" / "index.json").write_text("new")
+    assert candidate_folders(tmp_path) == [tmp_path / "release"]
+    save(tmp_path, 10)
+    (tmp_path / TRACKER).unlink()
+    with pytest.raises(CheckpointError, match=r"is missing, and beside it are both release and iterations \(10\)"):
+        candidate_folders(tmp_path)
+
+
+def test_a_tracker_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / TRACKER)
+    with pytest.raises(CheckpointError, match="is a pipe, not a file"):
+        candidate_folders(tmp_path)
+
+
+def test_retention_leaves_what_is_not_this_runs(tmp_path: Path) -> None:
+    for iteration in (10, 20, 30, 40, 50):
+        save(tmp_path, iteration)
+    assert remove_expired(tmp_path, 50, 1, None, kept={10, 30}) == [20, 40]
+    assert saved_iterations(tmp_path) == [10, 30, 50]
+
+
+def test_what_two_runs_write_has_names_of_its_own(tmp_path: Path) -> None:
+    for token in ("aaaa", "bbbb"):
+        (create_saving_folder(tmp_path, 10, token) / "index.json").write_text(token)
+    publish(tmp_path, 10, "bbbb")
+    assert (tmp_path / "iter_0000010" / "index.json").read_text() == "bbbb"
+    publish(tmp_path, 10, "aaaa")
+    assert content(tmp_path) == [".iter_0000010.aaaa.replaced", "iter_0000010", TRACKER]
+    (tmp_path / "iter_0000010").rename(tmp_path / ".iter_0000010.aaaa.saving")
+    lines: list[str] = []
+    recover(tmp_path, lines.append)
+    assert (tmp_path / "iter_0000010" / "index.json").read_text() == "bbbb"
+    assert len(lines) == 2

@@ -25,6 +25,7 @@ from megatron.training.checkpointing.load import load_checkpoint
 from megatron.training.checkpointing.save import CommonState
 from megatron.training.checkpointing.saver import CheckpointSaver, open_saver
 from megatron.training.config.checkpoint_config import CheckpointConfig
+from megatron.training.process.folder_owner import FolderInUseError
 from megatron.training.process.initialize import Runtime
 from megatron.training.train_state import TrainProgress
 from tests.unit.core.dist_checkpointing.toy import assert_equal_runs, empty_run, filled_run
@@ -225,3 +226,32 @@ def test_without_a_folder_nothing_is_saved(tmp_path: Path) -> None:
     device = Device("cpu")
     rng = RngStreams(device, 1, ONE_RANK.place())
     assert open_saver(CheckpointConfig(), Runtime(device, STATE, rng), lambda line: None) is None
+
+
+def test_checkpoints_of_another_run_are_never_removed(tmp_path: Path) -> None:
+    first = make_saver(tmp_path, [])
+    for iteration in (10, 20, 30):
+        save(first, iteration)
+    first.close()
+    anew = make_saver(tmp_path, [], keep_last=1)
+    for iteration in (5, 20, 35):
+        save(anew, iteration)
+    anew.close()
+    assert saved_iterations(tmp_path) == [10, 30, 35]
+    goes_on = make_saver(tmp_path, [], keep_last=1)
+    goes_on.go_on_from(tmp_path / "iter_0000035")
+    save(goes_on, 40)
+    assert saved_iterations(tmp_path) == [40]
+
+
+def test_a_run_whose_folder_was_taken_over_saves_no_more(tmp_path: Path) -> None:
+    first, lines = make_saver(tmp_path, []), []
+    save(first, 10)
+    second = make_saver(tmp_path, lines)  # of this process: nobody is left who could say that the first one lives
+    with pytest.raises(FolderInUseError, match="was taken over by a training run"):
+        save(first, 20)
+    assert saved_iterations(tmp_path) == [10]
+    save(second, 15)
+    second.close()
+    first.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", "iter_0000015", TRACKER]

@@ -1,0 +1,54 @@
+"""Files that are no files, and JSON that goes on and on: refused at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from megatron.core.files.plain_file import is_plain_name, open_plain_file, parse_json, read_plain_text
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("ü")
+    (tmp_path / "link").symlink_to("file")
+    assert read_plain_text(tmp_path / "link") == "ü"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "socket", "link to a device"])
+def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "it"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+    elif kind == "device":
+        path = Path("/dev/zero")
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(OSError, match=r"not a file|No such device"):
+        open_plain_file(path)
+
+
+def test_json_has_a_depth() -> None:
+    assert parse_json('{"a": [1, {"b": null}]}') == {"a": [1, {"b": None}]}
+    for depth in (65, 900, 100_000):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            parse_json("[" * depth + "]" * depth)
+        with pytest.raises(ValueError, match="nested too deeply"):
+            parse_json('{"a":' * depth + "1" + "}" * depth)
+    assert parse_json("[" * 64 + "]" * 64)
+    with pytest.raises(json.JSONDecodeError):
+        parse_json("")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/dev/zero", "../../etc/passwd", "a/b", "a\\b", "a\0", None, 3])
+def test_names_that_lead_elsewhere(name: object) -> None:
+    assert not is_plain_name(name)
+    assert is_plain_name("shard_00000.safetensors")
