@@ -16,7 +16,7 @@ _OPTIONAL: Mapping[str, tuple[str, str]] = {
     "triton": ("triton", "fused kernels"),
     "flash_attn": ("flash-attn", "attention"),
     "apex": ("apex", "the fused optimizer"),
-    "transformer_engine": ("transformer-engine", "no part of this project"),
+    "transformer_engine": ("transformer-engine", "attention and norms with --transformer-impl transformer_engine"),
 }
 """Packages by the name of their module: the name of the distribution, and what they are used for."""
 _EXTENSIONS: Mapping[str, str] = {

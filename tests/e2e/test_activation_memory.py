@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.e2e.test_bad_input import run
 from tests.e2e.toy_run import exact_figures, toy_args
-from tests.harness.training_run import run_training
+from tests.harness.forked_training import fork_training
 from tests.unit.training.config.command_lines import MINIMAL
 
 LAYOUT = (
@@ -23,7 +23,7 @@ def test_recomputed_modules_and_offload_leave_a_run_as_it_is(tmp_path: Path) -> 
     figures = []
     for name, more in (("plain", ""), ("kept", KEPT)):
         args = toy_args(tmp_path, LAYOUT, more, "--metrics-jsonl", tmp_path / name, save=False)
-        figures.append(exact_figures(run_training(args, nproc=2).check().iterations()))
+        figures.append(exact_figures(fork_training(args, 2).check().iterations()))
     assert len(figures[0]) == 4
     assert figures[0] == figures[1]
 

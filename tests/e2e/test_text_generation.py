@@ -28,6 +28,8 @@ from megatron.training.config.arguments import parse_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.train_state import TrainProgress
 from tests.harness.distributed import run_distributed
+from tests.harness.faults import Faults
+from tests.harness.forked_training import fork_training
 from tests.harness.saved_checkpoint import save_checkpoint
 from tests.harness.training_run import CommandResult, launch_prefix, run_command
 from tests.unit.core.inference.small_models import build
@@ -162,8 +164,12 @@ def test_beams_that_cannot_be_are_one_line_and_status_2(llama: Path, monkeypatch
 def test_four_processes_print_the_same_once(llama: Path) -> None:
     """They share two key-value groups, and pad the vocabulary of 100 to 512, so that the last ones hold none of it."""
     words = ("--load", llama, "--prompt", "3 14 15", "--tokens-to-generate", "9", "--greedy")
-    result = run_tool(*words, nproc=4).check()
-    assert result.stdout == expected_text(f"{LLAMA_SHAPE} {NULL_TOKENIZER}", "3 14 15", 9) + "\n"
+    run = fork_training(words, 4, program=_generate).check()
+    assert run.outputs == (expected_text(f"{LLAMA_SHAPE} {NULL_TOKENIZER}", "3 14 15", 9) + "\n", "", "", "")
+
+
+def _generate(argv: Sequence[str], faults: Faults) -> int:
+    return text_generation_cli.main(list(argv))
 
 
 @pytest.mark.parametrize(

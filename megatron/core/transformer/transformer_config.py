@@ -120,7 +120,7 @@ class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
     )
     """Whose kernels the layers use: local is this project's own choice; transformer_engine takes attention (with
     --attention-backend auto) and norms from that package, with --bf16 or --fp16 on CUDA, and says in one line
-    where it cannot."""
+    where it cannot. Linear layers, in fp8 too, are this project's own with both."""
 
     init_method_std: float = flag(0.02, role="run", bounds=NOT_NEGATIVE)
     """Standard deviation of the initial weights; layers that end a residual branch take it / sqrt(2 x

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
+from typing import overload
 
 import torch.distributed as dist
 
@@ -15,7 +17,30 @@ from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.interop.huggingface.loaded_model import LoadedModel, LoadedModelSource
 from megatron.interop.huggingface.source import HuggingFaceSource
+from megatron.interop.huggingface.spawned.spawned_model import SpawnedModel
 from megatron.interop.inference_model import load_model_from
+
+
+@overload
+def parallelize(
+    model: str | Path | LoadedModel,
+    state: ParallelState | None = None,
+    *,
+    num_gpus: None = None,
+    fp16: bool = False,
+    params_dtype: str | None = None,
+) -> GPTModel: ...
+
+
+@overload
+def parallelize(
+    model: str | Path | LoadedModel,
+    state: ParallelState | None = None,
+    *,
+    num_gpus: int | None = None,
+    fp16: bool = False,
+    params_dtype: str | None = None,
+) -> GPTModel | SpawnedModel: ...
 
 
 def parallelize(
@@ -25,14 +50,15 @@ def parallelize(
     num_gpus: int | None = None,
     fp16: bool = False,
     params_dtype: str | None = None,
-) -> GPTModel:
+) -> GPTModel | SpawnedModel:
     """Return a Hugging Face model as ours, tensor-parallel over all processes, ready for inference.
 
     ``model`` is its folder, or a model that transformers has loaded: each process takes its part of it and leaves it as
     it is. Under torchrun the processes meet first, unless they have met already; without it the model is whole. With
     ``state`` the model is sharded as it says. ``model.tp`` is the group that shares the model, its logits are sharded
     over it. ``fp16`` stands for ``params_dtype="float16"``; without either the model keeps its own precision.
-    ``num_gpus`` only says how many processes there are meant to be, one for each GPU.
+    With ``num_gpus`` of 2 or more a program that plain ``python`` runs starts so many processes, one for each GPU, and
+    is given a `SpawnedModel` with ``generate``; where there are processes already, it says how many are meant to be.
 
     Raises:
         CheckpointError: the folder is not a model's, or a file is damaged.
@@ -43,6 +69,13 @@ def parallelize(
         raise ConfigurationError(f'fp16=True and params_dtype="{params_dtype}" are two precisions; leave one out')
     if not isinstance(model, str | Path | LoadedModel):
         raise ConfigurationError(f"a {type(model).__name__} is neither a model folder nor a model of transformers")
+    if num_gpus is not None and num_gpus < 1:
+        raise ConfigurationError(f"num_gpus={num_gpus} is not positive; give 1 or more, or leave it out")
+    is_alone = state is None and not dist.is_initialized() and not dist.is_torchelastic_launched()
+    if is_alone and num_gpus is not None and num_gpus > 1:
+        with contextlib.closing(_source_of(model)) as source:
+            check_tensor_parallel_size(source.config, num_gpus)
+        return SpawnedModel(model, num_gpus, "float16" if fp16 else params_dtype)
     device = _occupy_device()
     if state is None:
         if not dist.is_initialized() and dist.is_torchelastic_launched():
@@ -80,12 +113,13 @@ def load_hugging_face_model(
         CheckpointError: the folder is not a model's, or a file is damaged.
         ConfigurationError: the model is not supported, or cannot be sharded over so many processes.
     """
-    source = HuggingFaceSource(model) if isinstance(model, str | Path) else LoadedModelSource(model)
-    try:
+    with contextlib.closing(_source_of(model)) as source:
         check_tensor_parallel_size(source.config, state.tp.size)
         return load_model_from(source, state, device, params_dtype)
-    finally:
-        source.close()
+
+
+def _source_of(model: str | Path | LoadedModel) -> HuggingFaceSource | LoadedModelSource:
+    return HuggingFaceSource(model) if isinstance(model, str | Path) else LoadedModelSource(model)
 
 
 def check_tensor_parallel_size(config: GPTConfig, size: int) -> None:

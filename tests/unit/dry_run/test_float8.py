@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,12 +33,12 @@ CASES = (
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return reports_of(CASES, tmp_path_factory.mktemp("guard"))
+def reports() -> dict[str, dict[str, Any]]:
+    return reports_of(CASES)
 
 
-def reports_of(cases: Sequence[DryRunCase], folder: Path) -> dict[str, dict[str, Any]]:
-    results = run_dry_runs(cases, folder)
+def reports_of(cases: Sequence[DryRunCase]) -> dict[str, dict[str, Any]]:
+    results = run_dry_runs(cases)
     assert [result.error for result in results.values()] == [""] * len(cases)
     return {name: result.report for name, result in results.items()}
 
@@ -60,8 +59,8 @@ def test_large_products_take_about_half_as_long_as_in_16_bits() -> None:
 
 @pytest.mark.long
 @needs_compiler
-def test_an_8b_model_is_predicted_to_gain_by_three_tenths(tmp_path: Path) -> None:
-    reports = reports_of(WHOLE, tmp_path)
+def test_an_8b_model_is_predicted_to_gain_by_three_tenths() -> None:
+    reports = reports_of(WHOLE)
     gain = reports["bf16"]["predicted_ms"] / reports["fp8"]["predicted_ms"]
     print(f"predicted gain {gain:.3f}")
     assert gain >= 1.3

@@ -1,8 +1,13 @@
-"""Every layout and feature on a pretended H100: devices, host waits, and budgets of kernels and memory."""
+"""Every layout and feature on a pretended H100: devices, host waits, and budgets of kernels and memory.
+
+About half of the layouts are run by default, all of them in the long tests.
+"""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Collection, Sequence
 
 import pytest
 
@@ -38,25 +43,26 @@ KEPT: dict[str, tuple[str, ...]] = {
     "modules again, two offloaded": (*_AGAIN, *_OFFLOAD),
 }
 """What four layers of the 8B model keep for the backward pass."""
-WHOLE = (
+LARGE = (
     DryRunCase("345M", (*GPT2_345M, *COMMON, "--global-batch-size", "8")),
-    DryRunCase("8B", (*EIGHT_BILLION, *HALVED), 8),
-    DryRunCase("8B overlapped", (*EIGHT_BILLION, *HALVED, "--tp-comm-overlap"), 8),
-    DryRunCase("8B packed", (*EIGHT_BILLION, *HALVED, "--reset-attention-mask"), 8),
+    DryRunCase("8B overlapped", (*FOUR_LAYERS, "--tp-comm-overlap"), 8),
+    DryRunCase("8B packed", (*FOUR_LAYERS, "--reset-attention-mask"), 8),
     DryRunCase("8B p2p", (*EIGHT_BILLION, *SHARED, "p2p"), 8),
     DryRunCase("8B all_gather", (*EIGHT_BILLION, *SHARED, "all_gather"), 8),
     *(DryRunCase(name, (*FOUR_LAYERS, *flags), 8) for name, flags in KEPT.items()),
 )
-"""Models of their whole size, in steps of one micro-batch; those after the packed one of fewer layers."""
+"""Layers of models of their whole size, in steps of one micro-batch."""
+WHOLE = DryRunCase("8B", (*EIGHT_BILLION, *HALVED), 8)
 
 BUDGETS = {"345M": (776, 12.79), "8B": (1178, 51.89)}
 """The operations of a step, and the GiB of its peak."""
 
 CASES = {case.name: case for case in layouts()}
+GPT2 = "gpt2 plain tp1 pp1 cp1 dp1 --num-layers 2 --bf16"
 STAGES = "gpt2 plain tp1 pp2 cp1 dp1 --num-layers 2 --bf16"
 _LONG = "--num-layers 2 --bf16 --seq-length 512 --max-position-embeddings 512"
 IN_BLOCKS = {
-    "8B packed": 32,
+    "8B packed": 4,
     f"gpt2 packed tp1 pp1 cp1 dp1 {_LONG}": 4,
     f"mistral packed tp1 pp1 cp1 dp1 {_LONG}": 4,
     f"gemma2 plain tp1 pp1 cp1 dp1 {_LONG}": 4,
@@ -67,10 +73,37 @@ IN_BLOCKS = {
 """Cases whose attention is FlexAttention's, with the calls of a step."""
 
 
+NAMED = {*IN_BLOCKS, STAGES, f"{STAGES} rank 1", f"{GPT2} --log-params-norm"}
+NAMED |= {name for name, case in CASES.items() if not case.has_triton}
+DEFAULT = NAMED & CASES.keys() | set(random.Random(5).sample(sorted(CASES.keys() - NAMED), 26))
+
+
+class Results:
+    """Run cases when one of them is asked for: those of the default tests in one process, the others in another."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Sequence[DryRunCase]] = [
+            [*(case for name, case in CASES.items() if name in DEFAULT), *LARGE],
+            [*(case for name, case in CASES.items() if name not in DEFAULT), WHOLE],
+        ]
+        self._done: dict[str, DryRunResult] = {}
+
+    def __getitem__(self, name: str) -> DryRunResult:
+        """Return the result of a case."""
+        for cases in [each for each in self._waiting if name in {case.name for case in each}]:
+            self._waiting.remove(cases)
+            self._done |= run_dry_runs(cases)
+        return self._done[name]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DryRunResult]:
-    """Run every case once, all in one process."""
-    return run_dry_runs([*CASES.values(), *WHOLE], tmp_path_factory.getbasetemp() / "pretended-cuda")
+def results() -> Results:
+    return Results()
+
+
+def some_long(names: Collection[str], default: Collection[str]) -> list[object]:
+    """Return the names as parameters, those beside the default ones for the long tests."""
+    return [name if name in default else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 def waits_of(result: DryRunResult) -> Counter[Wait]:
@@ -88,34 +121,34 @@ def test_there_are_many_layouts() -> None:
     assert len(CASES) >= 60
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_no_tensor_is_on_another_device(results: dict[str, DryRunResult], name: str) -> None:
+@pytest.mark.parametrize("name", some_long(CASES, DEFAULT))
+def test_no_tensor_is_on_another_device(results: Results, name: str) -> None:
     assert results[name].error == ""
     assert results[name].report["operations"] > 100
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_step_waits_only_where_it_must(results: dict[str, DryRunResult], name: str) -> None:
+@pytest.mark.parametrize("name", some_long(CASES, DEFAULT))
+def test_a_step_waits_only_where_it_must(results: Results, name: str) -> None:
     seen = waits_of(results[name])
     assert {wait: count for wait, count in seen.items() if count > ALLOWED.get(wait, (0, ""))[0]} == {}
 
 
-def test_every_allowed_wait_still_happens(results: dict[str, DryRunResult]) -> None:
+def test_every_allowed_wait_still_happens(results: Results) -> None:
     seen = Counter[Wait]()
-    for name in CASES:
+    for name in DEFAULT:
         seen |= waits_of(results[name])
     assert {wait: seen[wait] for wait in ALLOWED} == {wait: count for wait, (count, _) in ALLOWED.items()}
 
 
-@pytest.mark.parametrize("name", BUDGETS)
-def test_kernels_and_memory_do_not_grow(results: dict[str, DryRunResult], name: str) -> None:
+@pytest.mark.parametrize("name", some_long(BUDGETS, ["345M"]))
+def test_kernels_and_memory_do_not_grow(results: Results, name: str) -> None:
     operations, peak_gib = BUDGETS[name]
     report = results[name].report
     assert report["operations"] <= operations
     assert report["peak_bytes"] / 2**30 <= peak_gib
 
 
-def test_memory_and_parameters_of_345m(results: dict[str, DryRunResult]) -> None:
+def test_memory_and_parameters_of_345m(results: Results) -> None:
     report = results["345M"].report
     parameters = report["parameters"]
     assert parameters == 354_871_296
@@ -126,18 +159,18 @@ def test_memory_and_parameters_of_345m(results: dict[str, DryRunResult]) -> None
     assert 2 * 8192 * 50304 <= report["peak_holders"]["logits"] <= 10 * 8192 * 50304
 
 
-def test_chunks_hide_communication_behind_products(results: dict[str, DryRunResult]) -> None:
-    whole, chunked = results["8B"].report, results["8B overlapped"].report
+def test_chunks_hide_communication_behind_products(results: Results) -> None:
+    whole, chunked = results["all is kept"].report, results["8B overlapped"].report
     # What is left is beside the layers: samples and the ranks' agreement behind the gathered parameters.
-    assert chunked["communication_ms"] < 0.7 * whole["communication_ms"]
+    assert chunked["communication_ms"] < 0.8 * whole["communication_ms"]
     assert chunked["hidden_communication_ms"] > whole["hidden_communication_ms"]
     assert chunked["predicted_ms"] < whole["predicted_ms"]
     assert chunked["peak_bytes"] <= 1.01 * whole["peak_bytes"]
 
 
-@pytest.mark.parametrize(("name", "other"), [("8B packed", "8B"), ("8B all_gather", "8B p2p")])
+@pytest.mark.parametrize(("name", "other"), [("8B packed", "all is kept"), ("8B all_gather", "8B p2p")])
 def test_the_mask_of_documents_and_gathered_keys_take_hardly_any_memory(
-    results: dict[str, DryRunResult], name: str, other: str
+    results: Results, name: str, other: str
 ) -> None:
     assert results[name].report["peak_bytes"] <= 1.05 * results[other].report["peak_bytes"]
 
@@ -148,7 +181,7 @@ def kept_by_a_layer(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", [name for name in KEPT if name != "all is kept"])
-def test_memory_falls_by_what_is_not_kept_on_the_device(results: dict[str, DryRunResult], name: str) -> None:
+def test_memory_falls_by_what_is_not_kept_on_the_device(results: Results, name: str) -> None:
     peak, of_all = (results[each].report["peak_bytes"] for each in (name, "all is kept"))
     num_on_device = 2 if "offloaded" in name else 4
     fallen = 4 * kept_by_a_layer("all is kept") - num_on_device * kept_by_a_layer(name)
@@ -157,9 +190,7 @@ def test_memory_falls_by_what_is_not_kept_on_the_device(results: dict[str, DryRu
 
 
 @pytest.mark.parametrize("name", ["two offloaded", "modules again, two offloaded"])
-def test_what_is_offloaded_goes_out_and_comes_back_behind_the_kernels(
-    results: dict[str, DryRunResult], name: str
-) -> None:
+def test_what_is_offloaded_goes_out_and_comes_back_behind_the_kernels(results: Results, name: str) -> None:
     report = results[name].report
     copies = [each for each in report["host_copies"] if "activation_offload.py" in each["where"]]
     moved = Counter[str]()
@@ -173,32 +204,32 @@ def test_what_is_offloaded_goes_out_and_comes_back_behind_the_kernels(
     assert results[name].report["hidden_communication_ms"] > without
 
 
-def test_documents_and_capped_scores_go_to_flex_attention(results: dict[str, DryRunResult]) -> None:
+def test_documents_and_capped_scores_go_to_flex_attention(results: Results) -> None:
     attention = {name: kernels_of(results[name], "attention") for name in IN_BLOCKS}
     assert attention == {
         name: {"_flex_attention": count, "_flex_attention_backward": count} for name, count in IN_BLOCKS.items()
     }
 
 
-def test_flex_attention_computes_the_blocks_of_two_documents(results: dict[str, DryRunResult]) -> None:
-    packed, whole = (results[name].report["by_kind"]["attention"]["flops"] for name in ("8B packed", "8B"))
+def test_flex_attention_computes_the_blocks_of_two_documents(results: Results) -> None:
+    packed, whole = (results[name].report["by_kind"]["attention"]["flops"] for name in ("8B packed", "all is kept"))
     # Of 64 blocks of 128 each way: two triangles of 32 with their diagonals; cuDNN's half of the square beside it.
     assert packed / whole == 2 * (32 * 33 / 2) / (64**2 / 2)
 
 
-def test_a_program_of_triton_is_one_kernel(results: dict[str, DryRunResult]) -> None:
-    programs = kernels_of(results["8B"], ".")
+def test_a_program_of_triton_is_one_kernel(results: Results) -> None:
+    programs = kernels_of(results["all is kept"], ".")
     assert {name: count for name, count in programs.items() if not name.startswith("residual_norm")} == {
-        "column_sums.sums_program": 64,
-        "rotary.rotate_program": 64,
-        "gated_activation.forward_program": 32,
-        "gated_activation.backward_program": 32,
+        "column_sums.sums_program": 8,
+        "rotary.rotate_program": 8,
+        "gated_activation.forward_program": 4,
+        "gated_activation.backward_program": 4,
         "cross_entropy.normalizer_program": 1,
         "cross_entropy.gradient_program": 1,
     }
 
 
-def test_a_machine_without_triton_has_neither(results: dict[str, DryRunResult]) -> None:
+def test_a_machine_without_triton_has_neither(results: Results) -> None:
     names = [name for name, case in CASES.items() if not case.has_triton]
     assert len(names) == 2
     for name in names:
@@ -209,7 +240,7 @@ def test_a_machine_without_triton_has_neither(results: dict[str, DryRunResult]) 
         }
 
 
-def test_a_stage_receives_as_often_as_the_one_before_sends(results: dict[str, DryRunResult]) -> None:
+def test_a_stage_receives_as_often_as_the_one_before_sends(results: Results) -> None:
     sent, received = (
         Counter(each["operation"] for each in results[f"{STAGES}{rank}"].report["collectives"])
         for rank in ("", " rank 1")
@@ -217,8 +248,8 @@ def test_a_stage_receives_as_often_as_the_one_before_sends(results: dict[str, Dr
     assert (sent["send"], received["receive"]) == (sent["receive"], received["send"]) == (2, 2)
 
 
-def test_collectives_of_the_backward_pass_hide_behind_weight_gradients(results: dict[str, DryRunResult]) -> None:
-    report = results["8B"].report
+def test_collectives_of_the_backward_pass_hide_behind_weight_gradients(results: Results) -> None:
+    report = results["all is kept"].report
     backward = [each for each in report["collectives"] if each["phase"] == "backward"]
     assert 0 < report["hidden_communication_ms"] < sum(each["predicted_ms"] for each in backward)
     whole = sum(each["predicted_ms"] for kind in ("collectives", "host_copies") for each in report[kind])

@@ -46,6 +46,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/dry_run/dry_run.py",
         "megatron/dry_run/pretended/links.py",
         "megatron/interop/huggingface/parallelize.py",
+        "megatron/interop/huggingface/spawned/rank.py",
         "megatron/interop/torch_dist/metadata_writer.py",
         "megatron/training/process/initialize.py",
         "megatron/verification/collective_recorder.py",

@@ -90,8 +90,8 @@ def compute_all(folders: dict[str, Path], counts: dict[str, int]) -> dict[str, t
 def test_logits_and_greedy_tokens_are_those_of_transformers(expected: Any, tp: int) -> None:
     kinds = [kind for kind in KINDS if tp in SIZES[kind]]
     folders = {kind: expected[kind][0] for kind in kinds}
-    # Generating over four processes on the two cores of a small machine is slow, and shows nothing new.
-    counts = dict.fromkeys(kinds, GREEDY_TOKENS if tp < 4 else 8)
+    # Generating over several processes on the two cores of a small machine is slow, and shows nothing new.
+    counts = dict.fromkeys(kinds, {1: GREEDY_TOKENS, 2: 16, 4: 8}[tp])
     for results in run_distributed(tp, compute_all, folders, counts, timeout_s=120.0):
         for kind in kinds:
             _, logits, tokens = expected[kind]
@@ -193,8 +193,13 @@ def test_a_model_in_memory_is_read_as_its_folder_is(expected: Any, kind: str) ->
 
 def test_what_cannot_be_parallelized_is_refused_in_one_line(expected: Any) -> None:
     folder = expected["neo"][0]
+    state = describe_parallel_state(0, 1)
     with pytest.raises(ConfigurationError, match=r"^num_gpus=4, but the number of processes is 1; start one .* out$"):
-        parallelize(folder, num_gpus=4)
+        parallelize(folder, state, num_gpus=4)
+    with pytest.raises(ConfigurationError, match=r"^num_gpus=0 is not positive; give 1 or more, or leave it out$"):
+        parallelize(folder, num_gpus=0)
+    with pytest.raises(ConfigurationError, match=r"attention heads are not divisible by tensor-parallel size 5; .*"):
+        parallelize(folder, num_gpus=5)
     with pytest.raises(ConfigurationError, match=r'^fp16=True and params_dtype="bfloat16" are two precisions'):
         parallelize(folder, fp16=True, params_dtype="bfloat16")
     with pytest.raises(ConfigurationError, match=r"^a int is neither a model folder nor a model of transformers$"):

@@ -1,0 +1,1 @@
+"""A model over processes that a plain Python program starts for itself."""
