@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.disk import sync_folder, write_text
@@ -61,12 +62,15 @@ def publish(directory: Path, iteration: int) -> None:
 
 
 def expired_iterations(
-    iterations: list[int], newest: int, keep_last: int | None, keep_every: int | None, known: int | None = None
+    iterations: list[int],
+    newest: int,
+    keep_last: int | None,
+    keep_every: int | None,
+    kept: Collection[int | None] = (),
 ) -> list[int]:
     """Return which iterations the retention rule gives up after ``newest`` was saved.
 
-    The newest one that is ``known`` to train stays. Iterations beyond ``newest`` (of a run that was since rolled back)
-    are left alone.
+    Those to be ``kept`` stay. Iterations beyond ``newest`` (of a run that was since rolled back) are left alone.
     """
     if keep_last is None:
         return []
@@ -74,13 +78,16 @@ def expired_iterations(
     return [
         iteration
         for iteration in older[: max(len(older) - keep_last, 0)]
-        if not (keep_every and iteration % keep_every == 0) and iteration not in (newest, known)
+        if not (keep_every and iteration % keep_every == 0) and iteration not in (newest, *kept)
     ]
 
 
-def remove_expired(directory: Path, newest: int, keep_last: int | None, keep_every: int | None) -> list[int]:
+def remove_expired(
+    directory: Path, newest: int, keep_last: int | None, keep_every: int | None, on_trial: Collection[int] = ()
+) -> list[int]:
     """Remove the checkpoints that the retention rule gives up, and return their iterations.
 
+    The newest one that is known to train stays, and the oldest of those ``on_trial``, which may become the next.
     A checkpoint of the same iteration that ``newest`` has replaced is removed too. Each is hidden by a rename first, so
     that no half-removed checkpoint can be loaded. Folders in another format than the one of ``newest`` stay.
     """
@@ -89,7 +96,8 @@ def remove_expired(directory: Path, newest: int, keep_last: int | None, keep_eve
     }
     alike = [iteration for iteration, kind in found.items() if kind is not None and kind == found.get(newest)]
     known = newest_known(directory, [iteration for iteration in alike if iteration <= newest])
-    expired = expired_iterations(alike, newest, keep_last, keep_every, known)
+    next_known = min((iteration for iteration in alike if iteration in on_trial), default=None)
+    expired = expired_iterations(alike, newest, keep_last, keep_every, (known, next_known))
     hidden = [directory / f".{iteration_folder(directory, newest).name}.replaced"]
     for iteration in expired:
         folder = iteration_folder(directory, iteration)

@@ -72,7 +72,8 @@ class SaveTarget:
     """Hold where the checkpoints of a run go, and who does what there.
 
     The ``planner`` keeps the plan of the native format from one save to the next. With an ``area`` the tensors are
-    copied into it first, and may change as soon as the first step has been taken.
+    copied into it first, and may change as soon as the first step has been taken. The oldest checkpoint ``on_trial``,
+    which is not yet known to train, outlives retention.
     """
 
     directory: Path
@@ -82,6 +83,7 @@ class SaveTarget:
     log: Log
     planner: SavePlanner
     area: StagingArea | None = None
+    on_trial: frozenset[int] = frozenset()
 
     @property
     def is_leader(self) -> bool:
@@ -294,7 +296,8 @@ def _remove_expired(target: SaveTarget, iteration: int) -> str | None:
     """Apply the retention rule; return a warning where it cannot be."""
     if target.is_leader:
         try:
-            remove_expired(target.directory, iteration, target.options.num_newest_kept, target.options.kept_multiple)
+            options = target.options
+            remove_expired(target.directory, iteration, options.num_newest_kept, options.kept_multiple, target.on_trial)
         except OSError as error:
             return f"WARNING: could not remove an old checkpoint in {target.directory}: {error.strerror}"
     return None

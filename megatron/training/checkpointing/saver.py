@@ -74,9 +74,10 @@ class CheckpointSaver:
         """Return whether the newest save was given up."""
         return self._failure is not None
 
-    def save(self, tensors: RunTensors, common: CommonState) -> None:
-        """Save a checkpoint, or begin to."""
+    def save(self, tensors: RunTensors, common: CommonState, on_trial: frozenset[int] = frozenset()) -> None:
+        """Save a checkpoint, or begin to; the oldest of those ``on_trial`` outlives retention."""
         self.finish()
+        self._target = dataclasses.replace(self._target, on_trial=on_trial)
         self._steps = save_in_steps(tensors, common, self._target)
         self._iteration = common.progress.iteration
         self._failure = None
@@ -101,7 +102,13 @@ class CheckpointSaver:
             try:
                 mark_known(directory, iteration, num_finite)
                 if not self.is_saving and self._iteration:
-                    remove_expired(directory, self._iteration, options.num_newest_kept, options.kept_multiple)
+                    remove_expired(
+                        directory,
+                        self._iteration,
+                        options.num_newest_kept,
+                        options.kept_multiple,
+                        self._target.on_trial - {iteration},
+                    )
             except OSError as error:
                 self._log(f"WARNING: could not mark iteration {iteration} as known to train: {error.strerror}")
         return True
@@ -278,8 +285,8 @@ class RunCheckpoints:
             model_record=self.model_record,
             write_tokenizer=self._write_tokenizer,
         )
-        self.saver.save(self._tensors(), common)
         self._trial.begin(train_state.iteration)
+        self.saver.save(self._tensors(), common, self._trial.waiting)
         return not self.saver.has_failed
 
     def poll(self) -> None:
