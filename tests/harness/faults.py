@@ -28,7 +28,7 @@ import torch
 import pretrain_gpt
 from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.samples.batch import Batch
-from megatron.core.datasets.samples.gpt_dataset import GPTSample, SampleDataset
+from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, GPTSample, SampleDataset
 from megatron.core.errors import DataError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
@@ -62,7 +62,9 @@ class Faults:
     file ``tracker``) kill every rank without a warning.
     ``no_room`` gives two micro-batches: from the one to before the other no file of ``rank`` can become large.
     ``drop_share`` masks out a share of the tokens that differs from sample to sample. The disk fails where
-    ``unreadable_sample`` of the training data lies.
+    ``unreadable_sample`` of the training data lies. The loss of ``poisoned`` samples of it is ``poison`` times as
+    large, whenever and wherever it is computed. ``bad_weight_at`` is a micro-batch before which the first element of
+    ``drifting_parameter`` becomes ``bad_weight``.
     """
 
     weights: str | None = None
@@ -84,6 +86,10 @@ class Faults:
     no_room: tuple[int, int] | None = None
     drop_share: float = 0.0
     unreadable_sample: int | None = None
+    poisoned: tuple[int, ...] = ()
+    poison: float = float("nan")
+    bad_weight_at: int | None = None
+    bad_weight: float = float("nan")
 
     def environment(self) -> dict[str, str]:
         """Return what hands these faults to the script."""
@@ -94,6 +100,7 @@ def run_with_faults(argv: Sequence[str], faults: Faults) -> int:
     """Do what ``pretrain_gpt.py`` does, with faults; return the exit status."""
     launch = launch_environment_or_exit()
     _prepare_death(faults)
+    forward_step = _FaultyForwardStep(faults, launch.rank)
     config = parse_arguments_or_exit(argv, launch.world_size, launch.rank)
     tokenizer = prepare_data_or_exit(config, launch, pretrain_gpt.provide_datasets)
 
@@ -105,9 +112,10 @@ def run_with_faults(argv: Sequence[str], faults: Faults) -> int:
 
     def provide_datasets(*args: Any) -> DatasetSplitsBuilder:
         builder = pretrain_gpt.provide_datasets(*args)
+        if faults.poisoned:
+            return _WatchedData(builder, faults.poisoned, forward_step.poisoned_labels)
         return builder if faults.unreadable_sample is None else _FaultyData(builder, faults.unreadable_sample)
 
-    forward_step = _FaultyForwardStep(faults, launch.rank)
     return pretrain(config, launch, tokenizer, provide_model, provide_datasets, forward_step)
 
 
@@ -123,6 +131,23 @@ class _FaultyData:
         splits = self._build()
         assert splits.train is not None
         return dataclasses.replace(splits, train=_FailingDisk(splits.train, self._unreadable_sample))
+
+
+class _WatchedData:
+    """Build data sets, and note the labels of some training samples."""
+
+    def __init__(self, builder: DatasetSplitsBuilder, samples: tuple[int, ...], labels: list[torch.Tensor]) -> None:
+        self.check = builder.check
+        self._build = builder.build
+        self._samples = samples
+        self._labels = labels
+
+    def build(self) -> DatasetSplits:
+        splits = self._build()
+        assert splits.train is not None
+        assert not isinstance(splits.train, ExternalSamples)
+        self._labels += [torch.from_numpy(splits.train[sample]["labels"]) for sample in self._samples]
+        return splits
 
 
 class _FailingDisk:
@@ -150,8 +175,17 @@ class _FaultyForwardStep:
         self.rank = rank
         self.is_here = rank == faults.rank
         self.microbatch = 0
+        self.poisoned_labels: list[torch.Tensor] = []
 
     def __call__(self, batch: Batch, model: GPTModel, hidden: torch.Tensor | None) -> ChunkResult:
+        result = self._compute(batch, model, hidden)
+        if batch.labels is None or not isinstance(result, MicrobatchLoss):
+            return result
+        if any(bool((batch.labels == labels).all(dim=1).any()) for labels in self.poisoned_labels):
+            return dataclasses.replace(result, loss_sum=result.loss_sum * self.faults.poison)
+        return result
+
+    def _compute(self, batch: Batch, model: GPTModel, hidden: torch.Tensor | None) -> ChunkResult:
         faults = self.faults
         if faults.drop_share:
             mask = _uneven_mask(batch, faults.drop_share)
@@ -176,6 +210,9 @@ class _FaultyForwardStep:
         if faults.no_room is not None and self.microbatch in faults.no_room:
             limit = FULL_DISK_BYTES if self.microbatch == faults.no_room[0] else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        if self.microbatch == faults.bad_weight_at:
+            with torch.no_grad():
+                _parameter_named(model, faults.drifting_parameter).view(-1)[0] = faults.bad_weight
         if self.microbatch == faults.drift_at:
             with torch.no_grad():
                 _parameter_named(model, faults.drifting_parameter)[0] += 0.5

@@ -1,4 +1,4 @@
-"""Files that anybody may have written: opened only where they are files, up to a limit, and read as the JSON that they are.
+"""Files that anybody may have written: opened only where they are files, read up to a limit, and parsed as JSON.
 
 Importing this module imports no torch.
 """

@@ -69,12 +69,15 @@ def publish(directory: Path, iteration: int, token: str = "") -> None:
 
 
 def expired_iterations(
-    iterations: list[int], newest: int, keep_last: int | None, keep_every: int | None, known: int | None = None
+    iterations: list[int],
+    newest: int,
+    keep_last: int | None,
+    keep_every: int | None,
+    kept: Collection[int | None] = (),
 ) -> list[int]:
     """Return which iterations the retention rule gives up after ``newest`` was saved.
 
-    The newest one that is ``known`` to train stays. Iterations beyond ``newest`` (of a run that was since rolled back)
-    are left alone.
+    Those to be ``kept`` stay. Iterations beyond ``newest`` (of a run that was since rolled back) are left alone.
     """
     if keep_last is None:
         return []
@@ -82,7 +85,7 @@ def expired_iterations(
     return [
         iteration
         for iteration in older[: max(len(older) - keep_last, 0)]
-        if not (keep_every and iteration % keep_every == 0) and iteration not in (newest, known)
+        if not (keep_every and iteration % keep_every == 0) and iteration not in (newest, *kept)
     ]
 
 
@@ -93,9 +96,11 @@ def remove_expired(
     keep_every: int | None,
     token: str = "",
     kept: Collection[int] = (),
+    on_trial: Collection[int] = (),
 ) -> list[int]:
     """Remove the checkpoints that the retention rule gives up, and return their iterations.
 
+    The newest one that is known to train stays, and the oldest of those ``on_trial``, which may become the next.
     A checkpoint of the same iteration that ``newest`` has replaced is removed too. Each is hidden by a rename first, so
     that no half-removed checkpoint can be loaded. Folders in another format than the one of ``newest`` stay, and those
     of the iterations ``kept``, which do not count.
@@ -109,7 +114,8 @@ def remove_expired(
         if kind is not None and kind == found.get(newest) and iteration not in kept
     ]
     known = newest_known(directory, [iteration for iteration in alike if iteration <= newest])
-    expired = expired_iterations(alike, newest, keep_last, keep_every, known)
+    next_known = min((iteration for iteration in alike if iteration in on_trial), default=None)
+    expired = expired_iterations(alike, newest, keep_last, keep_every, (known, next_known))
     hidden = [_hidden(directory, newest, token, "replaced")]
     for iteration in expired:
         hidden.append(_hidden(directory, iteration, token, "removing"))

@@ -73,7 +73,8 @@ class SaveTarget:
 
     The ``planner`` keeps the plan of the native format from one save to the next. With an ``area`` the tensors are
     copied into it first, and may change as soon as the first step has been taken. Checkpoints of the iterations
-    ``kept`` are not this run's to remove.
+    ``kept`` are not this run's to remove. The oldest checkpoint ``on_trial``, which is not yet known to train, outlives
+    retention.
     """
 
     directory: Path
@@ -84,6 +85,7 @@ class SaveTarget:
     planner: SavePlanner
     area: StagingArea | None = None
     kept: frozenset[int] = frozenset()
+    on_trial: frozenset[int] = frozenset()
 
     @property
     def is_leader(self) -> bool:
@@ -304,7 +306,8 @@ def _remove_expired(target: SaveTarget, iteration: int) -> str | None:
         newest, multiple = target.options.num_newest_kept, target.options.kept_multiple
         try:
             target.folders.check_owner()
-            remove_expired(target.directory, iteration, newest, multiple, target.folders.token, target.kept)
+            token, kept, on_trial = target.folders.token, target.kept, target.on_trial
+            remove_expired(target.directory, iteration, newest, multiple, token, kept, on_trial)
         except OSError as error:
             return f"WARNING: could not remove an old checkpoint in {target.directory}: {error.strerror}"
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -89,12 +88,12 @@ class CheckpointSaver:
         """Let another run have the directory; no save is under way, or what it writes is of no use."""
         self._target.folders.release()
 
-    def save(self, tensors: RunTensors, common: CommonState) -> None:
-        """Save a checkpoint, or begin to."""
+    def save(self, tensors: RunTensors, common: CommonState, on_trial: frozenset[int] = frozenset()) -> None:
+        """Save a checkpoint, or begin to; the oldest of those ``on_trial`` outlives retention."""
         self.finish()
         self._began = time.monotonic()
         self._iteration = common.progress.iteration
-        self._target = replace(self._target, kept=self._target.kept - {self._iteration})
+        self._target = replace(self._target, kept=self._target.kept - {self._iteration}, on_trial=on_trial)
         self._steps = save_in_steps(tensors, common, self._target)
         self._failure = None
         self._advance()
@@ -118,7 +117,13 @@ class CheckpointSaver:
             try:
                 mark_known(directory, iteration, num_finite)
                 if not self.is_saving and self._iteration:
-                    remove_expired(directory, self._iteration, options.num_newest_kept, options.kept_multiple)
+                    remove_expired(
+                        directory,
+                        self._iteration,
+                        options.num_newest_kept,
+                        options.kept_multiple,
+                        self._target.on_trial - {iteration},
+                    )
             except OSError as error:
                 self._log(f"WARNING: could not mark iteration {iteration} as known to train: {error.strerror}")
         return True
@@ -219,7 +224,7 @@ class RunCheckpoints:
         self._trial.go_back(iteration)
         options = self.config.checkpoint
         return self._load(
-            dataclasses.replace(
+            replace(
                 options, load=options.save, ckpt_step=iteration, finetune=False, no_load_optim=False, no_load_rng=False
             )
         )
@@ -300,8 +305,8 @@ class RunCheckpoints:
             model_record=self.model_record,
             write_tokenizer=self._write_tokenizer,
         )
-        self.saver.save(self._tensors(), common)
         self._trial.begin(train_state.iteration)
+        self.saver.save(self._tensors(), common, self._trial.waiting)
         return not self.saver.has_failed
 
     def poll(self) -> None:

@@ -118,7 +118,11 @@ class Examination:
             return Verdict("weights", str(error))
         parameters = [parameter for chunk in self.parts.chunks for parameter in chunk.parameters()]
         differing = differing_replicas(parameters, state.dp_cp, state.world)
-        return Verdict("weights", differing) if differing else None
+        if not differing:
+            return None
+        outlying = gather_bad_weights(find_outlying_weights(parameters), state.world)
+        more = f"; far larger than those beside them: {describe_bad_weights(outlying)}" if outlying else ""
+        return Verdict("weights", differing + more)
 
     def _compute(self, step: TrainingStep, begun: BegunStep, consumed: int | None = None, shift: int = 0) -> Observed:
         self.prepare()

@@ -38,10 +38,14 @@ class FaultInjection:
         """Return whether a right result is to be suspected in this iteration."""
         return self._is_due and self._config.error_injection_type == "correct_result"
 
+    def is_here(self, iteration: int) -> bool:
+        """Return whether something happens on this rank in an iteration that has begun."""
+        return self._is_due and _draw(self._seed, iteration, "where") % self._world_size == self._rank
+
     def spoil(self, result: ChunkResult, iteration: int) -> ChunkResult:
         """Return a chunk's result, not a number where this rank's device is to fail."""
         kind = self._config.error_injection_type
-        is_here = self._is_due and _draw(self._seed, iteration, "where") % self._world_size == self._rank
+        is_here = self.is_here(iteration)
         if is_here and kind == "persistent_error":
             self._is_broken = True
         if not (self._is_broken or (is_here and kind == "transient_error")):

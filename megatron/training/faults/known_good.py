@@ -62,6 +62,11 @@ class TrialPeriod:
         self._num_finite = 0
         self._iteration = 0
 
+    @property
+    def waiting(self) -> frozenset[int]:
+        """Return the checkpoints on trial."""
+        return frozenset(self._waiting)
+
     def begin(self, iteration: int) -> None:
         """Wait for the iterations after a checkpoint."""
         self._waiting.add(iteration)

@@ -35,6 +35,8 @@ ANSWERED = {
     "--no-pin-cpu-params": "--no-pin-cpu-params has no effect on a CPU",
     "--optimizer-offload-auto-threshold": "--optimizer-offload-auto-threshold 1024 has no effect on a CPU",
     "--use-torch-optimizer-for-cpu-offload": "--use-torch-optimizer-for-cpu-offload has no effect on a CPU",
+    "--max-consecutive-skipped-iterations": "no iteration was finite of 1 in a row",
+    "--spike-budget": "--spike-budget 0 is used up",
     "--record-memory-history": "--record-memory-history has no effect on a CPU",
 }
 # Their companions are answered so, and with those they have nothing to change.
@@ -47,11 +49,13 @@ STATED = {
     "--distributed-backend",
     "--distributed-timeout-minutes",
     "--keep-last",
+    "--known-to-train-after",
     "--no-load-optim",
     "--no-load-rng",
     "--no-verify-checkpoint",
     "--openai-gelu",
     "--override-opt-param-scheduler",
+    "--result-rejected-tracker-filename",
     "--save-retain-interval",
     "--tokenizer-type",
     "--use-checkpoint-opt-param-scheduler",

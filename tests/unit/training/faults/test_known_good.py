@@ -36,7 +36,7 @@ def test_going_back_forgets_what_came_after() -> None:
 
 
 def test_the_newest_known_checkpoint_outlives_retention(tmp_path: Path) -> None:
-    assert expired_iterations([10, 20, 30, 40], 40, 1, None, known=20) == [10, 30]
+    assert expired_iterations([10, 20, 30, 40], 40, 1, None, (20, None)) == [10, 30]
     for iteration in (10, 20, 30, 40):
         folder = iteration_folder(tmp_path, iteration)
         folder.mkdir()
@@ -45,6 +45,8 @@ def test_the_newest_known_checkpoint_outlives_retention(tmp_path: Path) -> None:
     mark_known(tmp_path, 20, 2)
     assert [is_known(tmp_path, iteration) for iteration in (10, 20, 30)] == [True, True, False]
     assert newest_known(tmp_path) == 20
+    remove_expired(tmp_path, 40, 1, None, on_trial={25, 30, 40})
+    assert saved_iterations(tmp_path) == [20, 30, 40]
     remove_expired(tmp_path, 40, 1, None)
     assert saved_iterations(tmp_path) == [20, 40]
     assert sorted(path.name for path in iteration_folder(tmp_path, 20).iterdir()) == [

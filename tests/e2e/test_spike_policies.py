@@ -1,0 +1,174 @@
+"""What a run does about steps that look wrong: it stops, leaves samples out, or goes back and passes them over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.dist_checkpointing.index import read_index
+from megatron.training.faults.known_good import newest_known
+from tests.e2e.toy_run import exact_figures, newest, toy_args
+from tests.harness.faults import Faults
+from tests.harness.forked_training import ForkedRun, fork_training
+
+PLAIN = "--train-iters 14 --save-interval 4 --eval-interval 100"
+WATCH = f"{PLAIN} --spike-window 8"
+BAD_SAMPLE = 38
+"""Of iteration 10, which begins with 36 consumed samples."""
+POISON = Faults(poisoned=(BAD_SAMPLE,), poison=100.0)
+
+
+def left_out(folder: Path) -> list[tuple[int, int, list[int]]]:
+    record = read_index(newest(folder / "checkpoints")).common["progress"]["train_data"]
+    return [(step["start"], step["end"], step["samples"]) for step in record.get("left_out", [])]
+
+
+def skipped(run: ForkedRun) -> list[int]:
+    return [line["iteration"] for line in run.iterations() if line["skipped"]]
+
+
+def test_a_spike_stops_a_run_that_is_to_stop(tmp_path: Path) -> None:
+    run = fork_training(toy_args(tmp_path, WATCH, "--spike-policy stop"), 1, POISON)
+    assert run.statuses == (1,)
+    (line,) = [line for line in run.errors[0].splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: iteration 10: the loss ")
+    assert "data: the same step gave the same result again" in line
+    assert f"sample {BAD_SAMPLE} (loss " in line
+    assert line.endswith("--ckpt-step 4 is the newest checkpoint of --save known to train")
+
+
+@pytest.mark.parametrize(
+    "layout", ["", "--use-distributed-optimizer --bf16 --overlap-param-gather --overlap-grad-reduce"]
+)
+def test_the_samples_of_a_spike_are_left_out(layout: str, tmp_path: Path) -> None:
+    args = toy_args(tmp_path, WATCH, "--spike-policy skip", layout)
+    run = fork_training(args, 2 if layout else 1, POISON).check()
+    assert skipped(run) == [10]
+    assert left_out(tmp_path) == [(36, 40, [BAD_SAMPLE])]
+    assert run.iterations()[-1]["iteration"] == 14
+
+
+def test_a_run_goes_back_and_passes_the_samples_over(tmp_path: Path) -> None:
+    args = toy_args(tmp_path, WATCH, "--spike-policy rewind")
+    run = fork_training(args, 1, POISON).check()
+    assert left_out(tmp_path) == [(36, 40, [BAD_SAMPLE])]
+    lines = run.iterations()
+    assert [line["iteration"] for line in lines] == list(range(1, 15))
+    assert skipped(run) == [10]
+    assert "iteration 10: consumed samples 36 to 40 are left out" in run.stdout
+    superseded = (tmp_path / "checkpoints" / "metrics.jsonl.superseded").read_text()
+    assert '"iteration": 5' in superseded
+    # A run that passes the same samples over from the beginning trains the same, bit for bit.
+    other = fork_training(toy_args(tmp_path / "other", PLAIN, "--iterations-to-skip 9"), 1, POISON).check()
+    assert exact_figures(other.iterations()) == exact_figures(lines)
+    assert left_out(tmp_path / "other") == [(36, 40, [])]
+
+
+def test_a_resumed_run_leaves_the_same_samples_out(tmp_path: Path) -> None:
+    args = toy_args(tmp_path, WATCH, "--spike-policy rewind")
+    fork_training([*args, "--exit-interval", "12"], 1, POISON).check()
+    # The checkpoint from before those samples knows of them; nothing is poisoned now that could be found again.
+    resumed = fork_training([*args, "--ckpt-step", "8"]).check()
+    assert left_out(tmp_path) == [(36, 40, [BAD_SAMPLE])]
+    assert skipped(resumed) == [10]
+    assert resumed.iterations()[-1]["iteration"] == 14
+
+
+def test_a_bad_weight_is_undone_by_going_back(tmp_path: Path) -> None:
+    faults = Faults(bad_weight_at=19, drifting_parameter="decoder.layers.0.mlp.linear_fc1.weight")
+    run = fork_training(toy_args(tmp_path, WATCH, "--spike-policy rewind"), 1, faults).check()
+    clean = fork_training(toy_args(tmp_path / "clean", PLAIN)).check()
+    assert "weights: weights are not finite: decoder.layers.0.mlp.linear_fc1.weight on rank 0: 1 of" in run.stdout
+    assert left_out(tmp_path) == []
+    assert exact_figures(run.iterations()) == exact_figures(clean.iterations())
+
+
+def test_a_budget_that_is_used_up_ends_the_run(tmp_path: Path) -> None:
+    faults = Faults(poisoned=(BAD_SAMPLE, 45), poison=100.0)
+    run = fork_training(toy_args(tmp_path, WATCH, "--spike-policy skip --spike-budget 1"), 1, faults)
+    assert run.statuses == (1,)
+    assert "iteration 12: " in run.errors[0]
+    assert "--spike-budget 1 is used up" in run.errors[0]
+
+
+def test_a_transient_fault_is_computed_again_and_leaves_no_trace(tmp_path: Path) -> None:
+    args = toy_args(tmp_path, WATCH, "--spike-policy skip --tensor-model-parallel-size 2")
+    run = fork_training(args, 2, Faults(rank=1, nan_loss_at=(11,))).check()
+    clean = fork_training(toy_args(tmp_path / "clean", PLAIN, "--tensor-model-parallel-size 2"), 2).check()
+    assert "transient device: the same step gave another result" in run.stdout
+    assert "the device of rank 1 on " in run.stdout
+    assert exact_figures(run.iterations()) == exact_figures(clean.iterations())
+
+
+def test_a_right_result_that_was_suspected_is_taken(tmp_path: Path) -> None:
+    flags = f"{PLAIN} --error-injection-rate 3 --error-injection-type correct_result"
+    run = fork_training(toy_args(tmp_path, flags)).check()
+    clean = fork_training(toy_args(tmp_path / "clean", PLAIN)).check()
+    assert "right: the same step gave the same result again" in run.stdout
+    assert exact_figures(run.iterations()) == exact_figures(clean.iterations())
+
+
+def test_every_step_computed_twice_changes_nothing_and_is_reported(tmp_path: Path) -> None:
+    run = fork_training(toy_args(tmp_path, PLAIN, "--rerun-mode report_stats --log-interval 7")).check()
+    clean = fork_training(toy_args(tmp_path / "clean", PLAIN)).check()
+    lines = [line for line in run.stdout.splitlines() if "steps computed twice" in line]
+    assert (
+        lines
+        == [
+            " 7 steps computed twice | largest relative difference of the loss: 0.000E+00 | of the gradient norm: "
+            "0.000E+00 |"
+        ]
+        * 2
+    )
+    assert exact_figures(run.iterations()) == exact_figures(clean.iterations())
+
+
+def test_retention_keeps_a_checkpoint_known_to_train(tmp_path: Path) -> None:
+    # A weight goes bad in iteration 9; float16 would have saved nothing but that from then on.
+    faults = Faults(bad_weight_at=17, drifting_parameter="decoder.final_layernorm.weight")
+    args = toy_args(tmp_path, PLAIN, "--save-interval 1 --keep-last 1 --known-to-train-after 3")
+    run = fork_training(args, 1, faults)
+    assert run.statuses == (1,)
+    folder = tmp_path / "checkpoints"
+    assert newest(folder).name == "iter_0000008"
+    assert newest_known(folder) == 5
+    # The one between may become known next.
+    assert [path.name[-1] for path in sorted(folder.glob("iter_*"))] == ["5", "7", "8"]
+
+
+def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path: Path) -> None:
+    args = toy_args(tmp_path, PLAIN)
+    fork_training([*args, "--exit-interval", "8"]).check()
+    shard = sorted((tmp_path / "checkpoints" / "iter_0000008").glob("*.safetensors"))[0]
+    spoil_a_weight(shard)
+    run = fork_training([*args, "--no-verify-checkpoint"]).check()
+    assert "iter_0000008 is damaged (checkpoint" in run.stdout
+    assert "holds values that are not finite, in " in run.stdout
+    assert run.iterations()[-1]["iteration"] == 14
+    named = fork_training([*args, "--no-verify-checkpoint", "--ckpt-step", "8"])
+    assert named.statuses == (0,) or "not finite" in named.errors[0]
+
+
+def spoil_a_weight(shard: Path) -> None:
+    """Write a NaN over the first value of the file's data."""
+    content = bytearray(shard.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    content[start : start + 4] = np.array([np.nan], np.float32).tobytes()
+    shard.write_bytes(bytes(content))
+
+
+@pytest.mark.long
+def test_three_poisoned_samples_cost_next_to_nothing(tmp_path: Path) -> None:
+    flags = (
+        "--train-iters 400 --lr-decay-iters 400 --save-interval 20 --eval-interval 400 --eval-iters 20 --keep-last 2"
+    )
+    clean = fork_training(toy_args(tmp_path / "clean", flags)).check()
+    bad = (403, 802, 1201)
+    faults = Faults(poisoned=bad, poison=100.0)
+    run = fork_training(toy_args(tmp_path / "healed", flags, "--spike-policy rewind"), 1, faults).check()
+    assert [samples for _, _, samples in left_out(tmp_path / "healed")] == [[sample] for sample in bad]
+    ours, expected = (each.evaluations("validation")[-1]["lm_loss"] for each in (run, clean))
+    print(f"final validation loss {ours:.6f}, clean {expected:.6f}: {100 * (ours / expected - 1):+.3f} %")
+    assert ours == pytest.approx(expected, rel=0.005)
