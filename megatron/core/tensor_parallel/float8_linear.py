@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron.core.collectives import all_gather_first_dim, all_gather_into, all_reduce, reduce_scatter_into
+from megatron.core.flight.communication import PendingWork
 from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.kernels.float8.quantised import Quantised
 from megatron.core.kernels.float8.scaled_product import scaled_product
@@ -15,9 +16,6 @@ from megatron.core.kernels.matrix_product import product
 from megatron.core.main_grad import MainGrad, main_grad_of
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.mappings import InputRegion
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 class _Float8Linear(torch.autograd.Function):
@@ -123,7 +121,7 @@ class _Gathering:
         self._dtype = part.dtype
         part = _bytes_of(part)
         self._whole = part.new_empty((part.shape[0] * group.size, *part.shape[1:]))
-        self._work: dist.Work | None = all_gather_into(self._whole, part, group, async_op=True)
+        self._work: PendingWork | None = all_gather_into(self._whole, part, group, async_op=True)
 
     def wait(self) -> torch.Tensor:
         """Return the parts one after the other along dim 0."""
@@ -189,7 +187,7 @@ def _side_by_side(parts: torch.Tensor, group: Group) -> torch.Tensor:
 
 def _reduce_input_gradient(
     x_grad: torch.Tensor, shape: torch.Size, region: InputRegion, tp: Group
-) -> tuple[torch.Tensor, dist.Work | None]:
+) -> tuple[torch.Tensor, PendingWork | None]:
     """Start to sum the input's gradient as its region asks for it; return where the sum will be."""
     if region is InputRegion.REPLICATED:
         return x_grad, all_reduce(x_grad, tp, async_op=True)
