@@ -86,6 +86,7 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
             logits.is_on = _is_due(config.logging.log_interval, state.iteration + 1)
         report, agreement = step.run(state, train_source, batch_size, exit_request)
         profiling.end_iteration(state.iteration)
+        run.runtime.flight.end_iteration(state.iteration, report.step_time_s)
         if logits is not None and logits.is_on:
             report = replace(report, max_attention_logit=logits.take(run.runtime.state.world))
         run.checkpoints.poll()
