@@ -19,6 +19,7 @@ COMMANDS = (
     "inspect_dataset",
     "merge_datasets",
     "preprocess_data",
+    "read_flight",
     "report_theoretical_memory",
     "run_text_generation_server",
     "text_generation_cli",

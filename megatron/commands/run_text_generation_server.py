@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megatron.commands.arguments.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.serving.generation_setup import load_engine, open_checkpoint
-from megatron.training.process.initialize import LaunchEnvironment, shut_down
+from megatron.training.process.initialize import LaunchEnvironment, initialize_device, shut_down
 
 if TYPE_CHECKING:
     from megatron.serving.generation_http import GenerationServer
@@ -58,6 +58,12 @@ def build_parser() -> Parser:
         metavar="N",
         help="refuse requests of more prompts x (longest prompt + tokens to generate) at once (12000)",
     )
+    parser.add_argument(
+        "--hang-report-seconds",
+        type=int,
+        metavar="N",
+        help="report a process that holds up the others for this long, and end all (60; 0: never)",
+    )
     add_model_flags(parser)
     return parser
 
@@ -73,6 +79,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         problems.append(f"--port {arguments.port} is not between 0 and {2**16 - 1}")
     if arguments.seed < 0:
         problems.append(f"--seed {arguments.seed} is negative")
+    if arguments.hang_report_seconds is not None and arguments.hang_report_seconds < 0:
+        problems.append(f"--hang-report-seconds {arguments.hang_report_seconds} is negative")
     if arguments.max_tokens_to_oom < 1:
         problems.append(f"--max-tokens-to-oom {arguments.max_tokens_to_oom} is not positive")
     if problems:
@@ -104,13 +112,16 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     check_arguments(arguments)
     model = model_request(arguments)
     end = EndRequest()
+    from megatron.core.flight.recorder import FlightRecorder
     from megatron.serving.generation_api import ApiTranslator
     from megatron.serving.generation_service import run_service
+    from megatron.training.process.hang.watching import watching
 
+    flight = FlightRecorder()
     checkpoint = open_checkpoint(model, launch)
     server = open_port(arguments) if launch.rank == 0 else None
     try:
-        engine = load_engine(checkpoint, launch)
+        engine = load_engine(checkpoint, launch, flight)
         end.serving = True
         if server is not None:
             limit = arguments.max_tokens_to_oom
@@ -118,7 +129,9 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
                 ApiTranslator(checkpoint.tokenizer, checkpoint.config, limit, engine.max_batch_size), arguments.seed
             )
             print(f"serving at {server.url}", flush=True)
-        run_service(engine, None if server is None else server.jobs, lambda: end.asked)
+        jobs = None if server is None else server.jobs
+        with watching(flight, engine.state, initialize_device(launch), arguments.hang_report_seconds, settling=0):
+            run_service(engine, jobs, lambda: end.asked, flight)
         if server is not None:
             server.stop(_LAST_ANSWERS_S)
     finally:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.errors import MegatronError
+from megatron.core.flight.communication import PendingWork
 from megatron.core.process_group import Group
 
 Result = TypeVar("Result")
@@ -46,39 +47,38 @@ def averages_addends(group: Group, dtype: torch.dtype) -> bool:
     return dist.get_backend(group.handle) == "nccl"
 
 
-def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False) -> dist.Work | None:
+def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False) -> PendingWork | None:
     """Reduce ``tensor`` in place over the group; return a handle to wait for when ``async_op``."""
     if _is_alone(group):
         return None
     group.observe("all_reduce", tensor.nbytes, op)
-    work: dist.Work | None = dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=group.handle, async_op=async_op)
-    return work
+    entry = group.begin("all_reduce", tensor, tensor.nbytes)
+    return group.end(entry, dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=group.handle, async_op=async_op))
 
 
 def all_gather_into(
     output: torch.Tensor, tensor: torch.Tensor, group: Group, async_op: bool = False
-) -> dist.Work | None:
+) -> PendingWork | None:
     """Gather equal contiguous tensors into ``output``, concatenated along dim 0 in group order."""
     if _is_alone(group):
         output.view_as(tensor).copy_(tensor)
         return None
     group.observe("all_gather", output.nbytes)
-    work: dist.Work | None = _all_gather_single(output, tensor, group=group.handle, async_op=async_op)
-    return work
+    entry = group.begin("all_gather", output, output.nbytes)
+    return group.end(entry, _all_gather_single(output, tensor, group=group.handle, async_op=async_op))
 
 
 def reduce_scatter_into(
     output: torch.Tensor, tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False
-) -> dist.Work | None:
+) -> PendingWork | None:
     """Reduce ``tensor`` over the group and leave this rank's equal part of dim 0 in ``output``."""
     if _is_alone(group):
         output.view_as(tensor).copy_(tensor)
         return None
     group.observe("reduce_scatter", tensor.nbytes, op)
-    work: dist.Work | None = _reduce_scatter_single(
-        output, tensor, op=_REDUCE_OPS[op], group=group.handle, async_op=async_op
-    )
-    return work
+    entry = group.begin("reduce_scatter", tensor, tensor.nbytes)
+    work = _reduce_scatter_single(output, tensor, op=_REDUCE_OPS[op], group=group.handle, async_op=async_op)
+    return group.end(entry, work)
 
 
 def all_gather_first_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
@@ -124,8 +124,21 @@ def all_to_all_first_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
         return tensor
     group.observe("all_to_all", tensor.nbytes)
     output = tensor.new_empty(tensor.shape)
+    entry = group.begin("all_to_all", tensor, tensor.nbytes)
     dist.all_to_all_single(output, tensor.contiguous(), group=group.handle)
+    group.end(entry)
     return output
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Wait for several communications as for one."""
+
+    works: tuple[dist.Work, ...]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 @dataclass(frozen=True)
@@ -134,7 +147,7 @@ class RingExchange:
 
     sent: torch.Tensor
     received: torch.Tensor
-    works: tuple[dist.Work, ...]
+    works: tuple[PendingWork, ...]
 
     def wait(self) -> torch.Tensor:
         """Return what the previous rank has sent."""
@@ -154,22 +167,24 @@ def start_ring_exchange(tensor: torch.Tensor, group: Group, received: torch.Tens
     next_rank = group.ranks[(group.rank + 1) % group.size]
     previous_rank = group.ranks[(group.rank - 1) % group.size]
     group.observe("send", tensor.nbytes)
+    entry = group.begin("ring_exchange", tensor, tensor.nbytes)
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, tensor, next_rank, group=group.handle),
             dist.P2POp(dist.irecv, received, previous_rank, group=group.handle),
         ]
     )
-    return RingExchange(tensor, received, tuple(works))
+    pending = group.end(entry, _Together(tuple(works)))
+    return RingExchange(tensor, received, () if pending is None else (pending,))
 
 
-def broadcast(tensor: torch.Tensor, group: Group, source: int = 0, async_op: bool = False) -> dist.Work | None:
+def broadcast(tensor: torch.Tensor, group: Group, source: int = 0, async_op: bool = False) -> PendingWork | None:
     """Overwrite ``tensor`` with the copy of the group's rank ``source``."""
     if _is_alone(group):
         return None
     group.observe("broadcast", tensor.nbytes)
-    work: dist.Work | None = dist.broadcast(tensor, src=group.ranks[source], group=group.handle, async_op=async_op)
-    return work
+    entry = group.begin("broadcast", tensor, tensor.nbytes)
+    return group.end(entry, dist.broadcast(tensor, src=group.ranks[source], group=group.handle, async_op=async_op))
 
 
 def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
@@ -177,7 +192,9 @@ def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
     if _is_alone(group):
         return value
     box = [value if group.rank == source else None]
+    entry = group.begin("broadcast_object")
     dist.broadcast_object_list(box, src=group.ranks[source], group=group.handle)
+    group.end(entry)
     return box[0]
 
 
@@ -186,7 +203,9 @@ def all_gather_objects(value: Any, group: Group) -> list[Any]:
     if _is_alone(group):
         return [value]
     values: list[Any] = [None] * group.size
+    entry = group.begin("all_gather_objects")
     dist.all_gather_object(values, value, group=group.handle)
+    group.end(entry)
     return values
 
 
@@ -195,7 +214,9 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     if _is_alone(group):
         return [value]
     values: list[Any] | None = [None] * group.size if group.is_first else None
+    entry = group.begin("gather_objects")
     dist.gather_object(value, values, dst=group.ranks[0], group=group.handle)
+    group.end(entry)
     return values or []
 
 
@@ -237,4 +258,6 @@ def run_on_all_ranks(action: Callable[[], Result], group: Group) -> Result:
 def barrier(group: Group) -> None:
     """Wait until every rank of the group has come here."""
     if not _is_alone(group):
+        entry = group.begin("barrier")
         dist.barrier(group=group.handle)
+        group.end(entry)

@@ -154,6 +154,18 @@ class Device:
         peak = max(resident, _peak_bytes() / _MIB)
         return MemoryUse(resident, peak, resident, peak)
 
+    def queue_state(self) -> str:
+        """Return in words whether the device has work left, or what it failed with; "" on a CPU. It is not waited for.
+
+        The queue is the default stream's, which other threads may be asked for.
+        """
+        if not self.is_cuda:
+            return ""
+        try:
+            return "idle" if torch.cuda.default_stream(self.index).query() else "has work left"
+        except RuntimeError as error:
+            return f"failed: {error}"
+
     def start_profiler(self) -> None:
         """Begin the part of the run that nsys --capture-range=cudaProfilerApi records."""
         if self.is_cuda:

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.flight.recorder import FlightRecorder
 from megatron.core.parallel_sizes import GRID_AXES, ONE_RANK, Grid, ParallelSizes, Place, slice_ranks
 from megatron.core.process_group import Group, Observer
 
@@ -91,16 +92,25 @@ def make_groups(
     group_axes: Mapping[str, tuple[str, ...]],
     communicator: Communicator,
     observer: Observer | None = None,
+    recorder: FlightRecorder | None = None,
 ) -> dict[str, Group]:
     """Return the slices of a grid that a rank lies in, one for each set of axes.
 
-    The grid is any factorisation of the ranks. ``observer`` is told of every communication over any of the groups.
+    The grid is any factorisation of the ranks. ``observer`` is told of every communication over any of the groups, and
+    ``recorder`` keeps them.
     """
     slices = {name: slice_ranks(grid, axes, rank) for name, axes in group_axes.items()}
     return {
-        name: Group(group_axes[name], ranks, ranks.index(rank), communicator(ranks), observer)
+        name: record_flight(Group(group_axes[name], ranks, ranks.index(rank), communicator(ranks), observer), recorder)
         for name, ranks in slices.items()
     }
+
+
+def record_flight(group: Group, recorder: FlightRecorder | None) -> Group:
+    """Return a group whose communications are recorded, where there is a recorder and anybody to talk to."""
+    if recorder is None or group.size == 1:
+        return group
+    return replace(group, flight=recorder.channel("world" if group.axes == GRID_AXES else group.name, group.ranks))
 
 
 def cut_in_levels(group: Group, inner_size: int, communicator: Communicator) -> Group:
@@ -108,12 +118,13 @@ def cut_in_levels(group: Group, inner_size: int, communicator: Communicator) -> 
     number, place = divmod(group.rank, inner_size)
     inner = group.ranks[number * inner_size : (number + 1) * inner_size]
     outer = group.ranks[place::inner_size]
+    recorder = None if group.flight is None else group.flight.recorder
     names = tuple((f"{group.name}_{level}",) for level in ("inner", "outer"))
     return replace(
         group,
         levels=(
-            Group(names[0], inner, place, communicator(inner), group.observer),
-            Group(names[1], outer, number, communicator(outer), group.observer),
+            record_flight(Group(names[0], inner, place, communicator(inner), group.observer), recorder),
+            record_flight(Group(names[1], outer, number, communicator(outer), group.observer), recorder),
         ),
     )
 
@@ -129,7 +140,7 @@ def describe_parallel_state(
     Raises:
         ConfigurationError: the world is not a whole number of copies.
     """
-    return _build(rank, world_size, sizes, no_communicator, observer, None)
+    return _build(rank, world_size, sizes, no_communicator, observer, None, None)
 
 
 def create_parallel_state(
@@ -137,13 +148,14 @@ def create_parallel_state(
     timeout: timedelta | None = None,
     observer: Observer | None = None,
     cp_inner_size: int | None = None,
+    recorder: FlightRecorder | None = None,
 ) -> ParallelState:
     """Create this process's communicators; ``torch.distributed`` must be initialised unless the world is one process.
 
     ``sizes`` shard one copy of the model; the world holds as many copies as it has room for. One communicator
     is made for each distinct set of ranks, none for a set of one, and the set of all ranks uses the default group. Only
-    the members of a group take part in making it. ``observer`` is told of every communication. With ``cp_inner_size``
-    the context-parallel group is cut in levels.
+    the members of a group take part in making it. ``observer`` is told of every communication, and ``recorder`` keeps
+    them. With ``cp_inner_size`` the context-parallel group is cut in levels.
 
     Raises:
         ConfigurationError: the world is not a whole number of copies.
@@ -151,7 +163,7 @@ def create_parallel_state(
     if not dist.is_initialized():
         return describe_parallel_state(0, 1, sizes, observer)
     communicators = Communicators(timeout)
-    state = _build(dist.get_rank(), dist.get_world_size(), sizes, communicators, observer, cp_inner_size)
+    state = _build(dist.get_rank(), dist.get_world_size(), sizes, communicators, observer, cp_inner_size, recorder)
     if state.pp.size > 2 and state.embedding.size == 1:
         # torch names a group by how many its members have made before, and waits for ever where they disagree: stages
         # that have no part in the embedding group make one too, or no group of the whole pipeline could follow.
@@ -173,13 +185,14 @@ def _build(
     communicator: Communicator,
     observer: Observer | None,
     cp_inner_size: int | None,
+    recorder: FlightRecorder | None,
 ) -> ParallelState:
     sizes = sizes.in_world(world_size)
     if problems := sizes.problems(world_size):
         raise ConfigurationError(problems)
-    groups = make_groups(rank, sizes.grid, GROUP_AXES, communicator, observer)
+    groups = make_groups(rank, sizes.grid, GROUP_AXES, communicator, observer, recorder)
     if cp_inner_size is not None:
         groups["cp"] = cut_in_levels(groups["cp"], cp_inner_size, communicator)
     ends = _pipeline_ends(groups["pp"])
-    embedding = Group(("embedding",), ends, ends.index(rank), communicator(ends), observer)
+    embedding = record_flight(Group(("embedding",), ends, ends.index(rank), communicator(ends), observer), recorder)
     return ParallelState(rank=rank, sizes=sizes, place=sizes.place(rank), embedding=embedding, **groups)

@@ -6,7 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.core.flight.communication import PendingWork
+from megatron.core.flight.recorder import Channel, Entry
+
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
 
@@ -37,6 +41,7 @@ class Group:
     ``axes`` names the mesh axes that the group spans, ``ranks`` lists its global ranks in grid order, ``rank`` is
     this process's place among them, and ``handle`` is the communicator: ``None`` when the group has one rank, or when
     the group only describes a world without processes. ``observer`` is told of every communication over the group.
+    ``flight`` records them, where somebody may ask for what a rank waits.
     ``levels`` are, where it is cut in two, this rank's group of neighbours and that of those in its place elsewhere.
     """
 
@@ -46,11 +51,21 @@ class Group:
     handle: dist.ProcessGroup | None = None
     observer: Observer | None = None
     levels: tuple[Group, Group] | None = None
+    flight: Channel | None = None
 
     def observe(self, operation: str, num_bytes: int, reduction: str = "") -> None:
         """Tell the observer, if there is one, of a communication that is about to start."""
         if self.observer is not None:
             self.observer(CollectiveCall(operation, self.axes, self.size, num_bytes, reduction))
+
+    def begin(self, operation: str, tensor: torch.Tensor | None = None, num_bytes: int = 0) -> Entry | None:
+        """Record a communication that starts now; return what says so when it is over, None where nobody records."""
+        flight = self.flight
+        return None if flight is None else flight.begin(operation, tensor, num_bytes)
+
+    def end(self, entry: Entry | None, work: PendingWork | None = None) -> PendingWork | None:
+        """Record that a communication is over or, where it goes on beside as ``work``, return what to wait for."""
+        return work if entry is None or self.flight is None else self.flight.end(entry, work)
 
     @property
     def size(self) -> int:

@@ -94,7 +94,8 @@ class Timers:
     """Hold a run's timers: ``with timers("forward-backward", log_level=1): ...``.
 
     ``log_level`` is how much the run times (``--timing-log-level``): timers of a higher level do nothing.
-    ``log_option`` (``--timing-log-option``) is what a report shows of the ranks: max, minmax or all.
+    ``log_option`` (``--timing-log-option``) is what a report shows of the ranks: max, minmax or all. ``note`` is told
+    the name of every timer that is asked for, whatever its level.
     """
 
     def __init__(
@@ -105,16 +106,19 @@ class Timers:
         synchronize: Callable[[], None] = lambda: None,
         barrier: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
+        note: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.log_level = log_level
         self.log_option = log_option
         self._synchronize = synchronize
         self._barrier = barrier
         self._clock = clock
+        self._note = note
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str, log_level: int = 0) -> Timer:
         """Return the timer of this name, made at the first call with its level."""
+        self._note(name)
         timer = self._timers.get(name)
         if timer is None:
             is_active = log_level <= self.log_level

@@ -14,6 +14,7 @@ import torch
 
 from megatron.core.collectives import all_reduce, broadcast_object
 from megatron.core.errors import InputError
+from megatron.core.flight.recorder import FlightRecorder
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.request import Continuation, GenerationCancelled, GenerationRequest
 
@@ -92,11 +93,23 @@ class JobQueue:
             job.finish(ServiceEnding("the server is ending"))
 
 
-def run_service(engine: InferenceEngine, jobs: JobQueue | None, is_ending: Callable[[], bool]) -> None:
-    """Answer jobs until a rank is asked to end; every rank calls, the first one with its queue."""
+def run_service(
+    engine: InferenceEngine, jobs: JobQueue | None, is_ending: Callable[[], bool], flight: FlightRecorder
+) -> None:
+    """Answer jobs until a rank is asked to end; every rank calls, the first one with its queue.
+
+    ``flight`` is told of every round and every token, the idle rounds included.
+    """
+
+    def is_cancelled() -> bool:
+        flight.tick()
+        return is_ending()
+
+    flight.enter("serve")
     state = engine.state
     device = next(engine.model.parameters()).device
     while True:
+        flight.tick()
         job = None if jobs is None else jobs.next(_ROUND_S)
         round_ = torch.tensor([int(is_ending()), int(job is not None)], device=device)
         all_reduce(round_, state.world, op="max")
@@ -108,7 +121,7 @@ def run_service(engine: InferenceEngine, jobs: JobQueue | None, is_ending: Calla
         if not has_job:
             continue
         request: GenerationRequest = broadcast_object(None if job is None else job.request, state.world)
-        result = _answer(engine, request, is_ending)
+        result = _answer(engine, request, is_cancelled)
         if job is not None:
             job.finish(result)
         if isinstance(result, ServiceEnding):

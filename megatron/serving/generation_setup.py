@@ -30,6 +30,7 @@ from megatron.training.process.initialize import LaunchEnvironment, initialize_d
 
 if TYPE_CHECKING:
     from megatron.core.device import Device
+    from megatron.core.flight.recorder import FlightRecorder
     from megatron.core.inference.engine import InferenceEngine
     from megatron.core.models.gpt.gpt_config import GPTConfig
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -317,8 +318,12 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, pads_any: bool) -> No
         )
 
 
-def load_engine(checkpoint: Checkpoint, launch: LaunchEnvironment) -> InferenceEngine:
+def load_engine(
+    checkpoint: Checkpoint, launch: LaunchEnvironment, flight: FlightRecorder | None = None
+) -> InferenceEngine:
     """Join the process group, load this rank's part of the model and connect the stages.
+
+    ``flight`` records what the ranks communicate.
 
     Raises:
         InputError: the weights cannot be loaded.
@@ -330,7 +335,7 @@ def load_engine(checkpoint: Checkpoint, launch: LaunchEnvironment) -> InferenceE
     device = initialize_device(launch)
     initialize_distributed(launch, device, device.default_backend, TIMEOUT_MINUTES)
     config = checkpoint.config
-    state = create_parallel_state(config.parallel_sizes)
+    state = create_parallel_state(config.parallel_sizes, recorder=flight)
     model = checkpoint.load_model(state, device)
     links = create_pipeline_links(state.pp, device=device.torch_device) if state.pp.size > 1 else None
     return InferenceEngine(model, state, links)

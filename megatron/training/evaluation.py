@@ -36,6 +36,7 @@ def evaluate(
 
     def runnable(model: Model) -> ModelChunk:
         def forward(microbatch: int, hidden: torch.Tensor | None) -> ChunkResult:
+            runtime.flight.tick()
             if model is parts.chunks[0]:
                 begin_microbatch(microbatch)
             return forward_step(microbatches.take(microbatch), model, hidden)

@@ -6,7 +6,7 @@ import dataclasses
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from megatron.training.faults.fault_guard import FaultGuard
 from megatron.training.faults.verdict import Rewind
 from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts, with_transformer_impl
 from megatron.training.process.console import print_line
+from megatron.training.process.hang.watching import phase_marker, watching
 from megatron.training.process.initialize import (
     LaunchEnvironment,
     Runtime,
@@ -107,11 +108,13 @@ def pretrain(
         config = with_vocabulary(config, tokenizer, log)
         log("> initializing torch distributed ...")
         runtime = initialize_runtime(config, launch)
-        config = choose_library(config, runtime, log)
-        config = choose_tp_overlap(config, runtime, log)
-        config = with_transformer_impl(config, runtime, log)
-        log(describe_initialized(config, start_time))
-        _run(Application(config, runtime, tokenizer, model_provider, datasets_provider, forward_step, log), start_time)
+        with _watching(config, runtime):
+            config = choose_library(config, runtime, log)
+            config = choose_tp_overlap(config, runtime, log)
+            config = with_transformer_impl(config, runtime, log)
+            log(describe_initialized(config, start_time))
+            application = Application(config, runtime, tokenizer, model_provider, datasets_provider, forward_step, log)
+            _run(application, start_time)
     except InputError as error:
         return refuse_in_run(reasons_of(error), launch)
     except MegatronError as error:
@@ -122,6 +125,14 @@ def pretrain(
         return 1
     shut_down()
     return 0
+
+
+def _watching(config: RunConfig, runtime: Runtime) -> AbstractContextManager[None]:
+    """Return a context in which a run that hangs is reported and ended."""
+    graphs = config.training.cuda_graph_impl != "none"
+    settling = 1 + (config.training.cuda_graph_warmup_steps if graphs else 0)
+    seconds, folder = config.initialization.hang_report_seconds, config.checkpoint.save
+    return watching(runtime.flight, runtime.state, runtime.device, seconds, folder, settling)
 
 
 def with_vocabulary(config: RunConfig, tokenizer: Tokenizer, log: Log) -> RunConfig:
@@ -160,7 +171,10 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
     """Build what the run works on, and bring it to where its checkpoint stands."""
     config, runtime, log = application.config, application.runtime, application.log
     timers = Timers(
-        config.logging.timing_log_level, config.logging.timing_log_option, synchronize=runtime.device.synchronize
+        config.logging.timing_log_level,
+        config.logging.timing_log_option,
+        synchronize=runtime.device.synchronize,
+        note=phase_marker(runtime.flight),
     )
     log(f"building {type(config.model).__name__.removesuffix('Config')} model ...")
     with timers("model-and-optimizer-setup"):
@@ -174,6 +188,7 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
     kept_open.callback(checkpoints.close)
     with timers("load-checkpoint"):
         train_state = checkpoints.resume()
+    runtime.flight.iteration = train_state.iteration
     log(timers.report(runtime.state.world, ["load-checkpoint"]))
     log(format_datetime("after model, optimizer, and learning rate scheduler are built"))
     log("> building train, validation, and test datasets ...")

@@ -94,6 +94,7 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
         report, agreement = step.run(state, train_source, batch_size, exit_request)
         warning.look()
         profiling.end_iteration(state.iteration)
+        run.runtime.flight.end_iteration(state.iteration, report.step_time_s)
         if logits is not None and logits.is_on:
             report = replace(report, max_attention_logit=logits.take(run.runtime.state.world))
         run.checkpoints.poll()

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +34,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import spec_of
+from megatron.training.checkpointing import save, saver
 from megatron.training.config.arguments import parse_arguments_or_exit
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.data_plan import DatasetSplitsBuilder
@@ -62,9 +63,11 @@ class Faults:
     file ``tracker``) kill every rank without a warning.
     ``no_room`` gives two micro-batches: from the one to before the other no file of ``rank`` can become large.
     ``drop_share`` masks out a share of the tokens that differs from sample to sample. The disk fails where
-    ``unreadable_sample`` of the training data lies. The loss of ``poisoned`` samples of it is ``poison`` times as
-    large, whenever and wherever it is computed. ``bad_weight_at`` is a micro-batch before which the first element of
-    ``drifting_parameter`` becomes ``bad_weight``.
+    ``unreadable_sample`` of the training data lies, and on ``rank`` reading ``endless_sample`` never ends. The loss of
+    ``poisoned`` samples is ``poison`` times as large, whenever and wherever it is computed. ``bad_weight_at`` is a
+    micro-batch before which the first element of ``drifting_parameter`` becomes ``bad_weight``. ``sleep_at`` begins an
+    endless sleep where ``sleep_in`` says: "forward", or in the next "save". ``slow_save_s`` is how long every save
+    sleeps.
     """
 
     weights: str | None = None
@@ -90,6 +93,10 @@ class Faults:
     poison: float = float("nan")
     bad_weight_at: int | None = None
     bad_weight: float = float("nan")
+    sleep_at: int | None = None
+    sleep_in: str = "forward"
+    endless_sample: int | None = None
+    slow_save_s: float = 0.0
 
     def environment(self) -> dict[str, str]:
         """Return what hands these faults to the script."""
@@ -114,23 +121,29 @@ def run_with_faults(argv: Sequence[str], faults: Faults) -> int:
         builder = pretrain_gpt.provide_datasets(*args)
         if faults.poisoned:
             return _WatchedData(builder, faults.poisoned, forward_step.poisoned_labels)
-        return builder if faults.unreadable_sample is None else _FaultyData(builder, faults.unreadable_sample)
+        if faults.endless_sample is not None and launch.rank == faults.rank:
+            return _FaultyData(builder, lambda dataset: _EndlessDisk(dataset, faults.endless_sample))
+        if faults.unreadable_sample is not None:
+            return _FaultyData(builder, lambda dataset: _FailingDisk(dataset, faults.unreadable_sample))
+        return builder
 
+    if faults.slow_save_s and launch.rank == faults.rank:
+        _delay_saves(faults.slow_save_s)
     return pretrain(config, launch, tokenizer, provide_model, provide_datasets, forward_step)
 
 
 class _FaultyData:
     """Build data sets of which one training sample cannot be read."""
 
-    def __init__(self, builder: DatasetSplitsBuilder, unreadable_sample: int) -> None:
+    def __init__(self, builder: DatasetSplitsBuilder, spoil: Callable[[SampleDataset], SampleDataset]) -> None:
         self.check = builder.check
         self._build = builder.build
-        self._unreadable_sample = unreadable_sample
+        self._spoil = spoil
 
     def build(self) -> DatasetSplits:
         splits = self._build()
         assert splits.train is not None
-        return dataclasses.replace(splits, train=_FailingDisk(splits.train, self._unreadable_sample))
+        return dataclasses.replace(splits, train=self._spoil(splits.train))
 
 
 class _WatchedData:
@@ -153,7 +166,7 @@ class _WatchedData:
 class _FailingDisk:
     """Give the samples of a data set but for one."""
 
-    def __init__(self, dataset: SampleDataset, unreadable_sample: int) -> None:
+    def __init__(self, dataset: SampleDataset, unreadable_sample: int | None) -> None:
         self._dataset = dataset
         self._unreadable_sample = unreadable_sample
         self.source_of = dataset.source_of
@@ -165,6 +178,21 @@ class _FailingDisk:
         if index == self._unreadable_sample:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return self._dataset[index]
+
+
+class _EndlessDisk(_FailingDisk):
+    """Give the samples of a data set but for one, for which one waits for ever."""
+
+    def __getitem__(self, index: int) -> GPTSample:
+        if index == self._unreadable_sample:
+            sleep_for_ever()
+        return self._dataset[index]
+
+
+def sleep_for_ever() -> None:
+    """Sleep."""
+    while True:
+        time.sleep(3600.0)
 
 
 class _FaultyForwardStep:
@@ -199,6 +227,10 @@ class _FaultyForwardStep:
             _be_deaf()
         if not self.is_here:
             return pretrain_gpt.forward_step(batch, model, hidden)
+        if self.microbatch == faults.sleep_at:
+            if faults.sleep_in == "forward":
+                sleep_for_ever()
+            _delay_saves(None)
         if self.microbatch == faults.raise_at:
             raise ValueError(f"a fault of micro-batch {self.microbatch} on rank {faults.rank}")
         if self.microbatch == faults.data_error_at:
@@ -226,6 +258,17 @@ class _FaultyForwardStep:
         if self.microbatch in faults.nan_loss_at and isinstance(loss, MicrobatchLoss):
             loss = dataclasses.replace(loss, loss_sum=loss.loss_sum * float("nan"))
         return loss
+
+
+def _delay_saves(seconds: float | None) -> None:
+    """Let every save sleep before it writes, for ever where it is None."""
+    write = save.save_in_steps
+
+    def sleep_first(*args: Any) -> Iterator[Any]:
+        sleep_for_ever() if seconds is None else time.sleep(seconds)
+        return write(*args)
+
+    saver.save_in_steps = sleep_first
 
 
 def _be_deaf() -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.core.collectives import all_gather_into
 from megatron.core.distributed.param_layout import ParamLayout
+from megatron.core.flight.communication import PendingWork
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, flat_range_boxes, spec_of
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 class FlatParameters:
@@ -35,7 +32,7 @@ class FlatParameters:
             view = self.data[slot.start : slot.end].view(parameter.shape)
             view.copy_(parameter.detach())
             parameter.data = view
-        self._works: dict[int, dist.Work] = {}
+        self._works: dict[int, PendingWork] = {}
 
     def start_gather(self, async_op: bool) -> None:
         """All-gather every bucket, in the order in which a forward pass uses them; with ``async_op`` do not wait."""

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron.core.collectives import all_reduce, averages_addends, reduce_scatter_into
 from megatron.core.distributed.flat_parameters import FlatParameters, ParamPart
 from megatron.core.distributed.float8_parameters import Float8FlatParameters, is_sent_in_float8
 from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, parts_of_range
+from megatron.core.flight.communication import PendingWork
 from megatron.core.kernels.accumulation import adds_wide_products
 from megatron.core.main_grad import MainGrad, attach_main_grad, gradient_uses_of
 from megatron.core.process_group import Group
@@ -60,7 +60,7 @@ class GradBucket:
     layout: BucketLayout
     main_grads: tuple[MainGrad, ...]
     completed: set[int] = field(default_factory=set)
-    work: dist.Work | None = None
+    work: PendingWork | None = None
     local_norms: tuple[torch.Tensor, ...] = ()
 
     @property
@@ -214,7 +214,7 @@ class ParamAndGradBuffer:
         start, end = bucket.layout.shard(self.group.rank, self.group.size)
         bucket.work = self._reduce(bucket, whole, self.grad_data[start:end])
 
-    def _reduce(self, bucket: GradBucket, whole: torch.Tensor, shard: torch.Tensor) -> dist.Work | None:
+    def _reduce(self, bucket: GradBucket, whole: torch.Tensor, shard: torch.Tensor) -> PendingWork | None:
         """Reduce a full bucket, in place or, where the plan shards, into ``shard``, which may lie within it."""
         if self.plan.record_local_norms:
             bucket.add_local_norms()

@@ -9,17 +9,14 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.core.distributed.param_and_grad_buffer import GradSegment, ParamAndGradBuffer, ReductionPlan
 from megatron.core.distributed.param_layout import ParamLayout
+from megatron.core.flight.communication import PendingWork
 from megatron.core.main_grad import MainGrad, gradient_uses_of
 from megatron.core.process_group import Group
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 class BucketPool:
@@ -55,7 +52,7 @@ class _Reduction:
     """Hold a reduction that has been started: ``addend`` is to be added to the shard unless it was written there."""
 
     memory: torch.Tensor
-    work: dist.Work | None
+    work: PendingWork | None
     shard: torch.Tensor
     addend: torch.Tensor | None
 

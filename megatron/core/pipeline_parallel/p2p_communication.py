@@ -10,6 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron.core.flight.communication import PendingWork
+from megatron.core.flight.recorder import Channel, Entry
 from megatron.core.pipeline_parallel.action import RECEIVES_AHEAD
 from megatron.core.process_group import Group
 
@@ -19,12 +21,33 @@ class Link:
     """Join two ranks of ``pipeline`` in one direction.
 
     ``handle`` is a communicator in which neither rank has another link; None where the world is only described.
+    ``flight`` records its messages, on either end, where the pipeline's own are recorded.
     """
 
     sender: int
     receiver: int
     handle: dist.ProcessGroup | None
     pipeline: Group
+    flight: Channel | None = None
+
+    def send(self, tensor: torch.Tensor) -> PendingWork:
+        """Start to send a contiguous tensor; this rank must be the sender."""
+        entry = None if self.flight is None else self.flight.begin("send", tensor, tensor.nbytes)
+        work = dist.isend(tensor, dst=self.receiver, group=self.handle)
+        return self._under_way(work, entry)
+
+    def receive(self, buffer: torch.Tensor) -> PendingWork:
+        """Start to receive into a tensor; this rank must be the receiver."""
+        entry = None if self.flight is None else self.flight.begin("receive", buffer, buffer.nbytes)
+        work = dist.irecv(buffer, src=self.sender, group=self.handle)
+        return self._under_way(work, entry)
+
+    def _under_way(self, work: PendingWork | None, entry: Entry | None) -> PendingWork:
+        assert work is not None, "this rank is not that end of the link"
+        if entry is not None and self.flight is not None:
+            work = self.flight.end(entry, work)
+        assert work is not None
+        return work
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +101,11 @@ def create_pipeline_links(
             if index < num_links:
                 ends = pp.ranks[index], pp.ranks[(index + 1) % pp.size]
                 sender, receiver = ends[::-1] if is_gradient else ends
-                links[is_gradient, index] = Link(sender, receiver, handles[_turn_of(pp)(index)], pp)
+                flight = None
+                if pp.flight is not None:
+                    name = f"{'gradients' if is_gradient else 'activations'} {sender}->{receiver}"
+                    flight = pp.flight.recorder.channel(name, (sender, receiver))
+                links[is_gradient, index] = Link(sender, receiver, handles[_turn_of(pp)(index)], pp, flight)
     # All ranks share the order of the keys: the first use of a link may hold both ends until the other one comes.
     for key in sorted(links):
         _connect(links[key], pp.ranks[own], device)
@@ -95,12 +122,7 @@ def _connect(link: Link, rank: int, device: torch.device | None) -> None:
     if link.handle is None:
         return
     element = torch.zeros(1, device=device)
-    if rank == link.sender:
-        work = dist.isend(element, dst=link.receiver, group=link.handle)
-    else:
-        work = dist.irecv(element, src=link.sender, group=link.handle)
-    assert work is not None
-    work.wait()
+    (link.send(element) if rank == link.sender else link.receive(element)).wait()
 
 
 def _turn_of(pp: Group) -> Callable[[int], int]:
@@ -133,7 +155,7 @@ class ReceiveQueue:
         self._shapes = iter(shapes)
         self._dtype = dtype
         self._device = device
-        self._posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._posted: deque[tuple[PendingWork, torch.Tensor]] = deque()
         self._receives_ahead = receives_ahead
         for _ in range(receives_ahead):
             self.post()
@@ -157,9 +179,7 @@ class ReceiveQueue:
         if shape is None:
             return
         buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
-        work = dist.irecv(buffer, src=self._link.sender, group=self._link.handle)
-        assert work is not None, "this rank is not the receiver of its link"
-        self._posted.append((work, buffer))
+        self._posted.append((self._link.receive(buffer), buffer))
 
 
 class SendQueue:
@@ -168,14 +188,12 @@ class SendQueue:
     def __init__(self, link: Link, max_unfinished: int) -> None:
         self._link = link
         self._max_unfinished = max_unfinished
-        self._unfinished: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._unfinished: deque[tuple[PendingWork, torch.Tensor]] = deque()
 
     def send(self, tensor: torch.Tensor) -> None:
         """Start sending a contiguous tensor, then wait for the oldest sends where too many are in flight."""
         self._link.pipeline.observe("send", tensor.nbytes)
-        work = dist.isend(tensor, dst=self._link.receiver, group=self._link.handle)
-        assert work is not None, "this rank is not the sender of its link"
-        self._unfinished.append((work, tensor))
+        self._unfinished.append((self._link.send(tensor), tensor))
         while len(self._unfinished) > self._max_unfinished:
             self._unfinished.popleft()[0].wait()
 

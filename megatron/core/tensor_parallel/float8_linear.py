@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +17,6 @@ from megatron.core.main_grad import MainGrad, Receiver, bias_gradient, main_grad
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.float8_parts import Gathering, gather_rows, gather_scales, side_by_side
 from megatron.core.tensor_parallel.mappings import InputRegion
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 class _Kept(Enum):
@@ -185,7 +182,7 @@ def _turned_input(saved: torch.Tensor, scale: torch.Tensor, ctx: Any) -> Quantis
 
 def _reduce_input_gradient(
     x_grad: torch.Tensor, shape: torch.Size, region: InputRegion, tp: Group
-) -> tuple[torch.Tensor, dist.Work | None]:
+) -> tuple[torch.Tensor, PendingWork | None]:
     """Start to sum the input's gradient as its region asks for it; return where the sum will be."""
     if region is InputRegion.REPLICATED:
         return x_grad, all_reduce(x_grad, tp, async_op=True)

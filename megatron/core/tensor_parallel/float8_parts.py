@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from megatron.core.collectives import all_gather_first_dim, all_gather_into
+from megatron.core.flight.communication import PendingWork
 from megatron.core.kernels.float8.quantised import Quantised
 from megatron.core.process_group import Group
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 class Gathering:
@@ -22,7 +18,7 @@ class Gathering:
         self._dtype = part.dtype
         part = _bytes_of(part)
         self._whole = part.new_empty((part.shape[0] * group.size, *part.shape[1:]))
-        self._work: dist.Work | None = all_gather_into(self._whole, part, group, async_op=True)
+        self._work: PendingWork | None = all_gather_into(self._whole, part, group, async_op=True)
 
     def wait(self) -> torch.Tensor:
         """Return the parts one after the other along dim 0."""

@@ -154,5 +154,9 @@ class InitializationConfig(Config, role="run"):
     """Backend of the process groups; nccl becomes gloo where there is no CUDA."""
     distributed_timeout_minutes: int = flag(10, bounds=POSITIVE, most=10**8)
     """Minutes after which a collective that does not end is an error."""
+    hang_report_seconds: int | None = flag(None, bounds=NOT_NEGATIVE)
+    """Report who holds up the others, and end the run with status 1, where nothing has got done for this many seconds,
+    or for five times the longest iteration where that is more; by default 60 (20 where a process is stopped or gone);
+    0 to wait for --distributed-timeout-minutes. Loading, saving and first iterations may take longer."""
     local_rank: int | None = flag(None, aliases=("--local_rank",), bounds=NOT_NEGATIVE)
     """Device of this process on its node; the environment's LOCAL_RANK is used where it is set."""

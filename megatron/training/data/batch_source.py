@@ -23,6 +23,7 @@ from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, SampleDa
 from megatron.core.datasets.samples.micro_batch_reader import MicroBatchReader
 from megatron.core.datasets.samples.read_ahead import ReadAhead
 from megatron.core.device import Device
+from megatron.core.flight.recorder import FlightRecorder
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.data_setup import sample_order
 from megatron.training.process.initialize import Runtime
@@ -71,7 +72,7 @@ class BatchSource:
                 sampler = MicroBatchSampler(order, consumed_samples, *place)
             if is_reading:
                 reader = MicroBatchReader(dataset, self._layout, vocab_size)
-                self._packed = _read_ahead(reader, sampler, device, num_threads)
+                self._packed = _read_ahead(reader, sampler, device, num_threads, runtime.flight)
         elif is_reading:
             external = ExternalReader(
                 dataset.read_microbatches(consumed_samples, *place),
@@ -116,7 +117,11 @@ class BatchSource:
 
 
 def _read_ahead(
-    reader: MicroBatchReader, sampler: Iterable[list[int]], device: Device, num_threads: int
+    reader: MicroBatchReader,
+    sampler: Iterable[list[int]],
+    device: Device,
+    num_threads: int,
+    flight: FlightRecorder,
 ) -> ReadAhead[_Job, torch.Tensor]:
     """Return the packed micro-batches of a rank, in memory that the device can fetch them from."""
 
@@ -127,7 +132,8 @@ def _read_ahead(
 
     def read(job: _Job) -> torch.Tensor:
         sample_ids, memory = job
-        reader.read(sample_ids, memory.numpy())
+        with flight.reading_of(sample_ids):
+            reader.read(sample_ids, memory.numpy())
         return memory
 
     return ReadAhead(read, jobs(), num_threads)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.flight.recorder import FlightRecorder
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.console import print_line
 from megatron.training.process.machine_notes import machine_notes
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from megatron.core.tensor_parallel.random import RngStreams
 
 _FAILURE_TIMEOUT = timedelta(seconds=2)
+_STORE_TIMEOUT = timedelta(seconds=30)
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,15 @@ class LaunchEnvironment:
 class Runtime:
     """Hold what the rest of the run is given of this process: its device, its groups and its random streams.
 
-    ``local_rank`` counts the processes of this machine.
+    ``local_rank`` counts the processes of this machine. ``flight`` records what the process communicates over its
+    groups, and where in the run it is.
     """
 
     device: Device
     state: ParallelState
     rng: RngStreams
     local_rank: int = 0
+    flight: FlightRecorder = field(default_factory=FlightRecorder)
 
     @property
     def is_reporter(self) -> bool:
@@ -109,6 +113,41 @@ def is_first_failure() -> bool:
 def has_run_failed() -> bool:
     """Return whether a process of this run has said that it failed."""
     return _count_failures(0) > 0
+
+
+def connect_store() -> Any:
+    """Return a connection of its own to the store that the processes met at, None where there is none.
+
+    A process on its own has a store in its memory.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if host is None or port is None:
+        return None
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, int(port), is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT
+        )
+    except (RuntimeError, ValueError):
+        return None
+
+
+def launcher_error_file() -> str:
+    """Return where torchrun reads why this process failed; empty where it did not start it."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+
+
+def abort_communication() -> None:
+    """Give up what NCCL has under way, so that the process can end; gloo needs no such thing."""
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        abort = getattr(dist.group.WORLD, "abort", None)
+        if abort is not None:
+            abort()
 
 
 def _count_failures(increment: int) -> int:
@@ -205,8 +244,9 @@ def make_runtime(config: RunConfig, device: Device, local_rank: int = 0, observe
     from megatron.core.tensor_parallel.random import RngStreams
 
     timeout = timedelta(minutes=config.initialization.distributed_timeout_minutes)
-    state = create_parallel_state(config.parallel_sizes, timeout, observer, config.model.cp_inner_size)
-    return Runtime(device, state, RngStreams(device, config.initialization.seed, state.place), local_rank)
+    flight = FlightRecorder()
+    state = create_parallel_state(config.parallel_sizes, timeout, observer, config.model.cp_inner_size, flight)
+    return Runtime(device, state, RngStreams(device, config.initialization.seed, state.place), local_rank, flight)
 
 
 def shut_down() -> None:

@@ -39,7 +39,6 @@ OWNERS: dict[str, tuple[str, ...]] = {
     ),
     "torch.distributed": (
         "megatron/core/collectives.py",
-        "megatron/core/distributed/param_and_grad_buffer.py",
         "megatron/core/parallel_state.py",
         "megatron/core/pipeline_parallel/p2p_communication.py",
         "megatron/core/tensor_parallel/overlap/symmetric_memory.py",

@@ -1,0 +1,182 @@
+"""The flight recorder of a rank: its latest communications in a ring, and where in the run it stands.
+
+Writing is a few stores of references; whatever costs time, such as line numbers and names, is made when it is read.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.flight.communication import Communication, PendingWork, format_ranks
+
+if TYPE_CHECKING:
+    import torch
+
+_CAPACITY = 1024
+# The fields of an entry, a list: it is made for every communication, and an object would take twice as long.
+_CHANNEL, _SEQUENCE, _OPERATION, _BYTES, _SHAPE, _CODE, _INSTRUCTION, _START, _END = range(9)
+
+_now = time.monotonic
+
+Entry = list[Any]
+"""One communication in the ring; `FlightRecorder.describe` says what is in it."""
+
+
+class Channel:
+    """Count and record the communications of some ranks over one communicator, on one of these ranks.
+
+    ``name`` and ``ranks`` are the same on all of them, and so is the order of what they communicate.
+    """
+
+    __slots__ = ("_ring", "entered", "name", "ranks", "recorder")
+
+    def __init__(self, recorder: FlightRecorder, name: str, ranks: tuple[int, ...]) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.entered = 0
+        self.recorder = recorder
+        self._ring = recorder.ring
+
+    def begin(self, operation: str, tensor: torch.Tensor | None, num_bytes: int) -> Entry:
+        """Record that a communication starts now, for a method that a function of another file has called.
+
+        Its place is where that function, and whichever function of its file, was called from.
+        """
+        recorder = self.recorder
+        self.entered = sequence = self.entered + 1
+        function = sys._getframe(2)
+        file, caller = function.f_code.co_filename, function.f_back
+        while caller is not None and caller.f_code.co_filename == file:
+            caller = caller.f_back
+        caller = caller or function
+        shape = None if tensor is None else tensor.shape
+        entry = [self, sequence, operation, num_bytes, shape, caller.f_code, caller.f_lasti, _now(), None]
+        recorder.num_begun = count = recorder.num_begun + 1
+        self._ring[count % _CAPACITY] = recorder.blocked = entry
+        return entry
+
+    def end(self, entry: Entry, work: PendingWork | None = None) -> PendingWork | None:
+        """Record that a communication is over; one that goes on beside is not: then return what to wait for."""
+        recorder = self.recorder
+        recorder.blocked = None
+        if work is not None:
+            return _RecordedWork(work, entry, recorder)
+        entry[_END] = now = _now()
+        recorder.waited_s += now - entry[_START]
+        recorder.num_ended += 1
+        return None
+
+
+class _RecordedWork:
+    """Wait for a communication and record when that is over."""
+
+    __slots__ = ("_entry", "_recorder", "_work")
+
+    def __init__(self, work: PendingWork, entry: Entry, recorder: FlightRecorder) -> None:
+        self._work = work
+        self._entry = entry
+        self._recorder = recorder
+
+    def wait(self) -> object:
+        recorder, begun = self._recorder, _now()
+        recorder.blocked = self._entry
+        result = self._work.wait()
+        self._entry[_END] = now = _now()
+        recorder.waited_s += now - begun
+        recorder.num_ended += 1
+        recorder.blocked = None
+        return result
+
+
+@dataclass(eq=False)
+class FlightRecorder:
+    """Hold the latest communications of this rank, and what it is doing.
+
+    ``blocked`` is the communication that it is in or waits for, ``waited_s`` all time that it was in one. ``phase`` is
+    the last part of a run that began. ``reading`` has the samples that threads are reading, by the thread's number.
+    ``longest_step_s`` falls slowly, so that one long iteration is forgotten. ``num_begun`` and ``num_ended`` count
+    communications, ``ticks`` all else that got done.
+    """
+
+    phase: str = "setup"
+    iteration: int = 0
+    iterations_done: int = 0
+    longest_step_s: float = 0.0
+    num_begun: int = 0
+    num_ended: int = 0
+    ticks: int = 0
+    waited_s: float = 0.0
+    blocked: Entry | None = None
+    reading: dict[int, Sequence[int]] = field(default_factory=dict)
+    ring: list[Entry | None] = field(default_factory=lambda: [None] * _CAPACITY)
+    channels: dict[str, Channel] = field(default_factory=dict)
+
+    def channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
+        """Return the channel of this name among these ranks."""
+        full_name = f"{name}[{format_ranks(ranks)}]"
+        return self.channels.setdefault(full_name, Channel(self, full_name, ranks))
+
+    @property
+    def moves(self) -> int:
+        """Return a number that grows with everything that this rank gets done."""
+        return self.num_begun + self.num_ended + self.ticks
+
+    def enter(self, phase: str) -> None:
+        """Say which part of the run begins."""
+        self.phase = phase
+        self.ticks += 1
+
+    def tick(self) -> None:
+        """Say that something has got done."""
+        self.ticks += 1
+
+    def end_iteration(self, iteration: int, seconds: float) -> None:
+        """Say that an iteration is done; the first one's time says nothing of the next."""
+        self.iteration = iteration
+        if self.iterations_done:
+            self.longest_step_s = max(seconds, 0.99 * self.longest_step_s)
+        self.iterations_done += 1
+        self.ticks += 1
+
+    @contextmanager
+    def reading_of(self, samples: Sequence[int]) -> Iterator[None]:
+        """Say inside the context which samples this thread reads."""
+        self.reading[threading.get_ident()] = samples
+        try:
+            yield
+        finally:
+            del self.reading[threading.get_ident()]
+
+    def describe(self, entry: Entry) -> Communication:
+        """Return what an entry says."""
+        end = entry[_END]
+        return Communication(
+            channel=entry[_CHANNEL].name,
+            sequence=entry[_SEQUENCE],
+            operation=entry[_OPERATION],
+            num_bytes=entry[_BYTES],
+            shape=tuple(entry[_SHAPE] or ()),
+            place=f"{entry[_CODE].co_filename}:{_line(entry[_CODE], entry[_INSTRUCTION])}",
+            age_s=_now() - entry[_START],
+            seconds=None if end is None else end - entry[_START],
+        )
+
+    def latest(self) -> list[Communication]:
+        """Return what is in the ring, the oldest first."""
+        entries = [entry for entry in self.ring if entry is not None]
+        return [self.describe(entry) for entry in sorted(entries, key=lambda entry: entry[_START])]
+
+
+def _line(code: CodeType, instruction: int) -> int:
+    """Return the line of an instruction by its offset in bytes."""
+    for start, end, line in code.co_lines():
+        if start <= instruction < end and line is not None:
+            return line
+    return code.co_firstlineno

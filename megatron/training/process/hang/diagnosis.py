@@ -1,0 +1,76 @@
+"""From where the ranks stand to who holds them up: which rank waits for which others, and who waits for nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.core.flight.communication import Communication
+from megatron.training.process.hang.rank_state import RankState
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Name a rank that others wait for, and what they wait for; None where nobody waits.
+
+    ``waiting`` are those who wait for it directly. With ``has_entered`` it is in the communication itself.
+    """
+
+    rank: int
+    waits_in: Communication | None
+    waiting: tuple[int, ...]
+    has_entered: bool = False
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Hold who waits for whom, and who is to blame.
+
+    ``is_circle`` says that the culprits wait for each other: they communicate in different orders.
+    """
+
+    waits_for: Mapping[int, tuple[int, ...]]
+    culprits: tuple[Culprit, ...]
+    is_circle: bool = False
+
+
+def diagnose(
+    states: Mapping[int, RankState], members: Mapping[str, Sequence[int]], silent: Collection[int] = ()
+) -> Diagnosis:
+    """Return who waits for whom and who holds up the others; ``silent`` ranks are stopped or gone.
+
+    A rank in a communication waits for those of its members that have begun fewer on that channel; where all have begun
+    it, for the silent ones. Culprits wait for nobody: they are silent or, where nobody
+    is, compute, sleep or read.
+    """
+    waits_for: dict[int, tuple[int, ...]] = {}
+    for rank, state in states.items():
+        blocked = state.blocked
+        if blocked is None or rank in silent:
+            waits_for[rank] = ()
+            continue
+        others = [other for other in members.get(blocked.channel, ()) if other != rank and other in states]
+        late = [other for other in others if states[other].entered.get(blocked.channel, 0) < blocked.sequence]
+        waits_for[rank] = tuple(late or [other for other in others if other in silent])
+    sinks = [rank for rank in states if not waits_for[rank]]
+    awaited = {other for others in waits_for.values() for other in others}
+    # One in a communication that all have entered waits for the transport, as those do who wait for it.
+    doing = [rank for rank in sinks if states[rank].blocked is None or rank in silent]
+    blamed = (
+        [rank for rank in doing if rank in silent]
+        or [rank for rank in doing if rank in awaited]
+        or [rank for rank in doing if not states[rank].left]
+        or sinks
+    )
+    is_circle = not blamed
+    return Diagnosis(
+        waits_for, tuple(_culprit(rank, states, waits_for) for rank in blamed or sorted(states)), is_circle
+    )
+
+
+def _culprit(rank: int, states: Mapping[int, RankState], waits_for: Mapping[int, tuple[int, ...]]) -> Culprit:
+    waiting = tuple(other for other, awaited in waits_for.items() if rank in awaited)
+    own = states[rank].blocked
+    awaited = states[waiting[0]].blocked if waiting else own
+    has_entered = awaited is not None and states[rank].entered.get(awaited.channel, 0) >= awaited.sequence
+    return Culprit(rank, awaited, waiting, has_entered)

@@ -1,0 +1,93 @@
+"""For how long a rank may get nothing done: measured from the run itself, and longer where a phase has no measure."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from megatron.core.flight.recorder import FlightRecorder
+from megatron.training.process.hang.processes import bytes_moved
+
+_DEFAULT_S = 60.0
+_SILENCE_S = 20.0
+_STEPS = 5.0
+_SAVE_FACTOR = 1.25
+_SETUP_FACTOR = 10.0
+_BUSY_FACTOR = 10.0
+_SETUP_PHASES = ("setup", "load")
+# Here a rank that computes or reads and writes is at work, though it has said nothing for long.
+_LONG_PHASES = (*_SETUP_PHASES, "save", "evaluate", "data")
+_BUSY_SHARE = 0.2
+_BUSY_BYTES_PER_S = 64 * 1024
+
+
+class Patience:
+    """Say for how long a rank has got nothing done, and for how long it may.
+
+    ``seconds`` is ``--hang-report-seconds``. A step may take several times the longest one, setting up and the first
+    ``settling`` iterations ten times that number, saving a quarter more than it.
+    """
+
+    def __init__(self, recorder: FlightRecorder, seconds: float | None, settling: int = 1) -> None:
+        self._recorder = recorder
+        self._seconds = _DEFAULT_S if seconds is None else seconds
+        self._settling = settling
+        self._seen_moves = -1
+        self._moved = self._worked = self._looked = time.monotonic()
+        self._cpu_s = time.process_time()
+        self._bytes = bytes_moved()
+
+    @property
+    def silence_s(self) -> float:
+        """Return after how long a process that is stopped or gone is given up."""
+        return min(_SILENCE_S, self._seconds)
+
+    def allowance_s(self) -> float:
+        """Return for how long nothing need get done in this phase."""
+        recorder = self._recorder
+        if recorder.phase in _SETUP_PHASES or recorder.iterations_done < self._settling:
+            return _SETUP_FACTOR * self._seconds
+        step_s = max(self._seconds, _STEPS * recorder.longest_step_s)
+        return _SAVE_FACTOR * step_s if recorder.phase == "save" else step_s
+
+    def idle_s(self) -> float:
+        """Return for how long nothing has got done; to be called regularly."""
+        now, moves = time.monotonic(), self._recorder.moves
+        if moves != self._seen_moves:
+            self._seen_moves = moves
+            self._moved = self._worked = now
+        elif self._is_busy(now) and now - self._moved < _BUSY_FACTOR * self.allowance_s():
+            self._worked = now
+        self._looked = now
+        return now - self._worked
+
+    def start_again(self) -> None:
+        """Forget the time so far: this process did not run."""
+        self._moved = self._worked = self._looked = time.monotonic()
+
+    def _is_busy(self, now: float) -> bool:
+        cpu_s, moved, elapsed = time.process_time(), 0, now - self._looked
+        is_long = self._recorder.phase in _LONG_PHASES or self._recorder.iterations_done < self._settling
+        if is_long:
+            moved = bytes_moved()
+        was_cpu, was_moved = self._cpu_s, self._bytes
+        self._cpu_s, self._bytes = cpu_s, moved or was_moved
+        if not is_long or elapsed <= 0:
+            return False
+        return (
+            cpu_s - was_cpu > _BUSY_SHARE * elapsed
+            or self._bytes - was_moved > _BUSY_BYTES_PER_S * elapsed
+            or _waits_for_disk()
+        )
+
+
+def _waits_for_disk() -> bool:
+    """Return whether the system holds a thread of this process until a disk has answered."""
+    for task in Path("/proc/self/task").glob("[0-9]*"):
+        try:
+            text = (task / "stat").read_text()
+        except OSError:
+            continue
+        if text.rpartition(")")[2].split()[:1] == ["D"]:
+            return True
+    return False

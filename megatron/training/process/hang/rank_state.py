@@ -1,0 +1,127 @@
+"""What a rank says of itself: in a few words at every beat, and in full when it is asked during a hang."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core.flight.communication import Communication
+from megatron.core.flight.recorder import FlightRecorder
+from megatron.training.process.hang.processes import ProcessName
+
+_NUM_FRAMES = 40
+_NUM_ENTRIES = 64
+_NUM_SAMPLES = 32
+# Where a thread that waits for another one is; the other one is then of interest.
+_WAITING_FILES = (
+    "threading.py",
+    "queue.py",
+    "concurrent/futures/_base.py",
+    "concurrent/futures/thread.py",
+    "selectors.py",
+    "socket.py",
+    "training/process/signals.py",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankState:
+    """Hold where a rank stands; ``beat`` grows each time that it says so.
+
+    ``idle_s`` is for how long nothing has got done, and ``allowance_s`` how long that may be in this phase.
+    ``entered`` counts the communications that it has begun, by channel. ``left`` says that it watches no more.
+    ``error_file`` is where the launcher reads why a process failed; empty where it does not.
+    """
+
+    rank: int
+    process: ProcessName
+    beat: int = 0
+    phase: str = ""
+    iteration: int = 0
+    idle_s: float = 0.0
+    allowance_s: float = 0.0
+    entered: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    blocked: Communication | None = None
+    left: bool = False
+    error_file: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return this as JSON-ready values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RankState:
+        """Read back what `to_dict` returned; other keys are left alone."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        known = {name: value for name, value in values.items() if name in names}
+        known["process"] = ProcessName(**known["process"])
+        if known.get("blocked") is not None:
+            known["blocked"] = Communication(**known["blocked"])
+        return cls(**known)
+
+
+def members_of(recorder: FlightRecorder) -> dict[str, tuple[int, ...]]:
+    """Return the ranks of each channel of this rank."""
+    return {name: channel.ranks for name, channel in recorder.channels.items()}
+
+
+def blocked_in(recorder: FlightRecorder) -> Communication | None:
+    """Return the communication that this rank is in, or None where it is in none."""
+    entry = recorder.blocked
+    return None if entry is None else recorder.describe(entry)
+
+
+def full_answer(recorder: FlightRecorder, device: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a rank knows of a hang: the stacks of its threads, its last communications and what it reads."""
+    return {
+        "members": members_of(recorder),
+        "stacks": stacks(),
+        "reading": [[int(sample) for sample in samples][:_NUM_SAMPLES] for samples in [*recorder.reading.values()]],
+        "latest": [dataclasses.asdict(entry) for entry in recorder.latest()[-_NUM_ENTRIES:]],
+        "device": dict(device),
+    }
+
+
+def stacks() -> list[dict[str, Any]]:
+    """Return the frames of every thread but this one, the innermost last, as ``FILE:LINE in FUNCTION``."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    own = threading.get_ident()
+    found = []
+    for ident, frame in sys._current_frames().items():
+        if ident != own:
+            summary = traceback.extract_stack(frame, _NUM_FRAMES)
+            frames = [f"{short_path(line.filename)}:{line.lineno} in {line.name}" for line in summary]
+            found.append({"thread": names.get(ident, str(ident)), "frames": frames})
+    return sorted(found, key=lambda stack: stack["thread"] != "MainThread")
+
+
+def at_work(answer: Mapping[str, Any]) -> str:
+    """Return where a rank is in the code, or its threads that the main one waits for; "" where it has not said."""
+    all_stacks = [stack for stack in answer.get("stacks", ()) if stack["frames"]]
+    if not all_stacks:
+        return ""
+    main, others = all_stacks[0], all_stacks[1:]
+    if is_waiting(main):
+        busy = [stack for stack in others if not is_waiting(stack)]
+        if busy:
+            return "; ".join(f"{stack['frames'][-1]} (thread {stack['thread']})" for stack in busy)
+    return str(main["frames"][-1])
+
+
+def is_waiting(stack: Mapping[str, Any]) -> bool:
+    """Return whether a thread waits for another one, or for something to do."""
+    file: str = stack["frames"][-1].partition(" in ")[0].rpartition(":")[0]
+    return file.endswith(_WAITING_FILES)
+
+
+def short_path(path: str) -> str:
+    """Return the last folders of a path, from the package's own on."""
+    parts = Path(path).parts
+    if "megatron" in parts:
+        return str(Path(*parts[len(parts) - 1 - parts[::-1].index("megatron") :]))
+    return str(Path(*parts[-3:])) if len(parts) > 3 else path

@@ -1,0 +1,67 @@
+"""Who holds up whom, from where the ranks stand."""
+
+from __future__ import annotations
+
+from megatron.core.flight.communication import Communication
+from megatron.training.process.hang.diagnosis import diagnose
+from megatron.training.process.hang.processes import ProcessName
+from megatron.training.process.hang.rank_state import RankState
+
+NOWHERE = ProcessName("host", "another machine", 1, 1)
+MEMBERS = {"tp[0,1]": (0, 1), "tp[2,3]": (2, 3), "activations 0->2[0,2]": (0, 2), "world[0-3]": (0, 1, 2, 3)}
+
+
+def state(rank: int, blocked: tuple[str, int] | None = None, left: bool = False, **entered: int) -> RankState:
+    """Return a rank's state; ``entered`` has the channels by their axes."""
+    waits_in = None if blocked is None else Communication(blocked[0], blocked[1], "op", 8, (2,), "f.py:1", 9.0, None)
+    counts = {name: entered.get(name.split("[")[0].split(" ")[0], 0) for name in MEMBERS}
+    return RankState(rank, NOWHERE, entered=counts, blocked=waits_in, left=left)
+
+
+def culprits(states: list[RankState], silent: tuple[int, ...] = ()) -> list[tuple[int, tuple[int, ...]]]:
+    found = diagnose({item.rank: item for item in states}, MEMBERS, silent)
+    return [(culprit.rank, culprit.waiting) for culprit in found.culprits]
+
+
+def test_who_has_not_entered_is_blamed() -> None:
+    assert culprits([state(0, ("tp[0,1]", 5), tp=5), state(1, tp=4)]) == [(1, (0,))]
+
+
+def test_the_end_of_a_chain_is_blamed() -> None:
+    states = [
+        state(0, tp=4),
+        state(1, ("tp[0,1]", 5), tp=5),
+        state(2, ("activations 0->2[0,2]", 3), activations=3),
+        state(3, ("tp[2,3]", 9), tp=9),
+    ]
+    assert culprits(states) == [(0, (1, 2))]
+
+
+def test_who_is_silent_is_blamed_before_who_computes() -> None:
+    states = [state(0, ("world[0-3]", 2), world=2), state(1), state(2, world=1), state(3, world=1)]
+    assert culprits(states, silent=(3,)) == [(3, (0,))]
+
+
+def test_a_silent_rank_within_a_communication_is_blamed_for_it() -> None:
+    states = [state(0, ("tp[0,1]", 5), tp=5), state(1, ("tp[0,1]", 5), tp=5)]
+    found = diagnose({item.rank: item for item in states}, MEMBERS, (1,))
+    assert [(c.rank, c.has_entered) for c in found.culprits] == [(1, True)]
+
+
+def test_two_who_wait_for_each_other_are_both_named() -> None:
+    states = [state(0, ("world[0-3]", 2), world=2, tp=4), state(1, ("tp[0,1]", 5), world=1, tp=5)]
+    found = diagnose({item.rank: item for item in states}, MEMBERS)
+    assert found.is_circle
+    assert [culprit.rank for culprit in found.culprits] == [0, 1]
+
+
+def test_a_rank_alone_is_blamed_for_itself() -> None:
+    assert culprits([state(0)]) == [(0, ())]
+
+
+def test_where_all_have_entered_the_transport_is_to_blame_and_all_are_named() -> None:
+    assert culprits([state(0, ("tp[0,1]", 5), tp=5), state(1, ("tp[0,1]", 5), tp=5)]) == [(0, ()), (1, ())]
+
+
+def test_one_who_has_left_is_blamed_where_somebody_waits_for_it() -> None:
+    assert culprits([state(0, ("tp[0,1]", 5), tp=5), state(1, left=True, tp=4)]) == [(1, (0,))]
