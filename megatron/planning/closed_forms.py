@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads, key_value_heads_of_rank
@@ -18,6 +19,7 @@ from megatron.core.parallel_sizes import GRID_AXES, ParallelSizes, Place
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.overlap.linear_overlap import linear_overlap
 from megatron.planning.chunk_parameters import chunk_parameters
+from megatron.planning.float8_traffic import Float8LayerEnds
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
@@ -142,15 +144,22 @@ def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
     layers = len(chunk.layer_numbers)
     full, early = _recomputed(here, layers)
     model = here.config.model
-    _add_layer_ends(total, here, m * layers, m * layers, m * layers)
-    # What is recomputed runs forward again, up to the last thing that the backward pass needs.
-    _add_layer_ends(total, here, m * full, m * (full - early), 0)
+    float8_layers = model.float8_layers(model.num_layers)
+    for in_float8 in (False, True):
+        own = [place for place, number in enumerate(chunk.layer_numbers) if (number in float8_layers) == in_float8]
+        num_again = sum(place < full for place in own)
+        _add_layer_ends(total, here, in_float8, m * len(own), m * len(own), m * len(own))
+        # What is recomputed runs forward again, up to the last thing that the backward pass needs.
+        _add_layer_ends(total, here, in_float8, m * num_again, m * (num_again - len(early.intersection(own))), 0)
+        if model.sequence_parallel and "mlp" in model.recomputed_modules:
+            # Run again, a feed-forward gathers its input, and ends before its output is scattered.
+            if in_float8:
+                _float8_ends(here).add_feed_forwards(partial(_add_over_tp, total), m * len(own))
+            else:
+                total.add("all_gather", TP, here.hidden_bytes, m * len(own))
     if here.config.model.qk_layernorm_across_heads:
         # A number a token for all queries, one for all keys, and their gradients.
         total.add("all_reduce", TP, here.tokens * max(here.element, 4), 2 * m * (2 * layers + full))
-    if model.sequence_parallel and "mlp" in model.recomputed_modules:
-        # Run again, a feed-forward gathers its input, and ends before its output is scattered.
-        total.add("all_gather", TP, here.hidden_bytes, m * layers)
     if model.distribute_saved_activations:
         length = 1 if model.recompute_method == "block" else model.recompute_num_layers or 1
         total.add("all_gather", TP, here.hidden_bytes, m * math.ceil(full / length))
@@ -173,27 +182,38 @@ def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
     total.add("all_reduce", TP, 2 * here.tokens * wide, m * chunk.has_loss)
 
 
-def _recomputed(here: _Rank, layers: int) -> tuple[int, int]:
-    """Return how many layers, the first ones, run forward again, and how many stop before their last communication.
+def _recomputed(here: _Rank, layers: int) -> tuple[int, set[int]]:
+    """Return how many layers, the first ones, run forward again, and which stop before their last communication.
 
     A recomputed group of layers ends where the backward pass has all that it saved. Without dropout nothing is saved
     behind the last layer's fc2, whose sum over the tensor ranks is then left out, unless a norm comes after it.
     """
     model = here.config.model
     if model.recompute_granularity != "full":
-        return 0, 0
+        return 0, set()
     length = model.recompute_num_layers or 1
     if model.recompute_method == "block":
-        recomputed = groups = min(length, layers)
+        recomputed, length = min(length, layers), 1
     else:
-        recomputed, groups = layers, math.ceil(layers / length)
-    return recomputed, groups if model.hidden_dropout == 0.0 and model.norm_placement == "before" else 0
+        recomputed = layers
+    ends = {min(start + length, layers) - 1 for start in range(0, recomputed, length)}
+    return recomputed, ends if model.hidden_dropout == 0.0 and model.norm_placement == "before" else set()
 
 
-def _add_layer_ends(total: _Sum, here: _Rank, entered: int, left: int, backward: int) -> None:
+def _float8_ends(here: _Rank) -> Float8LayerEnds:
+    return Float8LayerEnds(here.config.model, here.tokens, here.hidden_bytes)
+
+
+def _add_over_tp(total: _Sum, operation: str, num_bytes: int, count: int) -> None:
+    total.add(operation, TP, num_bytes, count)
+
+
+def _add_layer_ends(total: _Sum, here: _Rank, in_float8: bool, entered: int, left: int, backward: int) -> None:
     """Add what a number of layers send where they enter and leave their two tensor-parallel regions."""
     A = here.hidden_bytes
-    if here.config.model.sequence_parallel:
+    if here.config.model.sequence_parallel and in_float8:
+        _float8_ends(here).add(partial(_add_over_tp, total), entered, left, backward)
+    elif here.config.model.sequence_parallel:
         qkv, proj, fc1, fc2 = (linear_overlap(here.config.model, name) for name in ("qkv", "proj", "fc1", "fc2"))
         if fc2.forward or fc2.backward:
             left = entered  # The product and its sum over the ranks are one operation, which runs to its end.
@@ -308,3 +328,6 @@ def _add_scalars(total: _Sum, here: _Rank) -> None:
     norms = 16 if config.optimizer.log_num_zeros_in_grad else 8
     total.add("all_reduce", WORLD if is_sharded else MODEL_PARALLEL, norms)
     total.add("all_reduce", WORLD, 32)
+    if config.model.fp8_recipe == "delayed" and config.model.float8_layers(config.model.num_layers):
+        # The amax of each operand of each linear layer.
+        total.add("all_reduce", WORLD, config.model.num_layers * 4 * 3 * 4)
