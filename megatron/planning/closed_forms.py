@@ -9,6 +9,7 @@ bytes of the hidden states of a rank's tokens before sequence parallelism shards
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from megatron.core.distributed.param_layout import parts_of_range, plan_buckets
 from megatron.core.parallel_sizes import GRID_AXES, ParallelSizes, Place
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.overlap.linear_overlap import linear_overlap
-from megatron.planning.chunk_parameters import chunk_parameters
+from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.float8_traffic import Float8LayerEnds
 
 if TYPE_CHECKING:
@@ -296,15 +297,21 @@ def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) 
     grad_element = ELEMENT_BYTES[ddp.grad_dtype(model.params_dtype)]
     replica = here.place["dp"] * sizes.cp + here.place["cp"]
     partial_bytes = 0
-    for chunk in chunks:
-        parameters = [parameter for parameter in chunk_parameters(model, chunk) if parameter.is_trained]
+    for parameters in _parameters_of_buffers(here, chunks):
+        in_float8 = is_sharded and parameters[0].is_sent_in_float8
+        element = 1 if in_float8 else here.element
         tied = [index for index, parameter in enumerate(parameters) if parameter.is_tied]
-        for bucket in plan_buckets([p.size for p in parameters], tied, ddp, sizes.num_replicas).buckets:
+        buckets = plan_buckets([p.size for p in parameters], tied, ddp, sizes.num_replicas).buckets
+        if in_float8:
+            # The amax of every parameter, before what they scale is sent.
+            is_of_bucket = ddp.overlap_param_gather and ddp.overlap_param_gather_with_optimizer_step
+            total.add("all_reduce", DP_CP, 4 * len(parameters), len(buckets) if is_of_bucket else 1)
+        for bucket in buckets:
             grad_bytes = bucket.num_elements * grad_element
             if is_sharded:
                 rounds = here.num_microbatches if ddp.shards_gradients else 1
                 total.add("reduce_scatter", DP_CP, grad_bytes, rounds)
-                total.add("all_gather", DP_CP, bucket.num_elements * here.element)
+                total.add("all_gather", DP_CP, bucket.num_elements * element)
             else:
                 total.add("all_reduce", DP_CP, grad_bytes)
             start, end = bucket.shard(replica, sizes.num_replicas) if is_sharded else (bucket.start, bucket.end)
@@ -316,6 +323,17 @@ def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) 
                     total.add("all_reduce", EMBEDDING, part_bytes)
     if partial_bytes:
         total.add("all_reduce", TP, partial_bytes)
+
+
+def _parameters_of_buffers(here: _Rank, chunks: tuple[StageContents, ...]) -> Iterator[list[ChunkParameter]]:
+    """Yield the trained parameters of each chunk, and those that travel in fp8 by themselves where they are sharded."""
+    is_sharded = here.config.ddp.shards_over(here.sizes.num_replicas)
+    for chunk in chunks:
+        by_kind: dict[bool, list[ChunkParameter]] = {}
+        for parameter in chunk_parameters(here.config.model, chunk):
+            if parameter.is_trained:
+                by_kind.setdefault(is_sharded and parameter.is_sent_in_float8, []).append(parameter)
+        yield from by_kind.values()
 
 
 def _add_scalars(total: _Sum, here: _Rank) -> None:

@@ -48,6 +48,13 @@ def test_recorded_bytes_equal_the_closed_form(flags: str) -> None:
     assert recorded == expected
 
 
+@pytest.mark.parametrize("more", ["--first-last-layers-bf16", "--overlap-param-gather-with-optimizer-step"])
+def test_gathered_weights_are_as_the_closed_form_says(more: str) -> None:
+    sharded = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000"
+    recorded, expected = both(f"{sharded} --fp8-param-gather {more}")
+    assert recorded == expected
+
+
 def test_gathers_are_of_half_the_bytes() -> None:
     """All six of a layer and micro-batch are: two forward, two of gradients, and two of inputs once more."""
     one = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 3 --num-layers-at-end-in-bf16 0"
