@@ -18,7 +18,8 @@ from megatron.core.context_parallel.head_sharing import copies_of_key_value_head
 from megatron.core.distributed.param_layout import parts_of_range, plan_buckets
 from megatron.core.parallel_sizes import GRID_AXES, ParallelSizes, Place
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.core.tensor_parallel.overlap.linear_overlap import linear_overlap
+from megatron.core.tensor_parallel.overlap.linear_overlap import ROW_PARALLEL, linear_overlap
+from megatron.planning.adapter_traffic import add_adapters, idle_in_first_layer
 from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.float8_traffic import Float8LayerEnds
 
@@ -118,7 +119,7 @@ def step_traffic(config: RunConfig, rank: int) -> Traffic:
         _add_sends(total, here, index, len(chunks))
     _add_gradients(total, here, chunks)
     _add_scalars(total, here)
-    return total.traffic
+    return {key: volume for key, volume in total.traffic.items() if volume.num_calls}
 
 
 def _add_samples(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) -> None:
@@ -158,6 +159,8 @@ def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
                 _float8_ends(here).add_feed_forwards(partial(_add_over_tp, total), m * len(own))
             else:
                 total.add("all_gather", TP, here.hidden_bytes, m * len(own))
+    if model.lora_rank:
+        _add_low_rank(total, here, chunk, full)
     if here.config.model.qk_layernorm_across_heads:
         # A number a token for all queries, one for all keys, and their gradients.
         total.add("all_reduce", TP, here.tokens * max(here.element, 4), 2 * m * (2 * layers + full))
@@ -169,10 +172,11 @@ def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
     A = here.hidden_bytes
     if here.config.model.sequence_parallel:
         total.add("reduce_scatter", TP, A, m * chunk.has_embedding)
-        total.add("all_gather", TP, A, m * chunk.has_embedding)
+        is_trained = not model.lora_rank
+        total.add("all_gather", TP, A, m * (chunk.has_embedding and is_trained))
         output = linear_overlap(here.config.model, "output")
         _add_beside_product(total, here, "all_gather", output.forward, m * chunk.has_loss)
-        total.add("all_gather", TP, A, m * chunk.has_loss)
+        total.add("all_gather", TP, A, m * (chunk.has_loss and is_trained))
         _add_beside_product(total, here, "reduce_scatter", output.backward, m * chunk.has_loss)
     else:
         total.add("all_reduce", TP, A, m * chunk.has_embedding)
@@ -187,7 +191,8 @@ def _recomputed(here: _Rank, layers: int) -> tuple[int, set[int]]:
     """Return how many layers, the first ones, run forward again, and which stop before their last communication.
 
     A recomputed group of layers ends where the backward pass has all that it saved. Without dropout nothing is saved
-    behind the last layer's fc2, whose sum over the tensor ranks is then left out, unless a norm comes after it.
+    behind the last layer's fc2, whose sum over the tensor ranks is then left out, unless a norm or an adapter comes
+    after it.
     """
     model = here.config.model
     if model.recompute_granularity != "full":
@@ -198,7 +203,35 @@ def _recomputed(here: _Rank, layers: int) -> tuple[int, set[int]]:
     else:
         recomputed = layers
     ends = {min(start + length, layers) - 1 for start in range(0, recomputed, length)}
-    return recomputed, ends if model.hidden_dropout == 0.0 and model.norm_placement == "before" else set()
+    is_last = (
+        model.hidden_dropout == 0.0 and model.norm_placement == "before" and "linear_fc2" not in model.adapted_parts
+    )
+    return recomputed, ends if is_last else set()
+
+
+def _add_low_rank(total: _Sum, here: _Rank, chunk: StageContents, num_again: int) -> None:
+    """Add what low-rank adapters send for all micro-batches, and take away what a frozen embedding wants nothing of."""
+    model, m, layers = here.config.model, here.num_microbatches, len(chunk.layer_numbers)
+    add, narrow_bytes = partial(_add_over_tp, total), here.tokens * model.lora_rank * here.element
+    add_adapters(add, model, narrow_bytes, m * (layers + num_again), m * layers)
+    if "mlp" in model.recomputed_modules:
+        add_adapters(add, model, narrow_bytes, m * layers, 0, ("fc1", "fc2"))
+        if "linear_fc2" in model.adapted_parts:
+            # Run again, a feed-forward goes on to its adapter.
+            is_in_product = linear_overlap(model, "fc2").forward
+            operation = "reduce_scatter" if model.sequence_parallel else "all_reduce"
+            _add_beside_product(total, here, operation, is_in_product, m * layers)
+    if 0 not in chunk.layer_numbers:
+        return
+    for name in idle_in_first_layer(model):
+        is_column = name not in ROW_PARALLEL
+        if not model.sequence_parallel:
+            add("all_reduce", here.hidden_bytes, -m if is_column else 0)
+        elif 0 in model.float8_layers(model.num_layers):
+            _float8_ends(here).add_gradient(add, -m, is_column=is_column)
+        else:
+            is_chunked = linear_overlap(model, name).backward
+            _add_beside_product(total, here, "reduce_scatter" if is_column else "all_gather", is_chunked, -m)
 
 
 def _float8_ends(here: _Rank) -> Float8LayerEnds:
@@ -221,9 +254,9 @@ def _add_layer_ends(total: _Sum, here: _Rank, in_float8: bool, entered: int, lef
         for column, row, times in (qkv, proj, entered), (fc1, fc2, left):
             _add_beside_product(total, here, "all_gather", column.forward, entered)
             _add_beside_product(total, here, "reduce_scatter", row.forward, times)
-            # Backward: the gradient of the output, and the input once more for the weight's gradient.
+            # Backward: the gradient of the output, and the input once more for the gradient of a weight that has one.
             _add_beside_product(total, here, "all_gather", row.backward, backward)
-            total.add("all_gather", TP, A, backward)
+            total.add("all_gather", TP, A, 0 if here.config.model.lora_rank else backward)
             _add_beside_product(total, here, "reduce_scatter", column.backward, backward)
     else:
         total.add("all_reduce", TP, A, entered + left)

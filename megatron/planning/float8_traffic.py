@@ -35,12 +35,18 @@ class Float8LayerEnds:
         """Add what so many layers send that enter, leave the second region, and run backward."""
         self._add_inputs(add, 2 * entered)
         add("reduce_scatter", self.hidden_bytes, entered + (entered if self._scatters_in_product else left))
-        gradient = self._rounded if self._scatters_in_product else self.hidden_bytes
-        add("all_gather", gradient, 2 * backward)
-        if self._scatters_in_product and self.model.fp8_recipe == "tensorwise":
-            add("all_reduce", 4, 2 * backward)
         self._add_inputs_again(add, 2 * backward)
-        add("reduce_scatter", self.hidden_bytes, 2 * backward)
+        for is_column in (False, True):
+            self.add_gradient(add, 2 * backward, is_column=is_column)
+
+    def add_gradient(self, add: Add, count: int, *, is_column: bool) -> None:
+        """Add what goes between ranks of the gradients of column-parallel layers' inputs, or of the others' outputs."""
+        if is_column:
+            add("reduce_scatter", self.hidden_bytes, count)
+            return
+        add("all_gather", self._rounded if self._scatters_in_product else self.hidden_bytes, count)
+        if self._scatters_in_product and self.model.fp8_recipe == "tensorwise":
+            add("all_reduce", 4, count)
 
     def add_feed_forwards(self, add: Add, count: int) -> None:
         """Add what so many feed-forwards send that run forward again, up to what the backward pass needs."""
