@@ -98,7 +98,8 @@ def activation_bytes(config: RunConfig, rank: int) -> int:
 
     Counted are what the layers keep of what is in flight, but for what is offloaded; what is computed again, and two
     layers' on their way to the machine's memory or back; and on the stage that has them the last norm's input and
-    output and the logits of one micro-batch, once in the model's type and twice in float32.
+    output (which a frozen output layer does not keep) and the logits of one micro-batch, once in the model's type and
+    twice in float32.
     """
     model, sizes = config.model, config.parallel_sizes
     stage = sizes.place(rank)["pp"]
@@ -122,7 +123,7 @@ def activation_bytes(config: RunConfig, rank: int) -> int:
             ELEMENT_BYTES[model.params_dtype],
         )
         rows = tokens // sizes.tp if model.sequence_parallel else tokens
-        total += 2 * rows * model.hidden_size * element
+        total += (1 if model.lora_rank else 2) * rows * model.hidden_size * element
         total += tokens * (model.padded_vocab_size // sizes.tp) * (element + 8)
     return total
 

@@ -13,13 +13,15 @@ from megatron.planning.adapter_parameters import adapter_parameters
 class ChunkParameter:
     """Hold a parameter's local size and, where its gradient is a part, how many of the t ranks hold a copy.
 
-    ``is_tied`` says that the other end of the pipeline holds it too, ``is_trained`` that it has a gradient.
+    ``is_tied`` says that the other end of the pipeline holds it too, ``is_trained`` that it has a gradient, and
+    ``is_sent_in_float8`` that it travels in fp8 when it is gathered from shards.
     """
 
     size: int
     copies_to_sum: int = 0
     is_tied: bool = False
     is_trained: bool = True
+    is_sent_in_float8: bool = False
 
 
 def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParameter]:
@@ -34,7 +36,7 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
 
     def linear(rows: int, columns: int, copies_to_sum: int, has_bias: bool) -> list[ChunkParameter]:
         bias = [ChunkParameter(rows, copies_to_sum)] if has_bias else []
-        return [ChunkParameter(rows * columns), *bias]
+        return [ChunkParameter(rows * columns, is_sent_in_float8=model.fp8_param_gather), *bias]
 
     if groups % t == 0:
         query_key_value = linear(queries + 2 * model.kv_projection_size // t, h, 0, model.has_qkv_bias)
@@ -42,7 +44,10 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
         query_key_value = [
             parameter
             for width in ((h, 1) if model.has_qkv_bias else (h,))
-            for parameter in (ChunkParameter(queries * width), ChunkParameter(2 * d * width, t // groups))
+            for parameter in (
+                ChunkParameter(queries * width, is_sent_in_float8=model.fp8_param_gather and width == h),
+                ChunkParameter(2 * d * width, t // groups, is_sent_in_float8=model.fp8_param_gather and width == h),
+            )
         ]
     queries_and_keys: list[ChunkParameter] = []
     if model.qk_layernorm_across_heads:
@@ -82,4 +87,10 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
     output = [vocabulary] if is_untied or not chunk.has_embedding else []
     first = [vocabulary, *positions] if chunk.has_embedding else []
     last = [*norm(h), *output] if chunk.has_loss else []
-    return [*base(*first), *layer * len(chunk.layer_numbers), *base(*last)]
+    float8_layers = model.float8_layers(model.num_layers)
+    layers = [
+        parameter if number in float8_layers else replace(parameter, is_sent_in_float8=False)
+        for number in chunk.layer_numbers
+        for parameter in layer
+    ]
+    return [*base(*first), *layers, *base(*last)]

@@ -9,15 +9,19 @@ bytes of the hidden states of a rank's tokens before sequence parallelism shards
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.distributed.param_layout import parts_of_range, plan_buckets
 from megatron.core.parallel_sizes import GRID_AXES, ParallelSizes, Place
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.core.tensor_parallel.overlap.linear_overlap import linear_overlap
-from megatron.planning.chunk_parameters import chunk_parameters
+from megatron.core.tensor_parallel.overlap.linear_overlap import ROW_PARALLEL, linear_overlap
+from megatron.planning.adapter_traffic import add_adapters, idle_in_first_layer
+from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
+from megatron.planning.float8_traffic import Float8LayerEnds
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
@@ -115,7 +119,7 @@ def step_traffic(config: RunConfig, rank: int) -> Traffic:
         _add_sends(total, here, index, len(chunks))
     _add_gradients(total, here, chunks)
     _add_scalars(total, here)
-    return total.traffic
+    return {key: volume for key, volume in total.traffic.items() if volume.num_calls}
 
 
 def _add_samples(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) -> None:
@@ -142,15 +146,24 @@ def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
     layers = len(chunk.layer_numbers)
     full, early = _recomputed(here, layers)
     model = here.config.model
-    _add_layer_ends(total, here, m * layers, m * layers, m * layers)
-    # What is recomputed runs forward again, up to the last thing that the backward pass needs.
-    _add_layer_ends(total, here, m * full, m * (full - early), 0)
+    float8_layers = model.float8_layers(model.num_layers)
+    for in_float8 in (False, True):
+        own = [place for place, number in enumerate(chunk.layer_numbers) if (number in float8_layers) == in_float8]
+        num_again = sum(place < full for place in own)
+        _add_layer_ends(total, here, in_float8, m * len(own), m * len(own), m * len(own))
+        # What is recomputed runs forward again, up to the last thing that the backward pass needs.
+        _add_layer_ends(total, here, in_float8, m * num_again, m * (num_again - len(early.intersection(own))), 0)
+        if model.sequence_parallel and "mlp" in model.recomputed_modules:
+            # Run again, a feed-forward gathers its input, and ends before its output is scattered.
+            if in_float8:
+                _float8_ends(here).add_feed_forwards(partial(_add_over_tp, total), m * len(own))
+            else:
+                total.add("all_gather", TP, here.hidden_bytes, m * len(own))
+    if model.lora_rank:
+        _add_low_rank(total, here, chunk, full)
     if here.config.model.qk_layernorm_across_heads:
         # A number a token for all queries, one for all keys, and their gradients.
         total.add("all_reduce", TP, here.tokens * max(here.element, 4), 2 * m * (2 * layers + full))
-    if model.sequence_parallel and "mlp" in model.recomputed_modules:
-        # Run again, a feed-forward gathers its input, and ends before its output is scattered.
-        total.add("all_gather", TP, here.hidden_bytes, m * layers)
     if model.distribute_saved_activations:
         length = 1 if model.recompute_method == "block" else model.recompute_num_layers or 1
         total.add("all_gather", TP, here.hidden_bytes, m * math.ceil(full / length))
@@ -159,10 +172,11 @@ def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
     A = here.hidden_bytes
     if here.config.model.sequence_parallel:
         total.add("reduce_scatter", TP, A, m * chunk.has_embedding)
-        total.add("all_gather", TP, A, m * chunk.has_embedding)
+        is_trained = not model.lora_rank
+        total.add("all_gather", TP, A, m * (chunk.has_embedding and is_trained))
         output = linear_overlap(here.config.model, "output")
         _add_beside_product(total, here, "all_gather", output.forward, m * chunk.has_loss)
-        total.add("all_gather", TP, A, m * chunk.has_loss)
+        total.add("all_gather", TP, A, m * (chunk.has_loss and is_trained))
         _add_beside_product(total, here, "reduce_scatter", output.backward, m * chunk.has_loss)
     else:
         total.add("all_reduce", TP, A, m * chunk.has_embedding)
@@ -173,36 +187,76 @@ def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
     total.add("all_reduce", TP, 2 * here.tokens * wide, m * chunk.has_loss)
 
 
-def _recomputed(here: _Rank, layers: int) -> tuple[int, int]:
-    """Return how many layers, the first ones, run forward again, and how many stop before their last communication.
+def _recomputed(here: _Rank, layers: int) -> tuple[int, set[int]]:
+    """Return how many layers, the first ones, run forward again, and which stop before their last communication.
 
     A recomputed group of layers ends where the backward pass has all that it saved. Without dropout nothing is saved
-    behind the last layer's fc2, whose sum over the tensor ranks is then left out, unless a norm comes after it.
+    behind the last layer's fc2, whose sum over the tensor ranks is then left out, unless a norm or an adapter comes
+    after it.
     """
     model = here.config.model
     if model.recompute_granularity != "full":
-        return 0, 0
+        return 0, set()
     length = model.recompute_num_layers or 1
     if model.recompute_method == "block":
-        recomputed = groups = min(length, layers)
+        recomputed, length = min(length, layers), 1
     else:
-        recomputed, groups = layers, math.ceil(layers / length)
-    return recomputed, groups if model.hidden_dropout == 0.0 and model.norm_placement == "before" else 0
+        recomputed = layers
+    ends = {min(start + length, layers) - 1 for start in range(0, recomputed, length)}
+    is_last = (
+        model.hidden_dropout == 0.0 and model.norm_placement == "before" and "linear_fc2" not in model.adapted_parts
+    )
+    return recomputed, ends if is_last else set()
 
 
-def _add_layer_ends(total: _Sum, here: _Rank, entered: int, left: int, backward: int) -> None:
+def _add_low_rank(total: _Sum, here: _Rank, chunk: StageContents, num_again: int) -> None:
+    """Add what low-rank adapters send for all micro-batches, and take away what a frozen embedding wants nothing of."""
+    model, m, layers = here.config.model, here.num_microbatches, len(chunk.layer_numbers)
+    add, narrow_bytes = partial(_add_over_tp, total), here.tokens * model.lora_rank * here.element
+    add_adapters(add, model, narrow_bytes, m * (layers + num_again), m * layers)
+    if "mlp" in model.recomputed_modules:
+        add_adapters(add, model, narrow_bytes, m * layers, 0, ("fc1", "fc2"))
+        if "linear_fc2" in model.adapted_parts:
+            # Run again, a feed-forward goes on to its adapter.
+            is_in_product = linear_overlap(model, "fc2").forward
+            operation = "reduce_scatter" if model.sequence_parallel else "all_reduce"
+            _add_beside_product(total, here, operation, is_in_product, m * layers)
+    if 0 not in chunk.layer_numbers:
+        return
+    for name in idle_in_first_layer(model):
+        is_column = name not in ROW_PARALLEL
+        if not model.sequence_parallel:
+            add("all_reduce", here.hidden_bytes, -m if is_column else 0)
+        elif 0 in model.float8_layers(model.num_layers):
+            _float8_ends(here).add_gradient(add, -m, is_column=is_column)
+        else:
+            is_chunked = linear_overlap(model, name).backward
+            _add_beside_product(total, here, "reduce_scatter" if is_column else "all_gather", is_chunked, -m)
+
+
+def _float8_ends(here: _Rank) -> Float8LayerEnds:
+    return Float8LayerEnds(here.config.model, here.tokens, here.hidden_bytes)
+
+
+def _add_over_tp(total: _Sum, operation: str, num_bytes: int, count: int) -> None:
+    total.add(operation, TP, num_bytes, count)
+
+
+def _add_layer_ends(total: _Sum, here: _Rank, in_float8: bool, entered: int, left: int, backward: int) -> None:
     """Add what a number of layers send where they enter and leave their two tensor-parallel regions."""
     A = here.hidden_bytes
-    if here.config.model.sequence_parallel:
+    if here.config.model.sequence_parallel and in_float8:
+        _float8_ends(here).add(partial(_add_over_tp, total), entered, left, backward)
+    elif here.config.model.sequence_parallel:
         qkv, proj, fc1, fc2 = (linear_overlap(here.config.model, name) for name in ("qkv", "proj", "fc1", "fc2"))
         if fc2.forward or fc2.backward:
             left = entered  # The product and its sum over the ranks are one operation, which runs to its end.
         for column, row, times in (qkv, proj, entered), (fc1, fc2, left):
             _add_beside_product(total, here, "all_gather", column.forward, entered)
             _add_beside_product(total, here, "reduce_scatter", row.forward, times)
-            # Backward: the gradient of the output, and the input once more for the weight's gradient.
+            # Backward: the gradient of the output, and the input once more for the gradient of a weight that has one.
             _add_beside_product(total, here, "all_gather", row.backward, backward)
-            total.add("all_gather", TP, A, backward)
+            total.add("all_gather", TP, A, 0 if here.config.model.lora_rank else backward)
             _add_beside_product(total, here, "reduce_scatter", column.backward, backward)
     else:
         total.add("all_reduce", TP, A, entered + left)
@@ -276,15 +330,21 @@ def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) 
     grad_element = ELEMENT_BYTES[ddp.grad_dtype(model.params_dtype)]
     replica = here.place["dp"] * sizes.cp + here.place["cp"]
     partial_bytes = 0
-    for chunk in chunks:
-        parameters = [parameter for parameter in chunk_parameters(model, chunk) if parameter.is_trained]
+    for parameters in _parameters_of_buffers(here, chunks):
+        in_float8 = is_sharded and parameters[0].is_sent_in_float8
+        element = 1 if in_float8 else here.element
         tied = [index for index, parameter in enumerate(parameters) if parameter.is_tied]
-        for bucket in plan_buckets([p.size for p in parameters], tied, ddp, sizes.num_replicas).buckets:
+        buckets = plan_buckets([p.size for p in parameters], tied, ddp, sizes.num_replicas).buckets
+        if in_float8:
+            # The amax of every parameter, before what they scale is sent.
+            is_of_bucket = ddp.overlap_param_gather and ddp.overlap_param_gather_with_optimizer_step
+            total.add("all_reduce", DP_CP, 4 * len(parameters), len(buckets) if is_of_bucket else 1)
+        for bucket in buckets:
             grad_bytes = bucket.num_elements * grad_element
             if is_sharded:
                 rounds = here.num_microbatches if ddp.shards_gradients else 1
                 total.add("reduce_scatter", DP_CP, grad_bytes, rounds)
-                total.add("all_gather", DP_CP, bucket.num_elements * here.element)
+                total.add("all_gather", DP_CP, bucket.num_elements * element)
             else:
                 total.add("all_reduce", DP_CP, grad_bytes)
             start, end = bucket.shard(replica, sizes.num_replicas) if is_sharded else (bucket.start, bucket.end)
@@ -298,6 +358,17 @@ def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) 
         total.add("all_reduce", TP, partial_bytes)
 
 
+def _parameters_of_buffers(here: _Rank, chunks: tuple[StageContents, ...]) -> Iterator[list[ChunkParameter]]:
+    """Yield the trained parameters of each chunk, and those that travel in fp8 by themselves where they are sharded."""
+    is_sharded = here.config.ddp.shards_over(here.sizes.num_replicas)
+    for chunk in chunks:
+        by_kind: dict[bool, list[ChunkParameter]] = {}
+        for parameter in chunk_parameters(here.config.model, chunk):
+            if parameter.is_trained:
+                by_kind.setdefault(is_sharded and parameter.is_sent_in_float8, []).append(parameter)
+        yield from by_kind.values()
+
+
 def _add_scalars(total: _Sum, here: _Rank) -> None:
     """Add the token count, the gradient norm, and what all ranks agree on: a few float64 numbers each."""
     config = here.config
@@ -308,3 +379,6 @@ def _add_scalars(total: _Sum, here: _Rank) -> None:
     norms = 16 if config.optimizer.log_num_zeros_in_grad else 8
     total.add("all_reduce", WORLD if is_sharded else MODEL_PARALLEL, norms)
     total.add("all_reduce", WORLD, 32)
+    if config.model.fp8_recipe == "delayed" and config.model.float8_layers(config.model.num_layers):
+        # The amax of each operand of each linear layer.
+        total.add("all_reduce", WORLD, config.model.num_layers * 4 * 3 * 4)

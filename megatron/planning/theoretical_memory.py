@@ -137,5 +137,6 @@ def _activation_bytes(config: RunConfig) -> float | None:
     total = per_microbatch * in_flight
     if sizes.pp == 1:
         # The last norm's and the output layer's inputs, and the logits in float32.
-        total += tokens * (2 * element * h + 4 * model.padded_vocab_size) / sizes.tp
+        inputs = 1 if model.lora_rank else 2
+        total += tokens * (inputs * element * h + 4 * model.padded_vocab_size) / sizes.tp
     return total

@@ -87,8 +87,11 @@ def test_what_travels_is_half_as_large(reports: dict[str, dict[str, Any]]) -> No
         )
 
     layers_of_inputs = gathered("fp8 halved", "forward", "tp") / gathered("bf16 halved", "forward", "tp")
-    # The output layer's input, and the layers' projections back, stay as they are.
+    # The output layer's input stays as it is.
     assert 0.5 < layers_of_inputs < 0.7
+    # Inputs once more and gradients, eight in two layers; the output layer's input and the embedding's gradient stay.
+    again = gathered("fp8 halved", "backward", "tp") / gathered("bf16 halved", "backward", "tp")
+    assert again == pytest.approx((8 / 2 + 2) / (8 + 2))
     parameters = gathered("fp8 halved", "optimizer", "dp") / gathered("bf16 halved", "optimizer", "dp")
     assert 0.5 < parameters < 1.0
 

@@ -48,3 +48,8 @@ def test_the_last_stage_has_the_logits() -> None:
     model, tokens = config.model, config.data.seq_length
     ends = 2 * tokens * model.hidden_size * 4 + tokens * model.padded_vocab_size * (4 + 8)
     assert activation_bytes(config, 1) == 4 * bytes_of_layer(config) + ends
+    # A frozen output layer does not keep its input.
+    words = [*MINIMAL, *PIPELINE.split(), *["--lora-rank", "2", "--load", "somewhere", "--finetune"]]
+    frozen = resolve_arguments(words, 2, needs_files=False).config
+    kept = activation_bytes(frozen, 1) - 4 * bytes_of_layer(frozen)
+    assert kept == ends - tokens * model.hidden_size * 4

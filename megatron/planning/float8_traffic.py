@@ -1,0 +1,104 @@
+"""What layers in fp8 send under sequence parallelism, where it is not what layers in 16 bits do.
+
+Numbers in fp8 are a byte each. A scale is a byte, too, and none travels where a whole matrix shares one: then the ranks
+agree on its amax, unless earlier steps gave the scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+Add = Callable[[str, int, int], None]
+"""Add so many communications over the tensor-parallel group: operation, bytes, count."""
+
+_SEGMENT = {"blockwise": 128, "mxfp8": 32}
+
+
+@dataclass(frozen=True)
+class Float8LayerEnds:
+    """Count what layers send where they enter and leave their two tensor-parallel regions.
+
+    ``tokens`` are those of the whole group, ``hidden_bytes`` their hidden states' in the model's own precision.
+    """
+
+    model: TransformerConfig
+    tokens: int
+    hidden_bytes: int
+
+    def add(self, add: Add, entered: int, left: int, backward: int) -> None:
+        """Add what so many layers send that enter, leave the second region, and run backward."""
+        self._add_inputs(add, 2 * entered)
+        add("reduce_scatter", self.hidden_bytes, entered + (entered if self._scatters_in_product else left))
+        self._add_inputs_again(add, 2 * backward)
+        for is_column in (False, True):
+            self.add_gradient(add, 2 * backward, is_column=is_column)
+
+    def add_gradient(self, add: Add, count: int, *, is_column: bool) -> None:
+        """Add what goes between ranks of the gradients of column-parallel layers' inputs, or of the others' outputs."""
+        if is_column:
+            add("reduce_scatter", self.hidden_bytes, count)
+            return
+        add("all_gather", self._rounded if self._scatters_in_product else self.hidden_bytes, count)
+        if self._scatters_in_product and self.model.fp8_recipe == "tensorwise":
+            add("all_reduce", 4, count)
+
+    def add_feed_forwards(self, add: Add, count: int) -> None:
+        """Add what so many feed-forwards send that run forward again, up to what the backward pass needs."""
+        self._add_inputs(add, count)
+        add("reduce_scatter", self.hidden_bytes, count if self._scatters_in_product else 0)
+
+    def _add_inputs(self, add: Add, count: int) -> None:
+        """Add what goes to the products of column-parallel layers."""
+        model = self.model
+        add("all_gather", self._rounded, count)
+        if model.fp8_recipe == "tensorwise":
+            add("all_reduce", 4, count)
+        if self._length or model.fp8_recipe == "rowwise":
+            add("all_gather", self.tokens * (math.ceil(model.hidden_size / self._length) if self._length else 1), count)
+        if "layernorm" not in model.recomputed_modules:
+            self._add_row_amaxes(add, count)
+
+    def _add_inputs_again(self, add: Add, count: int) -> None:
+        """Add what goes to the products of these layers' weight gradients, which frozen weights do not have."""
+        model = self.model
+        if model.lora_rank:
+            return
+        if not (model.fp8_wgrad and self._fills):
+            add("all_gather", self.hidden_bytes, count)
+            return
+        add("all_gather", self._rounded, count)
+        if self._length:
+            add("all_gather", model.hidden_size * self.tokens // self._length, count)
+        if "layernorm" in model.recomputed_modules:
+            self._add_row_amaxes(add, count)
+
+    def _add_row_amaxes(self, add: Add, count: int) -> None:
+        """Add the amaxes of the rows of inputs' transposes, of which each rank has a part."""
+        model = self.model
+        if model.fp8_recipe == "rowwise" and model.fp8_wgrad and not model.lora_rank:
+            add("all_reduce", 4 * model.hidden_size, count)
+
+    @property
+    def _rounded(self) -> int:
+        return self.tokens * self.model.hidden_size
+
+    @property
+    def _length(self) -> int:
+        """Return how many numbers of a row share a scale, 0 for all."""
+        return _SEGMENT.get(self.model.fp8_recipe, 0)
+
+    @property
+    def _fills(self) -> bool:
+        """Return whether a rank's part of the tokens is of whole blocks."""
+        return not self._length or self.tokens // self.model.tensor_model_parallel_size % self._length == 0
+
+    @property
+    def _scatters_in_product(self) -> bool:
+        """Return whether row-parallel layers scatter their outputs themselves, and gather gradients in fp8."""
+        return self.model.fp8_recipe in ("delayed", "tensorwise") and self.model.fp8_wgrad
