@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.checksum import checksum
 from megatron.core.dist_checkpointing.disk import write_text
+from megatron.core.dist_checkpointing.index_check import check_geometry
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.sharding import Box
 
@@ -106,13 +107,15 @@ def read_index(folder: Path) -> CheckpointIndex:
     content = read_index_file(folder)
     try:
         stored_checksum = content.pop("checksum")
-        return CheckpointIndex(
+        index = CheckpointIndex(
             tensors={name: _decode_tensor(name, entry) for name, entry in content["tensors"].items()},
             files={name: _decode_file(entry) for name, entry in content["files"].items()},
             common=dict(content["common"]),
             is_intact=_content_checksum(content) == stored_checksum,
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        check_geometry(index.tensors, index.files)
+        return index
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DamagedCheckpointError(f"{folder / INDEX_FILE}: not an index of a checkpoint ({error!r})") from error
 
 
@@ -131,7 +134,7 @@ def read_index_file(folder: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{path}: {os.strerror(error.errno or 0)}") from error
     except ValueError as error:
         raise DamagedCheckpointError(f"{path}: not readable as JSON ({error})") from error
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DamagedCheckpointError(f"{path}: not an index of a checkpoint ({error!r})") from error
     if version > FORMAT_VERSION:
         raise CheckpointError(

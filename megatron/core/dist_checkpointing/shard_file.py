@@ -174,7 +174,7 @@ def check_file(path: Path, expected: StoredFile, pieces: Sequence[StoredPiece], 
     try:
         num_bytes = path.stat().st_size
         with open(path, "rb") as file:
-            header = file.read(expected.header_bytes) if verify else b""
+            header = file.read(min(expected.header_bytes, num_bytes)) if verify else b""
     except OSError as error:
         lost = _name_some({piece.key for piece in pieces})
         raise DamagedCheckpointError(f"{path}: {error.strerror}{lost}") from error

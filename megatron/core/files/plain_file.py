@@ -9,9 +9,11 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+_MOST_DEPTH = 64
 MOST_TEXT_BYTES = 1 << 28
 """How large a text file may be that is read as a whole: ten times the largest tokenizer that there is."""
 
@@ -35,13 +37,35 @@ def read_plain_file(path: Path, most: int = MOST_TEXT_BYTES) -> bytes:
         return file.read(most)
 
 
-def parse_json(text: str | bytes) -> Any:
+def read_plain_text(path: Path, most: int = MOST_TEXT_BYTES) -> str:
+    """Return the text of a regular file.
+
+    Raises:
+        OSError: as `read_plain_file`.
+        ValueError: it is not UTF-8.
+    """
+    return read_plain_file(path, most).decode("utf-8")
+
+
+def parse_json(text: str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or nests or counts beyond what the interpreter holds.
+        ValueError: it is not JSON, or nests more than 64 deep, beyond which some reader of it would fail.
     """
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except RecursionError as error:
         raise ValueError("it nests too deeply") from error
+    level = [value]
+    for _ in range(_MOST_DEPTH):
+        level = [part for outer in level for part in _parts(outer) if isinstance(part, (dict, list))]
+    if level:
+        raise ValueError(f"it nests more than {_MOST_DEPTH} deep")
+    return value
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
