@@ -318,7 +318,7 @@ def _build(config_class: type[ConfigType], values: object, where: str, problems:
 
 def excesses(config: Any) -> list[str]:
     """Return a line for each number of a configuration that is too large for its field."""
-    kind = typing.cast("type[Any]", type(config))
+    kind: type[Any] = type(config)
     names = [field.name for field in dataclasses.fields(kind)]
     return [problem for name in names for problem in _excesses(kind, name, getattr(config, name), name)]
 

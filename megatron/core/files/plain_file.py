@@ -51,14 +51,14 @@ def read_plain_file(path: str | Path, most: int = MAX_TEXT_BYTES) -> bytes:
         return file.read(most)
 
 
-def read_plain_text(path: str | Path) -> str:
+def read_plain_text(path: str | Path, most: int = MAX_TEXT_BYTES) -> str:
     """Return the text of a file.
 
     Raises:
-        OSError: it cannot be read, is no file, or larger than any that is meant.
+        OSError: it cannot be read, is no file, or has more than ``most`` bytes.
         ValueError: it is not UTF-8.
     """
-    return read_plain_file(path).decode("utf-8")
+    return read_plain_file(path, most).decode("utf-8")
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.collectives import all_reduce, reduce_scatter_first_dim, reduce_scatter_into
+from megatron.core.flight.communication import PendingWork
 from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.kernels.float8.quantised import WHOLE, Quantised
 from megatron.core.kernels.float8.scaled_product import scaled_product

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import TokenizerError
-from megatron.core.files.plain_file import parse_json, read_plain_file
+from megatron.core.files.plain_file import parse_json, read_plain_text
 
 ADDED_TOKENS_FILE = "added_tokens.json"
 """Tokens that were added to a vocabulary, with their ids."""
@@ -87,7 +87,7 @@ def read_text(path: Path) -> str:
         TokenizerError: the file cannot be read or is not UTF-8.
     """
     try:
-        return read_plain_file(path).decode("utf-8")
+        return read_plain_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"cannot read {path}: {error}") from error
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.files.plain_file import parse_json, read_plain_file
+from megatron.core.files.plain_file import parse_json, read_plain_text
 from megatron.core.models.gpt.gpt_config import GPTConfig
 
 CONFIG_FILE = "config.json"
@@ -159,7 +159,7 @@ def read_model_text(folder: Path, name: str) -> str:
             f"{folder} is not a folder; give the path of a Hugging Face model's folder on this machine"
         )
     try:
-        return read_plain_file(folder / name).decode("utf-8")
+        return read_plain_text(folder / name)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} is not a Hugging Face model folder: it has no {name}") from error
     except (OSError, UnicodeDecodeError) as error:

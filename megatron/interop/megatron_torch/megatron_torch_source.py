@@ -26,6 +26,7 @@ from megatron.interop.megatron_torch.stage_parameters import WORD_EMBEDDING, Loc
 from megatron.interop.megatron_torch.stored_optimizer import has_optimizer, stored_states
 from megatron.interop.megatron_torch.stored_values import LazyTensor, native_row_blocks
 from megatron.interop.megatron_torch.torch_file import TorchFile
+from megatron.interop.misfits import refuse_misfits
 
 _MOST_NAMED = 4
 
@@ -51,6 +52,7 @@ class MegatronTorchSource:
         DamagedCheckpointError: one is missing or damaged.
     """
 
+    @refuse_misfits
     def __init__(self, folder: Path, vocab_size: int | None = None, wanted: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
         self.ranks = open_rank_files(folder)
@@ -99,6 +101,7 @@ class MegatronTorchSource:
         """Return the version that the files say, which is that of the order of their rows."""
         return self.ranks[0, 0].version
 
+    @refuse_misfits
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Return a box of a tensor, or all of it, contiguous on the CPU; only the pages that it needs are read."""
         info = self.tensors[name]
@@ -112,11 +115,13 @@ class MegatronTorchSource:
                 stored.file.release_pages()
         return result
 
+    @refuse_misfits
     def random_states(self) -> dict[tuple[int, int], Any]:
         """Return what each (tensor, pipeline) rank stored of its streams of random numbers."""
         stored = {place: rank.file.value.get("rng_state") for place, rank in self.ranks.items()}
         return {place: self.ranks[place].file.with_tensors(value) for place, value in stored.items()}
 
+    @refuse_misfits
     def float8_scaling(self) -> Mapping[str, torch.Tensor]:
         """Return by name what fp8's delayed scaling remembers, which all ranks have stored alike; often nothing."""
         file = next(iter(self.ranks.values())).file

@@ -6,17 +6,22 @@ checkpoint needs are known by what they mean (a tensor, a namespace, an array); 
 
 from __future__ import annotations
 
+import itertools
+import math
+import mmap
 import pickletools
+import reprlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 
 from megatron.core.dist_checkpointing.mapping import dtype_of
 from megatron.core.errors import CheckpointError
+from megatron.interop.megatron_torch.pickle_bounds import PickleBudget, check_key, check_value, dict_of, hashable
 from megatron.interop.megatron_torch.stored_values import GlobalName, LazyTensor, Record, StorageKey, StoredArray
 
 PersistentLoad = Callable[[Any], StorageKey]
@@ -52,12 +57,15 @@ _INERT_NAMES = (
     GlobalName("megatron.core.transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout"),
 )
 
+_MOST_DIMS = 64
+_MOST_REPEATED = 1 << 24
+"""How many values a tensor may have that repeats a few stored ones."""
 _NUMPY_RECONSTRUCT = ("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct")
 _NUMPY_SCALAR = ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar")
 
 
 def read_pickle(
-    stream: BinaryIO | bytes, path: Path, persistent_load: PersistentLoad, records: Collection[GlobalName] = ()
+    stream: mmap.mmap | bytes, path: Path, persistent_load: PersistentLoad, records: Collection[GlobalName] = ()
 ) -> Any:
     """Return the value of the pickle at the stream's position, and leave the stream after its end.
 
@@ -68,10 +76,15 @@ def read_pickle(
         CheckpointError: the pickle names something that is not on the list of what a checkpoint may hold.
         ValueError: it is no pickle.
     """
+    first = 0 if isinstance(stream, bytes) else stream.tell()
     try:
-        return _Interpreter(path, persistent_load, records).run(pickletools.genops(stream))
-    except (IndexError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a pickle of a checkpoint ({error!r})") from error
+        value = _Interpreter(path, persistent_load, records, first).run(pickletools.genops(cast("BinaryIO", stream)))
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(
+            f"not a pickle of a checkpoint ({type(error).__name__}: {reprlib.repr(error.args)})"
+        ) from error
+    check_value(value)
+    return value
 
 
 def storage_dtype(kind: Any, path: Path) -> torch.dtype:
@@ -90,8 +103,12 @@ def storage_dtype(kind: Any, path: Path) -> torch.dtype:
 class _Interpreter:
     """Hold the stack, the marks and the memo of one pickle."""
 
-    def __init__(self, path: Path, persistent_load: PersistentLoad, records: Collection[GlobalName] = ()) -> None:
+    def __init__(
+        self, path: Path, persistent_load: PersistentLoad, records: Collection[GlobalName], first: int
+    ) -> None:
         self.path = path
+        self.first, self.position = first, first
+        self.budget = PickleBudget()
         self.persistent_load = persistent_load
         self.records = frozenset((*_INERT_NAMES, *records))
         self.stack: list[Any] = []
@@ -100,8 +117,10 @@ class _Interpreter:
 
     def run(self, operations: Iterable[tuple[pickletools.OpcodeInfo, Any, int | None]]) -> Any:
         """Follow the operations to STOP and return what is then on the stack."""
-        for operation, argument, _ in operations:
+        for operation, argument, position in operations:
             name = operation.name
+            self.position = position or 0
+            self.budget.begin(_COSTS.get(name, _USUAL_COST), self.position - self.first)
             if name == "STOP":
                 return self.stack.pop()
             if name in _LITERALS:
@@ -122,15 +141,20 @@ class _Interpreter:
     def refuse(self, what: object) -> CheckpointError:
         """Return the error for a name that is not on the list."""
         return CheckpointError(
-            f"{self.path}: the file asks for {what}, which no checkpoint needs; it was not run, and nothing is loaded "
-            "from this file"
+            f"{self.path}: the file asks for {str(what)[:200]}, which no checkpoint needs; it was not run, and nothing "
+            "is loaded from this file"
         )
 
     def pop_mark(self) -> list[Any]:
         start = self.marks.pop()
         items = self.stack[start:]
         del self.stack[start:]
+        self.spend_items(items)
         return items
+
+    def spend_items(self, *values: Any) -> None:
+        """Count the items of values that are copied; refuse a file that asks for more than its size explains."""
+        self.budget.spend_items(values, self.position - self.first)
 
     def mark(self, _: Any) -> None:
         self.marks.append(len(self.stack))
@@ -151,7 +175,7 @@ class _Interpreter:
 
     def make_dict(self, _: Any) -> None:
         items = self.pop_mark()
-        self.stack.append(dict(zip(items[::2], items[1::2])))
+        self.stack.append(dict_of(items))
 
     def append(self, _: Any) -> None:
         item = self.stack.pop()
@@ -163,15 +187,16 @@ class _Interpreter:
 
     def add_to_set(self, _: Any) -> None:
         items = self.pop_mark()
-        _of(set, self.stack[-1]).update(items)
+        _of(set, self.stack[-1]).update(hashable(items))
 
     def set_item(self, _: Any) -> None:
         value, key = self.stack.pop(), self.stack.pop()
+        check_key(key)
         _of(dict, self.stack[-1])[key] = value
 
     def set_items(self, _: Any) -> None:
         items = self.pop_mark()
-        _of(dict, self.stack[-1]).update(zip(items[::2], items[1::2]))
+        _of(dict, self.stack[-1]).update(dict_of(items))
 
     def find(self, argument: str) -> None:
         module, _, name = argument.partition(" ")
@@ -191,12 +216,13 @@ class _Interpreter:
             _, shape, dtype, is_column_major, data = state
             if is_column_major and len(shape) > 1:
                 raise CheckpointError(f"{self.path}: an array is stored column by column, which is not supported")
-            target.shape, target.dtype, target.data = tuple(shape), _of(Record, dtype).arguments[0], _of(bytes, data)
+            target.shape, target.dtype, target.data = _shape(shape), _array_dtype(dtype), _of(bytes, data)
         elif isinstance(target, Record) and target.kind == _NUMPY_DTYPE:
             return  # byte order and the like: all that is written is little-endian
         elif isinstance(target, Record) and isinstance(state, tuple):
             target.attributes["state"] = state
         elif isinstance(target, Record):
+            self.spend_items(state)
             target.attributes.update(_of(dict, state))
         elif isinstance(target, OrderedDict) and isinstance(state, dict):
             return  # the metadata that modules attach to their state
@@ -225,13 +251,14 @@ class _Interpreter:
 
     def _made(self, function: Any, arguments: tuple[Any, ...]) -> Any:
         if not isinstance(function, GlobalName):
-            raise self.refuse(f"a call of {function!r}")
+            raise self.refuse(f"a call of {reprlib.repr(function)}")
         if str(function) == _TENSOR_WITH_ATTRIBUTES:
             # A tensor and what was attached to it: what is attached decides nothing here.
             rebuild, _, tensor_arguments, _ = arguments
-            if str(rebuild) not in _TENSOR_MAKERS:
-                raise self.refuse(f"a tensor made by {rebuild}")
+            if not isinstance(rebuild, GlobalName) or str(rebuild) not in _TENSOR_MAKERS:
+                raise self.refuse(f"a tensor made by {reprlib.repr(rebuild)}")
             return self._made(rebuild, _of(tuple, tensor_arguments))
+        self.spend_items(*arguments)
         if str(function) in _MAKERS:
             return _MAKERS[str(function)](arguments)
         if function in self.records or function.module in _INERT_MODULES:
@@ -246,15 +273,31 @@ def _of(kind: type[Any], value: Any) -> Any:
 
 
 def _make_tensor(arguments: tuple[Any, ...]) -> LazyTensor:
-    storage, offset, shape, strides = arguments[:4]
-    _of(StorageKey, storage)
-    sizes = tuple(_of(int, size) for size in (*shape, *strides, offset))
-    if min(sizes, default=0) < 0 or len(shape) != len(strides):
-        raise ValueError(f"a tensor of shape {shape} with strides {strides}")
+    storage, offset = _of(StorageKey, arguments[0]), _of(int, arguments[1])
+    shape, strides = _shape(arguments[2]), _shape(arguments[3])
+    if offset < 0 or len(shape) != len(strides):
+        raise ValueError(f"a tensor of shape {shape} with strides {strides} at {offset}")
+    if math.prod(size for size in shape if size) >= 2**63 or math.prod(shape) > max(
+        storage.num_elements, _MOST_REPEATED
+    ):
+        raise ValueError(f"a tensor of shape {shape} made of {storage.num_elements} stored values")
     reach = 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
     if reach and offset + reach > storage.num_elements:
         raise ValueError(f"a tensor of shape {shape} reaches beyond its {storage.num_elements} stored values")
-    return LazyTensor(storage, storage.start + offset, tuple(shape), tuple(strides))
+    return LazyTensor(storage, storage.start + offset, shape, strides)
+
+
+def _shape(values: Any) -> tuple[int, ...]:
+    """Return sizes of dims, or strides, as PyTorch can have them."""
+    sizes = tuple(_of(int, size) for size in itertools.islice(values, _MOST_DIMS + 1))
+    if len(sizes) > _MOST_DIMS or not all(0 <= size < 2**63 for size in sizes):
+        raise ValueError(f"the shape {reprlib.repr(sizes)}")
+    return sizes
+
+
+def _array_dtype(dtype: Any) -> str:
+    name: str = _of(str, _of(Record, dtype).arguments[0])
+    return name
 
 
 def _make_parameter(arguments: tuple[Any, ...]) -> LazyTensor:
@@ -265,13 +308,16 @@ def _make_parameter(arguments: tuple[Any, ...]) -> LazyTensor:
 def _make_bytes(arguments: tuple[Any, ...]) -> bytes:
     text, encoding = arguments
     if encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"bytes in the encoding {encoding!r}")
+        raise ValueError(f"bytes in the encoding {reprlib.repr(encoding)}")
     data: bytes = _of(str, text).encode("latin1")
     return data
 
 
 def _make_ordered_dict(arguments: tuple[Any, ...]) -> OrderedDict[Any, Any]:
-    return OrderedDict(arguments[0]) if arguments else OrderedDict()
+    if not arguments:
+        return OrderedDict()
+    pairs = arguments[0].items() if isinstance(arguments[0], dict) else _of(list, arguments[0])
+    return OrderedDict(zip(hashable(key for key, _ in pairs), (value for _, value in pairs)))
 
 
 def _make_array(arguments: tuple[Any, ...]) -> StoredArray:
@@ -279,7 +325,7 @@ def _make_array(arguments: tuple[Any, ...]) -> StoredArray:
 
 
 def _make_array_scalar(arguments: tuple[Any, ...]) -> StoredArray:
-    return StoredArray(_of(Record, arguments[0]).arguments[0], (), _of(bytes, arguments[1]))
+    return StoredArray(_array_dtype(arguments[0]), (), _of(bytes, arguments[1]))
 
 
 def _record_maker(name: GlobalName) -> Callable[[tuple[Any, ...]], Record]:
@@ -297,13 +343,13 @@ _TENSOR_MAKERS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
 }
 _MAKERS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     **_TENSOR_MAKERS,
-    "torch.Size": lambda arguments: tuple(arguments[0]),
+    "torch.Size": lambda arguments: _shape(arguments[0]),
     "collections.OrderedDict": _make_ordered_dict,
     "_codecs.encode": _make_bytes,
     "numpy.ndarray": _make_array,
     "numpy.dtype": _record_maker(_NUMPY_DTYPE),
     "argparse.Namespace": _record_maker(NAMESPACE),
-    **dict.fromkeys(("builtins.set", "__builtin__.set"), lambda arguments: set(arguments[0])),
+    **dict.fromkeys(("builtins.set", "__builtin__.set"), lambda arguments: set(hashable(arguments[0]))),
     **dict.fromkeys(_NUMPY_RECONSTRUCT, _make_array),
     **dict.fromkeys(_NUMPY_SCALAR, _make_array_scalar),
 }
@@ -324,6 +370,14 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
     "EMPTY_DICT": dict,
     "EMPTY_SET": set,
 }
+_USUAL_COST = 32
+_COSTS = {
+    **dict.fromkeys(("EMPTY_SET", "EMPTY_DICT", "DICT", "EMPTY_LIST", "LIST"), 320),
+    **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"), 160),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), 600),
+    **dict.fromkeys(("SETITEM", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), 100),
+}
+"""About how many bytes an operation takes, together with what its value takes when it is looked over at the end."""
 _MEMO_STORES = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"))
 _MEMO_LOADS = frozenset(("GET", "BINGET", "LONG_BINGET"))
 _HANDLERS: dict[str, Callable[[_Interpreter, Any], None]] = {

@@ -23,6 +23,10 @@ _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_VERSION = 1001
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _CHECK_CHUNK_BYTES = 16 * 1024 * 1024
+_NOT_THE_FORMAT = (
+    *(zipfile.BadZipFile, struct.error, ValueError, EOFError, LookupError, RuntimeError, TypeError, AttributeError),
+    *(ArithmeticError, AssertionError),
+)
 _HAS_MADVISE = hasattr(mmap.mmap, "madvise")  # not on Windows
 
 
@@ -56,7 +60,7 @@ class TorchFile:
                 self.value = self._read(file)
         except OSError as error:
             raise DamagedCheckpointError(f"{path}: {os.strerror(error.errno or 0)}") from error
-        except (zipfile.BadZipFile, ValueError, EOFError, KeyError, RuntimeError, struct.error) as error:
+        except _NOT_THE_FORMAT as error:
             raise DamagedCheckpointError(f"{path}: not a whole file of torch's format ({error})") from error
 
     def close(self) -> None:
@@ -127,8 +131,9 @@ class TorchFile:
             return self._read_zip(FileSection(file, *self._section), self._section[0])
         if file.read(4) == b"PK\x03\x04":
             return self._read_zip(file)
-        file.seek(0)
-        return self._read_legacy(file)
+        # Mapped, so that a length which the file claims is not more than the file has.
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            return self._read_legacy(mapped)
 
     def _read_zip(self, file: BinaryIO | FileSection, first_byte: int = 0) -> Any:
         size = file.seek(0, os.SEEK_END)
@@ -153,12 +158,16 @@ class TorchFile:
             return read_pickle(archive.read(entries["data.pkl"]), self.path, self._zip_storage)
 
     def _zip_storage(self, description: Any) -> StorageKey:
-        tag, kind, key, _, num_elements = description
-        if tag != "storage":
-            raise ValueError(f"a persistent {tag}")
-        return StorageKey(str(key), storage_dtype(kind, self.path), int(num_elements))
+        return self._storage(description)
 
-    def _read_legacy(self, file: BinaryIO) -> Any:
+    def _storage(self, description: Any) -> StorageKey:
+        """Return what a file says of a storage: (tag, kind, key, device, number of elements)."""
+        tag, kind, key, _, num_elements = description
+        if tag != "storage" or not isinstance(key, (str, int)) or not _is_count(num_elements):
+            raise ValueError("a persistent object that is no storage")
+        return StorageKey(str(key), storage_dtype(kind, self.path), num_elements)
+
+    def _read_legacy(self, file: mmap.mmap) -> Any:
         """Read the format of torch before 1.6: pickles in a row, then the storages in the order of a list of keys."""
 
         def nothing_stored(description: Any) -> StorageKey:
@@ -174,24 +183,28 @@ class TorchFile:
         dtypes: dict[str, torch.dtype] = {}
 
         def stored(description: Any) -> StorageKey:
-            tag, kind, key, _, num_elements, view = description
-            if tag != "storage":
-                raise ValueError(f"a persistent {tag}")
-            dtype = dtypes.setdefault(str(key), storage_dtype(kind, self.path))
+            *whole, view = description
+            storage = self._storage(whole)
+            dtypes.setdefault(storage.key, storage.dtype)
             if view is None:
-                return StorageKey(str(key), dtype, int(num_elements))
+                return storage
             _, start, length = view
-            return StorageKey(str(key), dtype, int(start) + int(length), int(start))
+            if not _is_count(start) or not _is_count(length):
+                raise ValueError("a storage without a size")
+            return StorageKey(storage.key, dtypes[storage.key], start + length, start)
 
         value = read_pickle(file, self.path, stored)
-        size = os.fstat(file.fileno()).st_size
         for key in read_pickle(file, self.path, nothing_stored):
             num_bytes = int.from_bytes(file.read(8), "little") * dtypes[key].itemsize
-            if file.tell() + num_bytes > size:
+            if file.tell() + num_bytes > len(file):
                 raise ValueError(f"it ends within storage {key}")
             self.places[key] = StoragePlace(file.tell(), num_bytes)
             file.seek(num_bytes, os.SEEK_CUR)
         return value
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 class FileSection(io.RawIOBase):

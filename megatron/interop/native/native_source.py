@@ -65,19 +65,15 @@ class NativeSource:
         """
         info = self.tensors[name]
         box = info.whole if box is None else box
+        parts = [(piece, common) for piece in self.stored[name].pieces if (common := box.intersect(piece.box))]
+        gaps = uncovered(box, (common for _, common in parts))
+        if gaps:
+            raise DamagedCheckpointError(f"{self.folder}: no piece holds {name}{describe_box(gaps[0])}")
         values = torch.empty(box.shape, dtype=info.dtype)
-        found = []
-        for piece in self.stored[name].pieces:
-            common = box.intersect(piece.box)
-            if common is None:
-                continue
-            found.append(common)
+        for piece, common in parts:
             stored = self._bytes_of(piece).view(info.dtype).view(piece.box.shape)
             place = common.relative_to(piece.box.offset)
             values[common.relative_to(box.offset).slices] = stored[place.slices]
-        gaps = uncovered(box, found)
-        if gaps:
-            raise DamagedCheckpointError(f"{self.folder}: no piece holds {name}{describe_box(gaps[0])}")
         return values
 
     def close(self) -> None:

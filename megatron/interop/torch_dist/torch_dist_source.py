@@ -20,6 +20,7 @@ from megatron.interop.megatron_torch.megatron_arguments import check_arguments, 
 from megatron.interop.megatron_torch.rank_tree import FLOAT8_SCALING
 from megatron.interop.megatron_torch.stage_parameters import OUTPUT_LAYER, WORD_EMBEDDING, StageDescriber
 from megatron.interop.megatron_torch.stored_optimizer import scalars_of
+from megatron.interop.misfits import refuse_misfits
 from megatron.interop.torch_dist.bucket_states import GROUP_PREFIX, BucketStates
 from megatron.interop.torch_dist.folder_files import COMMON_FILE
 from megatron.interop.torch_dist.parameter_keys import ParameterKey, parse_key
@@ -42,6 +43,7 @@ class TorchDistSource:
         DamagedCheckpointError: one is missing or damaged.
     """
 
+    @refuse_misfits
     def __init__(self, folder: Path, vocab_size: int | None = None) -> None:
         self.folder = folder
         self.metadata = read_metadata(folder)
@@ -76,15 +78,18 @@ class TorchDistSource:
             folder, self.arguments, values, scalars, self.config, self.model, self.model.parallel_sizes.world_size
         )
 
+    @refuse_misfits
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Return a box of a tensor, or all of it, contiguous on the CPU; only the pages that it needs are read."""
         info = self.tensors[name]
         return self._reader.read(name, info.whole if box is None else box, info.dtype, self._boxes[name])
 
+    @refuse_misfits
     def random_states(self) -> Mapping[tuple[int, int], Any]:
         """Return what each (tensor, pipeline) rank stored of its streams of random numbers."""
         return read_random_states(self.metadata)
 
+    @refuse_misfits
     def float8_scaling(self) -> Mapping[str, torch.Tensor]:
         """Return by name what fp8's delayed scaling remembers; often nothing."""
         return self._float8_scaling

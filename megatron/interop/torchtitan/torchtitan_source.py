@@ -13,6 +13,7 @@ from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.interop.checkpoint_source import TensorInfo
 from megatron.interop.huggingface.link_table import LinkTable
 from megatron.interop.huggingface.tensor_link import TensorLink
+from megatron.interop.misfits import refuse_misfits
 from megatron.interop.torch_dist.stored_boxes import BoxReader, StoredBox, chunk_boxes
 from megatron.interop.torch_dist.stored_metadata import read_metadata
 from megatron.interop.torchtitan.stored_names import find_links, find_weights, read_model
@@ -33,6 +34,7 @@ class TorchtitanSource:
         DamagedCheckpointError: one is missing or damaged.
     """
 
+    @refuse_misfits
     def __init__(self, folder: Path, values: Mapping[str, Any] | None) -> None:
         self.folder = folder
         self.metadata = read_metadata(folder)
@@ -49,6 +51,7 @@ class TorchtitanSource:
         tokenizer = {"tokenizer_type": NullTokenizer.name, "vocab_size": self.config.vocab_size - 1}
         self.common: Mapping[str, Any] = untrained_common(self.config, tokenizer)
 
+    @refuse_misfits
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Return a box of a tensor, or all of it, contiguous on the CPU.
 

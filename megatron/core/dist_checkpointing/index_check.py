@@ -1,0 +1,64 @@
+"""Hold the boxes of an index against each other and against the files, before anything is made that large."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.index import StoredFile, StoredPiece, StoredTensor
+
+_ITEM_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("float64", "int64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool"), 1),
+}
+
+
+def check_geometry(tensors: Mapping[str, StoredTensor], files: Mapping[str, StoredFile]) -> None:
+    """Refuse boxes that are outside of their tensor, overlap, have other sizes than their bytes, or are in no file.
+
+    So nothing that is read is larger than the files. A gap between boxes is found where somebody reads it.
+
+    Raises:
+        ValueError: there is such a box; it is named.
+    """
+    sizes = {name: _count(file.num_bytes, name) for name, file in files.items()}
+    for name, file in files.items():
+        _count(file.header_bytes, name)
+    total = 0
+    for tensor in tensors.values():
+        if tensor.dtype not in _ITEM_BYTES:
+            raise ValueError(f"{tensor.name} has the dtype {tensor.dtype:.40}")
+        for size in tensor.global_shape:
+            _count(size, tensor.name)
+        held = 0
+        for piece in tensor.pieces:
+            _check_piece(tensor, piece, sizes)
+            held += piece.box.num_elements
+            total += piece.num_bytes
+        if held > math.prod(tensor.global_shape):
+            raise ValueError(f"pieces of {tensor.name} overlap: {held} elements for a shape of {tensor.global_shape}")
+    if total > sum(sizes.values()):
+        raise ValueError(f"pieces of {total} bytes in files of {sum(sizes.values())} bytes")
+
+
+def _check_piece(tensor: StoredTensor, piece: StoredPiece, sizes: Mapping[str, int]) -> None:
+    shape, box = tensor.global_shape, piece.box
+    if not len(box.offset) == len(box.shape) == len(shape):
+        raise ValueError(f"a piece of {tensor.name} has {len(box.shape)} dims, and the tensor {len(shape)}")
+    for start, length, size in zip(box.offset, box.shape, shape):
+        if _count(start, tensor.name) + _count(length, tensor.name) > size:
+            raise ValueError(f"a piece of {tensor.name} at {box.offset} of shape {box.shape} is outside of {shape}")
+    if box.num_elements * _ITEM_BYTES[tensor.dtype] != piece.num_bytes:
+        raise ValueError(f"a piece of {tensor.name} of shape {box.shape} in {piece.num_bytes} bytes")
+    if piece.file not in sizes or _count(piece.start, tensor.name) + piece.num_bytes > sizes[piece.file]:
+        raise ValueError(f"a piece of {tensor.name} is at byte {piece.start} of {piece.file:.80}, beyond its end")
+
+
+def _count(value: Any, name: str) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{name}: {value!r:.40} in the place of a number of bytes or elements")
+    return value
