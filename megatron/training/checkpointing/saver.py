@@ -110,11 +110,12 @@ class CheckpointSaver:
 
         Return whether it was there, or will never be: with ``options.async_save`` it can still be written.
         """
-        directory, options = self._target.directory, self._target.options
+        directory, options, folders = self._target.directory, self._target.options, self._target.folders
         if self._iteration == iteration and self.is_saving:
             return False
         if self._target.is_leader and iteration_folder(directory, iteration).is_dir():
             try:
+                folders.check_owner()
                 mark_known(directory, iteration, num_finite)
                 if not self.is_saving and self._iteration:
                     remove_expired(
@@ -122,6 +123,8 @@ class CheckpointSaver:
                         self._iteration,
                         options.num_newest_kept,
                         options.kept_multiple,
+                        folders.token,
+                        self._target.kept,
                         self._target.on_trial - {iteration},
                     )
             except OSError as error:
