@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import random
@@ -269,7 +270,8 @@ def _create(path: Path, record: OwnerRecord) -> None:
     text = json.dumps(dataclasses.asdict(record)).encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        os.write(descriptor, text)
+        if os.write(descriptor, text) < len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     except OSError:
         path.unlink(missing_ok=True)
         raise

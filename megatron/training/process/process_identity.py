@@ -27,7 +27,8 @@ class ProcessIdentity:
     @property
     def is_alive(self) -> bool | None:
         """Return whether the process runs; None where that cannot be seen from here."""
-        if not self.machine or self.machine != _machine():
+        # Copies of a virtual machine may have all but the host's name in common.
+        if not self.machine or (self.machine, self.host) != (_machine(), socket.gethostname()):
             return None
         return start_time(self.pid) == self.started
 

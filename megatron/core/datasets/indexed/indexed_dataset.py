@@ -86,6 +86,8 @@ class IndexedDataset:
                         f"tools/preprocess_data.py --input {raw} --output-prefix {raw.stem} --append-eod with the "
                         f"tokenizer's flags, then give {raw.stem}_text_document"
                     )
+                if path.exists():
+                    raise DataError(f"data file {path} is a folder, a pipe or a device, and not a file")
                 raise DataError(
                     f"data file {path} does not exist; a data path is given without .bin or .idx, "
                     "as in my-corpus_text_document"
