@@ -43,6 +43,7 @@ def validation_loss(text: Path):
     def train(flags: str, num_iterations: int) -> float:
         metrics = text.parent / f"{flags.split()[-1] if flags else 'bf16'}-{num_iterations}.jsonl"
         args = [*MODEL.split(), "--train-iters", str(num_iterations), "--data-path", text, "--metrics-jsonl", metrics]
+        args += ["--eval-iters", "8"] if num_iterations < 300 else []
         run = fork_training([*args, *flags.split()], timeout_s=900.0).check()
         loss: float = run.evaluations("validation")[-1]["lm_loss"]
         print(f"{flags or 'bf16'}, {num_iterations} iterations: validation loss {loss:.4f}")
@@ -52,10 +53,10 @@ def validation_loss(text: Path):
 
 
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("blockwise", marks=pytest.mark.long)])
-def test_sixty_iterations_end_near_bfloat16(validation_loss, recipe: str) -> None:
-    expected = validation_loss("", 60)
-    assert expected < 4.2
-    assert validation_loss(f"{FP8} {recipe}", 60) == pytest.approx(expected, rel=0.01)
+def test_forty_iterations_end_near_bfloat16(validation_loss, recipe: str) -> None:
+    expected = validation_loss("", 40)
+    assert expected < 4.6
+    assert validation_loss(f"{FP8} {recipe}", 40) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.long

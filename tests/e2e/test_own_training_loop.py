@@ -43,8 +43,9 @@ def test_losses_are_those_of_one_process(world_size: int, tp: int) -> None:
         assert given == pytest.approx(alone, rel=1e-12)
 
 
-def test_the_command_prints_the_losses_of_one_process() -> None:
-    words = ("--tensor-model-parallel-size", "2", "--iterations", str(ITERATIONS))
-    result = run_command([*launch_prefix(2), EXAMPLE, *words], env={"CUDA_VISIBLE_DEVICES": ""}).check()
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_the_command_prints_the_losses_of_one_process(nproc: int) -> None:
+    words = ("--tensor-model-parallel-size", str(nproc), "--iterations", str(ITERATIONS))
+    result = run_command([*launch_prefix(nproc), EXAMPLE, *words], env={"CUDA_VISIBLE_DEVICES": ""}).check()
     printed = [float(loss) for loss in re.findall(r"^iteration \d+: loss (\S+)$", result.stdout, re.M)]
     assert printed == pytest.approx(losses(1, torch.float32), rel=1e-5)

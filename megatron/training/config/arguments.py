@@ -31,7 +31,7 @@ from megatron.training.config.flag_notes import (
     NO_EFFECT,
     NOT_SUPPORTED,
 )
-from megatron.training.config.foreign_flags import foreign_flag
+from megatron.training.config.foreign_flags import foreign_flags
 from megatron.training.config.notes.refusal_reasons import VALUE_REASONS
 from megatron.training.config.resolution import resolve, resolve_checkpoint
 from megatron.training.config.run_config import RunConfig, command_line_fields, config_parts
@@ -304,7 +304,7 @@ def _convert(spec: FieldSpec, text: str, problems: list[str]) -> Any:
     """Turn one word into a value of the field's type, or note a problem."""
     name, choices = spec.flags[0], spec.options.choices
     if choices is not None and text not in choices:
-        foreign = foreign_flag(f"{name} {text}")
+        foreign = foreign_flags().get(f"{name} {text}")
         if text in spec.options.not_built:
             reason = VALUE_REASONS.get(f"{name} {text}")
             why = f" ({reason})" if reason else ""

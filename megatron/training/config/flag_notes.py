@@ -107,6 +107,7 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--nccl-communicator-config-path": NoEffect(1, "communicators take NCCL's own settings"),
     "--high-priority-stream-groups": NoEffect("+", "communicators take NCCL's own settings"),
     "--use-sharp": NoEffect(0, "communicators take NCCL's own settings"),
+    "--use-nccl-ub": NoEffect(0, "communicators take NCCL's own settings"),
     "--disable-gloo-process-groups": NoEffect(0, "only the groups that are needed are made"),
     "--enable-gloo-process-groups": NoEffect(0, "only the groups that are needed are made"),
     # checkpoints
@@ -170,7 +171,6 @@ _SWITCHES = [
     "--enable-ft-package",
     "--inprocess-restart",
     "--use-mp-args-from-checkpoint-args",
-    "--use-nccl-ub",
     "--reuse-grad-buf-for-mxfp8-param-ag",
     "--no-mmap-index-files",
 ]

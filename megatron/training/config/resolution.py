@@ -196,7 +196,9 @@ def _resolve_pipeline_overlap(config: RunConfig, notes: list[str]) -> RunConfig:
         "overlap_p2p_communication": alone,
         "delay_wgrad_compute": alone or splits,
         "defer_embedding_wgrad_compute": deferred,
-        "wgrad_deferral_limit": deferred if model.defer_embedding_wgrad_compute else "",
+        "wgrad_deferral_limit": deferred
+        if model.defer_embedding_wgrad_compute and model.wgrad_deferral_limit > 0
+        else "",
     }
     for spec, value in config.flags():
         reason = reasons.get(spec.name)

@@ -22,7 +22,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("--standalone-embedding-stage", "use --pipeline-model-parallel-layout, such as 'E|t*4|t*4L'"),
     ("--pipeline-model-parallel-split-rank", "it is of models with an encoder and a decoder; leave it out"),
     ("--num-distributed-optimizer-instances", "the state is cut over all data-parallel ranks; leave it out"),
-    ("--use-nccl-ub", "communicators take NCCL's own settings; leave it out: the numbers are the same"),
     ("--reuse-grad-buf-for-mxfp8-param-ag", "gradients and gathered weights have memory of their own; leave it out"),
     ("--init-method-xavier-uniform", "weights are drawn from a normal distribution: use --init-method-std"),
     (

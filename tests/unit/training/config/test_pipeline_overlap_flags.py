@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import resolve_arguments
 from tests.unit.training.config.command_lines import MINIMAL
 
@@ -56,6 +57,11 @@ def test_what_cannot_have_an_effect_is_said_and_turned_off(
     model = parsed.config.model
     assert not model.defer_embedding_wgrad_compute
     assert model.overlap_p2p_communication
+
+
+def test_a_limit_that_cannot_be_is_refused_where_it_would_not_count_too() -> None:
+    with pytest.raises(ConfigurationError, match=r"--wgrad-deferral-limit -1: a value of 0 or more is expected"):
+        resolve_arguments([*MINIMAL, DEFER, "--wgrad-deferral-limit", "-1"], 1)
 
 
 def test_a_pipeline_takes_each_of_them() -> None:
