@@ -13,7 +13,10 @@ from megatron.core.errors import TrainingError
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, spec_of
 
-_OUTLIER_RATIO = 1.0e3
+OUTLIER_RATIO = 1.0e3
+"""How many times as large as its neighbours an element must be to be suspected, beside other evidence."""
+ABSURD_RATIO = 1.0e6
+"""How many times as large it must be to be wrong whatever else is seen: an exponent's bit makes it so."""
 
 
 class BadWeightsError(TrainingError):
@@ -61,8 +64,8 @@ def not_finite(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for tensor, are_finite in zip(floating, extremes.isfinite().all(dim=1).tolist()) if not are_finite]
 
 
-def find_outlying_weights(parameters: Iterable[torch.Tensor]) -> list[BadWeight]:
-    """Return the parameters of this rank with an element a thousand times as large as the others are in the mean.
+def find_outlying_weights(parameters: Iterable[torch.Tensor], ratio: float = OUTLIER_RATIO) -> list[BadWeight]:
+    """Return the parameters of this rank with an element ``ratio`` times as large as the others are in the mean.
 
     Such an element is finite, and no training makes it: a bit of it was changed, or it was written by mistake.
     """
@@ -75,8 +78,8 @@ def find_outlying_weights(parameters: Iterable[torch.Tensor]) -> list[BadWeight]
         if bool(others <= 1.0e-9 * largest.square()):
             others = torch.where(values == largest, 0.0, values).square().sum()
         mean = (others / max(values.numel() - 1, 1)).sqrt().clamp(min=1.0e-3)
-        if values.numel() > 1 and bool(largest > _OUTLIER_RATIO * mean):
-            found.append(_describe(spec_of(parameter), parameter.detach(), values > _OUTLIER_RATIO * mean))
+        if values.numel() > 1 and bool(largest > ratio * mean):
+            found.append(_describe(spec_of(parameter), parameter.detach(), values > ratio * mean))
     return found
 
 

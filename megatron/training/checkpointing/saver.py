@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.collectives import any_rank, broadcast_object
+from megatron.core.collectives import any_rank, broadcast_object, run_on_all_ranks
 from megatron.core.dist_checkpointing.background import BackgroundTask, StagingArea
 from megatron.core.dist_checkpointing.disk import CheckpointWriteError
 from megatron.core.dist_checkpointing.save_plan import SavePlanner
@@ -132,10 +132,13 @@ class CheckpointSaver:
         return True
 
     def go_back(self, iteration: int) -> None:
-        """Let the folder's tracker file name an older checkpoint, which the run has gone back to."""
+        """Let the folder's tracker file name an older checkpoint, which the run goes back to.
+
+        Raises:
+            CheckpointError: the file system refuses. On every rank alike.
+        """
         self.finish()
-        if self._target.is_leader:
-            point_tracker(self._target.directory, iteration)
+        run_on_all_ranks(lambda: self._point_tracker(iteration), self._state.world)
 
     def finish(self) -> None:
         """Wait until no save is under way."""
@@ -150,6 +153,15 @@ class CheckpointSaver:
         """
         if self._failure is not None:
             raise TrainingError(f"the last checkpoint, of iteration {self._iteration}, was not saved: {self._failure}")
+
+    def _point_tracker(self, iteration: int) -> None:
+        if self._target.is_leader:
+            try:
+                point_tracker(self._target.directory, iteration)
+            except OSError as error:
+                raise CheckpointError(
+                    f"cannot go back to iteration {iteration} in {self._target.directory}: {error.strerror}"
+                ) from error
 
     def _advance(self) -> None:
         try:

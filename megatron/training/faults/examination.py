@@ -8,8 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+from megatron.core.collectives import all_gather_objects
 from megatron.core.distributed.replica_check import differing_replicas
 from megatron.core.distributed.weight_check import (
+    ABSURD_RATIO,
+    OUTLIER_RATIO,
     BadWeightsError,
     describe_bad_weights,
     find_outlying_weights,
@@ -74,8 +77,9 @@ class Examination:
     prepare: Callable[[], None]
 
     def first(self, agreement: Agreement) -> Observed:
-        """Return what is known of a step that was just computed."""
-        norm = self.parts.optimizer.measure()
+        """Return what is known of a step that was just computed; the norm is the worst of any rank's."""
+        norms = all_gather_objects(self.parts.optimizer.measure(), self.runtime.state.world)
+        norm = max(norms) if all(map(math.isfinite, norms)) else math.nan
         return Observed(agreement.lm_loss, norm, self.trace.gather(self.parts.ddp_chunks, self.runtime.state))
 
     def examine(self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, first: Observed) -> Verdict:
@@ -118,11 +122,12 @@ class Examination:
             return Verdict("weights", str(error))
         parameters = [parameter for chunk in self.parts.chunks for parameter in chunk.parameters()]
         differing = differing_replicas(parameters, state.dp_cp, state.world)
-        if not differing:
-            return None
-        outlying = gather_bad_weights(find_outlying_weights(parameters), state.world)
-        more = f"; far larger than those beside them: {describe_bad_weights(outlying)}" if outlying else ""
-        return Verdict("weights", differing + more)
+        ratio = OUTLIER_RATIO if differing else ABSURD_RATIO
+        outlying = gather_bad_weights(find_outlying_weights(parameters, ratio), state.world)
+        found = [differing] if differing else []
+        if outlying:
+            found.append(f"weights are far larger than those beside them: {describe_bad_weights(outlying)}")
+        return Verdict("weights", "; ".join(found)) if found else None
 
     def _compute(self, step: TrainingStep, begun: BegunStep, consumed: int | None = None, shift: int = 0) -> Observed:
         self.prepare()

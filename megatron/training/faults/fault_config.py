@@ -31,7 +31,7 @@ class FaultConfig(Config, role="run"):
     samples out, rewind also goes back to the newest checkpoint that is known to train. By default what is not finite
     ends the run, and spikes are not looked for."""
     spike_window: int = flag(64, bounds=POSITIVE, needs="spike_policy")
-    """Number of iterations before that a loss and a gradient norm are compared with; a quarter of it must be there."""
+    """Number of iterations before that a loss and a gradient norm are compared with; half of it must be there."""
     spike_threshold: float = flag(6.0, bounds=POSITIVE, needs="spike_policy")
     """Standard deviations above the mean of the window (of the logarithm of gradient norms) that make a spike."""
     spike_budget: int = flag(10, bounds=NOT_NEGATIVE, needs="spike_policy")

@@ -10,8 +10,10 @@ from megatron.training.faults.fault_config import FaultConfig
 
 _NUM_LARGEST = 100
 _TIMES_LARGEST = 10.0
-_LEAST_SPREAD = 1.0e-2
-"""The smallest standard deviation, of the mean of losses and of the logarithm of norms: less is noise."""
+_LEAST_LOSS_SPREAD = 0.01
+"""The smallest standard deviation of losses, as a share of their mean: few steps may by chance be closer."""
+_LEAST_NORM_SPREAD = 0.05
+"""The smallest standard deviation of the logarithm of gradient norms."""
 
 
 class ResultWatch:
@@ -36,9 +38,10 @@ class ResultWatch:
         if not config.watches:
             return None
         loss = norm = math.inf
-        if config.spike_policy is not None and 4 * len(self._losses) >= config.spike_window:
-            loss = _limit(self._losses, config.spike_threshold, statistics.fmean(self._losses))
-            norm = math.exp(min(_limit(self._norms, config.spike_threshold, 1.0), 700.0))
+        if config.spike_policy is not None and 2 * len(self._losses) >= config.spike_window:
+            least = _LEAST_LOSS_SPREAD * abs(statistics.fmean(self._losses))
+            loss = _limit(self._losses, config.spike_threshold, least)
+            norm = math.exp(min(_limit(self._norms, config.spike_threshold, _LEAST_NORM_SPREAD), 700.0))
         if self._num_seen >= _NUM_LARGEST:
             if config.check_for_spiky_loss:
                 loss = min(loss, _TIMES_LARGEST * self._largest_loss)
@@ -68,6 +71,5 @@ class ResultWatch:
         return "; ".join(found)
 
 
-def _limit(values: deque[float], threshold: float, scale: float) -> float:
-    mean = statistics.fmean(values)
-    return mean + threshold * max(statistics.pstdev(values), _LEAST_SPREAD * abs(scale))
+def _limit(values: deque[float], threshold: float, least_spread: float) -> float:
+    return statistics.fmean(values) + threshold * max(statistics.pstdev(values), least_spread)

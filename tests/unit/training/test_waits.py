@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pretrain_gpt
+from megatron.core.datasets.history.left_out import LeftOutSamples
 from megatron.core.datasets.samples.batch import Batch
 from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -29,6 +30,7 @@ from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.timers import Timers
 from megatron.training.config.arguments import parse_arguments
 from megatron.training.config.run_config import RunConfig
+from megatron.training.faults.fault_guard import FaultGuard
 from megatron.training.model_setup import build_training_parts
 from megatron.training.process.initialize import Runtime
 from megatron.training.train_state import TrainState
@@ -40,6 +42,7 @@ FLAGS = (
     f"--seq-length {LENGTH} --max-position-embeddings {LENGTH} --micro-batch-size {BATCH} "
     f"--global-batch-size {BATCH * NUM_MICROBATCHES} --tokenizer-type NullTokenizer --vocab-size 52"
 )
+WATCHED = " --spike-policy stop --check-for-large-grads"
 LLAMA = (
     " --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention \
 --num-query-groups 2 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"
@@ -125,7 +128,10 @@ def steps(flags: str) -> Iterator[Crossings]:
     state = create_parallel_state()
     runtime = Runtime(device, state, RngStreams(device, 1, state.place))
     parts = build_training_parts(config, runtime, provide, lambda line: None)
-    step = TrainingStep(config, runtime, parts, pretrain_gpt.forward_step, Timers())
+    forward_step = pretrain_gpt.forward_step
+    # It is never asked for data or checkpoints: nothing goes wrong.
+    guard = FaultGuard(config, runtime, parts, forward_step, None, LeftOutSamples(), None, print)  # type: ignore[arg-type]
+    step = TrainingStep(config, runtime, parts, forward_step, Timers(), guard=guard)
     train_state = TrainState()
     while True:
         with Crossings() as crossings:
@@ -134,7 +140,7 @@ def steps(flags: str) -> Iterator[Crossings]:
 
 
 @pytest.mark.usefixtures("_kernels_take_meta")
-@pytest.mark.parametrize("flags", ["", " --fp16 --log-num-zeros-in-grad", LLAMA, LLAMA + " --bf16"])
+@pytest.mark.parametrize("flags", ["", " --fp16 --log-num-zeros-in-grad", LLAMA, LLAMA + " --bf16", WATCHED])
 def test_a_step_waits_once_and_copies_nothing(flags: str) -> None:
     run = steps(FLAGS + flags)
     next(run)

@@ -138,6 +138,7 @@ def test_replicas_that_drifted_apart_are_named(rank: int) -> None:
         RankFailure, match=r"2 of 6 parameters differ .*\[0, 1, 2\]: norm\.weight, fc1\.weight"
     ) as caught:
         run_distributed(3, check_after_change, rank)
+    assert f"; rank {rank} differs from the others" in str(caught.value)
     assert isinstance(caught.value.__cause__, TrainingError)
 
 

@@ -190,7 +190,6 @@ def test_a_run_begins_with_pretrained_weights_until_it_has_its_own(tmp_path: Pat
         ("--dataset LLama-SFT-Raw", "is of conversations; add --train-mode finetune or --sft"),
         ("--data-impl raw", "possible: mmap, lazy, cached, infer"),
         ("--mid-level-dataset-surplus 0.1", "possible: 0.005"),
-        ("--rerun-mode report_stats", "possible: validate_results, disabled"),
         ("--dist-ckpt-format zarr", "possible: torch_dist"),
         ("--cross-entropy-fusion-impl linear", "possible: native, te"),
         ("--DDP-impl FSDP", "possible: local, torch"),

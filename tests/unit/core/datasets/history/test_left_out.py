@@ -1,0 +1,39 @@
+"""The record of samples that a run has passed over."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.datasets.history.data_history import recorded_history
+from megatron.core.datasets.history.left_out import LeftOut, LeftOutSamples
+from megatron.core.errors import DataError
+
+FIRST = LeftOut(start=40, end=48, iteration=6, reason="sample 43", samples=(43,))
+SECOND = LeftOut(start=8, end=12, iteration=3, reason="--iterations-to-skip")
+
+
+def test_a_step_meets_what_overlaps_it() -> None:
+    record = LeftOutSamples().with_step(FIRST).with_step(SECOND)
+    assert record.meeting(47, 50) is FIRST
+    assert record.meeting(0, 9) is SECOND
+    assert record.meeting(12, 40) is None
+    assert record.meeting(48, 56) is None
+
+
+def test_the_same_samples_are_recorded_once() -> None:
+    again = LeftOut(start=40, end=48, iteration=6, reason="again")
+    assert LeftOutSamples((FIRST, SECOND)).with_step(again).steps == (SECOND, again)
+
+
+def test_a_record_is_read_back_from_beside_a_history() -> None:
+    record = LeftOutSamples((FIRST, SECOND))
+    assert LeftOutSamples.from_dict({"phases": [], **record.to_dict()}) == record
+    assert LeftOutSamples.from_dict(None) == LeftOutSamples.from_dict({"phases": []}) == LeftOutSamples()
+    assert LeftOutSamples().to_dict() == {}
+    assert recorded_history(record.to_dict()) is None
+
+
+@pytest.mark.parametrize("damage", [{"left_out": [{"start": 1}]}, {"left_out": 3}, {"left_out": ["x"]}])
+def test_a_damaged_record_is_refused(damage: dict[str, object]) -> None:
+    with pytest.raises(DataError, match="record of the samples left out is damaged"):
+        LeftOutSamples.from_dict(damage)
