@@ -82,6 +82,11 @@ class Communicators:
         return made
 
 
+def twin_group(group: Group) -> Group:
+    """Return the same ranks with a communicator of their own, whose calls cannot meet those over the group."""
+    return group if group.size == 1 else replace(group, handle=Communicators().make(group.ranks))
+
+
 def no_communicator(ranks: tuple[int, ...]) -> None:
     """Leave a group without a communicator: it describes ranks that need not exist."""
 

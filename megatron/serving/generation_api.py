@@ -18,12 +18,14 @@ from megatron.core.inference.request import (
     TokenPairs,
     check_request,
 )
-from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.inference.sampling_config import MIN_TEMPERATURE, SamplingConfig
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.tokenizers.tokenizer import Tokenizer
 
 MAX_PROMPTS = 128
 MAX_TEMPERATURE = 100.0
+_LARGEST = 2**63 - 1
+_MOST_SHOWN = 80
 
 
 class BadRequest(Exception):
@@ -56,9 +58,9 @@ class ApiRequest:
 
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: isinstance(value, bool), "true or false"),
-    "int": (lambda value: type(value) is int, "a whole number"),
-    "int | None": (lambda value: type(value) is int, "a whole number"),
-    "float": (lambda value: type(value) in (int, float), "a number"),
+    "int": (lambda value: type(value) is int and abs(value) <= _LARGEST, "a whole number"),
+    "int | None": (lambda value: type(value) is int and abs(value) <= _LARGEST, "a whole number"),
+    "float": (lambda value: type(value) is float or (type(value) is int and abs(value) <= _LARGEST), "a number"),
 }
 _NOT_SUPPORTED = {
     "max_len": "max_len is tokens_to_generate now",
@@ -99,9 +101,10 @@ def _check_names(values: Mapping[str, Any]) -> None:
         if name in _NOT_SUPPORTED:
             raise BadRequest(_NOT_SUPPORTED[name])
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
+            # Of a long name the comparison would take minutes.
+            nearest = difflib.get_close_matches(name[:_MOST_SHOWN], known, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
-            raise BadRequest(f"{name} is not a known field; {hint}")
+            raise BadRequest(f"{name[:_MOST_SHOWN]} is not a known field; {hint}")
 
 
 def _prompts(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -126,6 +129,9 @@ def _check_values(request: ApiRequest, given: Mapping[str, Any]) -> None:
         ),
         f"temperature must be above 0 and at most {MAX_TEMPERATURE:g}": (
             not 0.0 < request.temperature <= MAX_TEMPERATURE
+        ),
+        f"temperature must be at least {MIN_TEMPERATURE:g}, the smallest that float32 divides by": (
+            0.0 < request.temperature < MIN_TEMPERATURE
         ),
         "top_k must be 0 or more": request.top_k < 0,
         "top_p must be between 0 and 1": not 0.0 <= request.top_p <= 1.0,

@@ -8,6 +8,7 @@ import socketserver
 import sys
 import threading
 import time
+import traceback
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
@@ -16,10 +17,11 @@ from typing import Any
 from megatron.core.errors import InputError
 from megatron.core.tensor_parallel.random import stream_seed
 from megatron.serving.generation_api import ApiTranslator, BadRequest, read_body
-from megatron.serving.generation_service import JobQueue, ServiceEnding
+from megatron.serving.generation_service import GenerationFailed, JobQueue, ServiceEnding
 
 PATH = "/api"
 MAX_BODY_BYTES = 16 * 1024 * 1024
+_MOST_DIGITS = 20
 _IDLE_CONNECTION_S = 60.0
 
 
@@ -128,13 +130,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _read_body(self) -> bytes | None:
         """Return the body of the request, or None after it has been refused."""
-        length = self.headers.get("Content-Length", "")
+        lengths = self.headers.get_all("Content-Length", [])
+        length = lengths[0].strip() if lengths else ""
         self.close_connection = True
         if self.path.rstrip("/") != PATH:
             self._send(HTTPStatus.NOT_FOUND, f"there is only PUT {PATH}")
-        elif not length.isdecimal():
+        elif "Transfer-Encoding" in self.headers:
+            self._send(HTTPStatus.BAD_REQUEST, "Transfer-Encoding is not taken: send the body whole, with its length")
+        elif not lengths:
             self._send(HTTPStatus.LENGTH_REQUIRED, "send a Content-Length")
-        elif int(length) > MAX_BODY_BYTES:
+        elif len(lengths) > 1 or not (length.isascii() and length.isdecimal()):
+            self._send(HTTPStatus.BAD_REQUEST, f"Content-Length {', '.join(lengths)[:80]} is not a number of bytes")
+        elif len(length) > _MOST_DIGITS or int(length) > MAX_BODY_BYTES:
             self._send(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_BODY_BYTES} bytes are taken")
         else:
             self.close_connection = False
@@ -154,8 +161,12 @@ class _Handler(BaseHTTPRequestHandler):
             return HTTPStatus.BAD_REQUEST, str(error), f"refused: {error}"
         except ServiceEnding as error:
             return HTTPStatus.SERVICE_UNAVAILABLE, str(error), str(error)
-        except InputError as error:
+        except (InputError, GenerationFailed) as error:
             return HTTPStatus.INTERNAL_SERVER_ERROR, str(error), str(error)
+        except Exception as error:  # noqa: BLE001 - the client is told, and the next request is another
+            traceback.print_exc()
+            line = f"the server failed at this request: {type(error).__name__}"
+            return HTTPStatus.INTERNAL_SERVER_ERROR, line, line
         num_new = sum(len(continuation.tokens) for continuation in given)
         return HTTPStatus.OK, answer, "" if api.no_log else f"{len(api.prompts)} prompts, {num_new} new tokens"
 

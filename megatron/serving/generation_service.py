@@ -8,23 +8,32 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron.core.collectives import all_reduce, broadcast_object
-from megatron.core.errors import InputError
+from megatron.core.collectives import all_gather_objects, all_reduce, broadcast_object
+from megatron.core.errors import InputError, MegatronError, TrainingError
 from megatron.core.flight.recorder import FlightRecorder
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.request import Continuation, GenerationCancelled, GenerationRequest
+from megatron.core.parallel_state import twin_group
+from megatron.core.process_group import Group
 
 MAX_WAITING = 256
 """How many requests may wait for their turn."""
 _ROUND_S = 0.25
+_MOST_SHOWN = 300
+_NOTHING: Sequence[Continuation] | Exception = ()
 
 
 class ServiceEnding(Exception):
     """Report a request that is not answered because the service ends, or has too many before it."""
+
+
+class GenerationFailed(MegatronError):
+    """Report a request that made the program fail, on all ranks alike; the next one can be answered."""
 
 
 class Job:
@@ -45,6 +54,7 @@ class Job:
 
         Raises:
             InputError: the model cannot answer.
+            GenerationFailed: the program fails at it.
             ServiceEnding: the service ends first.
         """
         self.done.wait()
@@ -66,6 +76,7 @@ class JobQueue:
 
         Raises:
             InputError: the model cannot answer.
+            GenerationFailed: the program fails at it.
             ServiceEnding: the service ends first, or too many requests wait.
         """
         job = Job(request)
@@ -98,7 +109,11 @@ def run_service(
 ) -> None:
     """Answer jobs until a rank is asked to end; every rank calls, the first one with its queue.
 
-    ``flight`` is told of every round and every token, the idle rounds included.
+    A request at which every rank fails in the same way is answered with that, and the next one follows. ``flight`` is
+    told of every round and every token, the idle rounds included.
+
+    Raises:
+        TrainingError: a request made ranks fail in different ways, or some of them only: they are apart from then on.
     """
 
     def is_cancelled() -> bool:
@@ -107,6 +122,7 @@ def run_service(
 
     flight.enter("serve")
     state = engine.state
+    agreement = twin_group(state.world)
     device = next(engine.model.parameters()).device
     while True:
         flight.tick()
@@ -121,7 +137,7 @@ def run_service(
         if not has_job:
             continue
         request: GenerationRequest = broadcast_object(None if job is None else job.request, state.world)
-        result = _answer(engine, request, is_cancelled)
+        result = _answer(engine, request, is_cancelled, agreement)
         if job is not None:
             job.finish(result)
         if isinstance(result, ServiceEnding):
@@ -129,12 +145,21 @@ def run_service(
 
 
 def _answer(
-    engine: InferenceEngine, request: GenerationRequest, is_ending: Callable[[], bool]
-) -> Sequence[Continuation] | InputError | ServiceEnding:
+    engine: InferenceEngine, request: GenerationRequest, is_ending: Callable[[], bool], agreement: Group
+) -> Sequence[Continuation] | Exception:
     """Return the result of a request, of the same kind on every rank."""
+    failure, result = "", _NOTHING
     try:
-        return engine.generate(request, is_cancelled=is_ending)
+        result = engine.generate(request, is_cancelled=is_ending)
     except GenerationCancelled:
-        return ServiceEnding("the server is ending")
+        result = ServiceEnding("the server is ending")
     except InputError as error:
-        return error
+        result = error
+    except Exception as error:  # noqa: BLE001 - whatever a request brings about must not end all the others
+        failure = f"{type(error).__name__}: {str(error)[:_MOST_SHOWN]}"
+        if agreement.is_first:
+            traceback.print_exc()
+    kinds = set(all_gather_objects(failure.partition(":")[0], agreement))
+    if len(kinds) > 1:
+        raise TrainingError(f"ranks do not agree about a request: {failure or 'it was answered here'}; the server ends")
+    return GenerationFailed(f"the server failed at this request: {failure}") if failure else result

@@ -189,6 +189,13 @@ def check_refusals(server: Running) -> None:
     assert server.put({"prompts": ["5"]}, path="/other")[0] == 404
     assert server.put({"prompts": ["5"]}, method="POST")[0] == 405
     assert server.put(b"", method="GET")[0] == 405
+    check_hostile(server)
+
+
+def check_hostile(server: Running) -> None:
+    for fields in ({"temperature": 1e-320}, {"top_p": 10**400}, {"beam_width": 2, "length_penalty": 1e308}):
+        assert server.put({"prompts": ["5"]} | fields)[0] == 400
+    assert server.put({"prompts": ["5"], "temperature": 1.2e-38, "top_p": 1e-320, "tokens_to_generate": 2})[0] == 200
     assert server.put({"prompts": ["5"], "tokens_to_generate": 1})[0] == 200
 
 
@@ -226,6 +233,7 @@ def test_two_processes_answer_and_all_end_when_some_are_asked_to(llama: Path, pi
     with serving(llama, 2, "--pipeline-model-parallel-size", pipeline) as server:
         check_answers(server)
         check_beams(server)
+        check_hostile(server)
         assert server.end(signal.SIGTERM, ranks) == [0, 0]
 
 

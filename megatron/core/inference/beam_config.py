@@ -6,6 +6,9 @@ import dataclasses
 import math
 from typing import Literal
 
+_MOST_PENALTY = 32
+"""A text of a billion tokens to this power is within float64."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamConfig:
@@ -33,6 +36,8 @@ class BeamConfig:
             )
         if not math.isfinite(self.length_penalty):
             found.append(f"length_penalty {self.length_penalty:g} is not finite")
+        elif abs(self.length_penalty) > _MOST_PENALTY:
+            found.append(f"length_penalty {self.length_penalty:g} is not between -{_MOST_PENALTY} and {_MOST_PENALTY}")
         if self.early_stopping not in (True, False, "never"):
             found.append(f"early_stopping {self.early_stopping!r} is not true, false or never")
         return tuple(found)

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.random import stream_seed
 # What is chosen where a row's logits are not finite, or every token is forbidden: all ranks must learn it.
 _NOT_FINITE = -1
 _NOTHING_LEFT = -2
+_FAILED = -3
 
 
 class SampledBatch(PromptBatch):
@@ -70,9 +71,15 @@ class SampledBatch(PromptBatch):
 
     def _choose(self, logits: torch.Tensor | None, last: Sequence[int], step: int) -> tuple[list[int], list[float]]:
         """Return the next token of every row and its log-probability, chosen on the last stage, on every rank."""
+        failure: RuntimeError | None = None
         chosen = torch.zeros(2, len(self.numbers), dtype=torch.float64, device=self.staged.device)
         if logits is not None:
-            self._choose_from(self.whole_logits(logits), last, step, chosen)
+            whole = self.whole_logits(logits)
+            try:
+                self._choose_from(whole, last, step, chosen)
+            except RuntimeError as error:  # the other stages wait for what is chosen
+                chosen[0] = _FAILED
+                failure = error
         self.share(chosen, logits)
         tokens = [int(token) for token in chosen[0].tolist()]
         if _NOT_FINITE in tokens:
@@ -80,6 +87,8 @@ class SampledBatch(PromptBatch):
         if _NOTHING_LEFT in tokens:
             size = self.request.sampling.no_repeat_ngram_size
             raise InputError(f"no_repeat_ngram_size {size} leaves no token to choose at token {step + 1}; raise it")
+        if _FAILED in tokens:
+            raise RuntimeError(f"no token can be chosen at token {step + 1}") from failure
         return tokens, chosen[1].tolist()
 
     def _choose_from(self, logits: torch.Tensor, last: Sequence[int], step: int, chosen: torch.Tensor) -> None:

@@ -6,6 +6,9 @@ import dataclasses
 import math
 import sys
 
+MIN_TEMPERATURE = 2.0**-126
+"""The smallest normal number of float32: one below it may be 0 to a kernel."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
@@ -46,6 +49,11 @@ class SamplingConfig:
         if not (self.temperature > 0.0 and math.isfinite(self.temperature)):
             found.append(
                 f"--temperature {self.temperature:g} is not positive and finite; --greedy takes the likeliest token"
+            )
+        elif self.temperature < MIN_TEMPERATURE:
+            found.append(
+                f"--temperature {self.temperature:g} is below {MIN_TEMPERATURE:g}, the smallest that float32 divides "
+                "by; --greedy takes the likeliest token"
             )
         if self.top_k < 0:
             found.append(f"--top-k {self.top_k} is negative; 0 draws from all tokens")

@@ -1,0 +1,80 @@
+"""A request at which all ranks fail is answered with that; where ranks part, all of them end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.errors import TrainingError
+from megatron.core.inference.engine import InferenceEngine
+from megatron.core.inference.request import Continuation, GenerationRequest
+from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.parallel_state import create_parallel_state
+from megatron.serving.generation_service import GenerationFailed, JobQueue, run_service
+from tests.harness.distributed import run_distributed
+
+GOOD, BAD, ONE_RANK_IS_BAD = 1, 2, 3
+
+
+class Engine:
+    """Stand in for a model that continues a prompt with itself, and fails at some."""
+
+    def __init__(self, tp: int) -> None:
+        self.state = create_parallel_state(ParallelSizes(tp=tp))
+        self.model = torch.nn.Linear(1, 1)
+
+    def generate(self, request: GenerationRequest, is_cancelled: Callable[[], bool]) -> Sequence[Continuation]:
+        """Answer or fail."""
+        kind = request.prompts[0][0]
+        if kind == BAD or (kind == ONE_RANK_IS_BAD and dist.get_rank() == 1):
+            raise RuntimeError("probability tensor contains either inf, nan or element < 0")
+        return [Continuation(tokens=list(prompt)) for prompt in request.prompts]
+
+
+def serve(tp: int, kinds: Sequence[int]) -> list[str]:
+    """Run a service that is asked for each kind of prompt in turn; return what was answered, and how it ended."""
+    jobs = JobQueue() if dist.get_rank() == 0 else None
+    answers: list[str] = []
+    is_asked_to_end = threading.Event()
+
+    def ask() -> None:
+        assert jobs is not None
+        for kind in kinds:
+            try:
+                answers.append(
+                    f"tokens {jobs.submit(GenerationRequest(prompts=((kind,),), max_new_tokens=1))[0].tokens}"
+                )
+            except GenerationFailed as error:
+                answers.append(f"failed: {error}")
+        is_asked_to_end.set()
+
+    if jobs is not None:
+        threading.Thread(target=ask, daemon=True).start()
+    try:
+        run_service(cast(InferenceEngine, cast(Any, Engine(tp))), jobs, is_asked_to_end.is_set)
+        answers.append("ended")
+    except TrainingError as error:
+        answers.append(str(error))
+    return answers
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_failure_of_all_ranks_is_an_answer_and_not_the_end(tp: int) -> None:
+    first, *others = run_distributed(tp, serve, tp, [GOOD, BAD, BAD, GOOD])
+    failed = (
+        "failed: the server failed at this request: RuntimeError: probability tensor contains either inf, nan or "
+        "element < 0"
+    )
+    assert first == ["tokens [1]", failed, failed, "tokens [1]", "ended"]
+    assert others == [["ended"]] * (tp - 1)
+
+
+def test_a_failure_of_one_rank_ends_all() -> None:
+    first, other = run_distributed(2, serve, 2, [GOOD, ONE_RANK_IS_BAD])
+    assert first == ["tokens [1]", "ranks do not agree about a request: it was answered here; the server ends"]
+    assert "ranks do not agree about a request: RuntimeError: probability tensor" in other[0]
