@@ -10,19 +10,31 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.action import Pass
-from megatron.core.pipeline_parallel.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
+from megatron.planning.plan import Plan
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Hold what one layer keeps of one micro-batch: as configured, and without any recompute.
+
+    With full recompute ``kept`` is what the first layer of each group keeps.
+    """
+
+    kept: int
+    whole: int
 
 
 def saved_bytes(config: TransformerConfig, seq_length: int, micro_batch_size: int) -> Mapping[str, int]:
@@ -58,11 +70,13 @@ def saved_bytes(config: TransformerConfig, seq_length: int, micro_batch_size: in
 def offloaded_bytes(config: RunConfig) -> int:
     """Return the most that a rank leaves in the machine's memory: weights, and activations of what is in flight."""
     model, most = config.model, 0
+    plan = Plan.of(config)
+    layer = layer_bytes(plan)
     for stage in range(model.pipeline_model_parallel_size):
         chunks = config.stage_layout.chunks(stage)
         weights = sum(_weights_by_chunk(model, chunk) for chunk in chunks) if model.cpu_offloading_weights else 0
-        sizes = [_kept_by_first(config, _num_offloaded(model, chunk)) for chunk in chunks]
-        most = max(most, weights + _most_in_flight(config, stage, sizes))
+        sizes = [_kept_by_first(model, _num_offloaded(model, chunk), layer) for chunk in chunks]
+        most = max(most, weights + _most_in_flight(plan, stage, sizes))
     return most
 
 
@@ -73,41 +87,47 @@ def activation_bytes(config: RunConfig, rank: int) -> int:
     layers' on their way to the machine's memory or back; and on the stage that has them the last norm's input and
     output and the logits of one micro-batch, once in the model's type and twice in float32.
     """
-    model, sizes = config.model, config.parallel_sizes
-    stage = sizes.place(rank)["pp"]
-    chunks = config.stage_layout.chunks(stage)
-    num_offloaded = [_num_offloaded(model, chunk) for chunk in chunks]
-    kept = [
-        _kept_by_first(config, len(chunk.layer_numbers)) - _kept_by_first(config, number)
-        for chunk, number in zip(chunks, num_offloaded)
-    ]
-    unit, whole = (
-        _unit_bytes(config, model),
-        _unit_bytes(config, dataclasses.replace(model, recompute_granularity=None)),
-    )
-    again = whole - unit
-    if model.recompute_granularity == "full":
-        again = whole * ((model.recompute_num_layers or 1) if model.recompute_method == "uniform" else 1)
-    total = _most_in_flight(config, stage, kept) + again + min(max(num_offloaded), 2) * unit
-    if any(chunk.has_loss for chunk in chunks):
-        tokens, element = (
-            config.data.seq_length // sizes.cp * config.training.micro_batch_size,
-            ELEMENT_BYTES[model.params_dtype],
-        )
-        rows = tokens // sizes.tp if model.sequence_parallel else tokens
-        total += 2 * rows * model.hidden_size * element
-        total += tokens * (model.padded_vocab_size // sizes.tp) * (element + 8)
+    plan = Plan.of(config)
+    stage = plan.parallel_sizes.place(rank)["pp"]
+    total = sum(activation_parts(plan, stage, layer_bytes(plan)))
+    if plan.stage_layout.contents(stage, -1).has_loss:
+        total += plan.num_logits * (ELEMENT_BYTES[plan.model.params_dtype] + 8)
     return total
 
 
-def _most_in_flight(config: RunConfig, stage: int, sizes: Sequence[int]) -> int:
+def layer_bytes(plan: Plan) -> LayerBytes:
+    """Return what one layer keeps of one micro-batch, with the recompute that is configured and without."""
+    whole = dataclasses.replace(plan.model, recompute_granularity=None)
+    return LayerBytes(
+        *(sum(saved_bytes(model, plan.seq_length, plan.micro_batch_size).values()) for model in (plan.model, whole))
+    )
+
+
+def activation_parts(plan: Plan, stage: int, layer: LayerBytes) -> tuple[int, int]:
+    """Return what a stage keeps at the fullest moment, and what is there for a moment; the logits are in neither.
+
+    For a moment there are what is computed again, two layers' activations on their way to the machine's memory or
+    back, and on the stage that has them the last norm's input and output.
+    """
+    model, chunks = plan.model, plan.stage_layout.chunks(stage)
+    num_offloaded = [_num_offloaded(model, chunk) for chunk in chunks]
+    kept = [
+        _kept_by_first(model, len(chunk.layer_numbers), layer) - _kept_by_first(model, number, layer)
+        for chunk, number in zip(chunks, num_offloaded)
+    ]
+    again = layer.whole - layer.kept
+    if model.recompute_granularity == "full":
+        again = layer.whole * ((model.recompute_num_layers or 1) if model.recompute_method == "uniform" else 1)
+    again += min(max(num_offloaded), 2) * layer.kept
+    if chunks[-1].has_loss:
+        again += 2 * plan.num_rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
+    return _most_in_flight(plan, stage, kept), again
+
+
+def _most_in_flight(plan: Plan, stage: int, sizes: Sequence[int]) -> int:
     """Return the most of a stage's passes that wait for their backward passes, where those of its chunks have sizes."""
-    model, training = config.model, config.training
-    num_microbatches = training.global_batch_size // (training.micro_batch_size * config.data_parallel_size)
-    group = model.microbatch_group_size_per_virtual_pipeline_stage
-    pp, most = model.pipeline_model_parallel_size, 0
-    in_flight = Counter[int]()
-    for action in SCHEDULES[config.pipeline_schedule](pp, stage, num_microbatches, len(sizes), group):
+    in_flight, most = Counter[int](), 0
+    for action in plan.warm_up_actions(stage):
         if action.kind is not Pass.BACKWARD_WEIGHT:
             in_flight[action.chunk] += 1 if action.kind is Pass.FORWARD else -1
         most = max(most, sum(count * sizes[chunk] for chunk, count in in_flight.items()))
@@ -124,20 +144,12 @@ def _num_offloaded(model: GPTConfig, chunk: StageContents) -> int:
     return min(model.num_offloaded_layers, len(chunk.layer_numbers)) if model.cpu_offloading_activations else 0
 
 
-def _unit_bytes(config: RunConfig, model: GPTConfig) -> int:
-    """Return what a layer keeps of one micro-batch, or the first of a group with full recompute."""
-    return sum(saved_bytes(model, config.data.seq_length, config.training.micro_batch_size).values())
-
-
-def _kept_by_first(config: RunConfig, num_layers: int) -> int:
+def _kept_by_first(model: GPTConfig, num_layers: int, layer: LayerBytes) -> int:
     """Return what the first layers of a chunk keep of one micro-batch."""
-    model = config.model
-    unit = _unit_bytes(config, model)
     if model.recompute_granularity != "full":
-        return num_layers * unit
+        return num_layers * layer.kept
     length = model.recompute_num_layers or 1
     if model.recompute_method == "uniform":
-        return -(-num_layers // length) * unit
+        return -(-num_layers // length) * layer.kept
     again = min(length, num_layers)
-    whole = _unit_bytes(config, dataclasses.replace(model, recompute_granularity=None))
-    return again * unit + (num_layers - again) * whole
+    return again * layer.kept + (num_layers - again) * layer.whole

@@ -7,7 +7,7 @@ import pytest
 from megatron.core.process_group import CollectiveCall
 from megatron.dry_run.dry_run import DryRun
 from megatron.dry_run.estimate import Estimate, estimate_step
-from megatron.dry_run.gpu import H100
+from megatron.planning.gpu import H100
 from megatron.dry_run.roofline import operation_seconds, transfer_seconds
 from megatron.dry_run.step_record import Communication, LinkEvent, Operation, StepRecord
 

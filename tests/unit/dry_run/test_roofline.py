@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.process_group import CollectiveCall
-from megatron.dry_run.gpu import A100, GPUS, H100
+from megatron.planning.gpu import A100, GPUS, H100
 from megatron.dry_run.roofline import operation_seconds, transfer_seconds
 from megatron.dry_run.step_record import Communication, Operation
 
