@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,10 @@ from megatron.planning.plan import Plan
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
+
+
+SavedBytes = Callable[[GPTConfig, int, int], Mapping[str, int]]
+"""Return by part what a layer keeps of a micro-batch, from (model, sequence length, micro-batch size)."""
 
 
 @dataclass(frozen=True)
@@ -95,19 +99,18 @@ def activation_bytes(config: RunConfig, rank: int) -> int:
     return total
 
 
-def layer_bytes(plan: Plan) -> LayerBytes:
+def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> LayerBytes:
     """Return what one layer keeps of one micro-batch, with the recompute that is configured and without."""
     whole = dataclasses.replace(plan.model, recompute_granularity=None)
-    return LayerBytes(
-        *(sum(saved_bytes(model, plan.seq_length, plan.micro_batch_size).values()) for model in (plan.model, whole))
-    )
+    models = (plan.model, whole)
+    return LayerBytes(*(sum(saved(model, plan.seq_length, plan.micro_batch_size).values()) for model in models))
 
 
-def activation_parts(plan: Plan, stage: int, layer: LayerBytes) -> tuple[int, int]:
-    """Return what a stage keeps at the fullest moment, and what is there for a moment; the logits are in neither.
+def activation_parts(plan: Plan, stage: int, layer: LayerBytes) -> tuple[int, int, int]:
+    """Return what a stage's layers keep at the fullest moment, what is there in one layer's backward pass, and the rest.
 
-    For a moment there are what is computed again, two layers' activations on their way to the machine's memory or
-    back, and on the stage that has them the last norm's input and output.
+    In a backward pass there are what is computed again, and two layers' activations on their way to the machine's
+    memory or back. The rest is the last norm's input and output on the stage that has them, without the logits.
     """
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
     num_offloaded = [_num_offloaded(model, chunk) for chunk in chunks]
@@ -119,9 +122,8 @@ def activation_parts(plan: Plan, stage: int, layer: LayerBytes) -> tuple[int, in
     if model.recompute_granularity == "full":
         again = layer.whole * ((model.recompute_num_layers or 1) if model.recompute_method == "uniform" else 1)
     again += min(max(num_offloaded), 2) * layer.kept
-    if chunks[-1].has_loss:
-        again += 2 * plan.num_rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
-    return _most_in_flight(plan, stage, kept), again
+    ends = 2 * plan.num_rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype] * chunks[-1].has_loss
+    return _most_in_flight(plan, stage, kept), again, ends
 
 
 def _most_in_flight(plan: Plan, stage: int, sizes: Sequence[int]) -> int:

@@ -119,10 +119,19 @@ B200 = Gpu(
     sources=("NVIDIA HGX B200 data sheet, for one GPU; attention shares as cuDNN's on the H100", _PRODUCTS),
 )
 
+A800 = replace(
+    A100, name="a800-80gb", link_bandwidth=200e9, sources=("NVIDIA A800: an A100 with NVLink of 400 GB/s", *A100.sources)
+)
+H800 = replace(
+    H100, name="h800-80gb", link_bandwidth=200e9, sources=("NVIDIA H800: an H100 with NVLink of 400 GB/s", *H100.sources)
+)
+
 GPUS: Mapping[str, Gpu] = {
     "a100-80gb": A100,
+    "a800-80gb": A800,
     "h100-80gb": H100,
     "h100": H100,
+    "h800-80gb": H800,
     "h200": H200,
     "b200": B200,
 }
@@ -138,3 +147,13 @@ def find_gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise ConfigurationError(f"--gpu {name}: no figures are known for it; possible: {', '.join(GPUS)}")
     return GPUS[name]
+
+
+_MENTIONS = (("h100", H100), ("h800", H800), ("h200", H200), ("hopper", H100), ("b200", B200), ("a100", A100), ("a800", A800))
+"""GPU types by what a description of hardware calls them; the first that is mentioned counts."""
+
+
+def gpu_in_text(description: str) -> Gpu | None:
+    """Return the GPU type that a description of hardware mentions, or None."""
+    words = description.lower()
+    return next((gpu for mention, gpu in _MENTIONS if mention in words), None)

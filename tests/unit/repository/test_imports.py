@@ -81,7 +81,7 @@ TORCH_FREE_PATTERNS = (
     "megatron/training/process/refusal.py",
     "megatron/training/config/*.py",
     "megatron/training/config/checks/*.py",
-    "megatron/planning/gpu.py",
+    "megatron/planning/**/*.py",
     "megatron/dry_run/pretended_cuda.py",
     "megatron/dry_run/vocabulary.py",
 )
