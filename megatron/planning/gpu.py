@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -149,11 +150,18 @@ def find_gpu(name: str) -> Gpu:
     return GPUS[name]
 
 
-_MENTIONS = (("h100", H100), ("h800", H800), ("h200", H200), ("hopper", H100), ("b200", B200), ("a100", A100), ("a800", A800))
-"""GPU types by what a description of hardware calls them; the first that is mentioned counts."""
+_MENTIONS = {"h100": H100, "h800": H800, "h200": H200, "hopper": H100, "b200": B200, "a100": A100, "a800": A800}
+"""GPU types by what a description of hardware calls them."""
 
 
 def gpu_in_text(description: str) -> Gpu | None:
-    """Return the GPU type that a description of hardware mentions, or None."""
-    words = description.lower()
-    return next((gpu for mention, gpu in _MENTIONS if mention in words), None)
+    """Return the GPU type that a description of hardware mentions, with the memory that it mentions, or None."""
+    words = re.findall(r"[a-z0-9]+", description.lower())
+    found = min((word for word in _MENTIONS if word in words), key=list(_MENTIONS).index, default=None)
+    if found is None:
+        return None
+    size = re.search(r"(\d+) ?GB?\b", description)
+    gpu = _MENTIONS[found]
+    if size is None or not 0 < int(size.group(1)) < gpu.memory_bytes // _GIB:
+        return gpu
+    return replace(gpu, memory_bytes=int(size.group(1)) * _GIB)
