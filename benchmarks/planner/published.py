@@ -17,11 +17,26 @@ _LLAMA = {
     "max_position_embeddings": 131072,
 }
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama3.1-8b": {**_LLAMA, "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 14336},
-    "llama3.1-70b": {**_LLAMA, "num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "ffn_hidden_size": 28672},
+    "llama3.1-8b": {
+        **_LLAMA,
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "ffn_hidden_size": 14336,
+    },
+    "llama3.1-70b": {
+        **_LLAMA,
+        "num_layers": 80,
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "ffn_hidden_size": 28672,
+    },
     "llama3.1-405b": {
         **_LLAMA,
-        **{"num_layers": 126, "hidden_size": 16384, "num_attention_heads": 128, "ffn_hidden_size": 53248},
+        "num_layers": 126,
+        "hidden_size": 16384,
+        "num_attention_heads": 128,
+        "ffn_hidden_size": 53248,
     },
 }
 
@@ -38,9 +53,17 @@ def _record(row: dict[str, Any]) -> MeasuredRun:
     # 126 layers are two short of stages of equal length: the embedding and the loss stand for one each.
     is_short = shape["num_layers"] % (row["pp"] * (row["vp"] or 1)) != 0
     values = {
-        **{"id": row["id"], "model": shape, "precision": row["precision"], "world_size": row["gpus"]},
-        **{"tp": row["tp"], "pp": row["pp"], "cp": row["cp"], "vpp": row["vp"], "micro_batch": row["micro_batch"]},
-        **{"global_batch": row["global_batch"], "hardware": {"gpu": row["gpu"]}},
+        "id": row["id"],
+        "model": shape,
+        "precision": row["precision"],
+        "world_size": row["gpus"],
+        "tp": row["tp"],
+        "pp": row["pp"],
+        "cp": row["cp"],
+        "vpp": row["vp"],
+        "micro_batch": row["micro_batch"],
+        "global_batch": row["global_batch"],
+        "hardware": {"gpu": row["gpu"]},
         "software": {"framework": f"Megatron Bridge {row['release']}"},
         "account_for_embedding_in_pipeline_split": is_short,
         "account_for_loss_in_pipeline_split": is_short,

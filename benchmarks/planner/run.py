@@ -38,7 +38,7 @@ EXPECTED_MIB = (5000.0, 2000.0)
 stages. Rows of interleaved stages alone do not tell the two numbers apart; their difference then stays as it is here.
 """
 _CLOSE = 0.01
-"""Errors below this weigh as their squares, larger ones as their sizes: a row that is odd pulls no more than another."""
+"""Errors below this weigh as their squares, larger ones as their sizes: an odd row pulls no more than others."""
 
 
 def main() -> None:
@@ -119,8 +119,11 @@ def _least_errors(errors_of: Callable[[np.ndarray], list[float]], start: np.ndar
     for _ in range(_ROUNDS):
         errors = np.array(errors_of(values))
         slopes = np.stack(
-            [(np.array(errors_of(values * np.where(np.arange(len(values)) == i, 1.01, 1.0))) - errors) / math.log(1.01)
-             for i in range(len(values))],
+            [
+                (np.array(errors_of(values * np.where(np.arange(len(values)) == i, 1.01, 1.0))) - errors)
+                / math.log(1.01)
+                for i in range(len(values))
+            ],
             axis=1,
         )
         weights = np.sqrt(1 / np.maximum(np.abs(errors), _CLOSE))
@@ -139,7 +142,8 @@ def _log(error: float | None) -> float:
 
 def _row(each: EvaluatedRun, left_out: EvaluatedRun) -> str:
     errors = "".join(
-        f"{_percent(error):>9}" for error in (each.memory_error, each.time_error, left_out.memory_error, left_out.time_error)
+        f"{_percent(error):>9}"
+        for error in (each.memory_error, each.time_error, left_out.memory_error, left_out.time_error)
     )
     outcome = {True: "", False: "WRONG", None: "(not scored)"}[each.is_outcome_right]
     measured = each.run.measured.outcome

@@ -107,7 +107,7 @@ def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> LayerBytes:
 
 
 def activation_parts(plan: Plan, stage: int, layer: LayerBytes) -> tuple[int, int, int]:
-    """Return what a stage's layers keep at the fullest moment, what is there in one layer's backward pass, and the rest.
+    """Return what a stage's layers keep at the fullest moment, what a layer's backward pass adds to it, and the rest.
 
     In a backward pass there are what is computed again, and two layers' activations on their way to the machine's
     memory or back. The rest is the last norm's input and output on the stage that has them, without the logits.

@@ -121,10 +121,16 @@ B200 = Gpu(
 )
 
 A800 = replace(
-    A100, name="a800-80gb", link_bandwidth=200e9, sources=("NVIDIA A800: an A100 with NVLink of 400 GB/s", *A100.sources)
+    A100,
+    name="a800-80gb",
+    link_bandwidth=200e9,
+    sources=("NVIDIA A800: an A100 with NVLink of 400 GB/s", *A100.sources),
 )
 H800 = replace(
-    H100, name="h800-80gb", link_bandwidth=200e9, sources=("NVIDIA H800: an H100 with NVLink of 400 GB/s", *H100.sources)
+    H100,
+    name="h800-80gb",
+    link_bandwidth=200e9,
+    sources=("NVIDIA H800: an H100 with NVLink of 400 GB/s", *H100.sources),
 )
 
 GPUS: Mapping[str, Gpu] = {

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from megatron.core.errors import ConfigurationError
 from megatron.planning.activation_memory import SavedBytes, saved_bytes
 from megatron.planning.prediction.saved_by_megatron import saved_by_local_layers, saved_by_transformer_engine
+from megatron.planning.prediction.saved_on_cpu import saved_on_cpu
+
 
 @dataclass(frozen=True, kw_only=True)
 class FittedTimes:
@@ -32,9 +34,9 @@ class FittedTimes:
 class Implementation:
     """Hold one program: what a layer keeps, what is cached, which kernels it calls, what it cannot run.
 
-    ``wide_logit_bytes`` are those of one logit at the fullest moment beside the model's own type, ``half_gradient_bytes``
-    those of an fp16 model's gradient while layers run. Beside fp8 a program may keep no
-    weights in 16 bits. One without flash attention has its scores in memory.
+    ``wide_logit_bytes`` are those of one logit at the fullest moment beside the model's own type,
+    ``half_gradient_bytes`` those of an fp16 model's gradient while layers run. Beside fp8 a program may keep no weights
+    in 16 bits. One without flash attention has its scores in memory.
     """
 
     name: str
@@ -103,9 +105,11 @@ OURS = Implementation(
     offloads_in_pipelines=True,
     takes_any_microbatches=True,
 )
+OURS_ON_CPU = dataclasses.replace(OURS, name="ours-cpu", saved=saved_on_cpu)
 
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
-    each.name: each for each in (OURS, MEGATRON_TE, MEGATRON_BRIDGE, MEGATRON_LOCAL, MEGATRON_2020, TORCHTITAN)
+    each.name: each
+    for each in (OURS, OURS_ON_CPU, MEGATRON_TE, MEGATRON_BRIDGE, MEGATRON_LOCAL, MEGATRON_2020, TORCHTITAN)
 }
 """Implementations by the names that ``--implementation`` takes."""
 

@@ -61,7 +61,13 @@ def usable_bytes(gpu: Gpu) -> int:
     return gpu.memory_bytes - _DRIVER_BYTES
 
 
-def predict(plan: Plan, implementation: Implementation, gpu: Gpu | None, usable: int | None = None, platform: Platform = HOPPER_MACHINES) -> Prediction:
+def predict(
+    plan: Plan,
+    implementation: Implementation,
+    gpu: Gpu | None,
+    usable: int | None = None,
+    platform: Platform = HOPPER_MACHINES,
+) -> Prediction:
     """Return what becomes of a plan; without a GPU type there is no time, without ``usable`` memory no limit."""
     if usable is None and gpu is not None:
         usable = usable_bytes(gpu)

@@ -29,7 +29,7 @@ def _shape(plan: Plan) -> Iterator[str]:
     if c > 1 and plan.seq_length % (2 * c):
         yield f"seq_length {plan.seq_length} is not divisible by 2 x cp {c}; use a multiple of {2 * c}"
     if model.sequence_parallel and plan.seq_length // c % t:
-        yield f"a context-parallel rank's {plan.seq_length // c} tokens are not divisible by tp {t}; leave out sequence_parallel"
+        yield f"seq_length / cp is {plan.seq_length // c} and not divisible by tp {t}; leave out sequence_parallel"
 
 
 def _batches(plan: Plan, implementation: Implementation) -> Iterator[str]:

@@ -53,15 +53,16 @@ def stage_memory(plan: Plan, stage: int, implementation: Implementation) -> Stag
         num_parameters += sum(sizes)
         num_elements += plan_buckets(sizes, tied, plan.ddp, replicas).num_elements
     element = ELEMENT_BYTES[model.params_dtype]
-    weights = num_parameters * element
+    is_sharded = plan.ddp.shards_over(replicas)
+    # Weights that are gathered lie in a flat buffer, with its padding.
+    weights = (num_elements if is_sharded else num_parameters) * element
     if implementation.caches_float8_weights and model.fp8_format is not None:
         num_layers = sum(len(chunk.layer_numbers) for chunk in chunks)
         copied = num_layers * sum(product.size for product in layer_products(model))
         weights += (_FLOAT8_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
-    is_sharded = plan.ddp.shards_over(replicas)
     gradient = _gradient_bytes(plan, implementation)
     gradients = num_elements * gradient // (replicas if plan.ddp.shards_gradients and is_sharded else 1)
-    state = num_elements // replicas if is_sharded else num_parameters
+    state = num_parameters // (replicas if is_sharded else 1)
     kept, again, ends = activation_parts(plan, stage, layer_bytes(plan, implementation.saved))
     logits = plan.num_logits * (element + implementation.wide_logit_bytes) if chunks[-1].has_loss else 0
     if not implementation.has_flash_attention:

@@ -211,9 +211,7 @@ def test_the_command_prints_errors_and_writes_every_prediction(
         (["--output", "/no/such/folder/file"], "cannot be written"),
     ],
 )
-def test_names_that_are_not_known_are_refused(
-    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_that_are_not_known_are_refused(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--evaluate", str(RUNS), *flags]) == 2
     error = capsys.readouterr().err
     assert words in error
