@@ -17,8 +17,8 @@ from megatron.core.pipeline_parallel.stage_layout import StageLayout
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
 
-_ROUNDS = 4
-"""After so many micro-batches for each stage, a schedule only repeats itself."""
+_ROUNDS, _MOST_ROUNDS = 4, 64
+"""After so many micro-batches for each stage a schedule only repeats itself, where rounds are equal and where not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,8 @@ class Plan:
         round_size, num_microbatches = max(group or 0, pp), self.num_microbatches
         if num_microbatches % round_size == 0:
             num_microbatches = min(num_microbatches, _ROUNDS * round_size)
+        elif num_microbatches > _MOST_ROUNDS * round_size:
+            num_microbatches = _MOST_ROUNDS * round_size + num_microbatches % round_size
         return SCHEDULES[self.pipeline_schedule](pp, stage, num_microbatches, layout.num_chunks, group)
 
     @property

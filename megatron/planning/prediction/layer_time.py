@@ -99,7 +99,8 @@ def _product(product: Product, tokens: int, peak: float, gpu: Gpu) -> float:
 def _attention(plan: Plan, gpu: Gpu, implementation: Implementation) -> tuple[float, float]:
     """Return the time of attention forward and backward."""
     on_hopper = gpu.capability >= (9, 0)
-    rates = gpu.cudnn if on_hopper and implementation.attention_on_hopper == "cudnn" else gpu.flash
+    takes_cudnn = implementation.attention_on_hopper == "cudnn" and not plan.model.attention_dropout
+    rates = gpu.cudnn if on_hopper and takes_cudnn else gpu.flash
     rate: AttentionRate = rates[128 if plan.model.kv_channels > 64 else 64]
     share = implementation.times.backward_share if on_hopper else 1.0
     ring = implementation.times.ring_share if plan.parallel_sizes.cp > 1 else 1.0

@@ -29,13 +29,15 @@ class Fields:
             raise self.error(name, "an object")
         return Fields(value or {}, f"{self.where}: {name}")
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1; a missing one or null is the default, where there is one."""
+    def integer(self, name: str, default: int | None = None, most: int = _MOST) -> int:
+        """Return a whole number from 1 to ``most``; a missing one or null is the default, where there is one."""
         value = self.values.get(name)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(name, "a whole number of 1 or more")
+        if value > most:
+            raise self.error(name, f"a whole number of at most {most}")
         return value
 
     def optional(self, name: str) -> int | None:

@@ -31,7 +31,7 @@ class Platform:
     fragment_bytes: int
 
 
-HOPPER_MACHINES = Platform(held_bytes=4762 * _MIB, fragment_bytes=2549 * _MIB)
+HOPPER_MACHINES = Platform(held_bytes=4326 * _MIB, fragment_bytes=2744 * _MIB)
 """Machines of eight GPUs with NVLink, CUDA 12 and NCCL; expandable segments."""
 
 

@@ -18,6 +18,7 @@ from megatron.planning.prediction.measured_runs import Fields
 
 _PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
 _RECOMPUTES = ("none", "selective", "full", "cpu_offload")
+_MOST_LAYERS, _MOST_RANKS = 10_000, 100_000
 _EXPERT_FIELDS = ("num_experts", "num_moe_experts", "moe_num_experts", "n_routed_experts")
 
 
@@ -37,7 +38,7 @@ def recorded_plan(fields: Fields) -> Plan:
         ConfigurationError: the layout is none; every problem, with values that would work.
     """
     shape = fields.part("model")
-    tp, pp, cp = (fields.integer(axis, 1) for axis in ("tp", "pp", "cp"))
+    tp, pp, cp = (fields.integer(axis, 1, most=_MOST_RANKS) for axis in ("tp", "pp", "cp"))
     dp, world_size = _replicas(fields, tp * pp * cp)
     problems = [] if dp * tp * pp * cp == world_size else [_not_a_grid(world_size, tp * pp * cp)]
     problems += _unknown(fields, shape)
@@ -118,7 +119,7 @@ def _model(fields: Fields, shape: Fields, layout: tuple[int, int, int]) -> GPTCo
     depth = fields.optional("layers_per_virtual_stage")
     again = recompute if recompute in ("selective", "full") else None
     return GPTConfig(
-        num_layers=shape.integer("num_layers"),
+        num_layers=shape.integer("num_layers", most=_MOST_LAYERS),
         hidden_size=hidden,
         num_attention_heads=heads,
         ffn_hidden_size=shape.integer("ffn_hidden_size", default_ffn_hidden_size(hidden, gated)),

@@ -65,6 +65,7 @@ def stage_memory(plan: Plan, stage: int, implementation: Implementation) -> Stag
     state = num_parameters // (replicas if is_sharded else 1)
     kept, again, ends = activation_parts(plan, stage, layer_bytes(plan, implementation.saved))
     logits = plan.num_logits * (element + implementation.wide_logit_bytes) if chunks[-1].has_loss else 0
+    again += element * _feed_forward_gradients(plan)
     if not implementation.has_flash_attention:
         scores = score_elements(model, plan.seq_length, plan.micro_batch_size)
         again += _SCORES_AT_WORK * element * scores
@@ -80,6 +81,13 @@ def stage_memory(plan: Plan, stage: int, implementation: Implementation) -> Stag
         # The logits have gone when the first layer's backward pass begins.
         buffers=max(ends, again - logits),
     )
+
+
+def _feed_forward_gradients(plan: Plan) -> int:
+    """Return the numbers at work in a feed-forward's backward pass: gradients of its output, its middle, its gates."""
+    model = plan.model
+    ffn = model.ffn_hidden_size // plan.parallel_sizes.tp
+    return plan.num_rows * model.hidden_size + plan.num_tokens * ffn * (3 if model.is_gated else 2)
 
 
 def _gradient_bytes(plan: Plan, implementation: Implementation) -> int:
