@@ -69,6 +69,8 @@ def stage_memory(plan: Plan, stage: int, implementation: Implementation) -> Stag
     if not implementation.has_flash_attention:
         scores = score_elements(model, plan.seq_length, plan.micro_batch_size)
         again += _SCORES_AT_WORK * element * scores
+    if chunks[-1].has_loss and model.sequence_parallel:
+        ends += element * plan.num_tokens * model.hidden_size  # the output layer's input, gathered
     if chunks[-1].has_loss and not implementation.fuses_weight_gradients:
         ends += element * (model.padded_vocab_size // plan.parallel_sizes.tp) * model.hidden_size
     return StageMemory(

@@ -207,7 +207,7 @@ def test_the_command_prints_errors_and_writes_every_prediction(
     ("flags", "words"),
     [
         (["--gpu", "abacus"], "no figures are known"),
-        (["--implementation", "abacus"], "possible: ours, megatron-te"),
+        (["--implementation", "abacus"], "possible: ours, ours-cpu, megatron-te"),
         (["--output", "/no/such/folder/file"], "cannot be written"),
     ],
 )
