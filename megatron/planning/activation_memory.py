@@ -8,7 +8,6 @@ that keeps no weights, norms that keep a scale (and a mean) a token.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -128,11 +127,13 @@ def activation_parts(plan: Plan, stage: int, layer: LayerBytes) -> tuple[int, in
 
 def _most_in_flight(plan: Plan, stage: int, sizes: Sequence[int]) -> int:
     """Return the most of a stage's passes that wait for their backward passes, where those of its chunks have sizes."""
-    in_flight, most = Counter[int](), 0
-    for action in plan.warm_up_actions(stage):
-        if action.kind is not Pass.BACKWARD_WEIGHT:
-            in_flight[action.chunk] += 1 if action.kind is Pass.FORWARD else -1
-        most = max(most, sum(count * sizes[chunk] for chunk, count in in_flight.items()))
+    in_flight = most = 0
+    for kind, _, chunk in plan.warm_up_actions(stage):
+        if kind is Pass.FORWARD:
+            in_flight += sizes[chunk]
+            most = max(most, in_flight)
+        elif kind is not Pass.BACKWARD_WEIGHT:
+            in_flight -= sizes[chunk]
     return most
 
 

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.stage_layout import StageLayout
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
 
-_ROUNDS, _MOST_ROUNDS = 4, 64
+_ROUNDS, _MOST_ROUNDS = 3, 64
 """After so many micro-batches for each stage a schedule only repeats itself, where rounds are equal and where not."""
 
 
