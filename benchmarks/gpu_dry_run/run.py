@@ -20,9 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.dry_run.gpu import find_gpu
 from megatron.dry_run.pretended_cuda import load_pretended_cuda
 from megatron.dry_run.vocabulary import with_known_vocabulary
+from megatron.planning.gpu import find_gpu
 from megatron.training.config.arguments import resolve_arguments
 
 GPT2_345M = (

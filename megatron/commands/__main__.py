@@ -18,6 +18,7 @@ COMMANDS = (
     "inspect_batch",
     "inspect_dataset",
     "merge_datasets",
+    "plan",
     "preprocess_data",
     "read_flight",
     "report_theoretical_memory",

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from megatron.commands.arguments.command_line import Parser, exit_status_of
 from megatron.core.errors import ConfigurationError
-from megatron.dry_run.gpu import GPUS, find_gpu
 from megatron.dry_run.pretended_cuda import load_pretended_cuda
 from megatron.dry_run.vocabulary import with_known_vocabulary
+from megatron.planning.gpu import GPUS, find_gpu
 from megatron.training.config.arguments import resolve_arguments
 
 # Torch is imported by the function that needs it: the library that stands in for CUDA must be loaded before.

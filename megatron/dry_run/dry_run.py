@@ -23,7 +23,6 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import Group
 from megatron.core.timers import Timer, Timers
-from megatron.dry_run.gpu import Gpu
 from megatron.dry_run.pretended.device import PretendedDevice
 from megatron.dry_run.pretended.flex_attention import PretendedFlexAttention
 from megatron.dry_run.pretended.host_copies import RecordedCopies
@@ -32,6 +31,7 @@ from megatron.dry_run.pretended.operators import CudaOperators
 from megatron.dry_run.pretended.triton import recorded_programs
 from megatron.dry_run.recorder import Recorder
 from megatron.dry_run.step_record import StepRecord
+from megatron.planning.gpu import Gpu
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource
 from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.dry_run.dry_run import DryRun
-from megatron.dry_run.gpu import Gpu
 from megatron.dry_run.roofline import (
     KERNELS_OF,
     PRODUCTS,
@@ -16,6 +15,7 @@ from megatron.dry_run.roofline import (
     transfer_seconds,
 )
 from megatron.dry_run.step_record import HOST_DIRECTIONS, PASSES, HostCopy, Operation, StepRecord, Transfer
+from megatron.planning.gpu import Gpu
 
 ASSUMPTIONS = (
     "A roofline and no measurement: products by tiles and waves, attention by published rates, the rest by the bytes "

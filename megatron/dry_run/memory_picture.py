@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 
 from megatron.dry_run.dry_run import DryRun
-from megatron.dry_run.gpu import Gpu
 from megatron.dry_run.live_memory import HOLDERS
+from megatron.planning.gpu import Gpu
 
 _COLOURS = ("#4878a8", "#e49444", "#85b6b2", "#6a9f58", "#d1615d", "#a87c9f")
 _WIDTH, _HEIGHT = 900, 360

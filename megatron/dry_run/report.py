@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron.dry_run.dry_run import DryRun
 from megatron.dry_run.estimate import ASSUMPTIONS, Estimate, kernel_count, kind_of
-from megatron.dry_run.gpu import Gpu
 from megatron.dry_run.roofline import transfer_seconds
 from megatron.dry_run.step_record import PHASES
+from megatron.planning.gpu import Gpu
 
 _NUM_LINES = 12
 _GIB = 2**30

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megatron.dry_run.gpu import Gpu
 from megatron.dry_run.step_record import Communication, Operation, Transfer
+from megatron.planning.gpu import Gpu
 
 _SCALED_PRODUCT = "_scaled_mm"
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "dot", _SCALED_PRODUCT)

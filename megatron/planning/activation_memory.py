@@ -8,22 +8,37 @@ that keeps no weights, norms that keep a scale (and a mean) a token.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.action import Pass
-from megatron.core.pipeline_parallel.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.kept_inputs import KeptInput, kept_input
+from megatron.planning.plan import Plan
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
+
+
+SavedBytes = Callable[[GPTConfig, int, int, int], Mapping[str, int]]
+"""Return by part what a layer keeps of a micro-batch, from (model, sequence length, micro-batch size, layer number)."""
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Hold what one layer keeps of one micro-batch: as configured, and without any recompute.
+
+    With full recompute ``kept`` is what the first layer of each group keeps.
+    """
+
+    kept: int
+    whole: int
 
 
 def saved_bytes(
@@ -85,11 +100,13 @@ def saved_bytes(
 def offloaded_bytes(config: RunConfig) -> int:
     """Return the most that a rank leaves in the machine's memory: weights, and activations of what is in flight."""
     model, most = config.model, 0
+    plan = Plan.of(config)
+    layers = layer_bytes(plan)
     for stage in range(model.pipeline_model_parallel_size):
         chunks = config.stage_layout.chunks(stage)
         weights = sum(_weights_by_chunk(model, chunk) for chunk in chunks) if model.cpu_offloading_weights else 0
-        sizes = [_kept_by(config, chunk.layer_numbers[: _num_offloaded(model, chunk)]) for chunk in chunks]
-        most = max(most, weights + _most_in_flight(config, stage, sizes))
+        sizes = [_kept_by(model, _of(layers, chunk)[: _num_offloaded(model, chunk)]) for chunk in chunks]
+        most = max(most, weights + _most_in_flight(plan, stage, sizes))
     return most
 
 
@@ -101,44 +118,63 @@ def activation_bytes(config: RunConfig, rank: int) -> int:
     output (which a frozen output layer does not keep) and the logits of one micro-batch, once in the model's type and
     twice in float32.
     """
-    model, sizes = config.model, config.parallel_sizes
-    stage = sizes.place(rank)["pp"]
-    chunks = config.stage_layout.chunks(stage)
-    num_offloaded = [_num_offloaded(model, chunk) for chunk in chunks]
-    kept = [
-        _kept_by(config, chunk.layer_numbers) - _kept_by(config, chunk.layer_numbers[:number])
-        for chunk, number in zip(chunks, num_offloaded)
-    ]
-    unit, whole = (
-        _unit_bytes(config, model),
-        _unit_bytes(config, dataclasses.replace(model, recompute_granularity=None)),
-    )
-    again = whole - unit
-    if model.recompute_granularity == "full":
-        again = whole * ((model.recompute_num_layers or 1) if model.recompute_method == "uniform" else 1)
-    total = _most_in_flight(config, stage, kept) + again + min(max(num_offloaded), 2) * unit
-    if any(chunk.has_loss for chunk in chunks):
-        tokens, element = (
-            config.data.seq_length // sizes.cp * config.training.micro_batch_size,
-            ELEMENT_BYTES[model.params_dtype],
-        )
-        rows = tokens // sizes.tp if model.sequence_parallel else tokens
-        total += (1 if model.lora_rank else 2) * rows * model.hidden_size * element
-        total += tokens * (model.padded_vocab_size // sizes.tp) * (element + 8)
+    plan = Plan.of(config)
+    stage = plan.parallel_sizes.place(rank)["pp"]
+    total = sum(activation_parts(plan, stage, layer_bytes(plan)))
+    if plan.stage_layout.contents(stage, -1).has_loss:
+        total += plan.num_logits * (ELEMENT_BYTES[plan.model.params_dtype] + 8)
     return total
 
 
-def _most_in_flight(config: RunConfig, stage: int, sizes: Sequence[int]) -> int:
+def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> Sequence[LayerBytes]:
+    """Return what each layer keeps of one micro-batch, with the recompute that is configured and without."""
+    models = plan.model, dataclasses.replace(plan.model, recompute_granularity=None)
+    float8_layers = plan.model.float8_layers(plan.model.num_layers)
+    of_kind: dict[bool, LayerBytes] = {}
+    for number in range(plan.model.num_layers):
+        if (number in float8_layers) not in of_kind:
+            sizes = (saved(model, plan.seq_length, plan.micro_batch_size, number) for model in models)
+            of_kind[number in float8_layers] = LayerBytes(*(sum(parts.values()) for parts in sizes))
+    return [of_kind[number in float8_layers] for number in range(plan.model.num_layers)]
+
+
+def largest(layers: Sequence[LayerBytes]) -> LayerBytes:
+    """Return the most that any of the layers keeps."""
+    return LayerBytes(max(layer.kept for layer in layers), max(layer.whole for layer in layers))
+
+
+def activation_parts(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> tuple[int, int, int]:
+    """Return what a stage's layers keep at the fullest moment, what a layer's backward pass adds to it, and the rest.
+
+    In a backward pass there are what is computed again, and two layers' activations on their way to the machine's
+    memory or back. The rest is the last norm's input and output on the stage that has them, without the logits; a
+    frozen output layer keeps no input.
+    """
+    model, chunks = plan.model, plan.stage_layout.chunks(stage)
+    num_offloaded = [_num_offloaded(model, chunk) for chunk in chunks]
+    kept = [
+        _kept_by(model, _of(layers, chunk)) - _kept_by(model, _of(layers, chunk)[:number])
+        for chunk, number in zip(chunks, num_offloaded)
+    ]
+    most = largest(layers)
+    again = most.whole - most.kept
+    if model.recompute_granularity == "full":
+        again = most.whole * ((model.recompute_num_layers or 1) if model.recompute_method == "uniform" else 1)
+    again += min(max(num_offloaded), 2) * most.kept
+    num_ends = (1 if model.lora_rank else 2) * chunks[-1].has_loss
+    ends = num_ends * plan.num_rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
+    return _most_in_flight(plan, stage, kept), again, ends
+
+
+def _most_in_flight(plan: Plan, stage: int, sizes: Sequence[int]) -> int:
     """Return the most of a stage's passes that wait for their backward passes, where those of its chunks have sizes."""
-    model, training = config.model, config.training
-    num_microbatches = training.global_batch_size // (training.micro_batch_size * config.data_parallel_size)
-    group = model.microbatch_group_size_per_virtual_pipeline_stage
-    pp, most = model.pipeline_model_parallel_size, 0
-    in_flight = Counter[int]()
-    for action in SCHEDULES[config.pipeline_schedule](pp, stage, num_microbatches, len(sizes), group):
-        if action.kind is not Pass.BACKWARD_WEIGHT:
-            in_flight[action.chunk] += 1 if action.kind is Pass.FORWARD else -1
-        most = max(most, sum(count * sizes[chunk] for chunk, count in in_flight.items()))
+    in_flight = most = 0
+    for kind, _, chunk in plan.warm_up_actions(stage):
+        if kind is Pass.FORWARD:
+            in_flight += sizes[chunk]
+            most = max(most, in_flight)
+        elif kind is not Pass.BACKWARD_WEIGHT:
+            in_flight -= sizes[chunk]
     return most
 
 
@@ -152,23 +188,15 @@ def _num_offloaded(model: GPTConfig, chunk: StageContents) -> int:
     return min(model.num_offloaded_layers, len(chunk.layer_numbers)) if model.cpu_offloading_activations else 0
 
 
-def _unit_bytes(config: RunConfig, model: GPTConfig) -> int:
-    """Return the most that a layer keeps of one micro-batch, or the first of a group with full recompute."""
-    return max(_layer_bytes(config, model, number) for number in range(model.num_layers))
+def _of(layers: Sequence[LayerBytes], chunk: StageContents) -> Sequence[LayerBytes]:
+    return [layers[number] for number in chunk.layer_numbers]
 
 
-def _layer_bytes(config: RunConfig, model: GPTConfig, number: int) -> int:
-    return sum(saved_bytes(model, config.data.seq_length, config.training.micro_batch_size, number).values())
-
-
-def _kept_by(config: RunConfig, layer_numbers: Sequence[int]) -> int:
-    """Return what the first layers of a chunk, those with these numbers, keep of one micro-batch."""
-    model = config.model
-    sizes = [_layer_bytes(config, model, number) for number in layer_numbers]
+def _kept_by(model: GPTConfig, layers: Sequence[LayerBytes]) -> int:
+    """Return what the first layers of a chunk, these, keep of one micro-batch."""
     if model.recompute_granularity != "full":
-        return sum(sizes)
+        return sum(layer.kept for layer in layers)
     length = model.recompute_num_layers or 1
     if model.recompute_method == "uniform":
-        return sum(sizes[::length])
-    whole = dataclasses.replace(model, recompute_granularity=None)
-    return sum(sizes[:length]) + sum(_layer_bytes(config, whole, number) for number in layer_numbers[length:])
+        return sum(layer.kept for layer in layers[::length])
+    return sum(layer.kept for layer in layers[:length]) + sum(layer.whole for layer in layers[length:])

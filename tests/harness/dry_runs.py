@@ -71,9 +71,9 @@ def _report(case: DryRunCase) -> dict[str, Any]:
     import pretrain_gpt
     from megatron.dry_run.dry_run import dry_run
     from megatron.dry_run.estimate import estimate_step
-    from megatron.dry_run.gpu import find_gpu
     from megatron.dry_run.report import to_json
     from megatron.dry_run.vocabulary import with_known_vocabulary
+    from megatron.planning.gpu import find_gpu
     from megatron.training.config.arguments import resolve_arguments
 
     config = with_known_vocabulary(resolve_arguments(case.flags, case.world_size).config)

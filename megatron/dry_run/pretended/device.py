@@ -13,7 +13,7 @@ from megatron.core.device import Device, MemoryUse
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory.host_copies import HostCopies
 from megatron.core.host_memory.machine_memory import HostRoom
-from megatron.dry_run.gpu import Gpu
+from megatron.planning.gpu import Gpu
 
 _GENERATOR_STATE_BYTES = 16
 

@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks.gpu_dry_run.run import COMMON, FP8, LLAMA_8B
 from megatron.commands import gpu_dry_run
-from megatron.dry_run.gpu import A100, B200, H100, H200
 from megatron.dry_run.pretended_cuda import find_compiler
 from megatron.dry_run.roofline import operation_seconds
 from megatron.dry_run.step_record import Operation
+from megatron.planning.gpu import A100, B200, H100, H200
 from tests.harness.dry_runs import DryRunCase, run_dry_runs
 
 needs_compiler = pytest.mark.skipif(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -119,10 +120,25 @@ B200 = Gpu(
     sources=("NVIDIA HGX B200 data sheet, for one GPU; attention shares as cuDNN's on the H100", _PRODUCTS),
 )
 
+A800 = replace(
+    A100,
+    name="a800-80gb",
+    link_bandwidth=200e9,
+    sources=("NVIDIA A800: an A100 with NVLink of 400 GB/s", *A100.sources),
+)
+H800 = replace(
+    H100,
+    name="h800-80gb",
+    link_bandwidth=200e9,
+    sources=("NVIDIA H800: an H100 with NVLink of 400 GB/s", *H100.sources),
+)
+
 GPUS: Mapping[str, Gpu] = {
     "a100-80gb": A100,
+    "a800-80gb": A800,
     "h100-80gb": H100,
     "h100": H100,
+    "h800-80gb": H800,
     "h200": H200,
     "b200": B200,
 }
@@ -138,3 +154,20 @@ def find_gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise ConfigurationError(f"--gpu {name}: no figures are known for it; possible: {', '.join(GPUS)}")
     return GPUS[name]
+
+
+_MENTIONS = {"h100": H100, "h800": H800, "h200": H200, "hopper": H100, "b200": B200, "a100": A100, "a800": A800}
+"""GPU types by what a description of hardware calls them."""
+
+
+def gpu_in_text(description: str) -> Gpu | None:
+    """Return the GPU type that a description of hardware mentions, with the memory that it mentions, or None."""
+    words = re.findall(r"[a-z0-9]+", description.lower())
+    found = min((word for word in _MENTIONS if word in words), key=list(_MENTIONS).index, default=None)
+    if found is None:
+        return None
+    size = re.search(r"(\d+) ?GB?\b", description)
+    gpu = _MENTIONS[found]
+    if size is None or not 0 < int(size.group(1)) < gpu.memory_bytes // _GIB:
+        return gpu
+    return replace(gpu, memory_bytes=int(size.group(1)) * _GIB)

@@ -1,0 +1,74 @@
+"""What makers published of their own implementations, as records of measured runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.planning.prediction.measured_runs import Fields, Measured, MeasuredRun
+
+_LLAMA = {
+    "num_query_groups": 8,
+    "padded_vocab_size": 128256,
+    "swiglu": True,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama3.1-8b": {
+        **_LLAMA,
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "ffn_hidden_size": 14336,
+    },
+    "llama3.1-70b": {
+        **_LLAMA,
+        "num_layers": 80,
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "ffn_hidden_size": 28672,
+    },
+    "llama3.1-405b": {
+        **_LLAMA,
+        "num_layers": 126,
+        "hidden_size": 16384,
+        "num_attention_heads": 128,
+        "ffn_hidden_size": 53248,
+    },
+}
+
+
+def published_records(path: Path) -> Sequence[MeasuredRun]:
+    """Return the dense rows whose parameters are not fully sharded; of those the time is scored."""
+    rows = json.loads(path.read_text())["runs"]
+    return [_record(row) for row in rows if row["model"] in SHAPES and not row.get("fsdp") and "techniques" not in row]
+
+
+def _record(row: dict[str, Any]) -> MeasuredRun:
+    shape = {**SHAPES[row["model"]], "name": row["model"], "seq_length": row["seq_length"]}
+    tokens = row["global_batch"] * row["seq_length"]
+    # 126 layers are two short of stages of equal length: the embedding and the loss stand for one each.
+    is_short = shape["num_layers"] % (row["pp"] * (row["vp"] or 1)) != 0
+    values = {
+        "id": row["id"],
+        "model": shape,
+        "precision": row["precision"],
+        "world_size": row["gpus"],
+        "tp": row["tp"],
+        "pp": row["pp"],
+        "cp": row["cp"],
+        "vpp": row["vp"],
+        "micro_batch": row["micro_batch"],
+        "global_batch": row["global_batch"],
+        "hardware": {"gpu": row["gpu"]},
+        "software": {"framework": f"Megatron Bridge {row['release']}"},
+        "account_for_embedding_in_pipeline_split": is_short,
+        "account_for_loss_in_pipeline_split": is_short,
+    }
+    milliseconds = 1e3 * tokens / (row["tokens_per_s_per_gpu"] * row["gpus"])
+    measured = Measured("ok", None, milliseconds, scores_memory=False, scores_time=True, scores_outcome=True)
+    fields = Fields(values, row["id"])
+    return MeasuredRun(row["id"], row["model"], fields, measured, shows_allocator=False)

@@ -1,0 +1,85 @@
+"""What is planned: a model, its layout over ranks, and its batches, without anything of a particular run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.pipeline_parallel.action import Action
+from megatron.core.pipeline_parallel.schedules import SCHEDULES
+from megatron.core.pipeline_parallel.stage_layout import StageLayout
+
+if TYPE_CHECKING:
+    from megatron.training.config.run_config import RunConfig
+
+_ROUNDS, _MOST_ROUNDS = 3, 64
+"""After so many micro-batches for each stage a schedule only repeats itself, where rounds are equal and where not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Hold the configuration that memory and time follow from; all parts fit together."""
+
+    model: GPTConfig
+    ddp: DistributedDataParallelConfig
+    optimizer: OptimizerConfig
+    parallel_sizes: ParallelSizes
+    stage_layout: StageLayout
+    pipeline_schedule: str
+    seq_length: int
+    micro_batch_size: int
+    global_batch_size: int
+
+    @staticmethod
+    def of(config: RunConfig) -> Plan:
+        """Return what a run's configuration says of it."""
+        return Plan(
+            model=config.model,
+            ddp=config.ddp,
+            optimizer=config.optimizer,
+            parallel_sizes=config.parallel_sizes,
+            stage_layout=config.stage_layout,
+            pipeline_schedule=config.pipeline_schedule,
+            seq_length=config.data.seq_length,
+            micro_batch_size=config.training.micro_batch_size,
+            global_batch_size=config.training.global_batch_size,
+        )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Return the number of micro-batches of a step on one rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.parallel_sizes.dp)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return s/c · b: the tokens of a micro-batch that a rank holds."""
+        return self.seq_length // self.parallel_sizes.cp * self.micro_batch_size
+
+    @property
+    def num_rows(self) -> int:
+        """Return the rows of the residual stream of a micro-batch on a rank."""
+        return self.num_tokens // self.parallel_sizes.tp if self.model.sequence_parallel else self.num_tokens
+
+    @property
+    def num_logits(self) -> int:
+        """Return the logits of a micro-batch on a rank of the last stage."""
+        return self.num_tokens * (self.model.padded_vocab_size // self.parallel_sizes.tp)
+
+    def warm_up_actions(self, stage: int) -> Sequence[Action]:
+        """Return a stage's actions of one step; of many rounds of micro-batches only the first."""
+        pp, layout, group = self.parallel_sizes.pp, self.stage_layout, self._group_size
+        round_size, num_microbatches = max(group or 0, pp), self.num_microbatches
+        if num_microbatches % round_size == 0:
+            num_microbatches = min(num_microbatches, _ROUNDS * round_size)
+        elif num_microbatches > _MOST_ROUNDS * round_size:
+            num_microbatches = _MOST_ROUNDS * round_size + num_microbatches % round_size
+        return SCHEDULES[self.pipeline_schedule](pp, stage, num_microbatches, layout.num_chunks, group)
+
+    @property
+    def _group_size(self) -> int | None:
+        return self.model.microbatch_group_size_per_virtual_pipeline_stage

@@ -1,0 +1,142 @@
+"""How long one micro-batch takes in a layer and in the output layer on one rank of a GPU type.
+
+A product takes its operations at the rate that large products reach, and beside them the writing of its result. Links
+and memory have the shares of their bandwidth that are published for simple kernels and large messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.planning.activation_memory import largest, layer_bytes
+from megatron.planning.gpu import AttentionRate, Gpu
+from megatron.planning.plan import Plan
+from megatron.planning.prediction.implementations import Implementation
+from megatron.planning.prediction.layer_work import (
+    Product,
+    attention_flops,
+    key_value_width,
+    layer_products,
+    loss_bytes,
+    passed_bytes,
+)
+from megatron.planning.prediction.links import Links
+
+MEMORY_SHARE = 0.85
+"""Part of the memory's bandwidth that simple kernels reach (BabelStream on A100 and H100 reaches 0.85 to 0.93)."""
+_ATTENTION_BACKWARD = 2.5
+"""Operations of attention's backward pass beside those of its forward pass: five products for two."""
+_LAUNCHES, _LAUNCH_S = 70, 7e-6
+"""Kernels of a layer, forward and backward, and the host's time for one: what a layer takes at least."""
+_HALF, _WIDE_SUM = 2, 8
+"""Bytes of a product's element that is written, and of one that is added to float32 gradients."""
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Hold the seconds of a layer and a micro-batch by part; ``again`` is what is computed a second time."""
+
+    products: float
+    attention: float
+    passes: float
+    tensor_parallel: float
+    context_parallel: float
+    again: float
+    offload: float
+    floor: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Return all parts together, at least what the host takes to launch them."""
+        busy = self.products + self.attention + self.passes + self.again
+        return max(self.floor, busy + self.tensor_parallel + self.context_parallel + self.offload)
+
+
+def layer_time(plan: Plan, gpu: Gpu, implementation: Implementation) -> LayerTime:
+    """Return the time of one layer, forward and backward, with the recompute that is configured."""
+    products = layer_products(plan.model)
+    peak = gpu.float8_flops if plan.model.fp8_format is not None else _peak(plan.model, gpu)
+    forward, backward = _attention(plan, gpu, implementation)
+    passed = passed_bytes(plan, implementation.is_rotation_fused, implementation.has_flash_attention)
+    computed = sum(_product(product, plan.num_tokens, peak, gpu) for product in products)
+    passes = passed / (gpu.memory_bandwidth * implementation.times.pass_share)
+    exchanged = _tensor_parallel(plan, gpu)
+    ring = _ring(plan, gpu)
+    return LayerTime(
+        products=computed,
+        attention=forward + backward,
+        passes=passes,
+        tensor_parallel=exchanged,
+        context_parallel=max(0.0, ring - forward - backward),
+        again=_again(plan.model, (computed + passes + exchanged) / 3 + forward, forward, computed / 3),
+        offload=_offload(plan, gpu, implementation, (computed + passes) / 3 + forward),
+        floor=_LAUNCHES * _LAUNCH_S,
+    )
+
+
+def output_layer_time(plan: Plan, gpu: Gpu) -> float:
+    """Return the time of the output layer and the loss, which are in the model's own precision also beside fp8."""
+    model, t = plan.model, plan.parallel_sizes.tp
+    output = Product(model.hidden_size, model.padded_vocab_size // t)
+    seconds = _product(output, plan.num_tokens, _peak(model, gpu), gpu)
+    seconds += loss_bytes(plan) / (gpu.memory_bandwidth * MEMORY_SHARE)
+    message = plan.num_tokens * model.hidden_size * _HALF
+    return seconds + 3 * Links(gpu, plan.parallel_sizes).tensor_parallel_seconds(message)
+
+
+def _peak(model: GPTConfig, gpu: Gpu) -> float:
+    return gpu.half_flops if model.params_dtype in ("bfloat16", "float16") else gpu.single_flops
+
+
+def _product(product: Product, tokens: int, peak: float, gpu: Gpu) -> float:
+    """Return the time of a linear layer's product and of its two gradients."""
+    flops = 3 * 2.0 * tokens * product.size
+    written = _HALF * tokens * (product.columns + product.inner) + _WIDE_SUM * product.size
+    return flops / (peak * gpu.product_share) + written / (gpu.memory_bandwidth * MEMORY_SHARE)
+
+
+def _attention(plan: Plan, gpu: Gpu, implementation: Implementation) -> tuple[float, float]:
+    """Return the time of attention forward and backward."""
+    on_hopper = gpu.capability >= (9, 0)
+    takes_cudnn = implementation.attention_on_hopper == "cudnn" and not plan.model.attention_dropout
+    rates = gpu.cudnn if on_hopper and takes_cudnn else gpu.flash
+    rate: AttentionRate = rates[128 if plan.model.kv_channels > 64 else 64]
+    share = implementation.times.backward_share if on_hopper else 1.0
+    ring = implementation.times.ring_share if plan.parallel_sizes.cp > 1 else 1.0
+    flops = attention_flops(plan)
+    forward = flops / (rate.forward * gpu.half_flops * ring)
+    backward = _ATTENTION_BACKWARD * flops / (rate.backward * share * gpu.half_flops * ring)
+    return forward, backward
+
+
+def _tensor_parallel(plan: Plan, gpu: Gpu) -> float:
+    """Return the time of a layer's ten exchanges: in fp8, the six that gather carry 8 bits."""
+    links, size = Links(gpu, plan.parallel_sizes), plan.num_tokens * plan.model.hidden_size
+    if not plan.model.sequence_parallel:
+        return 8 * links.tensor_parallel_seconds(size * _HALF)
+    gathered = 1 if plan.model.fp8_format is not None else _HALF
+    return 6 * links.tensor_parallel_seconds(size * gathered) + 4 * links.tensor_parallel_seconds(size * _HALF)
+
+
+def _ring(plan: Plan, gpu: Gpu) -> float:
+    """Return how long keys and values, and their gradients, travel around the context-parallel ranks."""
+    message = 2 * plan.num_tokens * key_value_width(plan.model) * _HALF
+    return 3 * Links(gpu, plan.parallel_sizes).context_parallel_seconds(message)
+
+
+def _again(model: GPTConfig, forward: float, attention: float, products: float) -> float:
+    """Return what is computed a second time, as if all layers of a chunk were the first ones."""
+    if model.recompute_granularity == "full":
+        return forward
+    modules = model.recomputed_modules
+    return attention * ("core_attn" in modules) + products * 2 / 3 * ("mlp" in modules)
+
+
+def _offload(plan: Plan, gpu: Gpu, implementation: Implementation, forward: float) -> float:
+    """Return what a layer waits for its activations' way to the machine's memory and back."""
+    if not (plan.model.cpu_offloading and plan.model.cpu_offloading_activations):
+        return 0.0
+    kept = largest(layer_bytes(plan, implementation.saved)).kept
+    copy = kept / (gpu.host_bandwidth * MEMORY_SHARE)
+    return max(0.0, copy - forward) + max(0.0, copy - 2 * forward)

@@ -1,0 +1,108 @@
+"""What one rank computes in a transformer layer and in the output layer: products, attention, and passes over memory.
+
+A pass over memory reads and writes tensors between the products: norms, residual sums, activations, rotations, casts.
+Counts are for one micro-batch, forward and backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.planning.plan import Plan
+
+_FUSED_ROTATION, _ROTATION = 8, 40
+"""Bytes an element of queries and keys: read and written once each way, or by some ten operations each way."""
+_LOSS_BYTES = 40
+"""Bytes a logit: rounded logits widened, largest, difference, exponential, sum, quotient; and back again."""
+_SCORE_BYTES = 30
+"""Bytes a score of attention without flash: product, scale and softmax, dropout, product; and back again."""
+_HALF = 2
+
+
+@dataclass(frozen=True)
+class Product:
+    """Hold a linear layer on one rank: its weight is ``[columns, inner]``."""
+
+    inner: int
+    columns: int
+
+    @property
+    def size(self) -> int:
+        """Return the number of weights."""
+        return self.inner * self.columns
+
+
+def layer_products(model: GPTConfig) -> tuple[Product, Product, Product, Product]:
+    """Return a layer's products on one tensor-parallel rank: attention's two and the feed-forward's two."""
+    t, h = model.tensor_model_parallel_size, model.hidden_size
+    ffn = model.ffn_hidden_size // t
+    queries = model.query_projection_size // t
+    return (
+        Product(h, queries + 2 * key_value_width(model)),
+        Product(queries, h),
+        Product(h, ffn * (2 if model.is_gated else 1)),
+        Product(ffn, h),
+    )
+
+
+def key_value_width(model: GPTConfig) -> int:
+    """Return the width of all keys on one tensor-parallel rank; ranks beyond the groups hold copies."""
+    t = model.tensor_model_parallel_size
+    return model.kv_projection_size // min(t, model.num_query_groups)
+
+
+def attention_flops(plan: Plan) -> float:
+    """Return the operations of causal attention in one layer, forward; the backward pass has 2.5 times as many."""
+    ranks = plan.parallel_sizes.tp * plan.parallel_sizes.cp
+    return 2.0 * plan.seq_length**2 * plan.model.query_projection_size * plan.micro_batch_size / ranks
+
+
+def megatron_step_flops(plan: Plan) -> float:
+    """Return the operations of a step as Megatron counts them for its TFLOP/s: attention as if it were not causal."""
+    model, s = plan.model, plan.seq_length
+    unused_half = 2.0 * s * s * model.query_projection_size * model.num_layers
+    return 3.0 * plan.global_batch_size * (model.forward_flops_per_sequence(s) + unused_half)
+
+
+def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool) -> float:
+    """Return the bytes that a layer's passes over memory read and write."""
+    model, tokens, rows = plan.model, plan.num_tokens, plan.num_rows
+    t, h = plan.parallel_sizes.tp, model.hidden_size
+    queries, keys = model.query_projection_size // t, key_value_width(model)
+    ffn, gates = model.ffn_hidden_size // t, 2 if model.is_gated else 1
+    # Two norms (2 tensors forward, 3 backward) and two residual sums (3 each way).
+    total = rows * h * _HALF * 2.0 * (2 + 3 + 3 + 3)
+    if model.position_embedding_type == "rope":
+        total += tokens * (queries + keys) * (_FUSED_ROTATION if is_rotation_fused else _ROTATION)
+    # Queries, keys and values are taken apart, their gradients joined; gradients of shared heads are summed.
+    total += tokens * _HALF * (4 * (queries + 2 * keys) + 4 * queries * (keys < queries))
+    total += tokens * ffn * _HALF * ((gates + 1) + (2 * gates + 1))
+    if model.hidden_dropout > 0.0:
+        total += rows * h * 2 * 2
+    if not has_flash_attention:
+        total += score_elements(model, plan.seq_length, plan.micro_batch_size) * _SCORE_BYTES
+    if model.fp8_format is not None:
+        total += _cast_bytes(tokens, rows, h, (queries, keys, ffn, gates))
+    return total
+
+
+def score_elements(model: GPTConfig, seq_length: int, micro_batch_size: int) -> int:
+    """Return the attention scores of one layer and micro-batch on one rank."""
+    heads = model.num_attention_heads // model.tensor_model_parallel_size
+    return heads * seq_length * (seq_length // model.context_parallel_size) * micro_batch_size
+
+
+def loss_bytes(plan: Plan) -> float:
+    """Return the bytes that the loss reads and writes of the logits."""
+    return float(plan.num_logits * _LOSS_BYTES)
+
+
+def _cast_bytes(tokens: int, rows: int, h: int, widths: tuple[int, int, int, int]) -> float:
+    """Return the bytes of making fp8 operands: norms write fp8 at once, others are read in 16 bits and written."""
+    queries, keys, ffn, gates = widths
+    inputs = 3 * tokens * (queries + ffn) - 2 * rows * h
+    transposed = 2 * tokens * (2 * h + queries + ffn)
+    # Gradients are written twice: as they are, and transposed for the weights' gradients.
+    gradients = 4 * tokens * (2 * h + queries + 2 * keys + gates * ffn)
+    return float(inputs + transposed + gradients)

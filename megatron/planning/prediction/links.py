@@ -1,0 +1,52 @@
+"""How long messages take between the ranks of each axis: NVLink within a machine, one network port a GPU between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.parallel_sizes import ParallelSizes
+from megatron.planning.gpu import Gpu
+
+GPUS_A_MACHINE = 8
+_LINK_SHARE = 0.8
+"""Part of a link's bandwidth that NCCL reaches with large messages."""
+_LATENCY_S = 15e-6
+
+
+@dataclass(frozen=True)
+class Links:
+    """Hold what joins the ranks of a grid: neighbours are of one tensor-parallel group, then cp, dp, pp."""
+
+    gpu: Gpu
+    sizes: ParallelSizes
+
+    def tensor_parallel_seconds(self, num_bytes: float) -> float:
+        """Return the time of gathering or scattering so many bytes over the tensor-parallel ranks."""
+        t = self.sizes.tp
+        return self._seconds(num_bytes * (t - 1) / t, t, 1) if t > 1 else 0.0
+
+    def context_parallel_seconds(self, num_bytes: float) -> float:
+        """Return the time of so many bytes on their way to all other context-parallel ranks, one after another."""
+        c = self.sizes.cp
+        return self._seconds(num_bytes * (c - 1), c, self.sizes.tp) if c > 1 else 0.0
+
+    def replica_seconds(self, num_bytes: float) -> float:
+        """Return the time of gathering or scattering so many bytes over the ranks with the same weights."""
+        n = self.sizes.num_replicas
+        return self._seconds(num_bytes * (n - 1) / n, n, self.sizes.tp) if n > 1 else 0.0
+
+    def pipeline_seconds(self, num_bytes: float) -> float:
+        """Return the time of a message to the next stage."""
+        stride = self.sizes.world_size // self.sizes.pp
+        return self._seconds(num_bytes, 2, stride) if self.sizes.pp > 1 else 0.0
+
+    def _seconds(self, num_bytes: float, num_ranks: int, stride: int) -> float:
+        """Return the time of bytes that a rank sends in a group whose ranks are ``stride`` apart.
+
+        Of a group over several machines, the ranks in one machine share its way out.
+        """
+        bandwidth = self.gpu.link_bandwidth
+        if num_ranks * stride > GPUS_A_MACHINE:
+            ports = max(1, GPUS_A_MACHINE // stride)
+            bandwidth = min(bandwidth, ports * self.gpu.network_bandwidth)
+        return _LATENCY_S + num_bytes / (bandwidth * _LINK_SHARE)

@@ -1,0 +1,164 @@
+"""The plan that a record of a measured run describes, its implementation and its GPU."""
+
+from __future__ import annotations
+
+import re
+
+from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.errors import ConfigurationError
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.pipeline_parallel.schedules import default_schedule
+from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout
+from megatron.core.transformer.transformer_config import default_ffn_hidden_size
+from megatron.planning.plan import Plan
+from megatron.planning.prediction.implementations import Implementation, implementation_of_software
+from megatron.planning.prediction.measured_runs import Fields
+
+_PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
+_RECOMPUTES = ("none", "selective", "full", "cpu_offload")
+_MOST_LAYERS, _MOST_RANKS = 10_000, 100_000
+_EXPERT_FIELDS = ("num_experts", "num_moe_experts", "moe_num_experts", "n_routed_experts")
+
+
+def recorded_implementation(fields: Fields) -> Implementation:
+    """Return the implementation that a record's software means."""
+    software = fields.part("software")
+    described = " ".join(str(value) for value in software.values.values())
+    return implementation_of_software(described, fields.switch("flash_attention", True))
+
+
+def recorded_plan(fields: Fields) -> Plan:
+    """Return the plan of a record. What it leaves out is as in most of such runs: flash attention, a distributed
+    optimizer, sequence parallelism beside tensor parallelism, everything overlapped.
+
+    Raises:
+        DataError: a field is missing or of another kind.
+        ConfigurationError: the layout is none; every problem, with values that would work.
+    """
+    shape = fields.part("model")
+    tp, pp, cp = (fields.integer(axis, 1, most=_MOST_RANKS) for axis in ("tp", "pp", "cp"))
+    dp, world_size = _replicas(fields, tp * pp * cp)
+    problems = [] if dp * tp * pp * cp == world_size else [_not_a_grid(world_size, tp * pp * cp)]
+    problems += _unknown(fields, shape)
+    if problems:
+        raise ConfigurationError(problems)
+    model = _model(fields, shape, (tp, pp, cp))
+    layout = plan_stage_layout(model, model.num_layers)
+    micro_batch_size = fields.integer("micro_batch", 1)
+    global_batch_size = fields.optional("global_batch")
+    if global_batch_size is None:
+        global_batch_size = fields.integer("num_microbatches") * micro_batch_size * dp
+    is_sharded = fields.switch("distributed_optimizer", default=True)
+    return Plan(
+        model=model,
+        ddp=DistributedDataParallelConfig(
+            use_distributed_optimizer=is_sharded,
+            overlap_grad_reduce=fields.switch("overlap_grad_reduce", default=True),
+            overlap_param_gather=is_sharded and fields.switch("overlap_param_gather", default=True),
+        ),
+        optimizer=OptimizerConfig(params_dtype=model.params_dtype),
+        parallel_sizes=ParallelSizes(tp=tp, pp=pp, cp=cp, dp=dp),
+        stage_layout=layout,
+        pipeline_schedule=default_schedule(pp, layout.num_chunks),
+        seq_length=shape.integer("seq_length"),
+        micro_batch_size=micro_batch_size,
+        global_batch_size=global_batch_size,
+    )
+
+
+def _replicas(fields: Fields, model_ranks: int) -> tuple[int, int]:
+    """Return the data-parallel size and the number of ranks, of which one may be left out."""
+    dp, world_size = fields.optional("dp"), fields.optional("world_size")
+    if dp is None:
+        world_size = world_size or model_ranks
+        return max(1, world_size // model_ranks), world_size
+    return dp, world_size or dp * model_ranks
+
+
+def _not_a_grid(world_size: int, model_ranks: int) -> str:
+    return (
+        f"world_size {world_size} is not tp x pp x cp x dp, with {model_ranks} ranks a model copy; use a multiple of "
+        f"{model_ranks} and the dp that follows"
+    )
+
+
+def _unknown(fields: Fields, shape: Fields) -> list[str]:
+    problems = []
+    if any(shape.values.get(name) for name in _EXPERT_FIELDS) or (fields.optional("ep") or 1) > 1:
+        problems.append("models with experts are not planned; use a dense model")
+    if _precision(fields) not in _PRECISIONS:
+        problems.append(f"precision {fields.text('precision')} is not known; use one of {', '.join(_PRECISIONS)}")
+    if fields.text("recompute", "none") not in _RECOMPUTES:
+        problems.append(f"recompute {fields.text('recompute')} is not known; use one of {', '.join(_RECOMPUTES)}")
+    return problems
+
+
+def _precision(fields: Fields) -> str:
+    """Return the first word of the precision: recipes of fp8 may be named behind it."""
+    words = fields.text("precision", "bf16").lower().split()
+    return words[0] if words else ""
+
+
+def _model(fields: Fields, shape: Fields, layout: tuple[int, int, int]) -> GPTConfig:
+    tp, pp, cp = layout
+    precision, recompute = _precision(fields), fields.text("recompute", "none")
+    hidden, heads, gated = (
+        shape.integer("hidden_size"),
+        shape.integer("num_attention_heads"),
+        shape.switch("swiglu", default=False),
+    )
+    padded = shape.optional("padded_vocab_size")
+    is_known = padded is not None and padded % tp == 0
+    dropout = shape.number("dropout") or 0.0 if shape.values.get("dropout") else 0.0
+    if dropout >= 1.0:
+        raise shape.error("dropout", "a number from 0 to below 1")
+    has_flash_attention = fields.switch("flash_attention", default=True)
+    chunks = fields.optional("vpp")
+    depth = fields.optional("layers_per_virtual_stage")
+    again = recompute if recompute in ("selective", "full") else None
+    return GPTConfig(
+        num_layers=shape.integer("num_layers", most=_MOST_LAYERS),
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        ffn_hidden_size=shape.integer("ffn_hidden_size", default_ffn_hidden_size(hidden, gated)),
+        kv_channels=shape.integer("head_dim", max(1, hidden // heads)),
+        num_query_groups=shape.integer("num_query_groups", heads),
+        vocab_size=padded if is_known and padded is not None else shape.integer("vocab_size"),
+        make_vocab_size_divisible_by=1 if is_known else 128,
+        max_position_embeddings=shape.integer("max_position_embeddings", shape.integer("seq_length")),
+        position_embedding_type=shape.text("position_embedding", "rope"),
+        normalization=shape.text("normalization", "RMSNorm"),
+        swiglu=gated,
+        add_bias_linear=shape.switch("linear_bias", default=False),
+        add_qkv_bias=shape.switch("qkv_bias", default=False),
+        untie_embeddings_and_output_weights=not shape.switch("tied_embeddings", default=False),
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        attention_backend="auto" if has_flash_attention else "unfused",
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        sequence_parallel=tp > 1 and fields.switch("sequence_parallel", default=True),
+        num_layers_per_virtual_pipeline_stage=depth,
+        num_virtual_stages_per_pipeline_rank=None if depth is not None or chunks == 1 else chunks,
+        account_for_embedding_in_pipeline_split=fields.switch("account_for_embedding_in_pipeline_split", default=False),
+        account_for_loss_in_pipeline_split=fields.switch("account_for_loss_in_pipeline_split", default=False),
+        recompute_granularity=again,
+        recompute_modules=("core_attn",),
+        recompute_method=_told(fields, "method", "uniform") if again == "full" else None,
+        recompute_num_layers=int(_told(fields, "num-layers", "1")) if again == "full" else None,
+        cpu_offloading=recompute == "cpu_offload",
+        cpu_offloading_num_layers=int(_told(fields, "num-layers", "1")) if recompute == "cpu_offload" else 0,
+        fp8_format="hybrid" if precision == "fp8" else None,
+        fp16=precision == "fp16",
+        bf16=precision in ("bf16", "fp8"),
+    )
+
+
+def _told(fields: Fields, name: str, default: str) -> str:
+    """Return a value of the flags that a record quotes of its recompute or offload."""
+    found = re.search(rf"-{name}[ =](\w+)", fields.text("recompute_detail"))
+    value = found.group(1) if found else default
+    return value if value.isdecimal() == default.isdecimal() else default

@@ -1,0 +1,73 @@
+"""What a layer of Megatron-LM keeps for its backward pass, in bytes, with transformer-engine and with its own layers.
+
+With its own layers the counts are those of Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.planning.closed_forms import ELEMENT_BYTES
+from megatron.planning.prediction.layer_work import key_value_width, score_elements
+
+
+def saved_by_transformer_engine(
+    model: GPTConfig, seq_length: int, micro_batch_size: int, layer_number: int
+) -> Mapping[str, int]:
+    """Return by part what a layer of transformer-engine's modules keeps of one micro-batch, with flash attention.
+
+    In fp8 the inputs of products are kept in 8 bits; attention's output then twice, as attention needs it in 16.
+    """
+    tokens, rows, element = _tokens(model, seq_length, micro_batch_size)
+    if model.recompute_granularity == "full":
+        return _stream(model, rows, element)
+    t, h = model.tensor_model_parallel_size, model.hidden_size
+    is_float8 = layer_number in model.float8_layers(model.num_layers)
+    product_input = 1 if is_float8 else element
+    queries, keys, ffn = model.query_projection_size // t, key_value_width(model), model.ffn_hidden_size // t
+    parts = {
+        "stream": 2 * rows * h * element,
+        "norm outputs": 2 * rows * h * product_input,
+        "query, key, value": tokens * (queries + 2 * keys) * element,
+        # Recomputed attention keeps another copy of the keys: it frees nothing, as flash attention keeps no scores.
+        "recomputed attention": tokens * keys * element * (model.recompute_granularity == "selective"),
+        "attention output": tokens * queries * (element + is_float8),
+        "feed-forward": tokens * ffn * ((2 if model.is_gated else 1) * element + product_input),
+        "dropout masks": 2 * rows * h * (model.hidden_dropout > 0.0),
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def saved_by_local_layers(
+    model: GPTConfig, seq_length: int, micro_batch_size: int, layer_number: int
+) -> Mapping[str, int]:
+    """Return by part what a layer of Megatron's own modules keeps of one micro-batch, scores of attention included."""
+    tokens, rows, element = _tokens(model, seq_length, micro_batch_size)
+    if model.recompute_granularity == "full":
+        return _stream(model, rows, element)
+    t, h = model.tensor_model_parallel_size, model.hidden_size
+    queries, keys, ffn = model.query_projection_size // t, key_value_width(model), model.ffn_hidden_size // t
+    scores = 0 if "core_attn" in model.recomputed_modules else score_elements(model, seq_length, micro_batch_size)
+    masks = model.attention_dropout > 0.0
+    parts = {
+        "stream": 2 * rows * h * element,
+        "norm outputs": 2 * rows * h * element,
+        "query, key, value": tokens * (queries + 2 * keys) * element,
+        "scores": scores * (element + masks * (element + 1)),
+        "attention output": tokens * queries * element,
+        "feed-forward": tokens * ffn * ((2 if model.is_gated else 1) + 1) * element,
+        "dropout masks": 2 * rows * h * (model.hidden_dropout > 0.0),
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def _tokens(model: GPTConfig, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
+    """Return a rank's tokens, the rows of its residual stream, and the bytes of an element."""
+    tokens = seq_length // model.context_parallel_size * micro_batch_size
+    rows = tokens // model.tensor_model_parallel_size if model.sequence_parallel else tokens
+    return tokens, rows, ELEMENT_BYTES[model.params_dtype]
+
+
+def _stream(model: GPTConfig, rows: int, element: int) -> Mapping[str, int]:
+    return {"stream": rows * model.hidden_size * element}

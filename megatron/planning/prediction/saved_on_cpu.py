@@ -1,0 +1,37 @@
+"""What a layer keeps for its backward pass on a CPU, where kernels are torch's own operations, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.planning.activation_memory import saved_bytes
+from megatron.planning.closed_forms import ELEMENT_BYTES
+from megatron.planning.prediction.layer_work import key_value_width
+
+_WIDE = 4
+
+
+def saved_on_cpu(
+    model: GPTConfig, seq_length: int, micro_batch_size: int, layer_number: int | None = None
+) -> Mapping[str, int]:
+    """Return by part what one layer keeps of one micro-batch, without context parallelism, norms of queries, and norms
+    that are computed again.
+
+    To what fused kernels keep come: the input of each RMSNorm in float32, and what it is before its weight; the gate
+    behind its activation; and queries and keys before their rotation, as the values lie between them.
+    """
+    parts = dict(saved_bytes(model, seq_length, micro_batch_size, layer_number))
+    if model.recompute_granularity == "full":
+        return parts
+    t, element = model.tensor_model_parallel_size, ELEMENT_BYTES[model.params_dtype]
+    tokens = seq_length // model.context_parallel_size * micro_batch_size
+    rows = tokens // t if model.sequence_parallel else tokens
+    modules = model.recomputed_modules
+    if model.normalization == "RMSNorm" and "layernorm" not in modules:
+        parts["norms in float32"] = 2 * rows * model.hidden_size * _WIDE
+    if model.is_gated and "mlp" not in modules:
+        parts["gate"] = tokens * (model.ffn_hidden_size // t) * element
+    if model.position_embedding_type == "rope":
+        parts["before rotation"] = tokens * (model.query_projection_size // t + key_value_width(model)) * element
+    return parts

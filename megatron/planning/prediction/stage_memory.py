@@ -1,0 +1,100 @@
+"""The memory of a pipeline stage by part, before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.distributed.param_layout import plan_buckets
+from megatron.planning.activation_memory import activation_parts, layer_bytes
+from megatron.planning.chunk_parameters import chunk_parameters
+from megatron.planning.closed_forms import ELEMENT_BYTES
+from megatron.planning.optimizer_memory import state_bytes
+from megatron.planning.plan import Plan
+from megatron.planning.prediction.implementations import Implementation
+from megatron.planning.prediction.layer_work import layer_products, score_elements
+
+_FLOAT8_COPIES = 2
+"""A weight's fp8 copy and its transpose."""
+_SCORES_AT_WORK = 3
+"""Tensors of scores in the backward pass of one layer's attention."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Hold the bytes of a rank of one stage at the fullest moment of a step, and how many parameters it has.
+
+    ``buffers`` are there for a moment: what is computed again, gradients on their way, scores at work.
+    """
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """Return all parts together."""
+        parts = (self.weights, self.gradients, self.optimizer, self.activations, self.logits, self.buffers)
+        return sum(parts)
+
+
+def stage_memory(plan: Plan, stage: int, implementation: Implementation) -> StageMemory:
+    """Return the memory of a stage's ranks."""
+    model, chunks = plan.model, plan.stage_layout.chunks(stage)
+    num_parameters = num_elements = 0
+    replicas = plan.parallel_sizes.num_replicas
+    for chunk in chunks:
+        parameters = chunk_parameters(model, chunk)
+        sizes = [parameter.size for parameter in parameters]
+        tied = [index for index, parameter in enumerate(parameters) if parameter.is_tied]
+        num_parameters += sum(sizes)
+        num_elements += plan_buckets(sizes, tied, plan.ddp, replicas).num_elements
+    element = ELEMENT_BYTES[model.params_dtype]
+    is_sharded = plan.ddp.shards_over(replicas)
+    # Weights that are gathered lie in a flat buffer, with its padding.
+    weights = (num_elements if is_sharded else num_parameters) * element
+    if implementation.caches_float8_weights and model.fp8_format is not None:
+        num_layers = sum(len(chunk.layer_numbers) for chunk in chunks)
+        copied = num_layers * sum(product.size for product in layer_products(model))
+        weights += (_FLOAT8_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
+    gradient = _gradient_bytes(plan, implementation)
+    gradients = num_elements * gradient // (replicas if plan.ddp.shards_gradients and is_sharded else 1)
+    state = num_parameters // (replicas if is_sharded else 1)
+    kept, again, ends = activation_parts(plan, stage, layer_bytes(plan, implementation.saved))
+    logits = plan.num_logits * (element + implementation.wide_logit_bytes) if chunks[-1].has_loss else 0
+    again += element * _feed_forward_gradients(plan)
+    if not implementation.has_flash_attention:
+        scores = score_elements(model, plan.seq_length, plan.micro_batch_size)
+        again += _SCORES_AT_WORK * element * scores
+    if chunks[-1].has_loss and model.sequence_parallel:
+        ends += element * plan.num_tokens * model.hidden_size  # the output layer's input, gathered
+    if chunks[-1].has_loss and not implementation.fuses_weight_gradients:
+        ends += element * (model.padded_vocab_size // plan.parallel_sizes.tp) * model.hidden_size
+    return StageMemory(
+        parameters=num_parameters,
+        weights=weights,
+        gradients=gradients,
+        optimizer=round(state * state_bytes(plan.optimizer) * (1.0 - plan.optimizer.offload_fraction)),
+        activations=kept,
+        logits=logits,
+        # The logits have gone when the first layer's backward pass begins.
+        buffers=max(ends, again - logits),
+    )
+
+
+def _feed_forward_gradients(plan: Plan) -> int:
+    """Return the numbers at work in a feed-forward's backward pass: gradients of its output, its middle, its gates."""
+    model = plan.model
+    ffn = model.ffn_hidden_size // plan.parallel_sizes.tp
+    return plan.num_rows * model.hidden_size + plan.num_tokens * ffn * (3 if model.is_gated else 2)
+
+
+def _gradient_bytes(plan: Plan, implementation: Implementation) -> int:
+    if plan.model.params_dtype == "float16":
+        return implementation.half_gradient_bytes
+    if implementation.reduces_in_half:
+        return ELEMENT_BYTES[plan.model.params_dtype]
+    return ELEMENT_BYTES[plan.ddp.grad_dtype(plan.model.params_dtype)]

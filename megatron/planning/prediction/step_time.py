@@ -1,0 +1,96 @@
+"""How long a training step takes, by part: the slowest stage's micro-batches, the bubble, and what comes at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.planning.closed_forms import ELEMENT_BYTES
+from megatron.planning.gpu import Gpu
+from megatron.planning.plan import Plan
+from megatron.planning.prediction.implementations import Implementation
+from megatron.planning.prediction.layer_time import MEMORY_SHARE, LayerTime, layer_time, output_layer_time
+from megatron.planning.prediction.links import Links
+from megatron.planning.prediction.stage_memory import StageMemory
+
+_UPDATE_BYTES = 30
+"""Bytes that an update reads and writes of a parameter: gradient, main parameter, two moments, weight."""
+_EXCHANGE_SHARE = 0.2
+"""What an exchange beside products costs of its own time: NCCL's kernels hold up to 32 of 132 multiprocessors."""
+_FILLED_BUBBLE = 1 / 3
+"""What is left of the bubble where gradients of weights are put off."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Hold the seconds of a step by part; ``slowest_stage`` is one micro-batch there.
+
+    ``exposed_data_parallel`` is what gradients and parameters travel while nothing is computed.
+    """
+
+    layer: LayerTime
+    output_layer: float
+    slowest_stage: float
+    busy: float
+    bubble: float
+    neighbours: float
+    exposed_data_parallel: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        """Return all parts together."""
+        return self.busy + self.bubble + self.neighbours + self.exposed_data_parallel + self.update
+
+
+def step_time(plan: Plan, gpu: Gpu, implementation: Implementation, stages: tuple[StageMemory, ...]) -> StepTime:
+    """Return the time of a training step; ``stages`` are the memory of every stage."""
+    layer, output = layer_time(plan, gpu, implementation), output_layer_time(plan, gpu)
+    chunks_of = [plan.stage_layout.chunks(stage) for stage in range(plan.parallel_sizes.pp)]
+    seconds = [
+        sum(_chunk(plan, layer, len(chunk.layer_numbers)) + output * chunk.has_loss for chunk in chunks)
+        for chunks in chunks_of
+    ]
+    slowest, pp = max(seconds), len(seconds)
+    bubble = (pp - 1) / plan.stage_layout.num_chunks * sum(seconds) / pp
+    if plan.pipeline_schedule == "zero-bubble":
+        bubble *= _FILLED_BUBBLE
+    message = plan.num_rows * plan.model.hidden_size * ELEMENT_BYTES[plan.model.params_dtype]
+    num_chunks = plan.stage_layout.num_chunks
+    is_exposed = implementation.waits_for_neighbours and num_chunks == 1
+    shown = 1.0 if is_exposed else num_chunks * _EXCHANGE_SHARE
+    links = Links(gpu, plan.parallel_sizes)
+    return StepTime(
+        layer=layer,
+        output_layer=output,
+        slowest_stage=slowest,
+        busy=plan.num_microbatches * slowest,
+        bubble=bubble,
+        neighbours=plan.num_microbatches * links.pipeline_seconds(message) * shown,
+        exposed_data_parallel=max(_exposed(plan, links, stage, slowest) for stage in stages),
+        update=max(stage.optimizer for stage in stages) / 12 * _UPDATE_BYTES / (gpu.memory_bandwidth * MEMORY_SHARE),
+    )
+
+
+def _chunk(plan: Plan, layer: LayerTime, num_layers: int) -> float:
+    """Return the time of a chunk's layers, of which block recompute and offload take the first ones only."""
+    model = plan.model
+    again = offloaded = num_layers
+    if model.recompute_granularity == "full" and model.recompute_method == "block":
+        again = min(num_layers, model.recompute_num_layers or 1)
+    if model.cpu_offloading:
+        offloaded = min(num_layers, model.num_offloaded_layers)
+    return num_layers * layer.total - (num_layers - again) * layer.again - (num_layers - offloaded) * layer.offload
+
+
+def _exposed(plan: Plan, links: Links, stage: StageMemory, slowest: float) -> float:
+    """Return what reducing gradients and gathering parameters takes beside the passes that hide it."""
+    ddp = plan.ddp
+    weights = stage.parameters * ELEMENT_BYTES[plan.model.params_dtype]
+    if not ddp.shards_over(plan.parallel_sizes.num_replicas):
+        reduced, gathered = 2 * links.replica_seconds(stage.gradients), 0.0
+    else:
+        reduced, gathered = links.replica_seconds(stage.gradients), links.replica_seconds(weights)
+    # The backward pass of the last micro-batch hides the one, the forward pass of the first the other.
+    hidden_reduction = slowest * 2 / 3 if ddp.overlap_grad_reduce else 0.0
+    hidden_gather = slowest / 3 if ddp.overlap_param_gather else 0.0
+    return max(0.0, reduced - hidden_reduction) + max(0.0, gathered - hidden_gather)

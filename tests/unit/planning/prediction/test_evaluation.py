@@ -1,0 +1,218 @@
+"""Predictions of the measured runs: how far from them they may be, with committed constants, and on unlike records."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.planner.published import published_records
+from benchmarks.planner.run import fit, predictions
+from megatron.commands.plan import main
+from megatron.core.errors import DataError
+from megatron.planning.prediction.evaluation import EvaluatedRun, describe_errors, evaluate
+from megatron.planning.prediction.measured_runs import read_runs
+
+RUNS = Path(__file__).resolve().parents[4] / "benchmarks/planner/measured_runs.json"
+RECORD: dict[str, Any] = next(
+    run for run in json.loads(RUNS.read_text(encoding="utf-8"))["runs"] if run["id"] == "003-978"
+)
+"""Llama 3.1 8B in fp8 on four stages."""
+
+
+@pytest.fixture(scope="module")
+def evaluated() -> dict[str, EvaluatedRun]:
+    return {each.run.id: each for each in evaluate(read_runs(RUNS))}
+
+
+def predicted(tmp_path: Path, **changes: Any) -> EvaluatedRun:
+    """Return the prediction of the record with other fields; one named model_X is of the model."""
+    record = copy.deepcopy(RECORD)
+    for name, value in changes.items():
+        part, key = (record["model"], name.removeprefix("model_")) if name.startswith("model_") else (record, name)
+        part[key] = value
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps({"runs": [record]}))
+    (each,) = evaluate(read_runs(path))
+    return each
+
+
+def test_every_scored_row_is_within_the_targets(evaluated: dict[str, EvaluatedRun]) -> None:
+    memory = {name: abs(each.memory_error) for name, each in evaluated.items() if each.memory_error is not None}
+    time = {name: abs(each.time_error) for name, each in evaluated.items() if each.time_error is not None}
+    assert len(memory) == 19
+    assert max(memory.values()) < 0.03
+    assert len(time) == 16
+    assert max(time.values()) < 0.05
+    assert sum(time.values()) / len(time) < 0.02
+    assert {each.is_outcome_right for each in evaluated.values()} == {True, None}
+    lines = describe_errors(list(evaluated.values()))
+    assert [line for line in lines if line.startswith("fastest")] == [
+        "fastest of Llama-3.1-8B: 003-983, as predicted",
+        "fastest of Qwen2.5-14B: 003-2283, as predicted",
+    ]
+
+
+def test_parameters_and_padding_are_those_that_were_logged(evaluated: dict[str, EvaluatedRun]) -> None:
+    compared = 0
+    for each in evaluated.values():
+        logged = each.run.fields.values.get("parameters_per_rank_logged")
+        for place, number in (logged or {}).items():
+            assert each.prediction.stages[int(place.partition("pp")[2])].parameters == number
+            compared += 1
+        assert each.padded_vocab_size in (None, each.run.fields.part("model").integer("padded_vocab_size"))
+    assert compared == 13
+
+
+def test_each_rank_of_the_345m_runs_peaks_where_it_did(evaluated: dict[str, EvaluatedRun]) -> None:
+    compared = 0
+    for each in evaluated.values():
+        ranks = each.run.fields.part("memory").part("per_rank").values
+        sizes = each.run.fields.values
+        for rank, peaks in ranks.items():
+            stage = each.prediction.stages[int(rank) * sizes["pp"] // sizes["world_size"]]
+            assert stage.total / 2**20 == pytest.approx(peaks["max_allocated"], rel=0.03), (each.run.id, rank)
+            compared += 1
+    assert compared == 11
+
+
+def test_runs_of_a_model_are_predicted_from_those_of_the_others() -> None:
+    """The model with the most runs is the hardest to do without."""
+    runs = read_runs(RUNS)
+    name = "Llama-3.1-8B"
+    times, platform = fit([run for run in runs if run.model_name != name])
+    without = predictions([run for run in runs if run.model_name == name], times, platform)
+    assert max(abs(each.memory_error or 0.0) for each in without) < 0.06
+    assert max(abs(each.time_error or 0.0) for each in without) < 0.08
+
+
+def test_what_others_published_is_within_a_tenth() -> None:
+    peers = evaluate(published_records(RUNS.parent / "published_runs.json"))
+    assert {each.run.id: abs(each.time_error or 1.0) < 0.1 for each in peers} == {
+        "mb-70b-2511": True,
+        "mb-405b-2511": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"recompute": "cpu_offload"}, "use pp 1, recompute, or the implementation ours"),
+        ({"layers_per_virtual_stage": 3}, "use 1, 2, 4 or 8"),
+        ({"vpp": 2, "global_batch": 1016, "dp": 8}, "127 micro-batches are not divisible by pp 4"),
+        ({"pp": 3, "world_size": 24}, "32 layers"),
+        ({"global_batch": 1020}, "use a multiple of 8"),
+        ({"dp": 7}, "world_size 32 is not tp x pp x cp x dp"),
+        ({"model_num_experts": 8}, "use a dense model"),
+        ({"precision": "int4"}, "use one of bf16, fp16, fp8, fp32"),
+        ({"hardware": {"gpu": "NVIDIA A100 80GB"}}, "a100-80gb has no products in fp8"),
+        ({"tp": 16, "dp": 1, "pp": 2, "model_num_query_groups": 12}, "do not divide each other"),
+        ({"cp": 8, "dp": 1, "model_seq_length": 8200}, "use a multiple of 16"),
+    ],
+)
+def test_plans_that_cannot_run_are_refused_with_what_would_work(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    each = predicted(tmp_path, **changes)
+    assert each.prediction.outcome == "error"
+    assert reason in (each.prediction.reason or "")
+    assert each.ms_per_iter is None
+
+
+def test_offload_in_a_pipeline_runs_under_ours(tmp_path: Path) -> None:
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps({"runs": [{**RECORD, "recompute": "cpu_offload"}]}))
+    output = tmp_path / "predictions.json"
+    assert main(["--evaluate", str(path), "--implementation", "ours", "--output", str(output)]) == 0
+    (prediction,) = json.loads(output.read_text())["runs"]
+    assert prediction["outcome"] == "ok"
+    assert prediction["reason"] is None
+
+
+def test_more_work_takes_more_time_and_less_memory_is_too_little(tmp_path: Path) -> None:
+    plain = predicted(tmp_path)
+    full = predicted(tmp_path, recompute="full")
+    half = predicted(tmp_path, precision="bf16")
+    slow = predicted(tmp_path, hardware={"gpu": "NVIDIA A800 80GB"}, precision="bf16")
+    small = predicted(tmp_path, hardware={"gpu": "A100-SXM4-40GB"}, precision="bf16")
+    times = [each.ms_per_iter or 0.0 for each in (plain, full, half, slow)]
+    assert times == sorted(times)
+    assert full.memory_mib is not None
+    assert plain.memory_mib is not None
+    assert full.memory_mib < plain.memory_mib
+    assert [each.prediction.outcome for each in (slow, small)] == ["ok", "oom"]
+    assert "activations" in (small.prediction.reason or "")
+
+
+def test_an_unknown_gpu_has_memory_and_no_time(tmp_path: Path) -> None:
+    each = predicted(tmp_path, hardware={"gpu": "NVIDIA GH900 1000GB", "mem_total_mib": 81559})
+    assert each.memory_mib == pytest.approx(54416, rel=0.03)
+    assert each.ms_per_iter is None
+    assert "GH900" in (each.prediction.reason or "")
+
+
+def test_fields_that_are_left_out_are_as_most_runs_have_them(tmp_path: Path) -> None:
+    names = ("id", "model", "hardware", "precision", "pp", "world_size", "global_batch")
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps({"runs": [{name: RECORD[name] for name in names}]}))
+    (each,) = evaluate(read_runs(path))
+    assert each.ms_per_iter == predicted(tmp_path).ms_per_iter
+    assert (each.memory_error, each.time_error) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "is not JSON"),
+        ("[1]", "has no list of records"),
+        ('{"runs": [1]}', "has no list of records"),
+        ('{"runs": [{}]}', "record 0: id is missing"),
+        ('{"runs": [{"id": "a"}, {"id": "a"}]}', "two records have the id a"),
+        ('{"runs": [{"id": "a", "model": 3}]}', "run a: model is 3; give an object"),
+        ('{"runs": [{"id": "a", "model": {}, "global_batch": 1}]}', "model: hidden_size is missing"),
+        ('{"runs": [{"id": "a", "ms_per_iter": NaN}]}', "ms_per_iter is NaN; give a number above 0"),
+        ('{"runs": [{"id": "a", "tp": 1.5, "model": {}}]}', "tp is 1.5; give a whole number"),
+        ('{"runs": [{"id": "a", "tp": 0, "model": {}}]}', "tp is 0; give a whole number of 1 or more"),
+        ('{"runs": [{"id": "a", "sequence_parallel": "yes", "tp": 2, "hardware": 1}]}', "hardware is 1"),
+    ],
+)
+def test_files_of_another_form_are_refused_in_one_line(
+    content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "runs.json"
+    path.write_text(content)
+    with pytest.raises(DataError, match="") as error:
+        evaluate(read_runs(path))
+    assert words in str(error.value)
+    assert main(["--evaluate", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_command_prints_errors_and_writes_every_prediction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "predictions.json"
+    assert main(["--evaluate", str(RUNS), "--output", str(output)]) == 0
+    assert "overall" in capsys.readouterr().out
+    written = json.loads(output.read_text())["runs"]
+    assert [run["id"] for run in written] == [run.id for run in read_runs(RUNS)]
+    keys = {"id", "outcome", "memory_mib", "ms_per_iter", "tflops_per_gpu", "reason"}
+    assert all(keys <= set(run) for run in written)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--gpu", "abacus"], "no figures are known"),
+        (["--implementation", "abacus"], "possible: ours, ours-cpu, megatron-te"),
+        (["--output", "/no/such/folder/file"], "cannot be written"),
+    ],
+)
+def test_names_that_are_not_known_are_refused(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--evaluate", str(RUNS), *flags]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1

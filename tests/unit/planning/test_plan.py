@@ -1,0 +1,72 @@
+"""A plan of a run's flags: its action list may be cut, and its parts are those of the run."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.pipeline_parallel.action import Action, Pass
+from megatron.core.pipeline_parallel.schedules import SCHEDULES
+from megatron.planning.activation_memory import activation_bytes
+from megatron.planning.gpu import H100
+from megatron.planning.plan import Plan
+from megatron.planning.prediction.implementations import IMPLEMENTATIONS, MEGATRON_TE, OURS
+from megatron.planning.prediction.prediction import predict
+from megatron.training.config.arguments import resolve_arguments
+from tests.unit.training.config.command_lines import MINIMAL
+
+FLAGS = "--num-layers 8 --pipeline-model-parallel-size 4 --micro-batch-size 1 --bf16"
+
+
+def plan_of(flags: str) -> Plan:
+    return Plan.of(resolve_arguments([*MINIMAL, *FLAGS.split(), *flags.split()], 4).config)
+
+
+def most_in_flight(actions: tuple[Action, ...]) -> int:
+    live = most = 0
+    for kind, _, chunk in actions:
+        live += {Pass.FORWARD: 1, Pass.BACKWARD_WEIGHT: 0}.get(kind, -1) * (chunk + 7)
+        most = max(most, live)
+    return most
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_chunks"),
+    [
+        ("", 1),
+        ("--pipeline-schedule zero-bubble", 1),
+        ("--num-layers-per-virtual-pipeline-stage 1", 2),
+    ],
+)
+def test_the_first_rounds_of_a_schedule_are_as_full_as_all(flags: str, num_chunks: int) -> None:
+    plan = plan_of(f"{flags} --global-batch-size 80")
+    for stage in range(4):
+        whole = SCHEDULES[plan.pipeline_schedule](4, stage, 80, num_chunks, None)
+        cut = tuple(plan.warm_up_actions(stage))
+        assert len(cut) < len(whole)
+        assert most_in_flight(cut) == most_in_flight(whole)
+
+
+def test_a_plan_of_flags_is_predicted_under_every_implementation() -> None:
+    config = resolve_arguments([*MINIMAL, *FLAGS.split(), "--global-batch-size", "8"], 4).config
+    plan = Plan.of(config)
+    for implementation in IMPLEMENTATIONS.values():
+        prediction = predict(plan, implementation, H100)
+        assert prediction.outcome == "ok"
+        assert prediction.time is not None
+        assert prediction.time.total > prediction.time.busy > 0
+        assert len(prediction.stages) == 4
+    stages = predict(plan, OURS, H100).stages
+    for number, stage in enumerate(stages[:-1]):
+        assert stage.activations == activation_bytes(config, number)
+    assert sum(stage.parameters for stage in stages[1:-1]) == 2 * stages[1].parameters
+
+
+def test_exchanges_beside_interleaved_chunks_show_less_than_those_that_are_waited_for() -> None:
+    waited, hidden = (
+        predict(plan_of(f"--global-batch-size 8 {flags}"), MEGATRON_TE, H100).time
+        for flags in ("", "--num-layers-per-virtual-pipeline-stage 1")
+    )
+    assert waited is not None
+    assert hidden is not None
+    assert 0 < hidden.neighbours < waited.neighbours
+    assert hidden.bubble < waited.bubble
