@@ -26,6 +26,8 @@ CASES = [
     pytest.param(2, "--bf16 --use-distributed-optimizer", id="bf16-dp2-distributed-optimizer"),
     pytest.param(2, f"{SHARDED} --overlap-grad-reduce", id="fp32-dp2-sharded-gradients"),
 ]
+DOUBLED = ("fp32-tp2", "fp32-dp2", "bf16-dp2")
+"""Cases that others do with something more, and that resume at other layouts and after violent ends by default too."""
 TrainWhole = Callable[[int, str], tuple[Path, ForkedRun]]
 
 
@@ -70,7 +72,10 @@ def assert_equal_to_uninterrupted(second: ForkedRun, whole: ForkedRun, folder: P
     assert_same_checkpoints(newest(folder / "checkpoints"), newest(whole_folder / "checkpoints"))
 
 
-@pytest.mark.parametrize(("num_processes", "flags"), CASES)
+@pytest.mark.parametrize(
+    ("num_processes", "flags"),
+    [pytest.param(*case.values, id=case.id, marks=pytest.mark.long if case.id in DOUBLED else ()) for case in CASES],
+)
 def test_resume_is_bitwise_exact(num_processes: int, flags: str, train_whole: TrainWhole, tmp_path: Path) -> None:
     folder, whole = train_whole(num_processes, flags)
     assert len({line["lm_loss"] for line in whole.iterations()}) == 20
