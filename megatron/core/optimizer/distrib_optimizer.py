@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.host_memory.host_copies import HostCopies
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket
 from megatron.core.parallel_state import ParallelState
@@ -47,6 +47,7 @@ class DistributedOptimizer(MegatronOptimizer):
             for chunk in self._gathering_chunks()
             for parts, gather in chunk.parts_and_gathers()
         ]
+        self._gathers_in_forward = not self._gathers and any(chunk.config.overlap_param_gather for chunk in self._chunks)
         assert not (self._gathers and self.offload), "what the host updates is not in the order of the gathers"
 
     def _update(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
@@ -57,6 +58,21 @@ class DistributedOptimizer(MegatronOptimizer):
             self._update_by_gather(is_finite, grad_multiplier)
             return
         super()._update(is_finite, grad_multiplier)
+        if not self._gathers_in_forward:
+            self._start_gathers()
+
+    @torch.no_grad()
+    def finish_step(self, totals: Sequence[float]) -> StepOutcome:
+        """Do what `MegatronOptimizer.finish_step` does, and start the gathers that the next forward pass waits for.
+
+        Started before, they would hold up what the ranks agree on after an update, for which the host waits.
+        """
+        outcome = super().finish_step(totals)
+        if self._gathers_in_forward:
+            self._start_gathers()
+        return outcome
+
+    def _start_gathers(self) -> None:
         with self._timers("params-all-gather", log_level=1):
             for chunk in self._chunks:
                 chunk.start_param_gather()

@@ -3,9 +3,9 @@
 The rules are those of torch's own choice, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, for torch 2.13 with
 cuDNN 9.15.1 or newer, in training, with tensors of four dimensions. There is no such choice in a CPU build.
 
-Some of them stand in few releases. cuDNN's operator takes any probability of dropout, but some of its kernels round it
-to sixteenths, so that torch hands cuDNN multiples of 1/16 alone (``check_cudnn_dropout``, pytorch/pytorch #174245 of
-February 2026); 0.1 would become another probability. cuDNN is no kernel for deterministic algorithms (``check_cudnn_deterministic``).
+cuDNN's operator takes any probability of dropout, but some of its kernels round it to sixteenths: torch hands cuDNN
+multiples of 1/16 alone (``check_cudnn_dropout``, pytorch/pytorch #174245 of February 2026), since 0.1 would become
+another probability. Nor is cuDNN's kernel a deterministic algorithm (``check_cudnn_deterministic``).
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_what_travels_is_half_as_large(reports: dict[str, dict[str, Any]]) -> No
     layers_of_inputs = gathered("fp8 halved", "forward", "tp") / gathered("bf16 halved", "forward", "tp")
     # The output layer's input, and the layers' projections back, stay as they are.
     assert 0.5 < layers_of_inputs < 0.7
-    parameters = gathered("fp8 halved", "optimizer", "dp") / gathered("bf16 halved", "optimizer", "dp")
+    parameters = gathered("fp8 halved", "end", "dp") / gathered("bf16 halved", "end", "dp")
     assert 0.5 < parameters < 1.0
 
 
