@@ -61,6 +61,12 @@ class Case:
 
 CASES = (
     Case("GPT-2 345M, one GPU", 1, (*GPT2_345M, "--global-batch-size", "16")),
+    # Multiples of 1/16 leave attention to cuDNN (docs/attention.md).
+    Case(
+        "GPT-2 345M, attention dropout 1/8",
+        1,
+        (*GPT2_345M, "--attention-dropout", "0.125", "--global-batch-size", "16"),
+    ),
     Case("GPT-2 345M without dropout", 1, (*GPT2_345M, *WITHOUT_DROPOUT, "--global-batch-size", "16")),
     # The optimizer's share of a step falls with the number of micro-batches: two above, sixteen here.
     Case("GPT-2 345M, batch 128", 1, (*GPT2_345M, "--global-batch-size", "128")),
@@ -70,6 +76,14 @@ CASES = (
         "8B, TP 2 + SP · DP 4",
         8,
         (*LLAMA_8B, "--global-batch-size", "16", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    ),
+    Case(
+        "8B, TP 2 + SP · DP 4, communication beside products and the update",
+        8,
+        (
+            *(*LLAMA_8B, "--global-batch-size", "16", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+            *("--tp-comm-overlap", "--overlap-param-gather-with-optimizer-step"),
+        ),
     ),
     Case("8B, TP 1 · DP 8, fp8 delayed", 8, (*LLAMA_8B, "--global-batch-size", "32", *FP8)),
     Case("8B, TP 1 · DP 8, fp8 tensorwise", 8, (*LLAMA_8B, "--global-batch-size", "32", *FP8, *TENSORWISE)),

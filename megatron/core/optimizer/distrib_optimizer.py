@@ -47,7 +47,8 @@ class DistributedOptimizer(MegatronOptimizer):
             for chunk in self._gathering_chunks()
             for parts, gather in chunk.parts_and_gathers()
         ]
-        self._gathers_in_forward = not self._gathers and any(chunk.config.overlap_param_gather for chunk in self._chunks)
+        overlaps = any(chunk.config.overlap_param_gather for chunk in self._chunks)
+        self._gathers_in_forward = overlaps and not self._gathers
         assert not (self._gathers and self.offload), "what the host updates is not in the order of the gathers"
 
     def _update(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:

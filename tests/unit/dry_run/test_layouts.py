@@ -128,11 +128,17 @@ def test_memory_and_parameters_of_345m(results: dict[str, DryRunResult]) -> None
 
 def test_chunks_hide_communication_behind_products(results: dict[str, DryRunResult]) -> None:
     whole, chunked = results["8B"].report, results["8B overlapped"].report
-    # What is left is beside the layers: samples and the ranks' agreement behind the gathered parameters.
+    # What is left is beside the layers: samples behind the gathered parameters.
     assert chunked["communication_ms"] < 0.7 * whole["communication_ms"]
     assert chunked["hidden_communication_ms"] > whole["hidden_communication_ms"]
     assert chunked["predicted_ms"] < whole["predicted_ms"]
     assert chunked["peak_bytes"] <= 1.01 * whole["peak_bytes"]
+
+
+def test_gathers_do_not_hold_up_what_the_host_waits_for(results: dict[str, DryRunResult]) -> None:
+    at_end = [call["operation"] for call in results["8B"].report["collectives"] if call["phase"] == "end"]
+    assert at_end[0] == "all_reduce"
+    assert set(at_end[1:]) == {"all_gather"}
 
 
 @pytest.mark.parametrize(("name", "other"), [("8B packed", "8B"), ("8B all_gather", "8B p2p")])
