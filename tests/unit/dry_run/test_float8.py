@@ -92,7 +92,7 @@ def test_what_travels_is_half_as_large(reports: dict[str, dict[str, Any]]) -> No
     # Inputs once more and gradients, eight in two layers; the output layer's input and the embedding's gradient stay.
     again = gathered("fp8 halved", "backward", "tp") / gathered("bf16 halved", "backward", "tp")
     assert again == pytest.approx((8 / 2 + 2) / (8 + 2))
-    parameters = gathered("fp8 halved", "optimizer", "dp") / gathered("bf16 halved", "optimizer", "dp")
+    parameters = gathered("fp8 halved", "end", "dp") / gathered("bf16 halved", "end", "dp")
     assert 0.5 < parameters < 1.0
 
 
