@@ -87,7 +87,7 @@ def test_weights_that_are_gathered_in_fp8_are_those_of_the_products(train) -> No
     assert not torch.equal(torch.frexp(plain).mantissa * 16, (torch.frexp(plain).mantissa * 16).round())
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "flags",
     [
