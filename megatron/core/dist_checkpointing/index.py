@@ -132,7 +132,7 @@ def read_index_file(folder: Path) -> dict[str, Any]:
         version = int(content.pop("format_version"))
     except OSError as error:
         raise DamagedCheckpointError(f"{path}: {os.strerror(error.errno or 0)}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path}: not readable as JSON ({error})") from error
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DamagedCheckpointError(f"{path}: not an index of a checkpoint ({error!r})") from error

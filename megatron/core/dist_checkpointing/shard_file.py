@@ -208,7 +208,7 @@ def readable_keys(path: Path) -> set[str]:
             for key, entry in fields.items()
             if key != "__metadata__" and int(entry["data_offsets"][1]) <= data_bytes
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
         # A header that cannot be read gives access to nothing.
         return set()
 
