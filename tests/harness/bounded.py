@@ -68,10 +68,8 @@ def _first_bad_case(attempt: Callable[[int], None], first: int, count: int) -> B
             rest += read
             if not read:
                 break
-            lines = rest.split(b"\n")
-            if lines[0].startswith(b"error"):
-                continue  # the rest of the message follows
-            number, rest = number + len(lines) - 1, lines[-1]
+            message = rest.lstrip(b"\n")  # of the first bad case; those before it are an end of line each
+            number, rest = number + len(rest) - len(message), message
             begun, since = _cpu_seconds(pid), time.monotonic()
         if rest:
             return BadCase(number, rest.decode(errors="replace").removeprefix("error "))
@@ -99,6 +97,7 @@ def _run_cases(attempt: Callable[[int], None], first: int, count: int, writable:
             attempt(number)
             os.write(writable, b"\n")
     except BaseException:  # noqa: BLE001 - the parent reports it
-        os.write(writable, b"error " + traceback.format_exc().encode(errors="replace")[-_BYTES_KEPT:])
+        os.write(writable, b"error ")
+        os.write(writable, traceback.format_exc().encode(errors="replace")[-_BYTES_KEPT:])
     finally:
         os._exit(0)

@@ -45,7 +45,7 @@ class SentencePieceTokenizer:
         package = load_package("sentencepiece", self.name)
         try:
             self._model: Any = package.SentencePieceProcessor(model_file=str(path))
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError) as error:
             raise TokenizerError(
                 f"{self.name}: {path} is not a SentencePiece model ({error}); change --tokenizer-model"
             ) from error

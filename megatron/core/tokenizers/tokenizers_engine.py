@@ -71,6 +71,8 @@ class TokenizersEngine:
 
     def token_to_id(self, token: str) -> int | None:
         """Look up one entry by its spelling."""
+        if any("\ud800" <= character <= "\udfff" for character in token):
+            return None  # half a pair is in no vocabulary
         token_id: int | None = self._engine.token_to_id(token)
         return token_id
 

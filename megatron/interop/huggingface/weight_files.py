@@ -123,7 +123,7 @@ class WeightFiles:
             with open(path, "rb") as stream:
                 length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
                 header = json.loads(stream.read(length))
-        except (OSError, SafetensorError, ValueError) as error:
+        except (OSError, SafetensorError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
         metadata = header.pop("__metadata__", None)
         self.metadata[file] = metadata
@@ -184,7 +184,7 @@ def _weight_map(text: str, path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(text)["weight_map"]
         pairs = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not an index of safetensors files: {error!r}") from error
     for file in pairs.values():
         if Path(file).name != file or not file.endswith(".safetensors"):

@@ -144,6 +144,8 @@ class TorchFile:
             for name, entry in entries.items():
                 if entry.compress_type != zipfile.ZIP_STORED:
                     raise ValueError(f"{name} is compressed")
+                if entry.compress_size != entry.file_size:
+                    raise ValueError(f"{name} has {entry.file_size} bytes, and {entry.compress_size} are stored")
                 if entry.header_offset + entry.file_size > size:
                     raise ValueError(f"it ends within {name}")
             if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":

@@ -37,7 +37,7 @@ def forged_index(data: bytes, draw: Random) -> bytes:
             rest = {name: value for name, value in content.items() if name not in ("checksum", "format_version")}
             content["checksum"] = native_index._content_checksum(rest)
         return json.dumps(content).encode()
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         return changed
 
 
