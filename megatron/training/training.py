@@ -34,6 +34,7 @@ from megatron.training.reporting.log_lines import (
 from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.reporting.profiling import Profiling
 from megatron.training.reporting.progress_log import ProgressLog
+from megatron.training.reporting.stragglers import StragglerReport, Stragglers
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import Agreement, ForwardStep, TrainingStep
 
@@ -54,6 +55,7 @@ class TrainingRun:
     checkpoints: RunCheckpoints
     profiling: Profiling
     progress: ProgressLog | None = None
+    stragglers: Stragglers | None = None
 
     def log(self, text: str) -> None:
         """Print on the reporting rank."""
@@ -89,6 +91,12 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
         run.runtime.flight.end_iteration(state.iteration, report.step_time_s)
         if logits is not None and logits.is_on:
             report = replace(report, max_attention_logit=logits.take(run.runtime.state.world))
+        stragglers = None
+        if run.stragglers is not None:
+            run.stragglers.end_iteration()
+            if _is_due(config.logging.log_interval, state.iteration):
+                stragglers = run.stragglers.report(state.iteration)
+                report = replace(report, stragglers=stragglers.figures())
         run.checkpoints.poll()
         average.add(report)
         _write_metrics(run, report)
@@ -96,6 +104,8 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
             _compare_replicas(run)
         if state.iteration % config.logging.log_interval == 0:
             _log_iterations(run, report, average, with_memory=first_log)
+            if stragglers is not None:
+                _log_stragglers(run, stragglers)
             average, first_log = IntervalAverage(), False
         if is_evaluation_due(config, state.iteration):
             evaluate_and_report(run, run.evaluation_sets.validation)
@@ -196,6 +206,12 @@ def _log_iterations(run: TrainingRun, report: StepReport, average: IntervalAvera
         run.metrics.scalars(longest, report.iteration)
     if any(times):
         run.log(format_report(times, logging.timing_log_option))
+
+
+def _log_stragglers(run: TrainingRun, report: StragglerReport) -> None:
+    run.log(report.line(run.config.logging.straggler_minmax_count))
+    if run.metrics is not None:
+        run.metrics.scalars(report.scalars(), report.last)
 
 
 def _log_layer_norms(run: TrainingRun) -> None:

@@ -64,8 +64,8 @@ class Faults:
     ``no_room`` gives two micro-batches: from the one to before the other no file of ``rank`` can become large.
     ``drop_share`` masks out a share of the tokens that differs from sample to sample. The disk fails where
     ``unreadable_sample`` of the training data lies, and on ``rank`` reading ``endless_sample`` never ends. ``sleep_at``
-    begins an endless sleep where ``sleep_in`` says: "forward", or in the next "save". ``slow_save_s`` is how long every
-    save sleeps.
+    begins an endless sleep where ``sleep_in`` says: "forward", with Python's "lock" held, or in the next "save".
+    ``slow_save_s`` is how long every save sleeps, and ``slow_s`` every forward pass from ``slow_from`` on.
     """
 
     weights: str | None = None
@@ -91,6 +91,8 @@ class Faults:
     sleep_in: str = "forward"
     endless_sample: int | None = None
     slow_save_s: float = 0.0
+    slow_from: int | None = None
+    slow_s: float = 0.0
 
     def environment(self) -> dict[str, str]:
         """Return what hands these faults to the script."""
@@ -193,9 +195,13 @@ class _FaultyForwardStep:
             _be_deaf()
         if not self.is_here:
             return pretrain_gpt.forward_step(batch, model, hidden)
+        if faults.slow_from is not None and self.microbatch >= faults.slow_from:
+            time.sleep(faults.slow_s)
         if self.microbatch == faults.sleep_at:
             if faults.sleep_in == "forward":
                 sleep_for_ever()
+            if faults.sleep_in == "lock":
+                _hold_the_lock()
             _delay_saves(None)
         if self.microbatch == faults.raise_at:
             raise ValueError(f"a fault of micro-batch {self.microbatch} on rank {faults.rank}")
@@ -232,6 +238,13 @@ def _delay_saves(seconds: float | None) -> None:
         return write(*args)
 
     saver.save_in_steps = sleep_first
+
+
+def _hold_the_lock() -> None:
+    """Stay for ever in a call into C that keeps Python's lock, and that no signal ends."""
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
 
 
 def _be_deaf() -> None:
