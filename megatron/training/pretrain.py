@@ -54,6 +54,7 @@ from megatron.training.reporting.startup_lines import (
     describe_initialized,
     describe_precision,
 )
+from megatron.training.reporting.stragglers import PartsClock, Stragglers
 from megatron.training.tp_overlap import choose_tp_overlap
 from megatron.training.train_state import TrainState
 from megatron.training.training import TrainingRun, evaluate_and_report, is_evaluation_due, train
@@ -170,11 +171,13 @@ def _run(application: Application, start_time: float) -> None:
 def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack) -> tuple[TrainingRun, DatasetSplits]:
     """Build what the run works on, and bring it to where its checkpoint stands."""
     config, runtime, log = application.config, application.runtime, application.log
+    log_straggler = config.logging.log_straggler
+    clock = PartsClock(runtime.flight, runtime.device.torch_device) if log_straggler else None
     timers = Timers(
         config.logging.timing_log_level,
         config.logging.timing_log_option,
         synchronize=runtime.device.synchronize,
-        note=phase_marker(runtime.flight),
+        note=phase_marker(runtime.flight, None if clock is None else clock.mark),
     )
     log(f"building {type(config.model).__name__.removesuffix('Config')} model ...")
     with timers("model-and-optimizer-setup"):
@@ -216,6 +219,9 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
         guard=None
         if datasets.train is None
         else _make_guard(application, parts, checkpoints, datasets.train, train_state),
+        stragglers=None
+        if clock is None
+        else Stragglers(clock, runtime.state, runtime.device.torch_device, train_state.iteration),
     )
     return run, datasets
 

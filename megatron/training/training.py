@@ -37,6 +37,7 @@ from megatron.training.reporting.log_lines import (
 from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.reporting.profiling import Profiling
 from megatron.training.reporting.progress_log import ProgressLog
+from megatron.training.reporting.stragglers import StragglerReport, Stragglers
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import ForwardStep, TrainingStep
 
@@ -58,6 +59,7 @@ class TrainingRun:
     profiling: Profiling
     progress: ProgressLog | None = None
     guard: FaultGuard | None = None
+    stragglers: Stragglers | None = None
 
     def log(self, text: str) -> None:
         """Print on the reporting rank."""
@@ -97,6 +99,12 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
         run.runtime.flight.end_iteration(state.iteration, report.step_time_s)
         if logits is not None and logits.is_on:
             report = replace(report, max_attention_logit=logits.take(run.runtime.state.world))
+        stragglers = None
+        if run.stragglers is not None:
+            run.stragglers.end_iteration()
+            if _is_due(config.logging.log_interval, state.iteration):
+                stragglers = run.stragglers.report(state.iteration)
+                report = replace(report, stragglers=stragglers.figures())
         run.checkpoints.poll()
         run.checkpoints.note_step(state.iteration, not report.is_skipped)
         if run.guard is not None and not report.is_skipped:
@@ -108,6 +116,8 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
         with_memory = _is_due(config.logging.log_memory_interval, state.iteration)
         if state.iteration % config.logging.log_interval == 0:
             _log_iterations(run, report, average, with_memory=first_log or with_memory)
+            if stragglers is not None:
+                _log_stragglers(run, stragglers)
             average, first_log = IntervalAverage(), False
             if run.guard is not None:
                 run.guard.log_variation()
@@ -282,6 +292,12 @@ def _observe_gradients(run: TrainingRun) -> None:
         raise_on_all_ranks(error, run.runtime.state.world)
     if run.config.logging.log_layer_norms is not None:
         _log_layer_norms(run)
+
+
+def _log_stragglers(run: TrainingRun, report: StragglerReport) -> None:
+    run.log(report.line(run.config.logging.straggler_minmax_count))
+    if run.metrics is not None:
+        run.metrics.scalars(report.scalars(), report.last)
 
 
 def _log_layer_norms(run: TrainingRun) -> None:

@@ -177,6 +177,16 @@ def test_a_long_run_with_a_slow_save_and_an_evaluation_is_let_be(tmp_path: Path)
     assert len(result.iterations()) == 2000
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.long
+def test_a_rank_that_holds_the_lock_is_named_with_its_line(rank: int, tmp_path: Path) -> None:
+    run = run_of(tmp_path, "tp2", Faults(rank=rank, sleep_at=MICROBATCH, sleep_in="lock"))
+    try:
+        check(run, rank, "does not answer at tests/harness/faults.py:", " in _hold_the_lock")
+    finally:
+        run.close()
+
+
 @pytest.mark.long
 def test_a_process_alone_that_sleeps_is_named(tmp_path: Path) -> None:
     result = run_training(

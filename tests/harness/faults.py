@@ -66,8 +66,8 @@ class Faults:
     ``unreadable_sample`` of the training data lies, and on ``rank`` reading ``endless_sample`` never ends. The loss of
     ``poisoned`` samples is ``poison`` times as large, whenever and wherever it is computed. ``bad_weight_at`` is a
     micro-batch before which the first element of ``drifting_parameter`` becomes ``bad_weight``. ``sleep_at`` begins an
-    endless sleep where ``sleep_in`` says: "forward", or in the next "save". ``slow_save_s`` is how long every save
-    sleeps.
+    endless sleep where ``sleep_in`` says: "forward", with Python's "lock" held, or in the next "save".
+    ``slow_save_s`` is how long every save sleeps, and ``slow_s`` every forward pass from ``slow_from`` on.
     """
 
     weights: str | None = None
@@ -97,6 +97,8 @@ class Faults:
     sleep_in: str = "forward"
     endless_sample: int | None = None
     slow_save_s: float = 0.0
+    slow_from: int | None = None
+    slow_s: float = 0.0
 
     def environment(self) -> dict[str, str]:
         """Return what hands these faults to the script."""
@@ -227,9 +229,13 @@ class _FaultyForwardStep:
             _be_deaf()
         if not self.is_here:
             return pretrain_gpt.forward_step(batch, model, hidden)
+        if faults.slow_from is not None and self.microbatch >= faults.slow_from:
+            time.sleep(faults.slow_s)
         if self.microbatch == faults.sleep_at:
             if faults.sleep_in == "forward":
                 sleep_for_ever()
+            if faults.sleep_in == "lock":
+                _hold_the_lock()
             _delay_saves(None)
         if self.microbatch == faults.raise_at:
             raise ValueError(f"a fault of micro-batch {self.microbatch} on rank {faults.rank}")
@@ -269,6 +275,13 @@ def _delay_saves(seconds: float | None) -> None:
         return write(*args)
 
     saver.save_in_steps = sleep_first
+
+
+def _hold_the_lock() -> None:
+    """Stay for ever in a call into C that keeps Python's lock, and that no signal ends."""
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
 
 
 def _be_deaf() -> None:

@@ -138,7 +138,9 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--one-logger-async": NoEffect(0, _ONE_LOGGER),
     "--app-tag-run-name": NoEffect(1, _ONE_LOGGER),
     "--app-tag-run-version": NoEffect(1, _ONE_LOGGER),
-    "--disable-straggler-on-startup": NoEffect(0, "there is no straggler detection"),
+    "--disable-straggler-on-startup": NoEffect(
+        0, "without --log-straggler no stragglers are looked for", excluded="log_straggler"
+    ),
 }
 
 _SWITCHES = [
@@ -161,7 +163,6 @@ _SWITCHES = [
     "--moe-pad-expert-input-to-capacity",
     "--moe-per-layer-logging",
     "--moe-extended-tp",
-    "--log-straggler",
     "--log-energy",
     "--adlr-autoresume",
     "--decrease-batch-size-if-needed",
@@ -231,6 +232,5 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--wandb-exp-name": NotSupported(1, ""),
     "--wandb-entity": NotSupported(1, ""),
     "--wandb-save-dir": NotSupported(1, ""),
-    "--straggler-minmax-count": NotSupported(1, "1"),
     "--straggler-ctrlr-port": NotSupported(1, "65535"),
 }

@@ -24,6 +24,11 @@ class LoggingConfig(Config, role="output"):
     """Log the norms of each layer's parameters and gradients every N iterations, and write them to TensorBoard."""
     log_max_attention_logit: bool = False
     """Log the largest attention logit of the iterations that have a line, which computes their logits once more."""
+    log_straggler: bool = False
+    """Log every --log-interval iterations which rank takes longer than its like, at what part of an iteration, and
+    since when."""
+    straggler_minmax_count: int = flag(1, bounds=POSITIVE, needs="log_straggler")
+    """How many of the slowest and of the fastest ranks the line of --log-straggler shows."""
     log_progress: bool = flag(False, needs="save")
     """Append each start of a job and each checkpoint, with throughputs, to progress.txt in the folder of --save."""
     timing_log_level: int = flag(0, choices=("0", "1", "2"))

@@ -44,6 +44,7 @@ class StepReport:
     decoupled_learning_rate: float | None = None
     next_decoupled_learning_rate: float | None = None
     max_attention_logit: float | None = None
+    stragglers: Mapping[str, object] | None = None
 
     @property
     def is_nan(self) -> bool:

@@ -90,6 +90,7 @@ class MetricsWriter:
                 "mfu": step.mfu,
                 **step.auxiliary,
                 **({} if decoupled is None else {"decoupled_learning_rate": decoupled}),
+                **({} if step.stragglers is None else {"stragglers": step.stragglers}),
                 **({} if step.max_attention_logit is None else {"max_attention_logit": step.max_attention_logit}),
             }
         )

@@ -13,7 +13,8 @@ from typing import Any
 from megatron.core.errors import InputError
 from megatron.core.flight.communication import Communication, format_ranks
 from megatron.training.process.hang.diagnosis import Culprit, Diagnosis
-from megatron.training.process.hang.rank_state import RankState, at_work, is_waiting, short_path
+from megatron.training.process.hang.rank_state import RankState, at_work, is_waiting
+from megatron.training.process.hang.short_path import short_path
 
 FORMAT = "megatron hang report 1"
 _MOST_RANKS = 64
@@ -126,10 +127,10 @@ class HangReport:
         place = at_work(answer)
         if state.left:
             doing = "has ended"
-        elif answer:
+        elif answer and not answer.get("is_locked"):
             doing = f"is in phase {state.phase} at {place}" if place else f"is in phase {state.phase}"
         elif process in ("", "alive"):
-            doing = f"does not answer, last heard of in phase {state.phase},"
+            doing = f"does not answer{f' at {place}' if place else ''}, last heard of in phase {state.phase},"
         else:
             doing = f"is {process}, last heard of in phase {state.phase},"
         if answer.get("reading"):

@@ -57,6 +57,11 @@ def is_silent_for_good(state: str) -> bool:
     return state in (_STATES["T"], _STATES["Z"], GONE)
 
 
+def is_at_an_end(state: str) -> bool:
+    """Return whether a process in this state runs no more and never will."""
+    return state in (_STATES["Z"], GONE)
+
+
 def kill(name: ProcessName) -> None:
     """End a process of this machine and this user at once; do nothing where it is not the one that was named."""
     if state_of(name) in ("", GONE) or name.pid == os.getpid():

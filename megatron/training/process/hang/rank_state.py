@@ -7,12 +7,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from megatron.core.flight.communication import Communication
 from megatron.core.flight.recorder import FlightRecorder
 from megatron.training.process.hang.processes import ProcessName
+from megatron.training.process.hang.short_path import short_path
 
 _NUM_FRAMES = 40
 _NUM_ENTRIES = 64
@@ -35,7 +35,8 @@ class RankState:
 
     ``idle_s`` is for how long nothing has got done, and ``allowance_s`` how long that may be in this phase.
     ``entered`` counts the communications that it has begun, by channel. ``left`` says that it watches no more.
-    ``error_file`` is where the launcher reads why a process failed; empty where it does not.
+    ``error_file`` is where the launcher reads why a process failed; empty where it does not. ``stack_file`` is
+    where the process writes its stacks where it cannot answer.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class RankState:
     blocked: Communication | None = None
     left: bool = False
     error_file: str = ""
+    stack_file: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return this as JSON-ready values."""
@@ -117,11 +119,3 @@ def is_waiting(stack: Mapping[str, Any]) -> bool:
     """Return whether a thread waits for another one, or for something to do."""
     file: str = stack["frames"][-1].partition(" in ")[0].rpartition(":")[0]
     return file.endswith(_WAITING_FILES)
-
-
-def short_path(path: str) -> str:
-    """Return the last folders of a path, from the package's own on."""
-    parts = Path(path).parts
-    if "megatron" in parts:
-        return str(Path(*parts[len(parts) - 1 - parts[::-1].index("megatron") :]))
-    return str(Path(*parts[-3:])) if len(parts) > 3 else path

@@ -8,65 +8,29 @@ end. A rank that cannot hear is killed by the others of its machine.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core.flight.communication import parse_ranks
 from megatron.core.flight.recorder import FlightRecorder
 from megatron.training.process.console import print_line
 from megatron.training.process.hang.diagnosis import Diagnosis, diagnose
+from megatron.training.process.hang.ending import end_ranks
 from megatron.training.process.hang.hang_report import HangReport
+from megatron.training.process.hang.locked_stacks import ask_for_stacks
 from megatron.training.process.hang.patience import Patience
 from megatron.training.process.hang.processes import ProcessName, is_silent_for_good, kill, state_of
 from megatron.training.process.hang.rank_state import RankState, blocked_in, full_answer
+from megatron.training.process.hang.surroundings import Store, Surroundings
 
 _ANSWER_S = 3.0
-_ENDING_S = 3.0
 _LEADER_SILENCE_S = 5.0
 _RANKS_PER_BEAT_S = 256
 _COLLECT, _END, _OVER = "collect", "end", "over"
-
-
-class Store(Protocol):
-    """Be the key-value store that all ranks reach."""
-
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-
-    def get(self, key: str) -> bytes:
-        """Return the value of a key that exists."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys exist."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number and return the sum."""
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """Hold what a watchdog is told of its process and its run.
-
-    ``names`` are the processes of all ranks. ``folder`` is where reports are kept, ``error_file`` where the launcher
-    reads why a process failed. ``count_failure`` tells the run that it has failed, ``device`` describes the device,
-    and ``abort`` gives up what it communicates.
-    """
-
-    rank: int
-    names: Sequence[ProcessName]
-    prefix: str
-    folder: Path | None = None
-    error_file: str = ""
-    count_failure: Callable[[], object] = lambda: None
-    device: Callable[[], Mapping[str, Any]] = dict
-    abort: Callable[[], None] = lambda: None
-    leave: Callable[[int], object] = os._exit
 
 
 @dataclass
@@ -167,6 +131,7 @@ class Watchdog:
             blocked=blocked_in(recorder),
             left=left,
             error_file=self._around.error_file,
+            stack_file=self._around.stack_file,
         )
         self._store.set(self._key(f"state/{self._rank}"), json.dumps(state.to_dict()))
 
@@ -284,6 +249,12 @@ class Watchdog:
                     answers[rank] = json.loads(self._store.get(key))
                     missing.discard(rank)
             time.sleep(0.1)
+            self._round_begun = time.monotonic()
+        for rank in sorted(missing):
+            state = self._views[rank].state
+            found = ask_for_stacks(state.process, state.stack_file)
+            if found:
+                answers[rank] = {"stacks": found, "is_locked": True}
         self._answers = answers
 
     def _report(self, diagnosis: Diagnosis, now: float) -> None:
@@ -299,7 +270,8 @@ class Watchdog:
         self._around.count_failure()
         self._print(report)
         first = diagnosis.culprits[0].rank
-        unheard = [rank for rank in states if rank not in self._answers and not states[rank].left]
+        heard = {rank for rank, answer in self._answers.items() if not answer.get("is_locked")}
+        unheard = [rank for rank in states if rank not in heard and not states[rank].left]
         word = {
             "culprit": first,
             "error_file": states[first].error_file,
@@ -315,31 +287,15 @@ class Watchdog:
         print_line(report.to_text("" if path is None else str(path)), sys.stderr)
 
     def _end(self, word: Mapping[str, Any]) -> None:
-        """End this process, and those of its machine that cannot do it themselves."""
-        names = self._around.names
-        if names[word["culprit"]].is_here:
-            _explain(word["error_file"], word["message"], word["since"])
-        for rank in word["kill"]:
-            kill(names[rank])
-        if self._leads:
-            others = [name for rank, name in enumerate(names) if rank != self._rank and name.is_here]
-            deadline = time.monotonic() + _ENDING_S + self._beat_s
-            while time.monotonic() < deadline and any(state_of(name) not in ("gone", "dead") for name in others):
-                time.sleep(0.05)
-            for name in others:
-                kill(name)
-        aborting = threading.Thread(target=self._around.abort, daemon=True)
-        aborting.start()
-        aborting.join(_ENDING_S)
         self._closing.set()
-        self._around.leave(1)
+        end_ranks(word, self._around, self._leads, self._beat_s)
 
     def _watch_store(self) -> None:
         """Do alone what can be done where the store itself does not answer: its process is stopped."""
         while not self._closing.wait(self._beat_s):
             silent_s = time.monotonic() - self._round_begun
             owner = self._around.names[0]
-            if silent_s < self._patience.silence_s + 2 * self._beat_s or self._rank == 0:
+            if silent_s < self._patience.silence_s + _ANSWER_S + 2 * self._beat_s or self._rank == 0:
                 continue
             state = state_of(owner)
             if not is_silent_for_good(state):
@@ -373,15 +329,3 @@ class Watchdog:
             diagnosis=diagnose(states, members, (0,)),
         )
         self._print(report)
-
-
-def _explain(error_file: str, message: str, since: float) -> None:
-    """Write the reason to where torchrun reads it: it names the process whose reason is the oldest."""
-    if not error_file:
-        return
-    text = f"HANG: {message}"
-    reason = {"message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(since))}}}
-    try:
-        Path(error_file).write_text(json.dumps(reason))
-    except OSError:
-        return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from megatron.core.collectives import all_gather_objects
 from megatron.core.device import Device
 from megatron.core.flight.recorder import FlightRecorder
 from megatron.core.parallel_state import ParallelState
+from megatron.training.process.hang.locked_stacks import StackFile
 from megatron.training.process.hang.patience import Patience
 from megatron.training.process.hang.processes import this_process
-from megatron.training.process.hang.watchdog import Surroundings, Watchdog
+from megatron.training.process.hang.surroundings import Surroundings
+from megatron.training.process.hang.watchdog import Watchdog
 from megatron.training.process.initialize import (
     abort_communication,
     connect_store,
@@ -41,13 +43,15 @@ _PHASES: Mapping[str, str] = {
 }
 
 
-def phase_marker(recorder: FlightRecorder) -> Callable[[str], None]:
-    """Return what is told the name of each timer that a run asks for."""
+def phase_marker(recorder: FlightRecorder, mark_phase: Callable[[str], None] | None = None) -> Callable[[str], None]:
+    """Return what is told the name of each timer that a run asks for; ``mark_phase`` is told of the phases."""
 
     def mark(timer: str) -> None:
         phase = _PHASES.get(timer)
         if phase is not None:
             recorder.enter(phase)
+            if mark_phase is not None:
+                mark_phase(phase)
 
     return mark
 
@@ -66,18 +70,28 @@ def watching(
     ``seconds`` is ``--hang-report-seconds``, with which 0 watches nothing. Reports are kept in ``folder``, and the
     first ``settling`` iterations may be long. Nothing is watched where the processes have no store to meet at.
     """
-    watchdog = None if seconds == 0 else _open(recorder, state, device, Patience(recorder, seconds, settling), folder)
-    is_over = False
-    try:
+    if seconds == 0:
         yield
-        is_over = True
-    finally:
-        if watchdog is not None:
-            watchdog.close(is_over)
+        return
+    with closing(StackFile()) as stack_file:
+        patience = Patience(recorder, seconds, settling)
+        watchdog = _open(recorder, state, device, patience, folder, stack_file.path)
+        is_over = False
+        try:
+            yield
+            is_over = True
+        finally:
+            if watchdog is not None:
+                watchdog.close(is_over)
 
 
 def _open(
-    recorder: FlightRecorder, state: ParallelState, device: Device, patience: Patience, folder: str | None
+    recorder: FlightRecorder,
+    state: ParallelState,
+    device: Device,
+    patience: Patience,
+    folder: str | None,
+    stack_file: str,
 ) -> Watchdog | None:
     store = connect_store()
     told = all_gather_objects((this_process(), uuid.uuid4().hex, store is not None), state.world)
@@ -89,6 +103,7 @@ def _open(
         prefix=told[0][1],
         folder=None if folder is None else Path(folder),
         error_file=launcher_error_file(),
+        stack_file=stack_file,
         count_failure=is_first_failure,
         device=lambda: _describe(device),
         abort=abort_communication,

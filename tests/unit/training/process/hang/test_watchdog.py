@@ -51,8 +51,8 @@ class Ranks:
             [this_process()] * 2,
             "test",
             self.folder,
-            str(self.folder / "error.json"),
-            lambda: self.failures.append(rank),
+            error_file=str(self.folder / "error.json"),
+            count_failure=lambda: self.failures.append(rank),
             leave=leave,
         )
         recorder = self.recorders[rank]
@@ -73,7 +73,7 @@ class Ranks:
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch):
     # The ranks are one process: none of them waits for the end of another.
-    monkeypatch.setattr("megatron.training.process.hang.watchdog._ENDING_S", 0.0)
+    monkeypatch.setattr("megatron.training.process.hang.ending._ENDING_S", 0.0)
     made = Ranks(tmp_path)
     yield made
     made.close()

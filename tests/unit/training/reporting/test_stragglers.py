@@ -1,0 +1,77 @@
+"""Stragglers: what counts as a rank's own time, and who is slow beside its like."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.core.flight.recorder import FlightRecorder
+from megatron.training.reporting import stragglers
+from megatron.training.reporting.stragglers import PARTS, PartsClock, StragglerReport, slowest
+
+
+def row(**seconds: float) -> list[float]:
+    return [seconds.get(part, 0.0) for part in PARTS]
+
+
+def test_waiting_is_taken_from_the_part_that_it_lies_in(monkeypatch) -> None:
+    now = 10.0
+    monkeypatch.setattr(stragglers, "time", SimpleNamespace(perf_counter=lambda: now))
+    recorder = FlightRecorder()
+    clock = PartsClock(recorder, torch.device("cpu"))
+    for phase, seconds, waited_s in (
+        ("setup", 100.0, 50.0),
+        ("data", 1.0, 0.0),
+        ("forward", 4.0, 1.0),
+        ("backward", 6.0, 2.0),
+        ("forward", 2.0, 0.0),
+        ("gradients", 3.0, 3.0),
+        ("optimizer", 0.5, 0.0),
+        ("", 7.0, 0.0),
+        ("save", 9.0, 4.0),
+    ):
+        clock.mark(phase)
+        now += seconds
+        recorder.waited_s += waited_s
+    clock.mark("")
+    assert dict(zip(PARTS, clock.take(), strict=True)) == {
+        "forward": 5.0,
+        "backward": 4.0,
+        "data": 1.0,
+        "other": 0.5,
+        "communication": 6.0,
+    }
+    assert clock.take() == [0.0] * len(PARTS)
+
+
+def test_the_slow_one_of_two_is_named_with_its_part() -> None:
+    seconds = [row(forward=1.0, backward=2.0, communication=1.9), row(forward=1.1, backward=3.9)]
+    assert slowest(seconds, [0, 0]) == (1, pytest.approx(5.0 / 3.0), "backward")
+
+
+def test_stages_have_different_work_and_are_not_compared() -> None:
+    seconds = [row(forward=1.0), row(forward=1.0), row(forward=3.0), row(forward=3.6)]
+    assert slowest(seconds, [0, 0, 1, 1]) == (3, pytest.approx(1.2), "forward")
+
+
+def test_a_rank_alone_on_its_stage_is_compared_with_all() -> None:
+    assert slowest([row(data=1.0), row(data=1.0), row(data=4.0)], [0, 1, 2])[0] == 2
+
+
+def test_the_line_says_who_at_what_and_since_when() -> None:
+    seconds = [row(forward=0.002), row(forward=0.001, data=0.009), row(forward=0.003)]
+    report = StragglerReport(11, 20, seconds, 1, 5.0, "data", 6)
+    assert report.line(2) == (
+        " stragglers | iterations 11 to 20 | rank 1 takes 5.00 times as long as its like, most at data (9.0 ms an "
+        "iteration), since iteration 6 | slowest: 1 (10.0 ms), 2 (3.0 ms) | fastest: 0 (2.0 ms), 2 (3.0 ms) |"
+    )
+    assert report.figures()["slow_rank"] == 1
+    assert report.scalars()["straggler-rank"] == 1.0
+
+
+def test_nobody_is_slow_by_a_little() -> None:
+    report = StragglerReport(1, 10, [row(forward=1.0), row(forward=1.05)], 1, 1.05, "forward", None)
+    assert "| none |" in report.line(1)
+    assert report.figures()["slow_rank"] is None
