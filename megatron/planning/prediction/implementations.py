@@ -1,7 +1,8 @@
 """The programs whose runs are predicted: what each keeps, and how fast what it calls is.
 
 Every constant names its source. Three times and two amounts of memory are fitted, by benchmarks/planner/run.py on
-the measured runs that lie beside it; all others are counted or published.
+the measured runs that lie beside it; all others are counted, published, or
+assumed where they say so.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ MEGATRON_BRIDGE = dataclasses.replace(
     keeps_half_weights=False,
     reduces_in_half=True,
 )
-"""Megatron Bridge with transformer-engine 2: attention is cuDNN's, fp8 weights travel in fp8, gradients in 16 bits."""
+"""Megatron Bridge with transformer-engine 2: attention is cuDNN's; assumed are weights in fp8 alone and gradients in
+16 bits, without which a published run would not fit."""
 MEGATRON_LOCAL = dataclasses.replace(
     MEGATRON_TE,
     name="megatron-local",

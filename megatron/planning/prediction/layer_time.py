@@ -28,7 +28,7 @@ MEMORY_SHARE = 0.85
 _ATTENTION_BACKWARD = 2.5
 """Operations of attention's backward pass beside those of its forward pass: five products for two."""
 _LAUNCHES, _LAUNCH_S = 70, 7e-6
-"""Kernels of a layer, forward and backward, and the host's time for one: what a layer takes at least."""
+"""Kernels of a layer, forward and backward, and the host's time for one: what a layer takes at least. Assumed."""
 _HALF, _WIDE_SUM = 2, 8
 """Bytes of a product's element that is written, and of one that is added to float32 gradients."""
 

@@ -88,6 +88,8 @@ def _unknown(fields: Fields, shape: Fields) -> list[str]:
     problems = []
     if any(shape.values.get(name) for name in _EXPERT_FIELDS) or (fields.optional("ep") or 1) > 1:
         problems.append("models with experts are not planned; use a dense model")
+    if fields.values.get("fsdp"):
+        problems.append("fully sharded parameters are not planned; use a distributed optimizer and no fsdp")
     if _precision(fields) not in _PRECISIONS:
         problems.append(f"precision {fields.text('precision')} is not known; use one of {', '.join(_PRECISIONS)}")
     if fields.text("recompute", "none") not in _RECOMPUTES:

@@ -15,7 +15,7 @@ from megatron.planning.prediction.stage_memory import StageMemory
 _UPDATE_BYTES = 30
 """Bytes that an update reads and writes of a parameter: gradient, main parameter, two moments, weight."""
 _EXCHANGE_SHARE = 0.2
-"""What an exchange beside products costs of its own time: NCCL's kernels hold up to 32 of 132 multiprocessors."""
+"""What an exchange beside products costs of its own time, as it takes multiprocessors from them: assumed."""
 _FILLED_BUBBLE = 1 / 3
 """What is left of the bubble where gradients of weights are put off."""
 

@@ -107,6 +107,7 @@ def test_what_others_published_is_within_a_tenth() -> None:
         ({"global_batch": 1020}, "use a multiple of 8"),
         ({"dp": 7}, "world_size 32 is not tp x pp x cp x dp"),
         ({"model_num_experts": 8}, "use a dense model"),
+        ({"fsdp": 8}, "use a distributed optimizer and no fsdp"),
         ({"precision": "int4"}, "use one of bf16, fp16, fp8, fp32"),
         ({"hardware": {"gpu": "NVIDIA A100 80GB"}}, "a100-80gb has no products in fp8"),
         ({"tp": 16, "dp": 1, "pp": 2, "model_num_query_groups": 12}, "do not divide each other"),
