@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 
@@ -135,27 +136,21 @@ class FaultGuard:
         if self._is_to_be_repeated(verdict, trouble, policy):
             self._log(f"WARNING: {found}; the step is computed again, and its result taken")
             self._prepare()
-            with_source = self._open_source(begun.consumed_samples, 0)
-            try:
-                return step.repeat(with_source, begun)
-            finally:
-                with_source.close()
+            with closing(self._open_source(begun.consumed_samples, 0)) as source:
+                return step.repeat(source, begun)
         can_be_passed_over = verdict is None or verdict.cause in ("data", "right")
         if policy in (None, "stop") or (verdict is not None and verdict.cause == "persistent device"):
             raise self._ending(found, trouble)
         if policy == "skip" and not can_be_passed_over:
             raise self._ending(found, trouble)
-        return self._leave_out_or_rewind(step, begun, found, verdict, can_be_passed_over, agreement, trouble)
+        return self._leave_out_or_rewind(begun, found, verdict, can_be_passed_over, agreement, trouble)
 
     def compare(self, step: TrainingStep, begun: BegunStep, agreement: Agreement) -> None:
         """Compute a step again and compare it with its first results; leave its gradients to be used."""
         norm = self._parts.optimizer.measure()
         self._prepare()
-        source = self._open_source(begun.consumed_samples, 0)
-        try:
+        with closing(self._open_source(begun.consumed_samples, 0)) as source:
             again = agree(step.compute(source, begun), None, self._runtime)
-        finally:
-            source.close()
         if self._parts.float8 is not None:
             self._parts.float8.update(self._runtime.state.world, begun.iteration)
         loss, grad_norm, count = self._variation
@@ -201,7 +196,6 @@ class FaultGuard:
 
     def _leave_out_or_rewind(
         self,
-        step: TrainingStep,
         begun: BegunStep,
         found: str,
         verdict: Verdict | None,
@@ -215,7 +209,7 @@ class FaultGuard:
         known = self._newest_known() if self._faults.spike_policy == "rewind" else None
         if can_be_passed_over:
             end = begun.consumed_samples + begun.global_batch_size
-            reason = looked if (looked := "" if verdict is None else verdict.text) else found
+            reason = found if verdict is None else verdict.text
             samples = () if verdict is None else verdict.samples
             self.left_out = self.left_out.with_step(
                 LeftOut(
