@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.dist_checkpointing.checksum import checksum
 from megatron.core.dist_checkpointing.index import INDEX_FILE, StoredPiece, StoredTensor, read_index
+from megatron.core.dist_checkpointing.index_check import check_geometry
 from megatron.core.dist_checkpointing.mapping import dtype_of
 from megatron.core.dist_checkpointing.shard_file import check_file
 from megatron.core.dist_checkpointing.state_dict import FLOAT8_PREFIX, RNG_PREFIX
@@ -34,6 +35,7 @@ class NativeSource:
     def __init__(self, folder: str | Path, verify: bool = True, with_random_streams: bool = False) -> None:
         self.folder = Path(folder)
         index = read_index(self.folder)
+        check_geometry(self.folder, index)
         for name, file in index.files.items():
             check_file(self.folder / name, file, index.pieces_of(name), verify)
         if verify and not index.is_intact:
