@@ -14,7 +14,6 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.checksum import checksum
 from megatron.core.dist_checkpointing.disk import write_text
-from megatron.core.dist_checkpointing.index_check import check_geometry
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.files.plain_file import is_plain_name, parse_json, read_plain_text
 from megatron.core.sharding import Box
@@ -109,14 +108,12 @@ def read_index(folder: Path) -> CheckpointIndex:
     content = read_index_file(folder)
     try:
         stored_checksum = content.pop("checksum")
-        index = CheckpointIndex(
+        return CheckpointIndex(
             tensors={name: _decode_tensor(name, entry) for name, entry in content["tensors"].items()},
             files={_name(name): _decode_file(entry) for name, entry in content["files"].items()},
             common=dict(content["common"]),
             is_intact=_content_checksum(content) == stored_checksum,
         )
-        check_geometry(index.tensors, index.files)
-        return index
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DamagedCheckpointError(f"{folder / INDEX_FILE}: not an index of a checkpoint ({error!r})") from error
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.index import StoredFile, StoredPiece, StoredTensor
+from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, StoredPiece, StoredTensor
+from megatron.core.errors import DamagedCheckpointError
 
 _ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("float64", "int64"), 8),
@@ -17,19 +18,26 @@ _ITEM_BYTES: Mapping[str, int] = {
 }
 
 
-def check_geometry(tensors: Mapping[str, StoredTensor], files: Mapping[str, StoredFile]) -> None:
+def check_geometry(folder: Path, index: CheckpointIndex) -> None:
     """Refuse boxes that are outside of their tensor, overlap, have other sizes than their bytes, or are in no file.
 
     So nothing that is read is larger than the files. A gap between boxes is found where somebody reads it.
 
     Raises:
-        ValueError: there is such a box; it is named.
+        DamagedCheckpointError: there is such a box; it is named.
     """
-    sizes = {name: _count(file.num_bytes, name) for name, file in files.items()}
-    for name, file in files.items():
+    try:
+        _check(index)
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{folder / INDEX_FILE}: not an index of a checkpoint ({error})") from error
+
+
+def _check(index: CheckpointIndex) -> None:
+    sizes = {name: _count(file.num_bytes, name) for name, file in index.files.items()}
+    for name, file in index.files.items():
         _count(file.header_bytes, name)
     total = 0
-    for tensor in tensors.values():
+    for tensor in index.tensors.values():
         if tensor.dtype not in _ITEM_BYTES:
             raise ValueError(f"{tensor.name} has the dtype {tensor.dtype:.40}")
         for size in tensor.global_shape:

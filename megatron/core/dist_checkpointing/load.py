@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron.core.collectives import all_gather_objects, broadcast_object, raise_on_all_ranks, run_on_all_ranks
 from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, read_index
+from megatron.core.dist_checkpointing.index_check import check_geometry
 from megatron.core.dist_checkpointing.load_plan import PieceRead, plan_reads
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.shard_file import check_file
@@ -34,6 +35,7 @@ def load_index(folder: Path, world: Group, verify: bool = True) -> CheckpointInd
         if not world.is_first:
             return None
         index = read_index(folder)
+        check_geometry(folder, index)
         _check_files(folder, index, [name for name in index.files if (folder / name).exists()], verify)
         return index
 

@@ -1,1 +1,1 @@
-"""Files that others may have written, opened and read with care."""
+"""What is read of files that others made: how much, how deep, and what a pickle among them may ask for."""

@@ -21,7 +21,7 @@ import torch
 
 from megatron.core.dist_checkpointing.mapping import dtype_of
 from megatron.core.errors import CheckpointError
-from megatron.interop.megatron_torch.pickle_bounds import PickleBudget, check_key, check_value, dict_of, hashable
+from megatron.core.files.pickle_bounds import PickleBudget, check_key, check_value, dict_of, hashable
 from megatron.interop.megatron_torch.stored_values import GlobalName, LazyTensor, Record, StorageKey, StoredArray
 
 PersistentLoad = Callable[[Any], StorageKey]
@@ -83,7 +83,7 @@ def read_pickle(
         raise ValueError(
             f"not a pickle of a checkpoint ({type(error).__name__}: {reprlib.repr(error.args)})"
         ) from error
-    check_value(value)
+    check_value(value, Record)
     return value
 
 
@@ -103,9 +103,7 @@ def storage_dtype(kind: Any, path: Path) -> torch.dtype:
 class _Interpreter:
     """Hold the stack, the marks and the memo of one pickle."""
 
-    def __init__(
-        self, path: Path, persistent_load: PersistentLoad, records: Collection[GlobalName], first: int
-    ) -> None:
+    def __init__(self, path: Path, persistent_load: PersistentLoad, records: Iterable[GlobalName], first: int) -> None:
         self.path = path
         self.first, self.position = first, first
         self.budget = PickleBudget()
@@ -296,8 +294,7 @@ def _shape(values: Any) -> tuple[int, ...]:
 
 
 def _array_dtype(dtype: Any) -> str:
-    name: str = _of(str, _of(Record, dtype).arguments[0])
-    return name
+    return str(_of(str, _of(Record, dtype).arguments[0]))
 
 
 def _make_parameter(arguments: tuple[Any, ...]) -> LazyTensor:

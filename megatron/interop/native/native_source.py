@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.dist_checkpointing.checksum import checksum
 from megatron.core.dist_checkpointing.index import INDEX_FILE, StoredPiece, StoredTensor, read_index
+from megatron.core.dist_checkpointing.index_check import check_geometry
 from megatron.core.dist_checkpointing.mapping import dtype_of
 from megatron.core.dist_checkpointing.run_state import check_run_state
 from megatron.core.dist_checkpointing.shard_file import check_file
@@ -37,6 +38,7 @@ class NativeSource:
         self.folder = Path(folder)
         index = read_index(self.folder)
         check_run_state(self.folder, index.common)
+        check_geometry(self.folder, index)
         for name, file in index.files.items():
             check_file(self.folder / name, file, index.pieces_of(name), verify)
         if verify and not index.is_intact:

@@ -119,3 +119,27 @@ def test_mutated_checkpoints_are_read_or_refused(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", FORMATS)
 def test_ten_thousand_mutated_checkpoints_are_read_or_refused(name: str, tmp_path: Path) -> None:
     assert bad_cases(attempts(name, tmp_path), 10_000) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"n_layer": 10**9}, "num_layers 1000000000: a number of at most 100000 is expected"),
+        ({"n_layer": 99_999}, "99999 layers, and 16 tensors in its files"),
+        ({"n_embd": 2**62}, "a positive whole number up to 2147483647 is expected"),
+    ],
+)
+def test_a_config_of_more_than_the_files_hold_is_refused_before(
+    changed: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    write_gpt2(folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | changed))
+
+    def refuse(_: int) -> None:
+        with pytest.raises(InputError) as caught:
+            open_checkpoint(folder)
+        assert message in str(caught.value), str(caught.value)
+
+    assert bad_cases(refuse, 1) == []

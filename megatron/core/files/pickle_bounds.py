@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from megatron.interop.megatron_torch.stored_values import Record
-
 _FREE_OPERATIONS = 250_000
 _BYTES_AN_OPERATION = 1.8
 """Pickles of checkpoints have more than two."""
@@ -96,12 +94,15 @@ def dict_of(items: Sequence[Any]) -> dict[Any, Any]:
     return dict(zip(hashable(items[::2]), items[1::2]))
 
 
-def check_value(value: Any) -> None:
+def check_value(value: Any, record: type[Any]) -> None:
     """Refuse a value that holds itself, nests too deeply, or repeats its parts so often that no reader gets to its end.
+
+    ``record`` is the class of objects that hold values as ``arguments`` and ``attributes``.
 
     Raises:
         ValueError: it does.
     """
+    kinds = (list, tuple, dict, set, record)
     # For each container that is done: 256 times its parts, each as often as it occurs, and its depth.
     done: dict[int, int] = {}
     is_open: set[int] = set()
@@ -111,18 +112,18 @@ def check_value(value: Any) -> None:
         if id(item) in done:
             left.pop()
             continue
-        parts = _parts(item)
+        parts = _parts(item, record)
         if id(item) not in is_open:
             is_open.add(id(item))
             if len(is_open) > _MOST_DEPTH:
                 raise ValueError(f"values nest more than {_MOST_DEPTH} deep")
-            inner = [part for part in parts if _is_container(part) and id(part) not in done]
+            inner = [part for part in parts if isinstance(part, kinds) and id(part) not in done]
             if any(id(part) in is_open for part in inner):
                 raise ValueError("a value that holds itself")
             left += inner
             if inner:
                 continue
-        found = [done[id(part)] for part in parts if _is_container(part)]
+        found = [done[id(part)] for part in parts if isinstance(part, kinds)]
         depth = 1 + max((entry % 256 for entry in found), default=0)
         count = 1 + len(parts) + sum(entry // 256 for entry in found)
         if depth > _MOST_DEPTH:
@@ -134,12 +135,8 @@ def check_value(value: Any) -> None:
         left.pop()
 
 
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (list, tuple, dict, set, Record))
-
-
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, Record):
+def _parts(value: Any, record: type[Any]) -> list[Any]:
+    if isinstance(value, record):
         return [value.arguments, value.attributes]
     if isinstance(value, dict):
         return [*value, *value.values()]
