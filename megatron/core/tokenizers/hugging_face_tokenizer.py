@@ -49,8 +49,10 @@ class HuggingFaceTokenizer(EngineTokenizer):
         tokenizer_path = path / _TOKENIZER_FILE if path.is_dir() else path
         if not tokenizer_path.is_file():
             raise TokenizerError(f"{self.name}: {path} has no {_TOKENIZER_FILE}; {_way_on(path)}")
+        content = read_json_object(tokenizer_path)
+        _check_continuing_prefix(content, tokenizer_path)
         super().__init__(TokenizersEngine.from_file(tokenizer_path, self.name))
-        _check_byte_level(tokenizer_path)
+        _check_byte_level(content, tokenizer_path)
         own_size = self._engine.vocab_size
         if patch_tokenizer_type is not None:
             size = patched_vocab_size(patch_tokenizer_type, self._engine.base_vocab_size, own_size, extra_vocab_size)
@@ -76,9 +78,27 @@ def _way_on(folder: Path) -> str:
     return "change --tokenizer-model, or save the fast tokenizer there"
 
 
-def _check_byte_level(path: Path) -> None:
+def _check_continuing_prefix(content: Mapping[str, Any], path: Path) -> None:
+    """See that the parts of merges begin with the prefix that the package cuts off them without looking.
+
+    Raises:
+        TokenizerError: one of them does not.
+    """
+    model = content.get("model")
+    prefix = model.get("continuing_subword_prefix") if isinstance(model, dict) else None
+    if not prefix or not isinstance(model.get("merges"), list):
+        return
+    for number, merge in enumerate(model["merges"]):
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if not (isinstance(parts, list) and parts and str(parts[-1]).startswith(str(prefix))):
+            raise TokenizerError(
+                f"{path}: merge {number}, {merge!r}, has no part with the continuing_subword_prefix {prefix!r}; "
+                "take the file from its source again"
+            )
+
+
+def _check_byte_level(content: Mapping[str, Any], path: Path) -> None:
     """Check the merges of GPT-2's kind; the other kinds have tokens that no merge makes."""
-    content = read_json_object(path)
     model = content["model"]
     is_byte_level = '"ByteLevel"' in json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
     if model.get("type", "BPE") != "BPE" or not is_byte_level or model.get("ignore_merges"):

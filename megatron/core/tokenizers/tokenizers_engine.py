@@ -11,6 +11,7 @@ from megatron.core.tokenizers.optional_package import load_package
 from megatron.core.tokenizers.tokenizer import require_unicode
 
 _BATCH_CHARACTERS: Final = 1 << 16
+_PANIC: Final = "PanicException"
 
 
 class TokenizersEngine:
@@ -50,7 +51,9 @@ class TokenizersEngine:
         package = load_package("tokenizers", tokenizer_type)
         try:
             return cls(package.Tokenizer.from_file(str(path)))
-        except Exception as error:  # the package raises bare Exception
+        except BaseException as error:  # the package raises bare Exception, and panics that are none
+            if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+                raise
             raise TokenizerError(f"{tokenizer_type}: cannot read {path}: {error}") from error
 
     @property

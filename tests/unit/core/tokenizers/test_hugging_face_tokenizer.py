@@ -88,3 +88,15 @@ def test_merges_that_are_cut_short_are_named(hugging_face_folder: Path) -> None:
     content["model"]["ignore_merges"] = True  # such a model finds whole words in its vocabulary
     path.write_text(json.dumps(content), encoding="utf-8")
     assert HuggingFaceTokenizer(hugging_face_folder).vocab_size == 702
+
+
+@pytest.mark.parametrize("prefix", ["\0", "##", "argument"])
+def test_a_prefix_that_merges_lack_is_refused_before_the_package_cuts_it_off(
+    hugging_face_folder: Path, prefix: str
+) -> None:
+    path = hugging_face_folder / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["model"]["continuing_subword_prefix"] = prefix
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(TokenizerError, match=r"tokenizer.json: merge 0, .* the continuing_subword_prefix"):
+        HuggingFaceTokenizer(hugging_face_folder)
