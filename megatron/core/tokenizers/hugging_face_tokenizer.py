@@ -85,10 +85,12 @@ def _check_continuing_prefix(content: Mapping[str, Any], path: Path) -> None:
         TokenizerError: one of them does not.
     """
     model = content.get("model")
-    prefix = model.get("continuing_subword_prefix") if isinstance(model, dict) else None
-    if not prefix or not isinstance(model.get("merges"), list):
+    if not isinstance(model, dict):
         return
-    for number, merge in enumerate(model["merges"]):
+    prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
+    if not prefix or not isinstance(merges, list):
+        return
+    for number, merge in enumerate(merges):
         parts = merge.split(" ") if isinstance(merge, str) else merge
         if not (isinstance(parts, list) and parts and str(parts[-1]).startswith(str(prefix))):
             raise TokenizerError(

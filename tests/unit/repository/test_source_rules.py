@@ -74,8 +74,8 @@ def test_no_file_is_long_without_a_reason_and_no_folder_is_a_heap() -> None:
 
 
 def test_long_files_and_full_folders_are_found(tmp_path: Path) -> None:
-    folder, siblings = tmp_path / "examples", tmp_path / HEAPS_OF_SIBLINGS[0]
-    folder.mkdir()
+    folder, siblings = tmp_path / "megatron" / "heap", tmp_path / HEAPS_OF_SIBLINGS[0]
+    folder.mkdir(parents=True)
     siblings.mkdir(parents=True)
     for number in range(MOST_FILES + 1):
         (folder / f"{number}.py").write_text("\n" * LONGEST_FILE)
@@ -85,7 +85,7 @@ def test_long_files_and_full_folders_are_found(tmp_path: Path) -> None:
     (folder / "1.py").write_text("# Long because: it is one table.\n" + "\n" * LONGEST_FILE)
     paths = source_files(tmp_path)
     assert too_long(paths) == [folder / "0.py"]
-    assert too_full(paths, tmp_path) == ["examples"]
+    assert too_full(paths, tmp_path) == ["megatron/heap"]
 
 
 def test_nothing_is_left_unfinished() -> None:
