@@ -152,6 +152,9 @@ class Campaign:
                 result.documented = fault.statuses(injection.has_launcher)
                 result.status = launch.wait(self._plan.patience_s)
                 result.left = tuple(launch.left_after(LEFT_AFTER_S))
+                words = fault.last_words(injection.rank)
+                if not any(line.startswith(words) for line in launch.text.splitlines()):
+                    result.problem = f"no line of {launch.output} begins with {words!r}"
                 self._expected_damage = injection.damaged
                 if (fault.kind, fault.target, injection.damaged) == ("corrupt", "checkpoint", None):
                     result.problem = "there was no older checkpoint to fall back to; let faults come later"

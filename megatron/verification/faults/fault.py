@@ -76,6 +76,12 @@ class Fault:
             return _KILLED
         return (2,) if self == Fault("corrupt", "sample") and not has_launcher else (1,)
 
+    def last_words(self, rank: int | None) -> str:
+        """Return how a line begins that documents say is printed when the run ends by it; empty for none."""
+        if self.kind == "stop":
+            return f"HANG: rank {rank} "
+        return "error: " if self.kind == "corrupt" and self.target != "checkpoint" else ""
+
 
 def parse_fault(kind: Kind, text: str) -> Fault:
     """Return the fault that a flag's value names.

@@ -1,7 +1,7 @@
 """Run a training script in a process that spoils its own numbers when it gets a signal.
 
 ``spoiled_script.py SCRIPT ARGUMENTS…`` does what ``SCRIPT ARGUMENTS…`` does. `WEIGHT_SIGNAL` makes the first element of
-a parameter not a number, before a module uses it; `GRADIENT_SIGNAL` a parameter's next gradient.
+a parameter not a number, before a module uses it; `GRADIENT_SIGNAL` the gradient of a module's output.
 """
 
 from __future__ import annotations
@@ -13,41 +13,43 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 WEIGHT_SIGNAL = signal.SIGRTMIN + 8
 GRADIENT_SIGNAL = signal.SIGRTMIN + 9
 
 
 class Spoiler:
-    """Spoil a number of the next module that has a parameter and computes with gradients, once a signal."""
+    """Spoil a number of the next module that fits and computes with gradients, once a signal."""
 
     def __init__(self) -> None:
         self._due: int | None = None
         for number in (WEIGHT_SIGNAL, GRADIENT_SIGNAL):
             signal.signal(number, self._note)
-        register_module_forward_pre_hook(self._spoil)
+        register_module_forward_pre_hook(self._spoil_weight)
+        register_module_forward_hook(self._spoil_gradient)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._due = number
 
-    def _spoil(self, module: torch.nn.Module, inputs: object) -> None:
-        if self._due is None or not module.training or not torch.is_grad_enabled():
+    def _spoil_weight(self, module: torch.nn.Module, inputs: object) -> None:
+        if self._due != WEIGHT_SIGNAL or not module.training or not torch.is_grad_enabled():
             return
         parameter = next((item for item in module.parameters(recurse=False) if item.requires_grad), None)
-        if parameter is None:
-            return
-        number, self._due = self._due, None
-        if number == WEIGHT_SIGNAL:
+        if parameter is not None:
+            self._due = None
             with torch.no_grad():
                 parameter.view(-1)[0] = float("nan")
-            return
 
-        def spoil_gradient(gradient: torch.Tensor) -> torch.Tensor:
-            handle.remove()
-            return torch.full_like(gradient, float("nan"))
+    def _spoil_gradient(self, module: torch.nn.Module, inputs: object, output: object) -> None:
+        # Some layers add gradients of parameters into the main gradients themselves: those of outputs all pass by.
+        if self._due == GRADIENT_SIGNAL and isinstance(output, torch.Tensor) and output.requires_grad:
+            self._due = None
+            output.register_hook(_not_a_number)  # type: ignore[no-untyped-call]
 
-        handle = parameter.register_hook(spoil_gradient)  # type: ignore[no-untyped-call]
+
+def _not_a_number(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(gradient, float("nan"))
 
 
 if __name__ == "__main__":
