@@ -15,6 +15,7 @@ COMMANDS = (
     "clean_dataset",
     "doctor",
     "gpu_dry_run",
+    "inject_faults",
     "inspect_batch",
     "inspect_dataset",
     "merge_datasets",

@@ -1,0 +1,236 @@
+"""Rounds of faults on one run, which is started again until its end and then held against one that nothing befell."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.sharding import split_box
+from megatron.interop.comparison import MAX_BOX_BYTES
+from megatron.interop.new_iteration import iteration_folder
+from megatron.interop.open_checkpoint import open_checkpoint
+from megatron.training.checkpointing.folder import saved_iterations
+from megatron.verification.faults.attacked_command import AttackedCommand
+from megatron.verification.faults.fault import Fault
+from megatron.verification.faults.injection import Injection
+from megatron.verification.faults.launch import POLL_S, Launch, LaunchError, losses
+from megatron.verification.faults.report import Check, Report, Round
+
+LEFT_AFTER_S = 10.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Say what is done how often, when and for how long.
+
+    A fault comes once ``at_iteration`` iterations are done since a start, or half to one and a half times
+    ``every_seconds`` after the first step; what does not end the run lasts ``for_seconds``. ``patience_s`` is how long
+    a start may take to its first step, and a run that a fault befell to its end; without a fault it may take any time.
+    ``tolerance`` is how far the final loss may be, relative to the uninterrupted run's; 0 asks for the same bits of
+    every iteration's.
+    """
+
+    faults: tuple[Fault, ...]
+    rounds: int
+    seed: int
+    at_iteration: int | None
+    every_seconds: float
+    for_seconds: float
+    patience_s: float
+    tolerance: float
+
+
+class Campaign:
+    """Attack one command in a folder, which gets what it writes: ``whole``, ``attacked``, ``data``, and the outputs."""
+
+    def __init__(self, command: AttackedCommand, plan: Plan, folder: Path, log: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._log = log
+        self._rng = random.Random(plan.seed)
+        self._token_files: tuple[Path, ...] = ()
+        self._num_starts = 0
+        self._expected_damage: int | None = None
+        self._whole, self._attacked = command, command
+        if Fault("corrupt", "sample") in plan.faults:
+            self._attacked, self._token_files = command.with_own_data(folder / "data")
+        if any(fault.is_inside for fault in plan.faults):
+            self._attacked = self._attacked.spoilable()
+        self.report = Report(command.words, plan.seed)
+
+    def run(self, reference: Path | None) -> Report:
+        """Do all rounds, let the run end, and check what is left.
+
+        ``reference`` is the metrics file of an uninterrupted run; without one that run is made first.
+
+        Raises:
+            ConfigurationError: a fault cannot be done to this run.
+            LaunchError: the run does not do what it should without a fault.
+            OSError: the command cannot be started, or the folder not be written.
+        """
+        if reference is None:
+            self._log("an uninterrupted run")
+            reference = self._folder / "whole" / "metrics.jsonl"
+            self._complete(self._start(self._whole, "whole"))
+        while len(self.report.rounds) < self._plan.rounds and self._attack_one_start():
+            continue
+        if len(self.report.rounds) < self._plan.rounds:
+            done = f"the run was over after {len(self.report.rounds)} of {self._plan.rounds}; let it train for longer"
+            self.report.checks.append(Check("faults", held=False, detail=done))
+        else:
+            self._log("the last start, until the end")
+            last = self._start(self._attacked, "attacked")
+            self._complete(last)
+            self._note_damage(last)
+        self._check_losses(losses(reference))
+        self._check_checkpoints()
+        return self.report
+
+    def _start(self, command: AttackedCommand, name: str) -> Launch:
+        folder = self._folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        output = folder / f"output_{self._num_starts:03d}.txt"
+        self._num_starts += 1
+        return Launch(command.in_folder(folder), output, folder / "metrics.jsonl")
+
+    def _complete(self, launch: Launch) -> None:
+        try:
+            launch.check(math.inf)
+            left = launch.left_after(LEFT_AFTER_S)
+        finally:
+            launch.close()
+        if left:
+            raise LaunchError(f"processes {left} of {launch.output} still ran {LEFT_AFTER_S:g} s after it")
+
+    def _attack_one_start(self) -> bool:
+        """Start the run and do faults until one ends it; return False where it came to its own end."""
+        launch = self._start(self._attacked, "attacked")
+        try:
+            if not launch.wait_until_it_trains(self._plan.patience_s):
+                launch.check(self._plan.patience_s)
+                return False
+            self._note_damage(launch)
+            while len(self.report.rounds) < self._plan.rounds:
+                if not self._wait_for_the_moment(launch):
+                    launch.check(self._plan.patience_s)
+                    return False
+                if self._do_one(launch):
+                    return True
+            # The last fault is over and did not end the run.
+            self._complete(launch)
+            return True
+        finally:
+            launch.close()
+
+    def _wait_for_the_moment(self, launch: Launch) -> bool:
+        """Wait until the next fault is due; return False where the run ends before."""
+        plan, begin, first = self._plan, time.monotonic(), launch.resumed_at
+        done = [item.iteration for item in self.report.rounds if item.status is None and item.resumed_at == first]
+        wanted = max([first, *done]) + (plan.at_iteration or 0)
+        delay_s = plan.every_seconds * self._rng.uniform(0.5, 1.5)
+        while (time.monotonic() < begin + delay_s) if plan.at_iteration is None else launch.iteration() < wanted:
+            if launch.look() is not None:
+                return False
+            time.sleep(POLL_S)
+        return launch.look() is None
+
+    def _do_one(self, launch: Launch) -> bool:
+        """Do a fault and see what comes of it; return whether the run ended."""
+        fault = self._rng.choice(self._plan.faults)
+        resumed_at, iteration, begin = launch.resumed_at, launch.iteration(), time.monotonic()
+        injection = Injection(fault, launch, self._folder / "attacked", self._token_files, self._rng)
+        result = Round(len(self.report.rounds) + 1, str(fault), injection.rank, resumed_at, iteration)
+        self.report.rounds.append(result)
+        self._log(f"round {result.number}: {fault} at iteration {iteration}")
+        try:
+            if fault.ends_run:
+                result.documented = fault.statuses(injection.has_launcher)
+                result.status = launch.wait(self._plan.patience_s)
+                result.left = tuple(launch.left_after(LEFT_AFTER_S))
+                words = fault.last_words(injection.rank)
+                if not any(line.startswith(words) for line in launch.text.splitlines()):
+                    result.problem = f"no line of {launch.output} begins with {words!r}"
+                self._expected_damage = injection.damaged
+                if (fault.kind, fault.target, injection.damaged) == ("corrupt", "checkpoint", None):
+                    result.problem = "there was no older checkpoint to fall back to; let faults come later"
+            else:
+                result.documented = fault.statuses(injection.has_launcher)
+                result.status = self._outlast(launch)
+        except LaunchError as error:
+            result.problem = str(error)
+        finally:
+            injection.undo()
+            result.seconds = time.monotonic() - begin
+            if result.problem or result.left:
+                launch.close()
+        return launch.look() is not None
+
+    def _outlast(self, launch: Launch) -> int | None:
+        """Let a fault last while the run goes on; return the exit status of one that failed by it, else None."""
+        end = time.monotonic() + self._plan.for_seconds
+        while time.monotonic() < end and (status := launch.look()) is None:
+            time.sleep(POLL_S)
+        return status or None
+
+    def _note_damage(self, launch: Launch) -> None:
+        """See that a damaged checkpoint was passed over."""
+        damaged, self._expected_damage = self._expected_damage, None
+        if damaged is not None and launch.resumed_at >= damaged:
+            self.report.rounds[-1].problem = f"the damaged checkpoint of iteration {damaged} was loaded"
+
+    def _check_losses(self, expected: dict[int, float]) -> None:
+        found = losses(self._folder / "attacked" / "metrics.jsonl")
+        last = max(expected, default=0)
+        if self._plan.tolerance:
+            ours, theirs = found.get(last, math.nan), expected.get(last, math.nan)
+            held = abs(ours - theirs) <= self._plan.tolerance * abs(theirs)
+            detail = f"{ours} at iteration {last}, {theirs} without faults"
+        else:
+            different = [number for number, value in expected.items() if found.get(number) != value]
+            held = bool(expected) and not different
+            detail = f"all {len(expected)} iterations have the same bits, the last one's loss is {expected.get(last)}"
+            if not held:
+                detail = f"iterations {different[:5]} differ, {len(different)} of {len(expected)}"
+        self.report.checks.append(Check("losses", held=held, detail=detail))
+
+    def _check_checkpoints(self) -> None:
+        checkpoints = self._folder / "attacked" / "checkpoints"
+        problems = []
+        iterations = saved_iterations(checkpoints)
+        for iteration in iterations:
+            try:
+                read_checkpoint(iteration_folder(checkpoints, iteration))
+            except CheckpointError as error:
+                problems.append(str(error))
+        detail = "; ".join(problems) or f"all of {', '.join(map(str, iterations)) or 'none'} load"
+        self.report.checks.append(Check("checkpoints", held=not problems and bool(iterations), detail=detail))
+
+
+def read_checkpoint(folder: Path) -> None:
+    """Read all of a published checkpoint, with its checksums.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    source = open_checkpoint(folder)
+    try:
+        for name, info in source.tensors.items():
+            for box in split_box(info.whole, info.dtype.itemsize, MAX_BOX_BYTES):
+                source.read(name, box)
+    finally:
+        source.close()
+
+
+def check_folder(folder: Path) -> None:
+    """See that a folder is empty or new: an earlier run's checkpoints would be gone on from.
+
+    Raises:
+        ConfigurationError: something is in it.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigurationError(f"--folder {folder} is not empty; name a new one")

@@ -1,0 +1,75 @@
+"""The command that injects faults: what it says and how it ends, on small trainings."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.commands.inject_faults import main
+from tests.harness.training_run import REPOSITORY, CommandResult, run_command
+
+TOOL = REPOSITORY / "tools" / "inject_faults.py"
+
+
+def inject(folder: Path, flags: str, timeout_s: float = 300.0) -> CommandResult:
+    return run_command([sys.executable, TOOL, "--folder", folder / "faults", *flags.split()], timeout_s=timeout_s)
+
+
+def test_a_killed_run_and_a_damaged_checkpoint_cost_nothing(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    flags = f"--kill all --corrupt checkpoint --rounds 2 --at-iteration 12 --seed 5 --json {report}"
+    result = inject(tmp_path, f"{flags} --processes 1 --train-iters 40").check()
+    content = json.loads(report.read_text())
+    assert content["held"] is True
+    assert {item["fault"] for item in content["rounds"]} == {"--kill all", "--corrupt checkpoint"}
+    assert [item["status"] for item in content["rounds"]] == [-9, -9]
+    assert "held    losses: all 40 iterations have the same bits" in result.stdout
+    assert "held    checkpoints: all of " in result.stdout
+
+
+# Each of these needs torchrun, and two ranks that notice each other.
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("--kill any --kill all --kill launcher --rounds 6", id="kill"),
+        pytest.param("--stop any --rounds 2", id="stop"),
+        pytest.param("--partition any --rounds 3", id="partition"),
+        pytest.param("--slow any:4 --fill-disk --rounds 4 --for-seconds 2", id="slow-and-full-disk"),
+        pytest.param("--corrupt checkpoint --corrupt sample --rounds 4", id="corrupt-files"),
+        pytest.param("--corrupt weight --corrupt gradient --rounds 4", id="corrupt-numbers"),
+    ],
+)
+def test_faults_of_two_ranks_cost_nothing(flags: str, tmp_path: Path) -> None:
+    inject(tmp_path, f"{flags} --every-seconds 1 --train-iters 400 --seed 3", timeout_s=900.0).check()
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("", "error: no fault is asked for; give --kill any, say"),
+        ("--kill nobody", "error: --kill nobody names no rank; give a number, or any or all or launcher"),
+        ("--slow 1", "error: --slow 1 is not RANK:FACTOR with a factor above 1 and of at most 1000, as in 1:3"),
+        ("--kill any --rounds 0", "error: --rounds 0 is not greater than 0"),
+        ("--kill any --every-seconds nan", "error: --every-seconds nan is not greater than 0"),
+        ("--kill any --processes 3 -- true", "error: --processes: of the small run, which a command after -- replaces"),
+        ("--corrupt weight -- true", "error: --corrupt weight and --corrupt gradient need a command with a Python"),
+        ("--corrupt sample -- true", "error: --corrupt sample needs a command with --data-path PREFIX"),
+        ("--kill any -- no-such-command", "error: [Errno 2] No such file or directory: 'no-such-command'"),
+        ("--kill any --reference nothing", "error: --reference nothing is no file"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_one_line(flags: str, reason: str, tmp_path: Path, capsys) -> None:
+    status = main(["--folder", str(tmp_path / "faults"), *flags.split()])
+    printed = capsys.readouterr().err.splitlines()
+    assert status == 2 or "no-such-command" in flags
+    assert printed[-1].startswith(reason)
+
+
+def test_a_folder_that_is_in_use_is_refused(tmp_path: Path, capsys) -> None:
+    (tmp_path / "mine").touch()
+    assert main(["--folder", str(tmp_path), "--kill", "any"]) == 2
+    assert capsys.readouterr().err == f"error: --folder {tmp_path} is not empty; name a new one\n"
