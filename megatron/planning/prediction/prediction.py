@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.planning.activation_memory import layer_bytes
 from megatron.planning.gpu import Gpu
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import megatron_step_flops
 from megatron.planning.prediction.refusals import plan_refusals
-from megatron.planning.prediction.stage_memory import StageMemory, stage_memory
+from megatron.planning.prediction.stage_memory import StageMemory, StageState, stage_memory
 from megatron.planning.prediction.step_time import StepTime, step_time
 
 _MIB = 2**20
@@ -67,14 +68,22 @@ def predict(
     gpu: Gpu | None,
     usable: int | None = None,
     platform: Platform = HOPPER_MACHINES,
+    states: Sequence[StageState] | None = None,
 ) -> Prediction:
-    """Return what becomes of a plan; without a GPU type there is no time, without ``usable`` memory no limit."""
+    """Return what becomes of a plan; without a GPU type there is no time, without ``usable`` memory no limit.
+
+    ``states`` are what the stages of a plan of the same layout hold between steps, where that is known already.
+    """
     if usable is None and gpu is not None:
         usable = usable_bytes(gpu)
     refusals = plan_refusals(plan, implementation, gpu)
     if refusals:
         return Prediction("error", "; ".join(refusals))
-    stages = tuple(stage_memory(plan, stage, implementation) for stage in range(plan.parallel_sizes.pp))
+    layers = layer_bytes(plan, implementation.saved)
+    stages = tuple(
+        stage_memory(plan, stage, implementation, states[stage] if states else None, layers)
+        for stage in range(plan.parallel_sizes.pp)
+    )
     needed = max(stage.total for stage in stages) + platform.held_bytes
     used = needed + (platform.fragment_bytes if plan.stage_layout.num_chunks > 1 else 0)
     if usable is not None and needed > usable:

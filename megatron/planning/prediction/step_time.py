@@ -86,11 +86,16 @@ def _exposed(plan: Plan, links: Links, stage: StageMemory, slowest: float) -> fl
     """Return what reducing gradients and gathering parameters takes beside the passes that hide it."""
     ddp = plan.ddp
     weights = stage.parameters * ELEMENT_BYTES[plan.model.params_dtype]
-    if not ddp.shards_over(plan.parallel_sizes.num_replicas):
+    replicas, rounds = plan.parallel_sizes.num_replicas, 1
+    if ddp.shards_gradients and ddp.shards_over(replicas):
+        # Each micro-batch's gradients are reduced, the whole of them to a shard.
+        reduced, gathered = links.replica_seconds(stage.gradients * replicas), links.replica_seconds(weights)
+        rounds = plan.num_microbatches
+    elif not ddp.shards_over(replicas):
         reduced, gathered = 2 * links.replica_seconds(stage.gradients), 0.0
     else:
         reduced, gathered = links.replica_seconds(stage.gradients), links.replica_seconds(weights)
-    # The backward pass of the last micro-batch hides the one, the forward pass of the first the other.
+    # The backward pass of a micro-batch hides the one, the forward pass of the first the other.
     hidden_reduction = slowest * 2 / 3 if ddp.overlap_grad_reduce else 0.0
     hidden_gather = slowest / 3 if ddp.overlap_param_gather else 0.0
-    return max(0.0, reduced - hidden_reduction) + max(0.0, gathered - hidden_gather)
+    return rounds * max(0.0, reduced - hidden_reduction) + max(0.0, gathered - hidden_gather)
