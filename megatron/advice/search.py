@@ -49,11 +49,15 @@ class Dropped:
 
 @dataclass
 class Search:
-    """Collect what becomes of each choice; ``num_predicted`` counts those whose memory and time were computed."""
+    """Collect what becomes of each choice; ``num_predicted`` counts those whose memory and time were computed.
+
+    ``states`` are what the stages of a layout hold between steps, which many choices share.
+    """
 
     candidates: list[Candidate] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
     num_predicted: int = 0
+    states: dict[tuple[object, ...], Sequence[StageState]] = field(default_factory=dict)
 
     @property
     def ranked(self) -> Sequence[Candidate]:
@@ -121,11 +125,15 @@ def _try_layout(
     except ConfigurationError as error:
         found.dropped.append(Dropped(layout, "refused", "; ".join(error.problems)))
         return
-    problems = [*plan_refusals(plan, implementation, gpu)] or [*find_problems(first)]
+    problems = plan_refusals(plan, implementation, gpu)
+    shardings: tuple[str, ...] = ("optim", "optim_grads") if layout.sharding == "optim" else (layout.sharding,)
+    if not problems:
+        shardings = tuple(each for each in shardings if _has_room(found, config, layout, each, gpu, implementation))
+        # The run's own checks take longer than these.
+        problems = find_problems(first) if shardings else ()
     if problems:
         found.dropped.append(Dropped(layout, "refused", "; ".join(problems)))
         return
-    shardings = ("optim", "optim_grads") if layout.sharding == "optim" else (layout.sharding,)
     sizes = [size for size in _powers(_LARGEST_MICRO_BATCH) if _divides(config, plan, size)]
     roomy: set[int] = set()
     for sharding in shardings:
@@ -135,6 +143,28 @@ def _try_layout(
             roomy |= _try_batches(found, config, choice, wanted, gpu, implementation)
 
 
+def _has_room(
+    found: Search, config: RunConfig, layout: Choice, sharding: str, gpu: Gpu, implementation: Implementation
+) -> bool:
+    """Return whether what a sharding holds between steps fits, or note that it does not."""
+    choice, usable = dataclasses.replace(layout, sharding=sharding), usable_bytes(gpu)
+    states = _states(found, Plan.of(choice.apply(config)), choice, implementation)
+    least = max(state.weights + state.gradients + state.optimizer for state in states) + HOPPER_MACHINES.held_bytes
+    if least > usable:
+        reason = f"weights, gradients and optimizer alone need {least // _MIB} of {usable // _MIB} MiB"
+        found.dropped.append(Dropped(choice, "oom", reason))
+    return least <= usable
+
+
+def _states(found: Search, plan: Plan, choice: Choice, implementation: Implementation) -> Sequence[StageState]:
+    """Return what the stages hold between steps; ranks with the same weights share it whichever axis they are of."""
+    key = choice.tp, choice.pp, choice.chunks, choice.counts_ends, choice.sharding, choice.precision
+    if key not in found.states:
+        stages = range(plan.parallel_sizes.pp)
+        found.states[key] = [stage_state(plan, stage, implementation) for stage in stages]
+    return found.states[key]
+
+
 def _try_batches(
     found: Search, config: RunConfig, layout: Choice, sizes: Iterable[int], gpu: Gpu, implementation: Implementation
 ) -> set[int]:
@@ -142,14 +172,7 @@ def _try_batches(
 
     Returns the sizes that need no recompute.
     """
-    plan = Plan.of(layout.apply(config))
-    states = [stage_state(plan, stage, implementation) for stage in range(plan.parallel_sizes.pp)]
-    usable, roomy = usable_bytes(gpu), set[int]()
-    least = max(state.weights + state.gradients + state.optimizer for state in states) + HOPPER_MACHINES.held_bytes
-    if least > usable:
-        reason = f"weights, gradients and optimizer alone need {least // _MIB} of {usable // _MIB} MiB"
-        found.dropped.append(Dropped(layout, "oom", reason))
-        return roomy
+    states, roomy = _states(found, Plan.of(layout.apply(config)), layout, implementation), set[int]()
     for size in sizes:
         fits = None
         for recompute in RECOMPUTES:
@@ -185,7 +208,9 @@ def _try_choice(
         reason = f"stage 0 needs {first // _MIB} of {usable // _MIB} MiB"
         found.dropped.append(Dropped(choice, "oom", reason))
         return False
-    prediction = predict(plan, implementation, gpu, states=states)
+    # Between the second stage and the last, layers are as many and less is in flight.
+    looked_at = sorted({0, min(1, choice.pp - 1), choice.pp - 1})
+    prediction = predict(plan, implementation, gpu, states=states, looked_at=looked_at)
     if prediction.time is None or prediction.used_bytes is None:
         kind = "oom" if prediction.outcome == "oom" else "refused"
         found.dropped.append(Dropped(choice, kind, prediction.reason or prediction.outcome))
