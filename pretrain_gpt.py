@@ -99,6 +99,10 @@ def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> Chu
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit status."""
     launch = launch_environment_or_exit()
+    if "--explain" in argv:
+        from megatron.commands import explain
+
+        return explain.main(argv, launch.world_size) if launch.rank == 0 else 0
     config = parse_arguments_or_exit(argv, launch.world_size, launch.rank)
     tokenizer = prepare_data_or_exit(config, launch, provide_datasets)
     from megatron.training.pretrain import pretrain

@@ -9,11 +9,13 @@ from megatron.training.process.process_exit import run_program
 
 COMMANDS = (
     "adopt",
+    "calibrate",
     "checkpoint.convert",
     "checkpoint.diff",
     "checkpoint.inspect",
     "clean_dataset",
     "doctor",
+    "explain",
     "gpu_dry_run",
     "inject_faults",
     "inspect_batch",

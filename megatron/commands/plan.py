@@ -1,4 +1,9 @@
-"""Predict memory and time of training runs without a GPU, and compare them with what was measured.
+"""Find the fastest layout of a model on a number of GPUs, or predict runs that were measured; no GPU is needed.
+
+python tools/plan.py --model-preset llama3.1-70b --gpus 64 --gpu h100-80gb --seq-length 8192 --global-batch-size 1024
+
+In place of a preset, or after it, any flags of pretrain_gpt.py describe the run; what they say of the layout, of
+recompute, sharding, precision and micro-batches is searched. Of the best layout the launch command is printed.
 
 python tools/plan.py --evaluate RUNS.json --output PREDICTIONS.json
 
@@ -9,40 +14,114 @@ implementation and on the GPU type that it names, or those that are given here. 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.advice.changes import find_changes
+from megatron.advice.choice import SEARCHED_FLAGS, Choice
+from megatron.advice.explanation import explain
+from megatron.advice.page import to_page
+from megatron.advice.preset import preset_names, preset_words
+from megatron.advice.ranking import describe_ranking, launch_command, ranking_json
+from megatron.advice.search import Candidate, Search, search
+from megatron.advice.text_report import describe_changes
+from megatron.advice.training_words import whole_value, without_flags
 from megatron.commands.arguments.command_line import Parser, exit_status_of
+from megatron.commands.arguments.planned_run import check_world_size, find_platform, read_planned_run, write_text
 from megatron.core.errors import ConfigurationError
-from megatron.planning.gpu import GPUS, find_gpu
+from megatron.planning.gpu import GPUS
 from megatron.planning.prediction.evaluation import describe_errors, evaluate
 from megatron.planning.prediction.implementations import IMPLEMENTATIONS, find_implementation
 from megatron.planning.prediction.measured_runs import read_runs
+from megatron.training.config.checks.run_checks import find_problems
+
+_DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", "ours"
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_PARSED_RANKS = 5
+"""How many of the best choices are tried as command lines until one is taken."""
 
 
 def build_parser() -> Parser:
     """Declare the flags."""
     parser = Parser(
         prog="plan.py",
-        usage="%(prog)s --evaluate RUNS.json [--output PREDICTIONS.json] [--implementation NAME] [--gpu TYPE]",
+        usage="%(prog)s [--model-preset NAME] [TRAINING-FLAGS] --gpus N [--gpu TYPE] [--precision bf16|fp8|both] "
+        "[--train-tokens N]\n   or: %(prog)s --evaluate RUNS.json [--output PREDICTIONS.json] [--gpu TYPE]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--evaluate", type=Path, required=True, metavar="FILE", help="predict the runs of this file")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the predictions to this file")
+    parser.add_argument("--model-preset", metavar="NAME", help=f"one of {', '.join(preset_names())}")
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs of the run")
     parser.add_argument(
-        "--implementation", metavar="NAME", help=f"one of {', '.join(IMPLEMENTATIONS)} (as each record says)"
+        "--precision", choices=("bf16", "fp8", "both"), default="both", help="what products are computed in (both)"
     )
-    parser.add_argument("--gpu", metavar="TYPE", help=f"one of {', '.join(GPUS)} (as each record says)")
+    parser.add_argument("--train-tokens", metavar="N", help="tokens of the whole run, such as 300B: says its days")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="layouts that are printed (10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every choice and its fate to this file")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page on the best layout to this file")
+    parser.add_argument("--evaluate", type=Path, metavar="FILE", help="predict the runs of this file")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the predictions of --evaluate to this file")
+    parser.add_argument(
+        "--implementation", metavar="NAME", help=f"one of {', '.join(IMPLEMENTATIONS)} (ours; as each record says)"
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="TYPE",
+        help=f"one of {', '.join(GPUS)}, or a file of tools/calibrate.py (h100-80gb; as each record says)",
+    )
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status: 2 for a file or flags that cannot be used."""
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments, training_flags = parser.parse_known_args(argv)
+    if arguments.evaluate is None:
+        return exit_status_of(functools.partial(plan_run, arguments, training_flags))
+    if training_flags:
+        parser.error(f"--evaluate takes no training flags: {' '.join(training_flags)}")
     return exit_status_of(functools.partial(evaluate_file, arguments))
+
+
+def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> None:
+    """Rank all layouts, and print the command of the best.
+
+    Raises:
+        ConfigurationError: the flags are wrong, no layout fits, or a file cannot be written.
+    """
+    if arguments.gpus is None:
+        raise ConfigurationError("--gpus is missing; give the number of GPUs to plan for, or --evaluate RUNS.json")
+    if arguments.top < 1:
+        raise ConfigurationError(f"--top {arguments.top} is not positive; give the number of layouts to print")
+    check_world_size("--gpus", arguments.gpus)
+    gpu = find_platform(arguments.gpu or _DEFAULT_GPU)
+    implementation = find_implementation(arguments.implementation or _DEFAULT_IMPLEMENTATION)
+    tokens = None if arguments.train_tokens is None else _number(arguments.train_tokens)
+    preset = preset_words(arguments.model_preset) if arguments.model_preset else ()
+    words = _complete((*preset, *training_flags), tokens)
+    # The flags must be right for one rank: those of the layout, which are searched, are left out.
+    base = read_planned_run(_without_layout(words), 1)
+    config = dataclasses.replace(base.config, world_size=arguments.gpus)
+    both = ("bf16", "fp8") if gpu.float8_flops else ("bf16",)
+    precisions = both if arguments.precision == "both" else (arguments.precision,)
+    found = search(config, gpu, implementation, precisions, functools.partial(find_problems, needs_files=False))
+    if arguments.json is not None:
+        write_text("--json", arguments.json, json.dumps(ranking_json(found, tokens), indent=1) + "\n")
+    table = "\n".join(describe_ranking(found, found.ranked[: arguments.top], tokens))
+    print(table)
+    best, command = _best(found, words, arguments.gpus)
+    if best is None:
+        changes = find_changes(_leanest(words, arguments.gpus), arguments.gpus, read_planned_run, gpu, implementation)
+        told = "; ".join(describe_changes(changes)) or "no single change helps: use more GPUs or more memory"
+        raise ConfigurationError(f"no layout fits {arguments.gpus} x {gpu.name}; what would: {told}")
+    print(f"\nthe best, {best.choice.describe()}:\n{command}")
+    if arguments.html is not None:
+        explanation = explain(best.config, base.notes, gpu, implementation)
+        write_text("--html", arguments.html, to_page(explanation, (), table))
 
 
 def evaluate_file(arguments: argparse.Namespace) -> None:
@@ -53,7 +132,7 @@ def evaluate_file(arguments: argparse.Namespace) -> None:
         ConfigurationError: a name is not known, or the predictions cannot be written.
     """
     implementation = None if arguments.implementation is None else find_implementation(arguments.implementation)
-    gpu = None if arguments.gpu is None else find_gpu(arguments.gpu)
+    gpu = None if arguments.gpu is None else find_platform(arguments.gpu)
     evaluated = evaluate(read_runs(arguments.evaluate), implementation, gpu)
     if arguments.output is not None:
         predictions = {"runs": [each.to_json() for each in evaluated]}
@@ -62,3 +141,71 @@ def evaluate_file(arguments: argparse.Namespace) -> None:
         except OSError as error:
             raise ConfigurationError(f"--output {arguments.output} cannot be written: {error.strerror}") from error
     print("\n".join(describe_errors(evaluated)))
+
+
+def _complete(words: Sequence[str], tokens: int | None) -> tuple[str, ...]:
+    """Return the words with what a run needs and planning does not: data, a length, a learning rate."""
+    added: list[str] = []
+    if not any(word.split("=")[0].endswith(("data-path", "data-args-path", "--mock-data")) for word in words):
+        added.append("--mock-data")
+    if "--train-iters" not in words and "--train-samples" not in words:
+        length, batch = whole_value(words, "--seq-length", 1), whole_value(words, "--global-batch-size", 1)
+        per_step = max(1, length * batch)
+        added += ["--train-iters", str(1000 if tokens is None else max(1, tokens // per_step))]
+    if "--lr" not in words:
+        added += ["--lr", "3e-4"]
+    return (*words, *added)
+
+
+def _without_layout(words: Sequence[str]) -> tuple[str, ...]:
+    return (*without_flags(words, SEARCHED_FLAGS), "--bf16", "--micro-batch-size", "1")
+
+
+def _leanest(words: Sequence[str], world_size: int) -> tuple[str, ...]:
+    """Return the words with the layout that keeps least on each of eight GPUs a machine."""
+    size = min(8, world_size)
+    choice = Choice(
+        tp=size,
+        pp=1,
+        cp=1,
+        chunks=1,
+        counts_ends=False,
+        micro_batch_size=1,
+        recompute="full",
+        sharding="optim_grads" if world_size > size else "no_shard",
+        precision="bf16",
+    )
+    return choice.words(words)
+
+
+def _best(found: Search, words: Sequence[str], world_size: int) -> tuple[Candidate | None, str]:
+    """Return the fastest choice whose command line the training's own parser takes, and the command."""
+    problems: list[str] = []
+    for each in found.ranked[:_PARSED_RANKS]:
+        chosen = each.choice.words(words)
+        try:
+            read_planned_run(chosen, world_size)
+        except ConfigurationError as error:
+            problems += error.problems
+        else:
+            return each, launch_command(chosen, world_size)
+    if problems:
+        raise ConfigurationError(problems)
+    return None, ""
+
+
+def _number(text: str) -> int:
+    """Return a number of tokens, which may end in K, M, B or T.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    unit = _UNITS.get(text[-1:].upper(), 1)
+    digits = text[:-1] if unit > 1 else text
+    try:
+        number = float(digits) * unit
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < 1e18:
+        raise ConfigurationError(f"--train-tokens {text} is not a number of tokens; give one such as 300B or 15T")
+    return int(number)

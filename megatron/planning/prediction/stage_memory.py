@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.distributed.param_layout import plan_buckets
-from megatron.planning.activation_memory import activation_parts, layer_bytes
+from megatron.planning.activation_memory import LayerBytes, activation_parts, layer_bytes
 from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.optimizer_memory import state_bytes
@@ -41,8 +42,18 @@ class StageMemory:
         return sum(parts)
 
 
-def stage_memory(plan: Plan, stage: int, implementation: Implementation) -> StageMemory:
-    """Return the memory of a stage's ranks."""
+@dataclass(frozen=True)
+class StageState:
+    """Hold what a rank of a stage has between steps: it follows from the layout, not from batches or recompute."""
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+def stage_state(plan: Plan, stage: int, implementation: Implementation) -> StageState:
+    """Return what a stage's ranks hold between steps."""
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
     num_parameters = num_elements = 0
     replicas = plan.parallel_sizes.num_replicas
@@ -63,7 +74,30 @@ def stage_memory(plan: Plan, stage: int, implementation: Implementation) -> Stag
     gradient = _gradient_bytes(plan, implementation)
     gradients = num_elements * gradient // (replicas if plan.ddp.shards_gradients and is_sharded else 1)
     state = num_parameters // (replicas if is_sharded else 1)
-    kept, again, ends = activation_parts(plan, stage, layer_bytes(plan, implementation.saved))
+    return StageState(
+        parameters=num_parameters,
+        weights=weights,
+        gradients=gradients,
+        optimizer=round(state * state_bytes(plan.optimizer) * (1.0 - plan.optimizer.offload_fraction)),
+    )
+
+
+def stage_memory(
+    plan: Plan,
+    stage: int,
+    implementation: Implementation,
+    state: StageState | None = None,
+    layers: Sequence[LayerBytes] | None = None,
+) -> StageMemory:
+    """Return the memory of a stage's ranks.
+
+    ``state`` is what `stage_state` returned for a plan of the same layout, ``layers`` what `layer_bytes` did for this
+    one, where they are known already.
+    """
+    model, chunks = plan.model, plan.stage_layout.chunks(stage)
+    state = state or stage_state(plan, stage, implementation)
+    element = ELEMENT_BYTES[model.params_dtype]
+    kept, again, ends = activation_parts(plan, stage, layers or layer_bytes(plan, implementation.saved))
     logits = plan.num_logits * (element + implementation.wide_logit_bytes) if chunks[-1].has_loss else 0
     again += element * _feed_forward_gradients(plan)
     if not implementation.has_flash_attention:
@@ -74,10 +108,10 @@ def stage_memory(plan: Plan, stage: int, implementation: Implementation) -> Stag
     if chunks[-1].has_loss and not implementation.fuses_weight_gradients:
         ends += element * (model.padded_vocab_size // plan.parallel_sizes.tp) * model.hidden_size
     return StageMemory(
-        parameters=num_parameters,
-        weights=weights,
-        gradients=gradients,
-        optimizer=round(state * state_bytes(plan.optimizer) * (1.0 - plan.optimizer.offload_fraction)),
+        parameters=state.parameters,
+        weights=state.weights,
+        gradients=state.gradients,
+        optimizer=state.optimizer,
         activations=kept,
         logits=logits,
         # The logits have gone when the first layer's backward pass begins.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.planning.closed_forms import ELEMENT_BYTES
@@ -10,7 +11,7 @@ from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_time import MEMORY_SHARE, LayerTime, layer_time, output_layer_time
 from megatron.planning.prediction.links import Links
-from megatron.planning.prediction.stage_memory import StageMemory
+from megatron.planning.prediction.stage_memory import StageState
 
 _UPDATE_BYTES = 30
 """Bytes that an update reads and writes of a parameter: gradient, main parameter, two moments, weight."""
@@ -42,8 +43,8 @@ class StepTime:
         return self.busy + self.bubble + self.neighbours + self.exposed_data_parallel + self.update
 
 
-def step_time(plan: Plan, gpu: Gpu, implementation: Implementation, stages: tuple[StageMemory, ...]) -> StepTime:
-    """Return the time of a training step; ``stages`` are the memory of every stage."""
+def step_time(plan: Plan, gpu: Gpu, implementation: Implementation, stages: Sequence[StageState]) -> StepTime:
+    """Return the time of a training step; ``stages`` are what every stage holds between steps."""
     layer, output = layer_time(plan, gpu, implementation), output_layer_time(plan, gpu)
     chunks_of = [plan.stage_layout.chunks(stage) for stage in range(plan.parallel_sizes.pp)]
     seconds = [
@@ -82,15 +83,20 @@ def _chunk(plan: Plan, layer: LayerTime, num_layers: int) -> float:
     return num_layers * layer.total - (num_layers - again) * layer.again - (num_layers - offloaded) * layer.offload
 
 
-def _exposed(plan: Plan, links: Links, stage: StageMemory, slowest: float) -> float:
+def _exposed(plan: Plan, links: Links, stage: StageState, slowest: float) -> float:
     """Return what reducing gradients and gathering parameters takes beside the passes that hide it."""
     ddp = plan.ddp
     weights = stage.parameters * ELEMENT_BYTES[plan.model.params_dtype]
-    if not ddp.shards_over(plan.parallel_sizes.num_replicas):
+    replicas, rounds = plan.parallel_sizes.num_replicas, 1
+    if ddp.shards_gradients and ddp.shards_over(replicas):
+        # Each micro-batch's gradients are reduced, the whole of them to a shard.
+        reduced, gathered = links.replica_seconds(stage.gradients * replicas), links.replica_seconds(weights)
+        rounds = plan.num_microbatches
+    elif not ddp.shards_over(replicas):
         reduced, gathered = 2 * links.replica_seconds(stage.gradients), 0.0
     else:
         reduced, gathered = links.replica_seconds(stage.gradients), links.replica_seconds(weights)
-    # The backward pass of the last micro-batch hides the one, the forward pass of the first the other.
+    # The backward pass of a micro-batch hides the one, the forward pass of the first the other.
     hidden_reduction = slowest * 2 / 3 if ddp.overlap_grad_reduce else 0.0
     hidden_gather = slowest / 3 if ddp.overlap_param_gather else 0.0
-    return max(0.0, reduced - hidden_reduction) + max(0.0, gathered - hidden_gather)
+    return rounds * max(0.0, reduced - hidden_reduction) + max(0.0, gathered - hidden_gather)

@@ -66,6 +66,8 @@ def parse_arguments(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> 
     if rank != 0 and any(word in ("-h", "--help") for word in argv):
         sys.exit(0)
     parsed = resolve_arguments(argv, world_size)
+    if parsed.config.logging.explain:
+        raise ConfigurationError("--explain is not answered by this script; run tools/explain.py or pretrain_gpt.py")
     print_config = parsed.config.logging.print_config
     if rank == 0:
         for note in parsed.notes:

@@ -78,3 +78,6 @@ class LoggingConfig(Config, role="output"):
     """File of the memory history, which pytorch.org/memory_viz draws; where several ranks write, NAME-rankN."""
     print_config: bool = False
     """Print the resolved configuration as JSON and end."""
+    explain: bool = False
+    """Print what the configuration does, needs and costs, and end; the flags of tools/explain.py say where it would run
+    (--world-size N, --gpu TYPE) and what is written (--json, --html FILE)."""

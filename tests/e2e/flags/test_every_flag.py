@@ -27,6 +27,7 @@ ANSWERED = {
     "--enable-cuda-graph": "error: --cuda-graph-impl local needs a CUDA device",
     "--disable-bf16-reduced-precision-matmul": "--disable-bf16-reduced-precision-matmul has no effect on a CPU",
     "--empty-unused-memory-level": "--empty-unused-memory-level 2 has no effect on a CPU",
+    "--explain": "error: --explain is not answered by this script",  # but by pretrain_gpt.py before it trains
     "--exit-on-missing-checkpoint": "holds no checkpoint",
     "--exit-signal-handler": "--exit-signal-handler has no effect with --exit-signal SIGTERM",
     "--local-rank": "--local-rank 1 has no effect on a CPU",

@@ -82,6 +82,7 @@ TORCH_FREE_PATTERNS = (
     "megatron/training/config/*.py",
     "megatron/training/config/checks/*.py",
     "megatron/training/faults/fault_c*.py",
+    "megatron/advice/*.py",
     "megatron/planning/**/*.py",
     "megatron/dry_run/pretended_cuda.py",
     "megatron/dry_run/vocabulary.py",

@@ -1,0 +1,246 @@
+"""All layouts of a model on a number of GPUs: which cannot be, which do not fit, and how fast the others are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron.advice.choice import RECOMPUTES, Choice
+from megatron.core.errors import ConfigurationError
+from megatron.planning.gpu import Gpu
+from megatron.planning.plan import Plan
+from megatron.planning.prediction.implementations import Implementation
+from megatron.planning.prediction.links import GPUS_A_MACHINE
+from megatron.planning.prediction.prediction import HOPPER_MACHINES, Prediction, predict, usable_bytes
+from megatron.planning.prediction.refusals import plan_refusals
+from megatron.planning.prediction.stage_memory import StageState, stage_memory, stage_state
+from megatron.training.config.run_config import RunConfig
+
+_MOST_CHUNKS, _MOST_CONTEXT, _LARGEST_MICRO_BATCH = 10, 16, 16
+_MIB = 2**20
+
+FindProblems = Callable[[RunConfig], Sequence[str]]
+"""Return why a resolved configuration cannot run, one line each."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Hold a choice that fits, with what is predicted of it; ``mfu`` is the share of the precision's dense peak that
+    the model's own operations reach, causal attention counted as the half that it is."""
+
+    choice: Choice
+    config: RunConfig
+    prediction: Prediction
+    seconds: float
+    tokens_per_second: float
+    mfu: float
+    margin_bytes: int
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Hold a choice that is not ranked, and why: ``kind`` is refused, oom, at the limit or slower."""
+
+    choice: Choice
+    kind: str
+    reason: str
+
+
+@dataclass
+class Search:
+    """Collect what becomes of each choice; ``num_predicted`` counts those whose memory and time were computed.
+
+    ``states`` are what the stages of a layout hold between steps, which many choices share.
+    """
+
+    candidates: list[Candidate] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    num_predicted: int = 0
+    states: dict[tuple[object, ...], Sequence[StageState]] = field(default_factory=dict)
+
+    @property
+    def ranked(self) -> Sequence[Candidate]:
+        """Return the choices that fit, the fastest first; of equal ones that with more room."""
+        return sorted(self.candidates, key=lambda each: (each.seconds, -each.margin_bytes))
+
+    @property
+    def num_choices(self) -> int:
+        """Return how many choices were looked at."""
+        return len(self.candidates) + len(self.dropped)
+
+
+def search(
+    config: RunConfig,
+    gpu: Gpu,
+    implementation: Implementation,
+    precisions: Sequence[str],
+    find_problems: FindProblems,
+) -> Search:
+    """Return what becomes of every layout of a configuration's model and global batch on its number of ranks."""
+    found = Search()
+    for layout in _layouts(config, precisions):
+        _try_layout(found, config, layout, gpu, implementation, find_problems)
+    return found
+
+
+def _layouts(config: RunConfig, precisions: Sequence[str]) -> Iterator[Choice]:
+    """Yield a choice for each layout and precision, with the smallest micro-batch and no recompute."""
+    world, layers = config.world_size, config.model.num_layers
+    for tp in _powers(min(world, GPUS_A_MACHINE)):
+        for pp in _divisors(world // tp if world % tp == 0 else 0, min(world, layers + 2)):
+            for cp in _powers(min(world // (tp * pp), _MOST_CONTEXT)):
+                if world % (tp * pp * cp):
+                    continue
+                counts_ends = layers % pp != 0 and (layers + 2) % pp == 0
+                per_rank = (layers + 2 * counts_ends) // pp
+                chunk_numbers = _divisors(per_rank, _MOST_CHUNKS) if pp > 1 else [1]
+                for chunks in chunk_numbers:
+                    for precision in precisions:
+                        yield Choice(
+                            tp=tp,
+                            pp=pp,
+                            cp=cp,
+                            chunks=chunks,
+                            counts_ends=counts_ends,
+                            micro_batch_size=1,
+                            recompute=RECOMPUTES[0],
+                            sharding="optim" if world > tp * pp else "no_shard",
+                            precision=precision,
+                        )
+
+
+def _try_layout(
+    found: Search,
+    config: RunConfig,
+    layout: Choice,
+    gpu: Gpu,
+    implementation: Implementation,
+    find_problems: FindProblems,
+) -> None:
+    """Try a layout with every micro-batch size; gradients are sharded where the optimizer's shards are not enough."""
+    first = layout.apply(config)
+    try:
+        plan = Plan.of(first)
+    except ConfigurationError as error:
+        found.dropped.append(Dropped(layout, "refused", "; ".join(error.problems)))
+        return
+    problems = plan_refusals(plan, implementation, gpu)
+    shardings: tuple[str, ...] = ("optim", "optim_grads") if layout.sharding == "optim" else (layout.sharding,)
+    if not problems:
+        shardings = tuple(each for each in shardings if _has_room(found, config, layout, each, gpu, implementation))
+        # The run's own checks take longer than these.
+        problems = find_problems(first) if shardings else ()
+    if problems:
+        found.dropped.append(Dropped(layout, "refused", "; ".join(problems)))
+        return
+    sizes = [size for size in _powers(_LARGEST_MICRO_BATCH) if _divides(config, plan, size)]
+    roomy: set[int] = set()
+    for sharding in shardings:
+        wanted = [size for size in sizes if size not in roomy]
+        if wanted:
+            choice = dataclasses.replace(layout, sharding=sharding)
+            roomy |= _try_batches(found, config, choice, wanted, gpu, implementation)
+
+
+def _has_room(
+    found: Search, config: RunConfig, layout: Choice, sharding: str, gpu: Gpu, implementation: Implementation
+) -> bool:
+    """Return whether what a sharding holds between steps fits, or note that it does not."""
+    choice, usable = dataclasses.replace(layout, sharding=sharding), usable_bytes(gpu)
+    states = _states(found, Plan.of(choice.apply(config)), choice, implementation)
+    least = max(state.weights + state.gradients + state.optimizer for state in states) + HOPPER_MACHINES.held_bytes
+    if least > usable:
+        reason = f"weights, gradients and optimizer alone need {least // _MIB} of {usable // _MIB} MiB"
+        found.dropped.append(Dropped(choice, "oom", reason))
+    return least <= usable
+
+
+def _states(found: Search, plan: Plan, choice: Choice, implementation: Implementation) -> Sequence[StageState]:
+    """Return what the stages hold between steps; ranks with the same weights share it whichever axis they are of."""
+    key = choice.tp, choice.pp, choice.chunks, choice.counts_ends, choice.sharding, choice.precision
+    if key not in found.states:
+        stages = range(plan.parallel_sizes.pp)
+        found.states[key] = [stage_state(plan, stage, implementation) for stage in stages]
+    return found.states[key]
+
+
+def _try_batches(
+    found: Search, config: RunConfig, layout: Choice, sizes: Iterable[int], gpu: Gpu, implementation: Implementation
+) -> set[int]:
+    """Try a layout and a sharding with micro-batch sizes, each with the least recompute that fits.
+
+    Returns the sizes that need no recompute.
+    """
+    states, roomy = _states(found, Plan.of(layout.apply(config)), layout, implementation), set[int]()
+    for size in sizes:
+        fits = None
+        for recompute in RECOMPUTES:
+            choice = dataclasses.replace(layout, micro_batch_size=size, recompute=recompute)
+            if fits is not None:
+                found.dropped.append(Dropped(choice, "slower", f"recompute {fits} fits already"))
+                continue
+            if _try_choice(found, config, choice, gpu, implementation, states):
+                fits = recompute
+        if fits is None:
+            break
+        if fits == RECOMPUTES[0]:
+            roomy.add(size)
+    return roomy
+
+
+def _try_choice(
+    found: Search,
+    config: RunConfig,
+    choice: Choice,
+    gpu: Gpu,
+    implementation: Implementation,
+    states: Sequence[StageState],
+) -> bool:
+    """Predict one choice and return whether it fits."""
+    applied = choice.apply(config)
+    plan = Plan.of(applied)
+    found.num_predicted += 1
+    # The first stage has the most in flight: most choices that do not fit are seen there.
+    first = stage_memory(plan, 0, implementation, states[0]).total + HOPPER_MACHINES.held_bytes
+    usable = usable_bytes(gpu)
+    if first > usable:
+        reason = f"stage 0 needs {first // _MIB} of {usable // _MIB} MiB"
+        found.dropped.append(Dropped(choice, "oom", reason))
+        return False
+    # Between the second stage and the last, layers are as many and less is in flight.
+    looked_at = sorted({0, min(1, choice.pp - 1), choice.pp - 1})
+    prediction = predict(plan, implementation, gpu, states=states, looked_at=looked_at)
+    if prediction.time is None or prediction.used_bytes is None:
+        kind = "oom" if prediction.outcome == "oom" else "refused"
+        found.dropped.append(Dropped(choice, kind, prediction.reason or prediction.outcome))
+        return False
+    if prediction.reason is not None:
+        found.dropped.append(Dropped(choice, "at the limit", prediction.reason))
+        return False
+    seconds, flops = prediction.time.total, plan.model.forward_flops_per_sequence(plan.seq_length)
+    peak = gpu.float8_flops if choice.precision == "fp8" else gpu.half_flops
+    found.candidates.append(
+        Candidate(
+            choice=choice,
+            config=applied,
+            prediction=prediction,
+            seconds=seconds,
+            tokens_per_second=plan.global_batch_size * plan.seq_length / seconds,
+            mfu=3.0 * plan.global_batch_size * flops / seconds / config.world_size / peak,
+            margin_bytes=usable - prediction.used_bytes,
+        )
+    )
+    return True
+
+
+def _divides(config: RunConfig, plan: Plan, size: int) -> bool:
+    return config.training.global_batch_size % (size * plan.parallel_sizes.dp) == 0
+
+
+def _powers(most: int) -> list[int]:
+    return [2**number for number in range(most.bit_length())]
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [size for size in range(1, min(number, most) + 1) if number % size == 0]

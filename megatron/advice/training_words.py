@@ -1,0 +1,86 @@
+"""A command line of training as words: what a flag has, and the words with other flags."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+LAYOUT_FLAGS = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+    "--sequence-parallel",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--pipeline-model-parallel-layout",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+    "--microbatch-group-size-per-virtual-pipeline-stage",
+    "--pipeline-schedule",
+)
+VIRTUAL_FLAGS = ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage")
+RECOMPUTE_FLAGS = (
+    "--recompute-granularity",
+    "--recompute-activations",
+    "--recompute-method",
+    "--recompute-num-layers",
+    "--recompute-modules",
+    "--distribute-saved-activations",
+)
+SHARDING_FLAGS = (
+    "--use-distributed-optimizer",
+    "--data-parallel-sharding-strategy",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+)
+PRECISION_FLAGS = (
+    "--bf16",
+    "--fp16",
+    "--fp8-format",
+    "--fp8-recipe",
+    "--fp8-hybrid",
+    "--fp8-e4m3",
+    "--fp8-param-gather",
+)
+
+
+def without_flags(words: Sequence[str], flags: Collection[str]) -> tuple[str, ...]:
+    """Return the words without some flags and their values."""
+    return tuple(_kept(words, flags))
+
+
+def replaced(words: Sequence[str], flag: str, *values: str) -> tuple[str, ...]:
+    """Return the words with one flag at other values."""
+    return (*without_flags(words, (flag,)), flag, *values)
+
+
+def whole_value(words: Sequence[str], flag: str, default: int) -> int:
+    """Return a flag's last whole number, or the default where it has none."""
+    found = default
+    for index, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name == flag:
+            text = value or (words[index + 1] if index + 1 < len(words) else "")
+            found = int(text) if text.isdecimal() else default
+    return found
+
+
+def as_typed(words: Sequence[str]) -> list[str]:
+    """Return each flag with its values as one text."""
+    flags: list[str] = []
+    for word in words:
+        if word.startswith("--") or not flags:
+            flags.append(word)
+        else:
+            flags[-1] += f" {word}"
+    return flags
+
+
+def _kept(words: Sequence[str], flags: Collection[str]) -> Iterator[str]:
+    is_dropped = False
+    for word in words:
+        if word.startswith("--"):
+            is_dropped = word.split("=", 1)[0] in flags
+        if not is_dropped:
+            yield word

@@ -1,0 +1,71 @@
+"""What the planning commands share: training flags read for machines that are not here, and where they would run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.core.errors import ConfigurationError
+from megatron.dry_run.vocabulary import with_known_vocabulary
+from megatron.planning.gpu import GPUS, Gpu, find_gpu
+from megatron.planning.gpu_file import read_gpu
+from megatron.planning.prediction.implementations import IMPLEMENTATIONS
+from megatron.training.config.arguments import ParsedArguments, resolve_arguments
+
+MOST_RANKS = 1 << 17
+
+
+def add_platform(parser: argparse.ArgumentParser) -> None:
+    """Declare where a run is planned, and what runs it."""
+    parser.add_argument(
+        "--gpu",
+        default="h100-80gb",
+        metavar="TYPE",
+        help=f"one of {', '.join(GPUS)}, or a file that tools/calibrate.py wrote (h100-80gb)",
+    )
+    parser.add_argument(
+        "--implementation", default="ours", metavar="NAME", help=f"one of {', '.join(IMPLEMENTATIONS)} (ours)"
+    )
+
+
+def read_planned_run(words: Sequence[str], world_size: int) -> ParsedArguments:
+    """Return a configuration whose data and tokenizer need not be here, with the size of its vocabulary.
+
+    Raises:
+        ConfigurationError: the flags are wrong, or do not say the size of the vocabulary.
+    """
+    parsed = resolve_arguments(words, world_size, needs_files=False)
+    return replace(parsed, config=with_known_vocabulary(parsed.config))
+
+
+def find_platform(name: str) -> Gpu:
+    """Return a GPU type by its name, or by a file of figures that tools/calibrate.py wrote.
+
+    Raises:
+        ConfigurationError: no figures are known for it, or the file holds none.
+    """
+    return read_gpu(Path(name)) if name.endswith(".json") else find_gpu(name)
+
+
+def check_world_size(flag: str, size: int) -> None:
+    """Refuse a number of ranks that cannot be planned.
+
+    Raises:
+        ConfigurationError: it is below 1, or above what is planned in seconds.
+    """
+    if not 1 <= size <= MOST_RANKS:
+        raise ConfigurationError(f"{flag} {size} is not between 1 and {MOST_RANKS}; give the number of the run's GPUs")
+
+
+def write_text(flag: str, path: Path, text: str) -> None:
+    """Write a file that a flag names.
+
+    Raises:
+        ConfigurationError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"{flag} {path} cannot be written: {error.strerror}; give another file") from error

@@ -1,0 +1,96 @@
+"""The search looks at every layout, drops with a reason, and prints a command that the training takes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron.advice.choice import Choice
+from megatron.advice.preset import preset_names, preset_words
+from megatron.commands.arguments.planned_run import read_planned_run
+from megatron.commands.plan import main
+from megatron.planning.gpu import H100
+from megatron.planning.plan import Plan
+from megatron.planning.prediction.implementations import OURS
+from megatron.planning.prediction.prediction import predict
+from megatron.planning.theoretical_memory import model_size
+from megatron.training.config.arguments import resolve_arguments
+
+ROWS = {"llama3.1-8b": 8.030e9, "llama3.1-70b": 70.554e9, "llama3.1-405b": 405.85e9, "qwen2.5-7b": 7.616e9}
+PUBLISHED = ROWS | {"qwen2.5-14b": 14.770e9, "qwen2.5-72b": 72.706e9, "gpt2-345m": 354.8e6, "gpt3-175b": 175e9}
+_RUN = "--seq-length 1024 --global-batch-size 48 --micro-batch-size 1 --train-iters 5 --lr 1e-4"
+RUN = _RUN.split()
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_have_the_parameters_that_were_published(name: str) -> None:
+    size = model_size(read_planned_run([*preset_words(name), *RUN], 1).config)
+    assert size.block + size.embedding == pytest.approx(PUBLISHED[name], rel=5e-3)
+
+
+def test_the_best_command_parses_and_is_predicted_as_the_table_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "all.json"
+    words = "--model-preset llama3.1-8b --gpus 8 --seq-length 8192 --global-batch-size 48 --train-tokens 1B"
+    assert main([*words.split(), "--json", str(table), "--html", str(tmp_path / "page.html")]) == 0
+    ranking = json.loads(table.read_text())
+    best = ranking["ranked"][0]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("rank")
+    assert "days" in lines[0]
+    launched = shlex.split(lines[-1])
+    assert launched[:4] == ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py"]
+    config = resolve_arguments(launched[4:], 8, needs_files=False).config
+    plan = Plan.of(read_planned_run(launched[4:], 8).config)
+    prediction = predict(plan, OURS, H100)
+    assert prediction.time is not None
+    assert 1e3 * prediction.time.total == pytest.approx(best["ms_per_step"])
+    assert config.parallel_sizes.tp == best["tp"]
+    assert all(each["margin_mib"] > 0 for each in ranking["ranked"])
+    speeds = [each["ms_per_step"] for each in ranking["ranked"]]
+    assert speeds == sorted(speeds)
+    kinds = {each["kind"] for each in ranking["dropped"]}
+    assert {"oom", "slower"} <= kinds
+    assert all(each["reason"] for each in ranking["dropped"])
+    assert '<pre id="ranking"' in (tmp_path / "page.html").read_text()
+
+
+def test_a_choice_as_flags_is_the_choice_as_configuration() -> None:
+    choice = Choice(
+        tp=2,
+        pp=3,
+        cp=2,
+        chunks=4,
+        counts_ends=True,
+        micro_batch_size=3,
+        recompute="full",
+        sharding="optim_grads",
+        precision="fp8",
+    )
+    words = (*preset_words("llama3.1-8b"), *RUN, "--tensor-model-parallel-size", "8", "--num-layers", "34")
+    by_flags = read_planned_run(choice.words(words), 24).config
+    base = read_planned_run((*preset_words("llama3.1-8b"), *RUN, "--num-layers", "34", "--bf16"), 24).config
+    applied = choice.apply(base)
+    assert Plan.of(by_flags) == Plan.of(applied)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "--gpus is missing"),
+        (["--gpus", "0"], "--gpus 0 is not between"),
+        (["--gpus", "8", "--model-preset", "llama9"], "--model-preset llama9 is not known; possible: gpt2-345m"),
+        (["--gpus", "8", "--train-tokens", "many"], "--train-tokens many is not a number of tokens"),
+        (["--gpus", "8", "--top", "0"], "--top 0 is not positive"),
+        (["--gpus", "8"], "--num-layers is missing"),
+        (["--gpus", "1", "--model-preset", "llama3.1-70b", *RUN], "no layout fits 1 x h100-80gb"),
+    ],
+)
+def test_wrong_words_are_answered_in_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert told in line

@@ -1,0 +1,13 @@
+"""Measure this machine for tools/plan.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.commands.calibrate import main
+
+if __name__ == "__main__":
+    sys.exit(main())
