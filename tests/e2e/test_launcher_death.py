@@ -71,7 +71,7 @@ def test_ranks_end_with_their_launcher_and_the_next_start_goes_on(tmp_path: Path
     assert match is not None
     loaded = int(match.group(1))
     assert loaded >= 3
-    assert saved_iterations(checkpoints) == [loaded - 1, loaded, loaded + 1]
+    assert saved_iterations(checkpoints)[-3:] == [loaded - 1, loaded, loaded + 1]
     assert leftovers(checkpoints) == []
     iterations = [line["iteration"] for line in read_metrics(checkpoints / "metrics.jsonl") if "split" not in line]
     assert iterations == list(range(1, loaded + 2))

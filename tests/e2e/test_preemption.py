@@ -41,7 +41,7 @@ def test_a_warning_that_is_too_short_is_said_after_the_first_checkpoint(how: str
     args = toy_args(tmp_path, flags, how)
     run = fork_training([*args, "--exit-warning-seconds", "1"], program=run_on_a_slow_disk).check()
     line = warnings(run.stdout)[0]
-    assert re.search(r" 1\.\d s for a checkpoint", line)
+    assert re.search(r" \d+\.\d s for a checkpoint", line)
     if not how:
         before = run.stdout[: run.stdout.index(line)]
         assert "saved checkpoint at iteration       2 " in before

@@ -252,8 +252,8 @@ def _compare_configuration(
     changes = compare_configs(old, new)
     refused = (*changes.shape, *changes.weights) if strictness == STRICT else changes.shape
     if refused:
-        fields = "".join(f"\n  {change}{_remedy(change)}" for change in refused)
-        raise CheckpointError(f"checkpoint {folder} is of another model (checkpoint -> this run):{fields}")
+        fields = "; ".join(f"{change}{_remedy(change)}" for change in refused)
+        raise CheckpointError(f"checkpoint {folder} is of another model (checkpoint -> this run): {fields}")
     return (*changes.weights, *changes.other)
 
 

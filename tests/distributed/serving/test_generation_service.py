@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.errors import TrainingError
+from megatron.core.flight.recorder import FlightRecorder
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.request import Continuation, GenerationRequest
 from megatron.core.parallel_sizes import ParallelSizes
@@ -56,7 +57,7 @@ def serve(tp: int, kinds: Sequence[int]) -> list[str]:
     if jobs is not None:
         threading.Thread(target=ask, daemon=True).start()
     try:
-        run_service(cast(InferenceEngine, cast(Any, Engine(tp))), jobs, is_asked_to_end.is_set)
+        run_service(cast(InferenceEngine, cast(Any, Engine(tp))), jobs, is_asked_to_end.is_set, FlightRecorder())
         answers.append("ended")
     except TrainingError as error:
         answers.append(str(error))
