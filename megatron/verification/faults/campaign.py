@@ -69,9 +69,9 @@ class Campaign:
         ``reference`` is the metrics file of an uninterrupted run; without one that run is made first.
 
         Raises:
-            ConfigurationError: a fault cannot be done to this run.
+            ConfigurationError: the command cannot be started, or a fault not be done to it.
             LaunchError: the run does not do what it should without a fault.
-            OSError: the command cannot be started, or the folder not be written.
+            OSError: the folder cannot be written.
         """
         if reference is None:
             self._log("an uninterrupted run")
