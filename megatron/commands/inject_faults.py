@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import signal
 import sys
 from argparse import RawDescriptionHelpFormatter
@@ -105,6 +106,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Campaign, Path | None, Path | 
         raise ConfigurationError(f"--reference {arguments.reference} is no file; name a metrics.jsonl, or leave it out")
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ConfigurationError(f"--json {arguments.json}: there is no such folder; make it, or name another")
+    for fault in () if command else faults:
+        fault.rank(range(arguments.processes), random.Random(0))
     check_folder(arguments.folder)
     folder = arguments.folder.resolve()
     attacked = (

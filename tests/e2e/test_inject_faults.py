@@ -63,6 +63,8 @@ def test_faults_of_two_ranks_cost_nothing(flags: str, tmp_path: Path) -> None:
             "error: cannot start no-such-command: No such file or directory; change what follows --",
         ),
         ("--kill any --json no/such/file", "error: --json no/such/file: there is no such folder"),
+        ("--kill 2", "error: --kill 2: there is no rank 2 here; change it to one of: 0, 1"),
+        ("--stop any --processes 1", "error: --stop any: the run has one rank here, which nobody waits for"),
         ("--kill any --reference nothing", "error: --reference nothing is no file"),
     ],
 )
