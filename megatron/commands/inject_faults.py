@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import math
+import random
+import signal
 import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -102,6 +104,10 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Campaign, Path | None, Path | 
         raise ConfigurationError(f"{flags}: of the small run, which a command after -- replaces; leave one out")
     if arguments.reference is not None and not arguments.reference.is_file():
         raise ConfigurationError(f"--reference {arguments.reference} is no file; name a metrics.jsonl, or leave it out")
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise ConfigurationError(f"--json {arguments.json}: there is no such folder; make it, or name another")
+    for fault in () if command else faults:
+        fault.rank(range(arguments.processes), random.Random(0))
     check_folder(arguments.folder)
     folder = arguments.folder.resolve()
     attacked = (
@@ -136,4 +142,9 @@ def main(argv: list[str] | None = None) -> int:
             path.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
         held = report.held
 
-    return exit_status_of(attack) or (0 if held else 1)
+    # What was started is ended when this is.
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        return exit_status_of(attack) or (0 if held else 1)
+    finally:
+        signal.signal(signal.SIGTERM, previous)

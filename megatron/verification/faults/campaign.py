@@ -69,27 +69,34 @@ class Campaign:
         ``reference`` is the metrics file of an uninterrupted run; without one that run is made first.
 
         Raises:
-            ConfigurationError: a fault cannot be done to this run.
-            LaunchError: the run does not do what it should without a fault.
-            OSError: the command cannot be started, or the folder not be written.
+            ConfigurationError: the command cannot be started, or a fault not be done to it.
+            LaunchError: the uninterrupted run fails.
+            OSError: the folder cannot be written.
         """
         if reference is None:
             self._log("an uninterrupted run")
             reference = self._folder / "whole" / "metrics.jsonl"
             self._complete(self._start(self._whole, "whole"))
+        try:
+            self._attack()
+        except LaunchError as error:
+            self.report.checks.append(Check("starts", held=False, detail=str(error)))
+        self._check_losses(losses(reference))
+        self._check_checkpoints()
+        return self.report
+
+    def _attack(self) -> None:
+        """Do all rounds, and let the run come to its end."""
         while len(self.report.rounds) < self._plan.rounds and self._attack_one_start():
             continue
         if len(self.report.rounds) < self._plan.rounds:
             done = f"the run was over after {len(self.report.rounds)} of {self._plan.rounds}; let it train for longer"
             self.report.checks.append(Check("faults", held=False, detail=done))
-        else:
-            self._log("the last start, until the end")
-            last = self._start(self._attacked, "attacked")
-            self._complete(last)
-            self._note_damage(last)
-        self._check_losses(losses(reference))
-        self._check_checkpoints()
-        return self.report
+            return
+        self._log("the last start, until the end")
+        last = self._start(self._attacked, "attacked")
+        self._complete(last)
+        self._note_damage(last)
 
     def _start(self, command: AttackedCommand, name: str) -> Launch:
         folder = self._folder / name

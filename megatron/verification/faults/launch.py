@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.errors import MegatronError
+from megatron.core.errors import ConfigurationError, MegatronError
 from megatron.training.process.process_identity import ProcessIdentity
 from megatron.verification.faults.process_tree import descendants, end_all, identities, ranks_of
 
@@ -28,16 +28,21 @@ class Launch:
     """Run a command in a session of its own, with its output in a file, from here to `close`.
 
     Raises:
-        OSError: there is no such command.
+        ConfigurationError: there is no such command.
     """
 
     def __init__(self, command: Sequence[str], output: Path, metrics: Path) -> None:
         self.output = output
         self._metrics = metrics
         with output.open("wb") as stream:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            try:
+                self.process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            except OSError as error:
+                raise ConfigurationError(
+                    f"cannot start {command[0]}: {error.strerror}; change what follows --"
+                ) from error
         self.seen: set[ProcessIdentity] = identities([self.process.pid])
 
     @property

@@ -1,0 +1,64 @@
+"""A command is attacked in folders of its own, on its own copy of the data, and of its words only the script moves."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.core.errors import ConfigurationError
+from megatron.verification.faults import attacked_command, spoiled_script
+from megatron.verification.faults.attacked_command import AttackedCommand
+from tests.harness.training_run import run_command
+
+
+def test_what_is_written_goes_to_the_folder(tmp_path: Path) -> None:
+    words = AttackedCommand(("train", "--save", "mine")).in_folder(tmp_path)
+    save, metrics = str(tmp_path / "checkpoints"), str(tmp_path / "metrics.jsonl")
+    assert words == ["train", "--save", "mine", "--save", save, "--load", save, "--metrics-jsonl", metrics]
+
+
+def test_data_is_copied_and_weights_of_a_blend_stay(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / f"{name}.bin").write_bytes(name.encode())
+        (tmp_path / f"{name}.idx").write_bytes(b"index of " + name.encode())
+    words = ("train", "--data-path", "0.3", str(tmp_path / "one"), "0.7", str(tmp_path / "other"), "--seed", "1")
+    command, files = AttackedCommand(words).with_own_data(tmp_path / "copy")
+    assert [path.read_bytes() for path in files] == [b"one", b"other"]
+    copies = [str(path.with_suffix("")) for path in files]
+    assert command.words == ("train", "--data-path", "0.3", copies[0], "0.7", copies[1], "--seed", "1")
+    assert files[1].with_suffix(".idx").read_bytes() == b"index of other"
+
+
+def test_data_too_large_to_copy_is_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(attacked_command, "MOST_DATA_BYTES", 2)
+    (tmp_path / "one.bin").write_bytes(b"one")
+    with pytest.raises(ConfigurationError, match=r"works on a copy, and .*one.bin has 3 bytes, more than 2"):
+        AttackedCommand(("train", "--data-path", str(tmp_path / "one"))).with_own_data(tmp_path / "copy")
+
+
+SCRIPT = f"""
+import os, signal, sys
+import torch
+assert sys.argv[1:] == ["--flag"], sys.argv
+layer = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
+inputs = torch.ones(1, 3, requires_grad=True)
+for number in ({int(spoiled_script.GRADIENT_SIGNAL)}, {int(spoiled_script.WEIGHT_SIGNAL)}):
+    os.kill(os.getpid(), number)
+    with torch.no_grad():
+        assert layer(inputs).isfinite().all()
+    for _ in range(2):
+        inputs.grad = None
+        layer(inputs).sum().backward()
+        weight, gradient = layer[0].weight.isfinite().all(), inputs.grad.isfinite().all()
+        print("weight" if weight else "-", "gradient" if gradient else "-")
+"""
+
+
+def test_a_gradient_is_spoilt_once_and_a_weight_for_good(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = AttackedCommand((sys.executable, str(script), "--flag")).spoilable()
+    result = run_command(command.words).check()
+    assert result.stdout.split("\n")[:4] == ["weight -", "weight gradient", "- -", "- -"]
