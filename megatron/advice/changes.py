@@ -58,7 +58,7 @@ class Change:
 
     def only_adds_to(self, other: Change) -> bool:
         """Return whether this is another change and more, without being cheaper."""
-        return other.flags in self.flags and other.seconds_per_token <= self.seconds_per_token
+        return f" {other.flags} " in f" {self.flags} " and other.seconds_per_token <= self.seconds_per_token
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def find_changes(
             continue
         lasting.clear()
         if change is not None and not any(change.only_adds_to(other) for other in changes):
-            changes.append(change)
+            changes = [*(other for other in changes if not other.only_adds_to(change)), change]
     changes.sort(key=lambda change: (change.alters, change.seconds_per_token))
     return tuple(changes[:WANTED])
 
