@@ -19,11 +19,12 @@ from megatron.advice.training_words import (
     whole_value,
     without_flags,
 )
-from megatron.core.errors import InputError
+from megatron.core.errors import ConfigurationError
 from megatron.planning.gpu import Gpu
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.prediction import predict, usable_bytes
+from megatron.planning.prediction.step_time import StepTime
 from megatron.training.config.arguments import ParsedArguments
 
 WANTED = 3
@@ -39,7 +40,7 @@ _MOST_TRIED = 200
 """Edits that are parsed, so that an answer takes a second or two."""
 
 Read = Callable[[Sequence[str], int], ParsedArguments]
-"""Parse and check training flags for a number of ranks; raise InputError for what is wrong."""
+"""Parse and check training flags for a number of ranks; raise ConfigurationError for what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Change:
 
     def only_adds_to(self, other: Change) -> bool:
         """Return whether this is another change and more, without being cheaper."""
-        return other.flags in self.flags and other.seconds_per_token <= self.seconds_per_token
+        return f" {other.flags} " in f" {self.flags} " and other.seconds_per_token <= self.seconds_per_token
 
 
 @dataclass(frozen=True)
@@ -76,23 +77,33 @@ def find_changes(
 ) -> tuple[Change, ...]:
     """Return the cheapest changes that make a refused or too large configuration run, at most three.
 
-    Two changes are tried together where there are fewer single ones.
+    Two changes are tried together where there are fewer single ones, unless some problem stays whatever is changed.
     """
-    before = _seconds_without_limit(words, world_size, read, gpu, implementation)
+    try:
+        plan, lasting = Plan.of(read(words, world_size).config), set[str]()
+        time = predict(plan, implementation, gpu, usable=_NO_LIMIT).time
+        before = None if time is None else _seconds_per_token(plan, time)
+    except ConfigurationError as error:
+        before, lasting = None, set(error.problems)
     changes, seen = list[Change](), set[frozenset[str]]()
     edits = list(_edits(_Edit("", "", tuple(words), world_size)))
     second = (edit for first in edits for edit in _edits(first) if edit.subject.split()[-1] in _SECOND)
     for edit in itertools.chain(edits, second):
         is_single = len(edit.subject.split()) == 1
-        if len(seen) >= _MOST_TRIED or (len(changes) >= WANTED and not is_single):
+        if len(seen) >= _MOST_TRIED or ((len(changes) >= WANTED or lasting) and not is_single):
             break
         key = frozenset((*as_typed(edit.words), str(edit.world_size)))
         if key in seen or not _may_be(edit):
             continue
         seen.add(key)
-        change = _try(edit, before, read, gpu, implementation)
+        try:
+            change = _try(edit, before, read, gpu, implementation)
+        except ConfigurationError as error:
+            lasting.intersection_update(error.problems)
+            continue
+        lasting.clear()
         if change is not None and not any(change.only_adds_to(other) for other in changes):
-            changes.append(change)
+            changes = [*(other for other in changes if not other.only_adds_to(change)), change]
     changes.sort(key=lambda change: (change.alters, change.seconds_per_token))
     return tuple(changes[:WANTED])
 
@@ -149,15 +160,16 @@ def _may_be(edit: _Edit) -> bool:
 
 
 def _try(edit: _Edit, before: float | None, read: Read, gpu: Gpu, implementation: Implementation) -> Change | None:
-    """Return what an edit comes to, or None where it does not run either."""
-    try:
-        plan = Plan.of(read(edit.words, edit.world_size).config)
-    except InputError:
-        return None
+    """Return what an edit comes to, or None where it does not fit either.
+
+    Raises:
+        ConfigurationError: it is refused.
+    """
+    plan = Plan.of(read(edit.words, edit.world_size).config)
     prediction = predict(plan, implementation, gpu)
     if prediction.time is None or prediction.used_bytes is None:
         return None
-    seconds = prediction.time.total * edit.world_size / (plan.global_batch_size * plan.seq_length)
+    seconds = _seconds_per_token(plan, prediction.time)
     speed = f"{1e3 * prediction.time.total:.0f} ms a step"
     if before is not None:
         speed += f", {100 * (seconds / before - 1):+.1f} % GPU time a token"
@@ -165,13 +177,6 @@ def _try(edit: _Edit, before: float | None, read: Read, gpu: Gpu, implementation
     return Change(edit.flags, f"{speed}; {margin} MiB left", seconds, edit.alters)
 
 
-def _seconds_without_limit(
-    words: Sequence[str], world_size: int, read: Read, gpu: Gpu, implementation: Implementation
-) -> float | None:
-    """Return the GPU time a token that the configuration would take if memory had no end; None where it is refused."""
-    try:
-        plan = Plan.of(read(words, world_size).config)
-    except InputError:
-        return None
-    time = predict(plan, implementation, gpu, usable=_NO_LIMIT).time
-    return None if time is None else time.total * world_size / (plan.global_batch_size * plan.seq_length)
+def _seconds_per_token(plan: Plan, time: StepTime) -> float:
+    """Return the time of all GPUs together that a token takes."""
+    return time.total * plan.parallel_sizes.world_size / (plan.global_batch_size * plan.seq_length)

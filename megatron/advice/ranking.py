@@ -30,8 +30,8 @@ def describe_ranking(found: Search, shown: Sequence[Candidate], train_tokens: in
 
 
 def launch_command(words: Sequence[str], world_size: int) -> str:
-    """Return the command that starts a run on machines of eight GPUs, or on one with fewer."""
-    here = min(world_size, GPUS_A_MACHINE)
+    """Return the command that starts a run on machines of eight GPUs, or as many alike with fewer as there must be."""
+    here = max(size for size in range(1, GPUS_A_MACHINE + 1) if world_size % size == 0)
     launcher = ["torchrun", "--nproc-per-node", str(here)]
     if world_size > here:
         launcher += ["--nnodes", str(world_size // here), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]

@@ -87,11 +87,9 @@ def search(
 def _layouts(config: RunConfig, precisions: Sequence[str]) -> Iterator[Choice]:
     """Yield a choice for each layout and precision, with the smallest micro-batch and no recompute."""
     world, layers = config.world_size, config.model.num_layers
-    for tp in _powers(min(world, GPUS_A_MACHINE)):
-        for pp in _divisors(world // tp if world % tp == 0 else 0, min(world, layers + 2)):
-            for cp in _powers(min(world // (tp * pp), _MOST_CONTEXT)):
-                if world % (tp * pp * cp):
-                    continue
+    for tp in _divisors(world, GPUS_A_MACHINE):
+        for pp in _divisors(world // tp, layers + 2):
+            for cp in _divisors(world // (tp * pp), _MOST_CONTEXT):
                 counts_ends = layers % pp != 0 and (layers + 2) % pp == 0
                 per_rank = (layers + 2 * counts_ends) // pp
                 chunk_numbers = _divisors(per_rank, _MOST_CHUNKS) if pp > 1 else [1]

@@ -36,6 +36,7 @@ from megatron.planning.gpu import GPUS
 from megatron.planning.prediction.evaluation import describe_errors, evaluate
 from megatron.planning.prediction.implementations import IMPLEMENTATIONS, find_implementation
 from megatron.planning.prediction.measured_runs import read_runs
+from megatron.training.config.arguments import ParsedArguments
 from megatron.training.config.checks.run_checks import find_problems
 
 _DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", "ours"
@@ -101,7 +102,11 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     gpu = find_platform(arguments.gpu or _DEFAULT_GPU)
     implementation = find_implementation(arguments.implementation or _DEFAULT_IMPLEMENTATION)
     tokens = None if arguments.train_tokens is None else _number(arguments.train_tokens)
+    if arguments.precision == "fp8" and not gpu.float8_flops:
+        raise ConfigurationError(f"--precision fp8: {gpu.name} has no products in fp8; use --precision bf16")
     preset = preset_words(arguments.model_preset) if arguments.model_preset else ()
+    if not {"--global-batch-size", "--step-batch-size-schedule"} & {word.split("=")[0] for word in training_flags}:
+        raise ConfigurationError("--global-batch-size is missing; give the number of samples of one step")
     words = _complete((*preset, *training_flags), tokens)
     # The flags must be right for one rank: those of the layout, which are searched, are left out.
     base = read_planned_run(_without_layout(words), 1)
@@ -113,14 +118,14 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
         write_text("--json", arguments.json, json.dumps(ranking_json(found, tokens), indent=1) + "\n")
     table = "\n".join(describe_ranking(found, found.ranked[: arguments.top], tokens))
     print(table)
-    best, command = _best(found, words, arguments.gpus)
-    if best is None:
+    best, parsed, command = _best(found, words, arguments.gpus)
+    if best is None or parsed is None:
         changes = find_changes(_leanest(words, arguments.gpus), arguments.gpus, read_planned_run, gpu, implementation)
         told = "; ".join(describe_changes(changes)) or "no single change helps: use more GPUs or more memory"
         raise ConfigurationError(f"no layout fits {arguments.gpus} x {gpu.name}; what would: {told}")
     print(f"\nthe best, {best.choice.describe()}:\n{command}")
     if arguments.html is not None:
-        explanation = explain(best.config, base.notes, gpu, implementation)
+        explanation = explain(parsed.config, parsed.notes, gpu, implementation)
         write_text("--html", arguments.html, to_page(explanation, (), table))
 
 
@@ -178,20 +183,20 @@ def _leanest(words: Sequence[str], world_size: int) -> tuple[str, ...]:
     return choice.words(words)
 
 
-def _best(found: Search, words: Sequence[str], world_size: int) -> tuple[Candidate | None, str]:
-    """Return the fastest choice whose command line the training's own parser takes, and the command."""
+def _best(found: Search, words: Sequence[str], world_size: int) -> tuple[Candidate | None, ParsedArguments | None, str]:
+    """Return the fastest choice whose command line the training's own parser takes, what it parses to, the command."""
     problems: list[str] = []
     for each in found.ranked[:_PARSED_RANKS]:
         chosen = each.choice.words(words)
         try:
-            read_planned_run(chosen, world_size)
+            parsed = read_planned_run(chosen, world_size)
         except ConfigurationError as error:
             problems += error.problems
         else:
-            return each, launch_command(chosen, world_size)
+            return each, parsed, launch_command(chosen, world_size)
     if problems:
         raise ConfigurationError(problems)
-    return None, ""
+    return None, None, ""
 
 
 def _number(text: str) -> int:

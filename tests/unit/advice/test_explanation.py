@@ -170,3 +170,9 @@ def test_a_refused_layout_gets_changes_that_run(capsys: pytest.CaptureFixture[st
     assert main([*SMALL, "--world-size", "13"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert sum(line.startswith("would run with") for line in lines) == 3
+
+
+def test_nothing_is_proposed_for_what_no_change_mends(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LARGE, "--num-attention-heads", "60", "--world-size", "32"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--num-attention-heads 60 is not divisible by --num-query-groups 8" in line

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.advice.choice import Choice
 from megatron.advice.preset import preset_names, preset_words
+from megatron.advice.ranking import launch_command
 from megatron.commands.arguments.planned_run import read_planned_run
 from megatron.commands.plan import main
 from megatron.planning.gpu import H100
@@ -59,6 +60,13 @@ def test_the_best_command_parses_and_is_predicted_as_the_table_says(
     assert '<pre id="ranking"' in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.parametrize(("world_size", "machines"), [(6, (6, 1)), (12, (6, 2)), (64, (8, 8)), (7, (7, 1))])
+def test_the_command_starts_as_many_processes_as_there_are_gpus(world_size: int, machines: tuple[int, int]) -> None:
+    words = launch_command(["--lr", "1"], world_size).split()
+    nodes = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
+    assert (int(words[words.index("--nproc-per-node") + 1]), nodes) == machines
+
+
 def test_a_choice_as_flags_is_the_choice_as_configuration() -> None:
     choice = Choice(
         tp=2,
@@ -86,7 +94,9 @@ def test_a_choice_as_flags_is_the_choice_as_configuration() -> None:
         (["--gpus", "8", "--model-preset", "llama9"], "--model-preset llama9 is not known; possible: gpt2-345m"),
         (["--gpus", "8", "--train-tokens", "many"], "--train-tokens many is not a number of tokens"),
         (["--gpus", "8", "--top", "0"], "--top 0 is not positive"),
-        (["--gpus", "8"], "--num-layers is missing"),
+        (["--gpus", "8"], "--global-batch-size is missing"),
+        (["--gpus", "8", "--global-batch-size", "8"], "--num-layers is missing"),
+        (["--gpus", "8", "--gpu", "a100-80gb", "--precision", "fp8", *RUN], "a100-80gb has no products in fp8"),
         (["--gpus", "1", "--model-preset", "llama3.1-70b", *RUN], "no layout fits 1 x h100-80gb"),
     ],
 )
