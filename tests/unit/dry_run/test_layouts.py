@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="a CPU build of 
 
 Wait = tuple[str, str, str]
 ALLOWED: dict[Wait, tuple[int, str]] = {
-    ("end", "megatron/training/training_step.py", "value read"): (
+    ("end", "megatron/training/agreement.py", "value read"): (
         1,
         "the loss and the gradient norm are logged, and the ranks' exit agreed on",
     ),
