@@ -64,6 +64,7 @@ def wait_for_nobody() -> None:
 
 
 def raise_while_others_sleep() -> None:
+    dist.barrier()  # a rank that is still connecting would fail too
     if dist.get_rank() == 2:
         raise KeyError("absent")
     time.sleep(600)

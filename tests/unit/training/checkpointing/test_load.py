@@ -396,12 +396,12 @@ def test_a_refused_schedule_is_met_before_anything_is_read(tmp_path: Path, lines
 def test_more_layers_are_refused_unless_that_is_asked_for(tmp_path: Path, lines: list[str]) -> None:
     save(tmp_path, 10, lines)
     deeper = CONFIG | {"model": {"num_layers": 6, "hidden_size": 5}}
-    with pytest.raises(CheckpointError, match=r"of another model .*\n  model\.num_layers: 4 -> 6$"):
+    with pytest.raises(CheckpointError, match=r"of another model .*: model\.num_layers: 4 -> 6$"):
         load(tmp_path, lines, config=deeper)
     load(tmp_path, lines, config=deeper, dist_ckpt_strictness="log_all")
     assert "configuration changed since the checkpoint: model.num_layers: 4 -> 6" in lines
     wider = CONFIG | {"model": {"num_layers": 4, "hidden_size": 7}}
-    with pytest.raises(CheckpointError, match=r"of another model .*\n  model\.hidden_size: 5 -> 7$"):
+    with pytest.raises(CheckpointError, match=r"of another model .*: model\.hidden_size: 5 -> 7$"):
         load(tmp_path, lines, config=wider, dist_ckpt_strictness="ignore_all")
 
 
