@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit status."""
     launch = launch_environment_or_exit()
     if "--explain" in argv:
-        from megatron.commands import explain
+        from megatron.commands.planning import explain
 
         return explain.main(argv, launch.world_size) if launch.rank == 0 else 0
     config = parse_arguments_or_exit(argv, launch.world_size, launch.rank)

@@ -18,9 +18,10 @@ from typing import Any
 
 from megatron.adoption.adoption import adopt_file
 from megatron.adoption.report import report_json, report_lines
-from megatron.commands import merge_datasets, preprocess_data, run_text_generation_server
 from megatron.commands.arguments.command_line import Parser, exit_status_of
 from megatron.commands.checkpoint import convert
+from megatron.commands.data import merge_datasets, preprocess_data
+from megatron.commands.generation import run_text_generation_server
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import resolve_arguments
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.commands.gpu_dry_run import main
+from megatron.commands.planning.gpu_dry_run import main
 from megatron.dry_run.pretended_cuda import find_compiler
 
 REPOSITORY = Path(__file__).resolve().parents[2]

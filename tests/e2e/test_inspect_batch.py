@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.commands.inspect_batch import main
+from megatron.commands.data.inspect_batch import main
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from tests.e2e.toy_run import toy_args
 from tests.harness.forked_training import fork_training

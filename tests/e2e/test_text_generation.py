@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch.distributed as dist
 
-from megatron.commands import text_generation_cli
+from megatron.commands.generation import text_generation_cli
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.inference.engine import generate
 from megatron.core.inference.sampling_config import SamplingConfig

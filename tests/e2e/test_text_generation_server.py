@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.commands import run_text_generation_server
+from megatron.commands.generation import run_text_generation_server
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.inference.beam_config import BeamConfig
 from megatron.core.inference.engine import InferenceEngine

@@ -16,7 +16,7 @@ from megatron.advice.explanation import Explanation, explain, first_rank
 from megatron.advice.page import to_page
 from megatron.advice.text_report import MEMORY_PARTS, to_text
 from megatron.commands.arguments.planned_run import read_planned_run
-from megatron.commands.explain import main
+from megatron.commands.planning.explain import main
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.planning.closed_forms import step_traffic
 from megatron.planning.gpu import H100
@@ -118,9 +118,8 @@ def test_epochs_are_counted_against_token_files(tmp_path: Path) -> None:
 
 
 def test_a_small_run_is_explained_without_torch() -> None:
-    program = (
-        "import sys; from megatron.commands.explain import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    )
+    module = "megatron.commands.planning.explain"
+    program = f"import sys; from {module} import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     result = subprocess.run(
         [sys.executable, "-c", program, *SMALL, "--world-size", "12", "--json"],
         cwd=ROOT,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.advice.text_report import MEMORY_PARTS
-from megatron.commands.explain import main
+from megatron.commands.planning.explain import main
 from tests.unit.advice.planned_words import SMALL
 
 SCRIPT = Path(__file__).parents[2] / "harness" / "browser_page.py"

@@ -12,7 +12,7 @@ from megatron.advice.choice import Choice
 from megatron.advice.preset import preset_names, preset_words
 from megatron.advice.ranking import launch_command
 from megatron.commands.arguments.planned_run import read_planned_run
-from megatron.commands.plan import main
+from megatron.commands.planning.plan import main
 from megatron.planning.gpu import H100
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import OURS

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from megatron.commands import preprocess_data
+from megatron.commands.data import preprocess_data
 from megatron.corpus.preprocessing import chunks
 
 STEPS = ("replace", "write", "pwrite", "ftruncate", "mkdir", "rmdir", "unlink", "open", "fsync")

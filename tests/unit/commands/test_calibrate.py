@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands import calibrate
-from megatron.commands.explain import main as explain
+from megatron.commands.planning import calibrate
+from megatron.commands.planning.explain import main as explain
 from megatron.core.errors import ConfigurationError
 from megatron.doctor import rates
 from megatron.planning.gpu import H100

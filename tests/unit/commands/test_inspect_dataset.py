@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.commands import inspect_dataset
+from megatron.commands.data import inspect_dataset
 from megatron.core.datasets.indexed import dataset_checksums
 from megatron.core.datasets.indexed.dataset_checksums import checksums_path, write_checksums
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset

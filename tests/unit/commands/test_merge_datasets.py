@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.commands import merge_datasets
-from megatron.commands.merge_datasets import merge
+from megatron.commands.data import merge_datasets
+from megatron.commands.data.merge_datasets import merge
 from megatron.core.datasets.indexed import index_writer
 from megatron.core.datasets.indexed.dataset_checksums import checksums_path, verify_checksums
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder

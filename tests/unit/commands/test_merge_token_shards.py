@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.commands.merge_datasets import main
+from megatron.commands.data.merge_datasets import main
 from megatron.core.datasets.indexed.dataset_checksums import verify_checksums
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
 from megatron.corpus import token_shards

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.doctor import main
+from megatron.commands.reliability.doctor import main
 from megatron.core.device import Device
 from megatron.doctor.bandwidth import (
     OPERATIONS,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_dry_run.run import COMMON, FP8, LLAMA_8B
-from megatron.commands import gpu_dry_run
+from megatron.commands.planning import gpu_dry_run
 from megatron.dry_run.pretended_cuda import find_compiler
 from megatron.dry_run.roofline import operation_seconds
 from megatron.dry_run.step_record import Operation

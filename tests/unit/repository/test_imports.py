@@ -21,9 +21,9 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/interop/megatron_torch/pickle_writer.py",
     ),
     "os.environ": (
-        "megatron/commands/doctor.py",
-        "megatron/commands/preprocess_data.py",
-        "megatron/commands/verify_parallelism.py",
+        "megatron/commands/reliability/doctor.py",
+        "megatron/commands/data/preprocess_data.py",
+        "megatron/commands/reliability/verify_parallelism.py",
         "megatron/training/process/initialize.py",
         "megatron/core/device.py",
         "megatron/interop/huggingface/parallelize.py",
@@ -159,7 +159,7 @@ def test_no_modules_import_each_other_in_a_cycle() -> None:
         relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in package_files()
     }
     graph = imports_among(names)
-    assert graph["megatron.commands.preprocess_data"]
+    assert graph["megatron.commands.data.preprocess_data"]
     assert find_cycle(graph) == ()
 
 

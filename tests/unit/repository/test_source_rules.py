@@ -15,8 +15,9 @@ UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
 LONGEST_FILE = 400
 LONG_FOR_A_REASON = re.compile(r"(?m)^# Long because: \S.+")
 MOST_FILES = 15
-# Siblings, one for each family of models; and one for each command.
-HEAPS_OF_SIBLINGS = ("megatron/interop/huggingface/architectures", "megatron/commands", "tools")
+# Siblings, one for each family of models; and the scripts that users type, each of which only names its command.
+HEAPS_OF_SIBLINGS = ("megatron/interop/huggingface/architectures", "tools")
+LONGEST_SCRIPT = 15
 
 
 def test_package_init_files_hold_a_docstring_only() -> None:
@@ -71,6 +72,15 @@ def test_no_file_is_long_without_a_reason_and_no_folder_is_a_heap() -> None:
     paths = source_files(REPOSITORY)
     assert [relative(path) for path in too_long(paths)] == []
     assert too_full(paths, REPOSITORY) == []
+
+
+def test_a_tool_is_the_name_of_a_command_and_no_more() -> None:
+    scripts = [path for path in (REPOSITORY / "tools").glob("*.py") if path.name != "generate_argument_docs.py"]
+    assert scripts
+    for path in scripts:
+        text = path.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= LONGEST_SCRIPT, relative(path)
+        assert re.search(rf"^from megatron\.commands\.([a-z]+\.)?{path.stem} import main$", text, re.MULTILINE), path
 
 
 def test_long_files_and_full_folders_are_found(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.verify_parallelism import main
+from megatron.commands.reliability.verify_parallelism import main
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig

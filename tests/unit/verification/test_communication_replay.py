@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.commands import verify_parallelism
+from megatron.commands.reliability import verify_parallelism
 from megatron.core import collectives
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.planner.published import published_records
 from benchmarks.planner.run import fit, predictions
-from megatron.commands.plan import main
+from megatron.commands.planning.plan import main
 from megatron.core.errors import DataError
 from megatron.planning.prediction.evaluation import EvaluatedRun, describe_errors, evaluate
 from megatron.planning.prediction.measured_runs import read_runs

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.commands.read_flight import main
+from megatron.commands.reliability.read_flight import main
 from megatron.core.flight.recorder import FlightRecorder
 from megatron.training.process.hang.hang_report import HangReportError, read_hang_report
 from megatron.training.process.hang.patience import Patience

@@ -1,0 +1,1 @@
+"""Commands that make data sets of text and look into them."""

@@ -1,0 +1,1 @@
+"""Commands that say what a run will do, need and cost before it runs."""
