@@ -17,7 +17,6 @@ from megatron.advice.training_words import (
     as_typed,
     replaced,
     whole_value,
-    without_flags,
 )
 from megatron.core.errors import ConfigurationError
 from megatron.planning.gpu import Gpu
@@ -25,7 +24,7 @@ from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.prediction import predict, usable_bytes
 from megatron.planning.prediction.step_time import StepTime
-from megatron.training.config.arguments import ParsedArguments
+from megatron.training.config.arguments import ParsedArguments, without_flags
 
 WANTED = 3
 _NO_LIMIT = 1 << 62
@@ -120,7 +119,7 @@ def _edits(before: _Edit) -> Iterator[_Edit]:
 
 def _single_edits(words: tuple[str, ...], world: int) -> Iterator[tuple[str, str, tuple[str, ...], int]]:
     """Yield subjects, flags as they are typed, the words with them, and the number of ranks."""
-    bare = without_flags(words, RECOMPUTE_FLAGS)
+    bare = tuple(without_flags(words, RECOMPUTE_FLAGS))
     for recompute in (_FULL, ("--recompute-granularity", "selective")):
         yield "recompute", " ".join(recompute), (*bare, *recompute), world
     sharding = ("--data-parallel-sharding-strategy", "optim_grads")
@@ -136,10 +135,10 @@ def _single_edits(words: tuple[str, ...], world: int) -> Iterator[tuple[str, str
     for size in sorted({1, micro // 2} - {0, micro}):
         yield _MICRO, f"{_MICRO} {size}", replaced(words, _MICRO, str(size)), world
     if not set(VIRTUAL_FLAGS).isdisjoint(words):
-        yield "virtual", "(no virtual stages)", without_flags(words, VIRTUAL_FLAGS), world
+        yield "virtual", "(no virtual stages)", tuple(without_flags(words, VIRTUAL_FLAGS)), world
     for flag in (_SEQUENCE, "--fp8-format", "--cpu-offloading", "--pipeline-schedule"):
         if flag in words:
-            yield flag, f"(no {flag})", without_flags(words, (flag,)), world
+            yield flag, f"(no {flag})", tuple(without_flags(words, (flag,))), world
     copy = math.prod(sizes.values())
     batch, step = whole_value(words, _GLOBAL, 0), micro * max(1, world // copy)
     if batch % step:

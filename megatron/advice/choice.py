@@ -11,8 +11,8 @@ from megatron.advice.training_words import (
     PRECISION_FLAGS,
     RECOMPUTE_FLAGS,
     SHARDING_FLAGS,
-    without_flags,
 )
+from megatron.training.config.arguments import without_flags
 from megatron.training.config.run_config import RunConfig
 
 RECOMPUTES = ("none", "selective", "full")

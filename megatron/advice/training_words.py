@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
+
+from megatron.training.config.arguments import without_flags
 
 LAYOUT_FLAGS = (
     "--tensor-model-parallel-size",
@@ -45,11 +47,6 @@ PRECISION_FLAGS = (
 )
 
 
-def without_flags(words: Sequence[str], flags: Collection[str]) -> tuple[str, ...]:
-    """Return the words without some flags and their values."""
-    return tuple(_kept(words, flags))
-
-
 def replaced(words: Sequence[str], flag: str, *values: str) -> tuple[str, ...]:
     """Return the words with one flag at other values."""
     return (*without_flags(words, (flag,)), flag, *values)
@@ -75,12 +72,3 @@ def as_typed(words: Sequence[str]) -> list[str]:
         else:
             flags[-1] += f" {word}"
     return flags
-
-
-def _kept(words: Sequence[str], flags: Collection[str]) -> Iterator[str]:
-    is_dropped = False
-    for word in words:
-        if word.startswith("--"):
-            is_dropped = word.split("=", 1)[0] in flags
-        if not is_dropped:
-            yield word

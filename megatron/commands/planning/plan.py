@@ -28,7 +28,7 @@ from megatron.advice.preset import preset_names, preset_words
 from megatron.advice.ranking import describe_ranking, launch_command, ranking_json
 from megatron.advice.search import Candidate, Search, search
 from megatron.advice.text_report import describe_changes
-from megatron.advice.training_words import whole_value, without_flags
+from megatron.advice.training_words import whole_value
 from megatron.commands.arguments.command_line import Parser, exit_status_of
 from megatron.commands.arguments.planned_run import check_world_size, find_platform, read_planned_run, write_text
 from megatron.core.errors import ConfigurationError
@@ -36,7 +36,7 @@ from megatron.planning.gpu import GPUS
 from megatron.planning.prediction.evaluation import describe_errors, evaluate
 from megatron.planning.prediction.implementations import IMPLEMENTATIONS, find_implementation
 from megatron.planning.prediction.measured_runs import read_runs
-from megatron.training.config.arguments import ParsedArguments
+from megatron.training.config.arguments import ParsedArguments, without_flags
 from megatron.training.config.checks.run_checks import find_problems
 
 _DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", "ours"

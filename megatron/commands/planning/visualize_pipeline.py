@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
+from colorsys import hsv_to_rgb
 from pathlib import Path
 
 from megatron.advice.pipeline_chart import HUES, LETTERS, draw_svg, label, rows_of, summary, title
 from megatron.commands.arguments.command_line import Parser
+from megatron.commands.arguments.drawing import BarRow, add_drawing_arguments, chosen_format, put_text, write_png
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.pipeline_parallel.action import Pass, StagePlace
 from megatron.core.pipeline_parallel.schedules import SCHEDULES, build_schedule, default_schedule, with_deferred_grads
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.core.pipeline_parallel.timeline import Timeline, read_timeline
 
-FORMATS = ("text", "svg", "png")
 OUTPUT_WEIGHT_HELP = "Part of a backward pass that is the gradient of the output layer's weight; by default a quarter."
 LEGEND = "F forward   B backward (of the input where W follows)   W backward of the weights   "
 LARGEST = 1 << 22
@@ -52,8 +52,7 @@ def build_parser() -> Parser:
     )
     plan.add_argument("--wgrad-deferral-limit", type=int, default=0, help="Of so many micro-batches; 0: of all.")
     parser.add_argument("--recorded", type=Path, metavar="FILE", help="Draw a recorded run instead of a plan.")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="Write here instead of standard output.")
-    parser.add_argument("--format", choices=FORMATS, help="By default what the output's suffix says, else text.")
+    add_drawing_arguments(parser)
     parser.add_argument("--width", type=int, help="Columns of the text, or pixels of the drawing.")
     return parser
 
@@ -174,28 +173,16 @@ def draw_text(timeline: Timeline, width: int | None, saved: str = "") -> str:
     return "\n".join([*lines, *([saved] if saved else [])]) + "\n"
 
 
-def write_png(timeline: Timeline, width: int | None, path: Path) -> None:
-    """Draw with matplotlib.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib import colors
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(f"--format png needs matplotlib ({error}); install it, or use --format svg") from error
-    figure = Figure(figsize=((width or 1600) / 100, 1 + 0.3 * timeline.pipeline_size), dpi=100)
-    axes = figure.subplots()
-    for rank, row in enumerate(rows_of(timeline)):
-        bars = [(event.start - timeline.start, event.end - event.start) for event in row]
-        fills = [colors.hsv_to_rgb((HUES[e.kind] / 360, 0.7 - 0.4 * e.chunk / timeline.num_chunks, 0.85)) for e in row]
-        axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=fills, edgecolors="white", linewidth=0.3)
-    axes.set_yticks(range(timeline.pipeline_size), [f"rank {rank}" for rank in range(timeline.pipeline_size)])
-    axes.invert_yaxis()
-    axes.set_title(title(timeline), fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, format="png")
+def bar_rows(timeline: Timeline) -> list[BarRow]:
+    """Return a row of bars for each rank, a hue for each kind of pass and a shade for each chunk."""
+    return [
+        BarRow(
+            f"rank {rank}",
+            [(event.start - timeline.start, event.end - event.start) for event in row],
+            [hsv_to_rgb(HUES[e.kind] / 360, 0.7 - 0.4 * e.chunk / timeline.num_chunks, 0.85) for e in row],
+        )
+        for rank, row in enumerate(rows_of(timeline))
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -203,12 +190,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     output: Path | None = arguments.output
-    suffix = "" if output is None else output.suffix.removeprefix(".")
-    form = arguments.format or (suffix if suffix in FORMATS else "text")
+    form = chosen_format(parser, arguments)
     if arguments.width is not None and not 1 <= arguments.width <= LARGEST:
         parser.error(f"--width {arguments.width} is not between 1 and {LARGEST}")
-    if form == "png" and output is None:
-        parser.error("--format png needs --output FILE")
     try:
         saved = ""
         if arguments.recorded is None:
@@ -217,13 +201,10 @@ def main(argv: list[str] | None = None) -> int:
             timeline = read_timeline(arguments.recorded)
         if form == "png":
             assert output is not None
-            write_png(timeline, arguments.width, output)
+            write_png(output, bar_rows(timeline), title(timeline), width=arguments.width or 1600)
             return 0
         text = (draw_svg if form == "svg" else draw_text)(timeline, arguments.width, saved)
-        if output is None:
-            sys.stdout.write(text)
-        else:
-            output.write_text(text, encoding="utf-8")
+        put_text(text, output)
     except InputError as error:
         parser.exit(2, f"{parser.prog}: {'; '.join(str(error).splitlines())}\n")
     except OSError as error:

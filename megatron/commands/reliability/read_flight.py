@@ -5,18 +5,17 @@ python tools/read_flight.py out/hang-20261122-140005.json --output hang.svg
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
 from megatron.commands.arguments.command_line import Parser
-from megatron.core.errors import ConfigurationError, InputError
+from megatron.commands.arguments.drawing import BarRow, add_drawing_arguments, chosen_format, put_text, write_png
+from megatron.core.errors import InputError
 from megatron.core.flight.communication import Communication
 from megatron.training.process.hang.hang_report import HangReport, describe_communication, read_hang_report
 
-FORMATS = ("text", "svg", "png")
 WIDTH, ROW_HEIGHT, LABEL_WIDTH, MARGIN = 1600, 26, 190, 10
 LINE_WIDTH = 200
 
@@ -26,8 +25,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="read_flight.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("report", type=Path, help="A hang-*.json of a run's --save folder.")
     parser.add_argument("--last", type=int, default=8, metavar="N", help="Communications of each rank in the text (8).")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="Write here instead of standard output.")
-    parser.add_argument("--format", choices=FORMATS, help="By default what the output's suffix says, else text.")
+    add_drawing_arguments(parser)
     return parser
 
 
@@ -100,31 +98,17 @@ def to_svg(report: HangReport) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def write_png(report: HangReport, path: Path) -> None:
-    """Draw with matplotlib.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(f"--format png needs matplotlib ({error}); install it, or use --format svg") from error
-    rows, ranks = spans(report), sorted(report.states)
+def bar_rows(report: HangReport) -> tuple[list[BarRow], float]:
+    """Return a row of bars for each rank, what is not over in another color, and when the first one begins."""
+    rows = spans(report)
     begin = first_moment(rows)
-    figure = Figure(figsize=(WIDTH / 100, 1.5 + 0.3 * len(ranks)), dpi=100)
-    axes = figure.subplots()
-    for place, rank in enumerate(ranks):
+    result = []
+    for rank in sorted(report.states):
         shown = [(start, end, item) for start, end, item in rows.get(rank, ()) if end >= begin]
         bars = [(start, max(end - start, -begin / WIDTH)) for start, end, _ in shown]
-        fills = ["#e67e22" if item.seconds is None else "#3498db" for _, _, item in shown]
-        axes.broken_barh(bars, (place - 0.45, 0.9), facecolors=fills)
-    axes.set_xlim(begin, 0.0)
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    axes.invert_yaxis()
-    axes.set_title("\n".join(report.culprit_lines()), fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, format="png")
+        colors = ["#e67e22" if item.seconds is None else "#3498db" for _, _, item in shown]
+        result.append(BarRow(f"rank {rank}", bars, colors))
+    return result, begin
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -132,23 +116,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     output: Path | None = arguments.output
-    suffix = "" if output is None else output.suffix.removeprefix(".")
-    form = arguments.format or (suffix if suffix in FORMATS else "text")
+    form = chosen_format(parser, arguments)
     if arguments.last < 0:
         parser.error(f"--last {arguments.last} is negative")
-    if form == "png" and output is None:
-        parser.error("--format png needs --output FILE")
     try:
         report = read_hang_report(arguments.report)
         if form == "png":
             assert output is not None
-            write_png(report, output)
+            rows, begin = bar_rows(report)
+            write_png(output, rows, "\n".join(report.culprit_lines()), width=WIDTH, begin=begin)
             return 0
         text = to_svg(report) if form == "svg" else to_text(report, arguments.last)
-        if output is None:
-            sys.stdout.write(text)
-        else:
-            output.write_text(text, encoding="utf-8")
+        put_text(text, output)
     except InputError as error:
         parser.exit(2, f"{parser.prog}: {'; '.join(str(error).splitlines())}\n")
     except OSError as error:

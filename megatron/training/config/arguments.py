@@ -13,7 +13,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.core.config_base import FieldSpec, field_docs, field_specs
@@ -202,7 +202,7 @@ def _parse_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[s
         except argparse.ArgumentError as error:
             names = (error.argument_name or "").split("/")
             problems.append(_malformed(names[0], error.message))
-            shorter = list(_without_flag(words, names))
+            shorter = list(without_flags(words, names))
             assert len(shorter) < len(words)
             words = shorter
             malformed |= {spec.name: [] for _, spec in command_line_fields() if names[0] in spec.flags}
@@ -221,8 +221,8 @@ def _malformed(name: str, message: str) -> str:
     return f"{name}: a value is missing; give {name} {spec.metavar}"
 
 
-def _without_flag(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
-    """Yield the words that are neither one of a flag's names nor values behind it."""
+def without_flags(words: Sequence[str], names: Collection[str]) -> Iterator[str]:
+    """Yield the words that are neither one of the flags' names nor values behind it."""
     is_dropped = False
     for word in words:
         if word.startswith("--"):
