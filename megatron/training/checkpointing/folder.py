@@ -71,7 +71,7 @@ def lost_tracker(directory: Path) -> str | None:
         text = _tracker_text(path)
     except FileNotFoundError:
         return f"{path} is missing"
-    if text == RELEASE or _names_iteration(text):
+    if text == RELEASE or names_iteration(text):
         return None
     return f"{path} holds {_shortened(text)}, which is neither an iteration nor {RELEASE!r}"
 
@@ -100,7 +100,7 @@ def candidate_folders(directory: Path, ckpt_step: int | None = None) -> list[Pat
         return [directory] if _is_checkpoint(directory) else _without_tracker(directory)
     if text == RELEASE:
         return [directory / RELEASE]
-    if not _names_iteration(text):
+    if not names_iteration(text):
         found = _without_tracker(directory)
         if not found:
             raise CheckpointError(f"{lost_tracker(directory)}, and there is no checkpoint beside it")
@@ -140,7 +140,8 @@ def _tracker_text(path: Path) -> str:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _names_iteration(text: str) -> bool:
+def names_iteration(text: str) -> bool:
+    """Return whether the text of a tracker file is the number of an iteration, of no more digits than one can have."""
     return text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
 
 

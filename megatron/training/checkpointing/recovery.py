@@ -21,6 +21,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 from megatron.training.checkpointing.choice import Log
+from megatron.training.checkpointing.folder import names_iteration
 from megatron.training.checkpointing.publication import PENDING_TRACKER, publish
 from megatron.training.process.folder_owner import FolderOwner, own_folder
 
@@ -130,7 +131,7 @@ def recover(directory: Path, log: Callable[[str], None]) -> None:
             log(f"removed {entry}, left by an interrupted save")
     if pending.exists():
         text = pending.read_text(encoding="utf-8", errors="replace") if pending.is_file() else ""
-        if text.isascii() and text.isdigit() and detect_format(iteration_folder(directory, int(text))) is not None:
+        if names_iteration(text) and detect_format(iteration_folder(directory, int(text))) is not None:
             os.rename(pending, directory / TRACKER_FILE)
             log(f"entered iteration {text}, saved completely before an interruption, in {directory / TRACKER_FILE}")
         else:

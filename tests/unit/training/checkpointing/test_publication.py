@@ -170,6 +170,16 @@ def test_recovery_leaves_what_is_not_ours(tmp_path: Path) -> None:
     recover(tmp_path / "absent", lambda line: None)
 
 
+@pytest.mark.parametrize("text", ["1" * 400, "1" * 5000, "２０", "twenty"])
+def test_a_pending_tracker_that_names_no_iteration_is_removed(text: str, tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    (tmp_path / publication.PENDING_TRACKER).write_text(text)
+    lines: list[str] = []
+    recover(tmp_path, lines.append)
+    assert content(tmp_path) == ["iter_0000010", TRACKER]
+    assert lines == []
+
+
 @pytest.mark.parametrize(
     ("keep_last", "keep_every", "expired"),
     [
