@@ -9,6 +9,7 @@ from megatron.core.errors import CheckpointError
 from megatron.interop.checkpoint_format import FORMAT_NAMES, CheckpointFormat, detect_format
 from megatron.interop.new_iteration import TRACKER_FILE
 from megatron.training.checkpointing.folder import (
+    RELEASE,
     candidate_folders,
     complete_iterations,
     list_some,
@@ -37,9 +38,10 @@ def find_checkpoint(
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a folder; name one that holds a checkpoint")
     folder = directory
-    lost, iterations = lost_tracker(directory), complete_iterations(directory)
-    if ckpt_step is None and lost is not None and iterations and detect_format(directory) is None:
-        raise CheckpointError(f"{lost}; name one of its iterations with --ckpt-step: {list_some(iterations)}")
+    if ckpt_step is None:
+        lost = lost_tracker(directory)
+        if lost is not None and ((directory / TRACKER_FILE).exists() or detect_format(directory) is None):
+            _refuse_choice(directory, lost)
     if ckpt_step is not None or (directory / TRACKER_FILE).exists():
         # The newest only: what a command is told to convert or compare must not silently be another checkpoint.
         folder = candidate_folders(directory, ckpt_step)[0]
@@ -56,3 +58,12 @@ def find_checkpoint(
         names = " or ".join(FORMAT_NAMES[name] for name in expected)
         raise CheckpointError(f"{folder} is in {FORMAT_NAMES[found]}, not in {names}; change --loader")
     return FoundCheckpoint(folder, found)
+
+
+def _refuse_choice(directory: Path, lost: str) -> None:
+    """Refuse a folder that holds checkpoints of which the tracker file names none, and say how to name one."""
+    iterations = complete_iterations(directory)
+    if iterations:
+        raise CheckpointError(f"{lost}; name one of its iterations with --ckpt-step: {list_some(iterations)}")
+    if detect_format(directory / RELEASE) is not None:
+        raise CheckpointError(f"{lost}; name {directory / RELEASE}, or write {RELEASE!r} to that file")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.conversion import checkpoint_folder
 from megatron.conversion.checkpoint_folder import find_checkpoint
 from megatron.conversion.progress import ByteProgress
 from megatron.core.errors import CheckpointError
@@ -52,6 +53,37 @@ def test_a_lost_tracker_file_is_no_choice_of_ours(text: str | None, tmp_path: Pa
     with pytest.raises(CheckpointError, match=r"name one of its iterations with --ckpt-step: 2, 4$"):
         find_checkpoint(tmp_path)
     assert find_checkpoint(tmp_path, 4).folder == tmp_path / "iter_0000004"
+
+
+@pytest.mark.parametrize("text", ["", "four"])
+def test_a_release_beside_a_lost_tracker_file_is_not_taken_unasked(text: str, tmp_path: Path) -> None:
+    write_small(tmp_path, small_common(iteration=2, has_optimizer=False))
+    (tmp_path / "iter_0000002").rename(tmp_path / "release")
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text(text)
+    with pytest.raises(CheckpointError, match=r"name \S*/release, or write 'release' to that file$"):
+        find_checkpoint(tmp_path)
+    assert find_checkpoint(tmp_path / "release").folder == tmp_path / "release"
+    tracker.write_text("release")
+    assert find_checkpoint(tmp_path).folder == tmp_path / "release"
+
+
+def test_an_iteration_is_found_without_a_look_at_the_tracker_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_small(tmp_path, small_common(iteration=2, has_optimizer=False))
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+
+    def refuse(directory: Path) -> list[int]:
+        raise AssertionError(f"{directory} was listed")
+
+    monkeypatch.setattr(checkpoint_folder, "complete_iterations", refuse)
+    assert find_checkpoint(tmp_path).folder == tmp_path / "iter_0000002"
+    tracker.unlink()
+    tracker.mkdir()
+    assert find_checkpoint(tmp_path, 2).folder == tmp_path / "iter_0000002"
+    with pytest.raises(CheckpointError, match="is a folder, not a file"):
+        find_checkpoint(tmp_path)
 
 
 def test_progress_is_told_at_intervals_with_its_rate() -> None:
