@@ -136,6 +136,7 @@ class CheckpointSaver:
 
         Raises:
             CheckpointError: the file system refuses. On every rank alike.
+            FolderInUseError: another run took the folder over. On every rank alike.
         """
         self.finish()
         run_on_all_ranks(lambda: self._point_tracker(iteration), self._state.world)
@@ -157,6 +158,7 @@ class CheckpointSaver:
     def _point_tracker(self, iteration: int) -> None:
         if self._target.is_leader:
             try:
+                self._target.folders.check_owner()
                 point_tracker(self._target.directory, iteration)
             except OSError as error:
                 raise CheckpointError(

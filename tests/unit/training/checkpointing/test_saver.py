@@ -252,6 +252,9 @@ def test_a_run_whose_folder_was_taken_over_saves_no_more(tmp_path: Path) -> None
         save(first, 20)
     assert saved_iterations(tmp_path) == [10]
     save(second, 15)
+    with pytest.raises(FolderInUseError, match="was taken over by a training run"):
+        first.go_back(10)
+    assert (tmp_path / TRACKER).read_text() == "15"
     second.close()
     first.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", "iter_0000015", TRACKER]
