@@ -43,7 +43,7 @@ class FaultConfig(Config, role="run"):
     """Examine and report a loss ten times as large as the largest of the run's first hundred iterations."""
     check_for_large_grads: bool = False
     """Examine and report a gradient norm ten times as large as the largest of the run's first hundred iterations."""
-    known_to_train_after: int = flag(2, bounds=POSITIVE)
+    known_to_train_after: int = flag(2, bounds=POSITIVE, needs="save")
     """Finite iterations in a row after a checkpoint that make it known to train: retention keeps the newest such."""
     check_gradient_hash_across_dp_replicas_interval: int | None = flag(None, bounds=POSITIVE)
     """Compare the reduced gradients of the data-parallel copies, bit for bit, in each of this number of iterations, and

@@ -100,6 +100,11 @@ _IDLE = (
         lambda config: config.model.lora_rank > 0,
         "with --lora-rank: no weight of the model itself is trained",
     ),
+    _Idle(
+        ("result_rejected_tracker_filename",),
+        lambda config: config.faults.rerun_mode == "disabled",
+        "with --rerun-mode disabled",
+    ),
     _Idle(("override_opt_param_scheduler",), lambda config: config.checkpoint.load is None, "without --load DIR"),
     _Idle(_TO_TENSORBOARD, lambda config: config.logging.tensorboard_dir is None, "without --tensorboard-dir DIR"),
     _Idle(

@@ -79,6 +79,10 @@ def test_a_quotation_inside_the_split_is_taken_off(split: str) -> None:
         ("--save-interval 5", "--save-interval 5 has no effect without --save DIR"),
         ("--no-save-optim", "--no-save-optim has no effect without --save DIR"),
         ("--no-save-rng", "--no-save-rng has no effect without --save DIR"),
+        (
+            "--result-rejected-tracker-filename F --rerun-mode disabled",
+            "--result-rejected-tracker-filename F has no effect with --rerun-mode disabled",
+        ),
         ("--save checkpoints --keep-every 5", "--keep-every 5 has no effect without --keep-last N"),
         (
             "--num-query-groups 2",
@@ -100,6 +104,13 @@ def test_what_changes_nothing_is_said_in_one_line(flags: str, note: str) -> None
     parsed = parse(flags)
     assert parsed.notes == (note,)
     assert parsed.config.model == parse("").config.model
+
+
+def test_a_trial_of_checkpoints_that_are_not_saved_is_refused() -> None:
+    assert problems_of("--known-to-train-after 5") == (
+        "--known-to-train-after 5 has no effect without --save DIR; add it",
+    )
+    assert parse("--save checkpoints --known-to-train-after 5").notes == ()
 
 
 @pytest.mark.parametrize(
