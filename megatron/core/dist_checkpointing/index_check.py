@@ -5,17 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, StoredPiece, StoredTensor
+from megatron.core.dist_checkpointing.mapping import dtype_of
 from megatron.core.errors import DamagedCheckpointError
-
-_ITEM_BYTES: Mapping[str, int] = {
-    **dict.fromkeys(("float64", "int64"), 8),
-    **dict.fromkeys(("float32", "int32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
-    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool"), 1),
-}
 
 
 def check_geometry(folder: Path, index: CheckpointIndex) -> None:
@@ -33,18 +26,13 @@ def check_geometry(folder: Path, index: CheckpointIndex) -> None:
 
 
 def _check(index: CheckpointIndex) -> None:
-    sizes = {name: _count(file.num_bytes, name) for name, file in index.files.items()}
-    for name, file in index.files.items():
-        _count(file.header_bytes, name)
+    sizes = {name: file.num_bytes for name, file in index.files.items()}
     total = 0
     for tensor in index.tensors.values():
-        if tensor.dtype not in _ITEM_BYTES:
-            raise ValueError(f"{tensor.name} has the dtype {tensor.dtype:.40}")
-        for size in tensor.global_shape:
-            _count(size, tensor.name)
+        item_bytes = _item_bytes(tensor)
         held = 0
         for piece in tensor.pieces:
-            _check_piece(tensor, piece, sizes)
+            _check_piece(tensor, piece, item_bytes, sizes)
             held += piece.box.num_elements
             total += piece.num_bytes
         if held > math.prod(tensor.global_shape):
@@ -53,20 +41,21 @@ def _check(index: CheckpointIndex) -> None:
         raise ValueError(f"pieces of {total} bytes in files of {sum(sizes.values())} bytes")
 
 
-def _check_piece(tensor: StoredTensor, piece: StoredPiece, sizes: Mapping[str, int]) -> None:
+def _item_bytes(tensor: StoredTensor) -> int:
+    try:
+        return dtype_of(tensor.dtype).itemsize
+    except KeyError as error:
+        raise ValueError(f"{tensor.name} has the dtype {tensor.dtype:.40}") from error
+
+
+def _check_piece(tensor: StoredTensor, piece: StoredPiece, item_bytes: int, sizes: Mapping[str, int]) -> None:
     shape, box = tensor.global_shape, piece.box
     if not len(box.offset) == len(box.shape) == len(shape):
         raise ValueError(f"a piece of {tensor.name} has {len(box.shape)} dims, and the tensor {len(shape)}")
     for start, length, size in zip(box.offset, box.shape, shape):
-        if _count(start, tensor.name) + _count(length, tensor.name) > size:
+        if start + length > size:
             raise ValueError(f"a piece of {tensor.name} at {box.offset} of shape {box.shape} is outside of {shape}")
-    if box.num_elements * _ITEM_BYTES[tensor.dtype] != piece.num_bytes:
+    if box.num_elements * item_bytes != piece.num_bytes:
         raise ValueError(f"a piece of {tensor.name} of shape {box.shape} in {piece.num_bytes} bytes")
-    if piece.file not in sizes or _count(piece.start, tensor.name) + piece.num_bytes > sizes[piece.file]:
+    if piece.file not in sizes or piece.start + piece.num_bytes > sizes[piece.file]:
         raise ValueError(f"a piece of {tensor.name} is at byte {piece.start} of {piece.file:.80}, beyond its end")
-
-
-def _count(value: Any, name: str) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{name}: {value!r:.40} in the place of a number of bytes or elements")
-    return value
