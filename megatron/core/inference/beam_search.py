@@ -14,10 +14,14 @@ _LEAST_SCORE = IMPOSSIBLE / 10
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """Hold one finished continuation, without the token that ended it, and its score."""
+    """Hold one finished continuation and its score.
+
+    ``tokens`` are without the ``end_token``, which is None where the text ended at its full length.
+    """
 
     tokens: tuple[int, ...]
     score: float
+    end_token: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class BeamSearch:
             if candidate.log_probability > _LEAST_SCORE and (has_ended or length == self.max_new_tokens):
                 tokens = self.texts[candidate.beam] + (() if has_ended else (candidate.token,))
                 score = candidate.log_probability / length**self.config.length_penalty
-                self.finished.append(Hypothesis(tokens, score))
+                self.finished.append(Hypothesis(tokens, score, candidate.token if has_ended else None))
         self.finished.sort(key=lambda hypothesis: -hypothesis.score)
         del self.finished[self.config.num_beams :]
 

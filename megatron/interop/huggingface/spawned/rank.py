@@ -19,7 +19,7 @@ from megatron.core.device import select_device
 from megatron.core.errors import InputError
 from megatron.core.inference.beam_config import BeamConfig
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import GenerationRequest, StopRule
+from megatron.core.inference.request import Continuation, GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
@@ -61,7 +61,7 @@ def _answers(folder: Path, meeting_place: str, rank: int, size: int, params_dtyp
     yield {"ready": size}
     for line in sys.stdin:
         try:
-            yield {"tokens": [each.tokens for each in engine.generate(read_request(json.loads(line)))]}
+            yield {"tokens": [_whole_text(each) for each in engine.generate(read_request(json.loads(line)))]}
         except InputError as error:
             yield {"error": str(error)}  # the same on every rank, before anything is sent
     dist.destroy_process_group()
@@ -69,10 +69,19 @@ def _answers(folder: Path, meeting_place: str, rank: int, size: int, params_dtyp
 
 def read_request(values: dict[str, Any]) -> GenerationRequest:
     """Return the request that `SpawnedModel` has written."""
+    ends = frozenset(values["end_tokens"])
+    beams = None if values["beams"] is None else BeamConfig(**values["beams"])
     return GenerationRequest(
         prompts=tuple(map(tuple, values["prompts"])),
         max_new_tokens=values["max_new_tokens"],
         sampling=SamplingConfig(**values["sampling"]),
-        stop=StopRule(end_tokens=frozenset(values["end_tokens"])),
-        beams=None if values["beams"] is None else BeamConfig(**values["beams"]),
+        # The token that ends a text is to be a part of it; a text of beams names its own.
+        stop=StopRule(closing_tokens=ends) if beams is None else StopRule(end_tokens=ends),
+        beams=beams,
     )
+
+
+def _whole_text(continuation: Continuation) -> list[int]:
+    """Return what follows a prompt, up to the token that ended it."""
+    end = continuation.hypotheses[0].end_token if continuation.hypotheses else None
+    return continuation.tokens if end is None else [*continuation.tokens, end]

@@ -18,9 +18,10 @@ from typing import IO, Any, Literal
 
 import torch
 
-from megatron.core.errors import ConfigurationError, MegatronError
+from megatron.core.errors import CheckpointError, ConfigurationError, MegatronError
 from megatron.interop.huggingface.loaded_model import LoadedModel, LoadedModelSource
 from megatron.interop.huggingface.model_export import write_hugging_face
+from megatron.interop.huggingface.settings import CONFIG_FILE, GENERATION_FILE, parse_settings, read_model_text
 
 _PROJECT = Path(__file__).resolve().parents[4]
 _RANK = f"{__package__}.rank"
@@ -38,6 +39,7 @@ class SpawnedModel:
 
     Raises:
         ConfigurationError: a process cannot load its part.
+        CheckpointError: the settings of the folder cannot be read, or their end tokens are none.
         MegatronError: a process has died.
     """
 
@@ -81,7 +83,8 @@ class SpawnedModel:
         """Return the prompts and what follows each, as ``generate`` of transformers does with these arguments.
 
         Shapes: ``input_ids`` and ``attention_mask`` are ``[b, s]``, the result ``[b, s + new]``. Texts that end before
-        the longest are filled up with ``pad_token_id``, by default the end token.
+        the longest are filled up with ``pad_token_id``, by default the first of the end tokens. The end token that a
+        text ended with is a part of it.
 
         Raises:
             ConfigurationError: the arguments cannot be, or a prompt is not the model's.
@@ -109,8 +112,6 @@ class SpawnedModel:
             "end_tokens": list(ends),
         }
         texts = self._ask(request)
-        # The token that ended a text is a part of it there.
-        texts = [[*text, ends[0]] if ends and len(text) < max_new_tokens else text for text in texts]
         longest = max(map(len, texts), default=0)
         padding = pad_token_id if pad_token_id is not None else ends[0] if ends else 0
         new = torch.tensor([[*text, *[padding] * (longest - len(text))] for text in texts], dtype=ids.dtype)
@@ -180,14 +181,26 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
 
 
 def _end_tokens(model: str | Path | LoadedModel) -> tuple[int, ...]:
-    """Return the tokens that end a text, as the model's own settings have them."""
+    """Return the tokens that end a text, as the model's own settings have them.
+
+    Raises:
+        CheckpointError: the folder's settings cannot be read, or have something else there.
+    """
     if not isinstance(model, str | Path):
         return _as_tokens(json.loads(model.config.to_json_string()).get("eos_token_id"))
-    for name in ("generation_config.json", "config.json"):
-        path = Path(model) / name
-        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        if values.get("eos_token_id") is not None:
-            return _as_tokens(values["eos_token_id"])
+    folder = Path(model)
+    for name in (GENERATION_FILE, CONFIG_FILE):
+        if not (folder / name).exists():
+            continue
+        settings = parse_settings(read_model_text(folder, name), str(folder / name))
+        value = settings.values.get("eos_token_id")
+        if value is not None:
+            listed = value if isinstance(value, list) else [value]
+            if not all(type(token) is int for token in listed):
+                raise CheckpointError(
+                    f"{folder / name}: eos_token_id is {value!r:.40}; a token's number or a list of such is expected"
+                )
+            return tuple(listed)
     return ()
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.core.errors import ConfigurationError, MegatronError
+from megatron.core.errors import CheckpointError, ConfigurationError, MegatronError
 from megatron.interop.huggingface.parallelize import parallelize
 from megatron.interop.huggingface.spawned.spawned_model import SpawnedModel
 from tests.unit.interop.huggingface.tiny_models import make_model, tokens_of
@@ -48,6 +49,36 @@ def test_an_end_token_is_a_part_of_its_text_and_padding_follows(pair: tuple[Any,
     padded = torch.cat([torch.zeros(1, 2, dtype=ids.dtype), ids[1:]], dim=1)
     mask = (torch.arange(11) >= 2).long()[None]
     assert torch.equal(ours.generate(padded, mask, max_new_tokens=6)[:, 2:], whole[1:])
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3, "early_stopping": True}], ids=["greedy", "beams"])
+def test_of_several_end_tokens_a_text_has_the_one_that_ended_it(
+    pair: tuple[Any, SpawnedModel], how: dict[str, Any]
+) -> None:
+    theirs, ours = pair
+    ids = tokens_of("neo", 2, 9)
+    mask = torch.ones(2, 9).long()
+    whole = theirs.generate(ids, attention_mask=mask, max_new_tokens=6, pad_token_id=3, eos_token_id=[], **how)
+    end = int(whole[0, 10])
+    absent = next(token for token in range(64) if token not in whole)
+    given = {"max_new_tokens": 6, "pad_token_id": 3, "eos_token_id": [absent, end], **how}
+    expected = theirs.generate(ids, attention_mask=mask, **given)
+    assert end in expected[0, 9:]
+    assert torch.equal(ours.generate(ids, **given), expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"eos_token_id": 7', "is not valid JSON"),
+        ("[7]", "holds a JSON list, not an object"),
+        ('{"eos_token_id": "7"}', "eos_token_id is '7'; a token's number or a list of such is expected"),
+    ],
+)
+def test_settings_without_end_tokens_are_refused_by_name(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json:? {said}"):
+        SpawnedModel(tmp_path, 2)
 
 
 def test_draws_follow_the_generator_of_the_program(pair: tuple[Any, SpawnedModel]) -> None:
