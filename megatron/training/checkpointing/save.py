@@ -123,7 +123,7 @@ def save_in_steps(tensors: RunTensors, common: CommonState, target: SaveTarget) 
             shutil.rmtree(folder, ignore_errors=True)
         raise
     target.log(f"  successfully saved checkpoint at iteration {iteration:7d} to {directory}")
-    removing = BackgroundTask(lambda: _remove_expired(target, iteration), _THREAD_NAME)
+    removing = BackgroundTask(lambda: apply_retention(target, iteration), _THREAD_NAME)
     yield removing
     for warning in filter(None, _results(removing, target.state)):
         target.log(warning)
@@ -300,8 +300,8 @@ def _publish(target: SaveTarget, iteration: int) -> None:
             raise write_error(iteration_folder(target.directory, iteration), failure) from failure
 
 
-def _remove_expired(target: SaveTarget, iteration: int) -> str | None:
-    """Apply the retention rule; return a warning where it cannot be."""
+def apply_retention(target: SaveTarget, iteration: int) -> str | None:
+    """Remove what the retention rule gives up after the save of an iteration; return a warning where it cannot be."""
     if target.is_leader:
         newest, multiple = target.options.num_newest_kept, target.options.kept_multiple
         try:

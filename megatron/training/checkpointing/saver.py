@@ -20,9 +20,8 @@ from megatron.interop.new_iteration import iteration_folder
 from megatron.training.checkpointing.choice import Log
 from megatron.training.checkpointing.folder import saved_iterations
 from megatron.training.checkpointing.load import load_checkpoint
-from megatron.training.checkpointing.publication import remove_expired
 from megatron.training.checkpointing.recovery import SaveFolders, prepare_save_directory
-from megatron.training.checkpointing.save import CommonState, SaveTarget, save_in_steps
+from megatron.training.checkpointing.save import CommonState, SaveTarget, apply_retention, save_in_steps
 from megatron.training.checkpointing.schedule_conflict import check_schedule
 from megatron.training.config.checkpoint_config import NATIVE_FORMAT, CheckpointConfig
 from megatron.training.config.run_config import RunConfig
@@ -110,25 +109,20 @@ class CheckpointSaver:
 
         Return whether it was there, or will never be: with ``options.async_save`` it can still be written.
         """
-        directory, options, folders = self._target.directory, self._target.options, self._target.folders
+        directory = self._target.directory
         if self._iteration == iteration and self.is_saving:
             return False
         if self._target.is_leader and iteration_folder(directory, iteration).is_dir():
             try:
-                folders.check_owner()
+                self._target.folders.check_owner()
                 mark_known(directory, iteration, num_finite)
-                if not self.is_saving and self._iteration:
-                    remove_expired(
-                        directory,
-                        self._iteration,
-                        options.num_newest_kept,
-                        options.kept_multiple,
-                        folders.token,
-                        self._target.kept,
-                        self._target.on_trial - {iteration},
-                    )
             except OSError as error:
                 self._log(f"WARNING: could not mark iteration {iteration} as known to train: {error.strerror}")
+                return True
+            if not self.is_saving and self._iteration:
+                target = replace(self._target, on_trial=self._target.on_trial - {iteration})
+                if warning := apply_retention(target, self._iteration):
+                    self._log(warning)
         return True
 
     def go_back(self, iteration: int) -> None:

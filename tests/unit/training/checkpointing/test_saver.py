@@ -25,6 +25,7 @@ from megatron.training.checkpointing.load import load_checkpoint
 from megatron.training.checkpointing.save import CommonState
 from megatron.training.checkpointing.saver import CheckpointSaver, open_saver
 from megatron.training.config.checkpoint_config import CheckpointConfig
+from megatron.training.faults.known_good import newest_known
 from megatron.training.process.folder_owner import FolderInUseError
 from megatron.training.process.initialize import Runtime
 from megatron.training.train_state import TrainProgress
@@ -64,9 +65,11 @@ def make_saver(directory: Path, lines: list[str], **options) -> CheckpointSaver:
     return saver
 
 
-def save(saver: CheckpointSaver, iteration: int, run: RunTensors | None = None) -> RunTensors:
+def save(
+    saver: CheckpointSaver, iteration: int, run: RunTensors | None = None, on_trial: frozenset[int] = frozenset()
+) -> RunTensors:
     run = filled_run(STATE) if run is None else run
-    saver.save(run, CommonState(progress=TrainProgress(iteration=iteration), config=CONFIG))
+    saver.save(run, CommonState(progress=TrainProgress(iteration=iteration), config=CONFIG), on_trial)
     return run
 
 
@@ -242,6 +245,26 @@ def test_checkpoints_of_another_run_are_never_removed(tmp_path: Path) -> None:
     goes_on.go_on_from(tmp_path / "iter_0000035")
     save(goes_on, 40)
     assert saved_iterations(tmp_path) == [40]
+
+
+def test_a_checkpoint_known_to_train_lets_older_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    saver = make_saver(tmp_path, lines, keep_last=1)
+    save(saver, 10)
+    save(saver, 20, on_trial=frozenset({10}))
+    save(saver, 30, on_trial=frozenset({10, 20}))
+    assert saved_iterations(tmp_path) == [10, 30]
+
+    def refuse(*given: object) -> list[int]:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "remove_expired", refuse)
+        assert saver.note_known(30, 2)
+    assert lines[-1] == f"WARNING: could not remove an old checkpoint in {tmp_path}: Permission denied"
+    assert newest_known(tmp_path) == 30
+    assert saver.note_known(10, 2)
+    assert saved_iterations(tmp_path) == [30]
 
 
 def test_a_run_whose_folder_was_taken_over_saves_no_more(tmp_path: Path) -> None:
