@@ -48,7 +48,7 @@ def read_plain_file(path: str | Path, most: int = MAX_TEXT_BYTES) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise OSError(errno.EFBIG, f"it has {size} bytes, and {most} are read at most", str(path))
-        return file.read(most)
+        return file.read(size)  # not most: that much memory would be taken first
 
 
 def read_plain_text(path: str | Path, most: int = MAX_TEXT_BYTES) -> str:

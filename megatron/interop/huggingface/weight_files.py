@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron.core.errors import CheckpointError
+from megatron.core.files.plain_file import parse_json
 from megatron.core.sharding import Box
 
 SINGLE_FILE = "model.safetensors"
@@ -122,8 +122,8 @@ class WeightFiles:
             self._file(file)
             with open(path, "rb") as stream:
                 length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-                header = json.loads(stream.read(length))
-        except (OSError, SafetensorError, ValueError, RecursionError) as error:
+                header = parse_json(stream.read(length))
+        except (OSError, SafetensorError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
         metadata = header.pop("__metadata__", None)
         self.metadata[file] = metadata
@@ -182,9 +182,9 @@ def _find_files(folder: Path) -> tuple[list[str], str | None]:
 def _weight_map(text: str, path: Path) -> dict[str, str]:
     """Return which file holds each tensor; a file beside the index is meant, never one elsewhere."""
     try:
-        weight_map = json.loads(text)["weight_map"]
+        weight_map = parse_json(text)["weight_map"]
         pairs = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not an index of safetensors files: {error!r}") from error
     for file in pairs.values():
         if Path(file).name != file or not file.endswith(".safetensors"):

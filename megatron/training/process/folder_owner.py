@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.files.plain_file import parse_json, read_plain_text
 from megatron.training.process.initialize import elastic_run_id
 from megatron.training.process.launcher import find_launcher
 from megatron.training.process.process_identity import ProcessIdentity, identify
@@ -59,7 +60,7 @@ class OwnerRecord:
     def read(cls, path: Path) -> OwnerRecord | None:
         """Return what a file holds; None where that is no record, or not yet a whole one."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse_json(read_plain_text(path))
             process, launcher = content["process"], content["launcher"]
             return cls(
                 ProcessIdentity(**process),
@@ -67,7 +68,7 @@ class OwnerRecord:
                 str(content["token"]),
                 str(content["purpose"]),
             )
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
     @property

@@ -5,17 +5,35 @@ from __future__ import annotations
 import json
 import os
 import socket
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from megatron.core.files.plain_file import is_plain_name, open_plain_file, parse_json, read_plain_text
+from megatron.core.files.plain_file import (
+    is_plain_name,
+    open_plain_file,
+    parse_json,
+    read_plain_file,
+    read_plain_text,
+)
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("ü")
     (tmp_path / "link").symlink_to("file")
     assert read_plain_text(tmp_path / "link") == "ü"
+
+
+def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * 1000)
+    tracemalloc.start()
+    try:
+        assert len(read_plain_file(tmp_path / "file")) == 1000
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "socket", "link to a device"])

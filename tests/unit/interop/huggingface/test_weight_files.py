@@ -19,6 +19,7 @@ VALUES = {
     "b": torch.arange(6, dtype=torch.bfloat16),
     "c": torch.tensor(3.5, dtype=torch.float64),
 }
+NESTED = '{"weight_map": {}, "a": ' + "[" * 900 + "]" * 900 + "}"
 
 
 def save_two_files(folder: Path) -> dict[str, str]:
@@ -71,7 +72,7 @@ def test_a_tensor_that_the_index_misplaces_is_named(tmp_path: Path) -> None:
         WeightFiles(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": [1]}'])
+@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": [1]}', NESTED])
 def test_a_damaged_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match="is not an index of safetensors files"):

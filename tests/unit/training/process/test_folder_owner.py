@@ -128,6 +128,15 @@ def test_a_record_that_cannot_be_read_counts_until_it_is_old(text: str, tmp_path
     renewal.join()
 
 
+def test_a_pipe_in_the_place_of_a_record_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / ".owner.00000001"
+    os.mkfifo(path)
+    assert OwnerRecord.read(path) is None
+    os.utime(path, (time.time() - QUICK.expired_after_s - 1.0,) * 2)
+    own(tmp_path).release()
+    assert names(tmp_path) == []
+
+
 def test_an_owner_whose_launcher_is_gone_is_waited_for(
     tmp_path: Path, living: ProcessIdentity, dead: ProcessIdentity
 ) -> None:
