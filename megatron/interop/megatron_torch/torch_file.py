@@ -157,10 +157,7 @@ class TorchFile:
                         raise ValueError(f"it ends within {name}")
                     place = StoragePlace(first_byte + start, entry.file_size, entry.CRC)
                     self.places[name.removeprefix("data/")] = place
-            return read_pickle(archive.read(entries["data.pkl"]), self.path, self._zip_storage)
-
-    def _zip_storage(self, description: Any) -> StorageKey:
-        return self._storage(description)
+            return read_pickle(archive.read(entries["data.pkl"]), self.path, self._storage)
 
     def _storage(self, description: Any) -> StorageKey:
         """Return what a file says of a storage: (tag, kind, key, device, number of elements)."""

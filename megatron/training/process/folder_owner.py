@@ -100,11 +100,6 @@ class FolderOwner:
         self._released = threading.Event()
         threading.Thread(target=self._renew, args=(times.renewed_every_s,), name="folder owner", daemon=True).start()
 
-    @property
-    def token(self) -> str:
-        """Return what is in the names of the files and folders that are this owner's alone."""
-        return self._record.token
-
     def check(self) -> None:
         """See that the folder is still this owner's; to be called before anything in it appears or goes.
 

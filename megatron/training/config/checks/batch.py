@@ -94,8 +94,7 @@ def _check_length(config: RunConfig) -> Iterator[str]:
 
 def _check_run(config: RunConfig) -> Iterator[str]:
     training = config.training
-    iterations = max(training.train_iters, training.train_samples // max(training.global_batch_size, 1))
-    if iterations * training.global_batch_size > _MOST_SAMPLES:
+    if training.train_iters * training.global_batch_size > _MOST_SAMPLES:
         yield (
             f"--train-iters {training.train_iters} x --global-batch-size {training.global_batch_size} are more samples "
             f"than {_MOST_SAMPLES}; lower one of them"
@@ -128,7 +127,7 @@ def _check_batch_sizes(config: RunConfig) -> Iterator[str]:
 
 
 CHECKS = (
-    Check(("train_iters", "train_samples", "global_batch_size"), _check_run),
+    Check(("train_iters", "global_batch_size"), _check_run),
     Check(("global_batch_size", "micro_batch_size", *MODEL_SIZE_NAMES), _check_microbatches),
     Check(("rampup_batch_size", "global_batch_size"), _check_batch_sizes),
     Check(_BATCH, _check_global_batch),
