@@ -28,7 +28,7 @@ from megatron.advice.preset import preset_names, preset_words
 from megatron.advice.ranking import describe_ranking, launch_command, ranking_json
 from megatron.advice.search import Candidate, Search, search
 from megatron.advice.text_report import describe_changes
-from megatron.advice.training_words import whole_value
+from megatron.advice.training_words import has_flag
 from megatron.commands.arguments.command_line import Parser, exit_status_of
 from megatron.commands.arguments.planned_run import check_world_size, find_platform, read_planned_run, write_text
 from megatron.core.errors import ConfigurationError
@@ -41,6 +41,10 @@ from megatron.training.config.checks.run_checks import find_problems
 
 _DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", "ours"
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_ITERATIONS = 1000
+"""Length of a run of which none is said."""
+_MOST_ITERATIONS = 10**9
+"""Iterations whose samples can be counted at any batch size."""
 _PARSED_RANKS = 5
 """How many of the best choices are tried as command lines until one is taken."""
 
@@ -105,7 +109,7 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     if arguments.precision == "fp8" and not gpu.float8_flops:
         raise ConfigurationError(f"--precision fp8: {gpu.name} has no products in fp8; use --precision bf16")
     preset = preset_words(arguments.model_preset) if arguments.model_preset else ()
-    if not {"--global-batch-size", "--step-batch-size-schedule"} & {word.split("=")[0] for word in training_flags}:
+    if not has_flag(training_flags, "--global-batch-size", "--step-batch-size-schedule"):
         raise ConfigurationError("--global-batch-size is missing; give the number of samples of one step")
     words = _complete((*preset, *training_flags), tokens)
     # The flags must be right for one rank: those of the layout, which are searched, are left out.
@@ -149,17 +153,26 @@ def evaluate_file(arguments: argparse.Namespace) -> None:
 
 
 def _complete(words: Sequence[str], tokens: int | None) -> tuple[str, ...]:
-    """Return the words with what a run needs and planning does not: data, a length, a learning rate."""
+    """Return the words with what a run needs and planning does not: data, a learning rate, a length.
+
+    Raises:
+        ConfigurationError: the flags are wrong.
+    """
     added: list[str] = []
     if not any(word.split("=")[0].endswith(("data-path", "data-args-path", "--mock-data")) for word in words):
         added.append("--mock-data")
-    if "--train-iters" not in words and "--train-samples" not in words:
-        length, batch = whole_value(words, "--seq-length", 1), whole_value(words, "--global-batch-size", 1)
-        per_step = max(1, length * batch)
-        added += ["--train-iters", str(1000 if tokens is None else max(1, tokens // per_step))]
-    if "--lr" not in words:
+    if not has_flag(words, "--lr"):
         added += ["--lr", "3e-4"]
-    return (*words, *added)
+    completed = (*words, *added)
+    if has_flag(words, "--train-iters", "--train-samples"):
+        return completed
+    if tokens is None:
+        return (*completed, "--train-iters", str(_ITERATIONS))
+    # An iteration is a token or more: until its size is known, the run has as many as it can have.
+    most = str(min(tokens, _MOST_ITERATIONS))
+    config = read_planned_run(_without_layout((*completed, "--train-iters", most)), 1).config
+    tokens_per_step = config.data.seq_length * config.training.global_batch_size
+    return (*completed, "--train-iters", str(max(1, tokens // tokens_per_step)))
 
 
 def _without_layout(words: Sequence[str]) -> tuple[str, ...]:

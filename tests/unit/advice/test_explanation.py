@@ -171,6 +171,11 @@ def test_a_refused_layout_gets_changes_that_run(capsys: pytest.CaptureFixture[st
     assert sum(line.startswith("would run with") for line in lines) == 3
 
 
+def test_flags_with_an_equals_sign_are_offered_for_removal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--world-size", "12", "--fp8-format=hybrid", "--hidden-size", "72"]) == 2
+    assert "would run with 1. (no --fp8-format)" in capsys.readouterr().err
+
+
 def test_nothing_is_proposed_for_what_no_change_mends(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LARGE, "--num-attention-heads", "60", "--world-size", "32"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
