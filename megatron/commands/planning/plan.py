@@ -40,6 +40,9 @@ from megatron.training.config.arguments import ParsedArguments, without_flags
 from megatron.training.config.checks.run_checks import find_problems
 
 _DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", "ours"
+_DEFAULT_PRECISION, _DEFAULT_TOP = "both", 10
+_OF_PLANS = ("model_preset", "gpus", "precision", "train_tokens", "top", "json", "html")
+"""Arguments that --evaluate has no use for."""
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _ITERATIONS = 1000
 """Length of a run of which none is said."""
@@ -61,11 +64,9 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--model-preset", metavar="NAME", help=f"one of {', '.join(preset_names())}")
     parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs of the run")
-    parser.add_argument(
-        "--precision", choices=("bf16", "fp8", "both"), default="both", help="what products are computed in (both)"
-    )
+    parser.add_argument("--precision", choices=("bf16", "fp8", "both"), help="what products are computed in (both)")
     parser.add_argument("--train-tokens", metavar="N", help="tokens of the whole run, such as 300B: says its days")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="layouts that are printed (10)")
+    parser.add_argument("--top", type=int, metavar="N", help="layouts that are printed (10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every choice and its fate to this file")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page on the best layout to this file")
     parser.add_argument("--evaluate", type=Path, metavar="FILE", help="predict the runs of this file")
@@ -86,7 +87,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     arguments, training_flags = parser.parse_known_args(argv)
     if arguments.evaluate is None:
+        if arguments.output is not None:
+            parser.error("--output goes with --evaluate; give --json or --html for what is planned")
         return exit_status_of(functools.partial(plan_run, arguments, training_flags))
+    of_plans = [f"--{name.replace('_', '-')}" for name in _OF_PLANS if getattr(arguments, name) is not None]
+    if of_plans:
+        parser.error(f"--evaluate does not go with {', '.join(of_plans)}; leave out one or the other")
     if training_flags:
         parser.error(f"--evaluate takes no training flags: {' '.join(training_flags)}")
     return exit_status_of(functools.partial(evaluate_file, arguments))
@@ -100,8 +106,9 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     """
     if arguments.gpus is None:
         raise ConfigurationError("--gpus is missing; give the number of GPUs to plan for, or --evaluate RUNS.json")
-    if arguments.top < 1:
-        raise ConfigurationError(f"--top {arguments.top} is not positive; give the number of layouts to print")
+    top = _DEFAULT_TOP if arguments.top is None else arguments.top
+    if top < 1:
+        raise ConfigurationError(f"--top {top} is not positive; give the number of layouts to print")
     check_world_size("--gpus", arguments.gpus)
     gpu = find_platform(arguments.gpu or _DEFAULT_GPU)
     implementation = find_implementation(arguments.implementation or _DEFAULT_IMPLEMENTATION)
@@ -116,11 +123,12 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     base = read_planned_run(_without_layout(words), 1)
     config = dataclasses.replace(base.config, world_size=arguments.gpus)
     both = ("bf16", "fp8") if gpu.float8_flops else ("bf16",)
-    precisions = both if arguments.precision == "both" else (arguments.precision,)
+    precision = arguments.precision or _DEFAULT_PRECISION
+    precisions = both if precision == "both" else (precision,)
     found = search(config, gpu, implementation, precisions, functools.partial(find_problems, needs_files=False))
     if arguments.json is not None:
         write_text("--json", arguments.json, json.dumps(ranking_json(found, tokens), indent=1) + "\n")
-    table = "\n".join(describe_ranking(found, found.ranked[: arguments.top], tokens))
+    table = "\n".join(describe_ranking(found, found.ranked[:top], tokens))
     print(table)
     best, parsed, command = _best(found, words, arguments.gpus)
     if best is None or parsed is None:

@@ -132,3 +132,20 @@ def test_wrong_words_are_answered_in_one_line(words: list[str], told: str, capsy
     assert main(words) == 2
     *_, line = capsys.readouterr().err.splitlines()
     assert told in line
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--evaluate x --json a --html b --gpus 4 --precision bf16", "not go with --gpus, --precision, --json, --html"),
+        ("--evaluate x --model-preset gpt2-345m --train-tokens 1B", "not go with --model-preset, --train-tokens"),
+        ("--evaluate x --top 0", "not go with --top"),
+        ("--gpus 8 --output x", "--output goes with --evaluate"),
+    ],
+)
+def test_flags_of_the_other_mode_are_refused(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
