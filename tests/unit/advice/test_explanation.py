@@ -157,12 +157,15 @@ def test_wrong_words_are_answered_in_one_line(words: list[str], told: str, capsy
 
 
 def test_a_layout_that_does_not_fit_gets_three_changes_that_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LARGE, "--world-size", "32", "--json"]) == 0
+    named = json.loads(capsys.readouterr().out)["changes"]
     assert main([*LARGE, "--world-size", "32"]) == 0
     text = capsys.readouterr().out
     assert "outcome: oom: stage 0 needs" in text
     changes = text.split("changes that would make it run")[1].splitlines()[1:]
     assert [line.strip()[:2] for line in changes] == ["1.", "2.", "3."]
     assert all("ms a step" in line and "MiB left" in line for line in changes)
+    assert [f"{each['flags']}: {each['cost']}" for each in named] == [line.strip()[3:] for line in changes[:3]]
 
 
 def test_a_refused_layout_gets_changes_that_run(capsys: pytest.CaptureFixture[str]) -> None:
