@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel.schedules import SCHEDULES
 from megatron.planning.activation_memory import activation_bytes
 from megatron.planning.gpu import H100
 from megatron.planning.plan import Plan
-from megatron.planning.prediction.implementations import IMPLEMENTATIONS, MEGATRON_TE, OURS
+from megatron.planning.prediction.implementations import IMPLEMENTATIONS, MEGATRON_TE, OURS, OURS_ON_CPU
 from megatron.planning.prediction.prediction import predict
 from megatron.training.config.arguments import resolve_arguments
 from tests.unit.training.config.command_lines import MINIMAL
@@ -70,3 +70,9 @@ def test_exchanges_beside_interleaved_chunks_show_less_than_those_that_are_waite
     assert hidden is not None
     assert 0 < hidden.neighbours < waited.neighbours
     assert hidden.bubble < waited.bubble
+
+
+def test_offload_beside_recompute_is_refused_but_of_our_own() -> None:
+    plan = plan_of("--global-batch-size 8 --recompute-activations --cpu-offloading --cpu-offloading-num-layers 1")
+    outcomes = {each.name: predict(plan, each, H100).outcome for each in (OURS, OURS_ON_CPU, MEGATRON_TE)}
+    assert outcomes == {"ours": "ok", "ours-cpu": "ok", "megatron-te": "error"}
