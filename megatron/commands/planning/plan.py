@@ -136,6 +136,8 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
         told = "; ".join(describe_changes(changes)) or "no single change helps: use more GPUs or more memory"
         raise ConfigurationError(f"no layout fits {arguments.gpus} x {gpu.name}; what would: {told}")
     print(f"\nthe best, {best.choice.describe()}:\n{command}")
+    for note in parsed.notes:
+        print(note)
     if arguments.html is not None:
         explanation = explain(parsed.config, parsed.notes, gpu, implementation)
         write_text("--html", arguments.html, to_page(explanation, (), table))

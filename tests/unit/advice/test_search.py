@@ -77,6 +77,14 @@ def test_values_behind_an_equals_sign_stay_as_they_are_typed(capsys: pytest.Capt
     assert not {"--lr", "--train-iters"} & set(launched)
 
 
+def test_flags_without_effect_are_named_under_the_launch_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, *RUN, "--use-nccl-ub"]) == 0
+    *_, command, note = capsys.readouterr().out.splitlines()
+    assert command.startswith("torchrun")
+    assert "--use-nccl-ub" in command
+    assert note.startswith("--use-nccl-ub has no effect: ")
+
+
 @pytest.mark.parametrize(
     ("batch", "size"),
     [(("--step-batch-size-schedule", "0:32"), 32), (("--global-batch-size=16", "--lr-warmup-iters", "2000"), 16)],
