@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.planning.activation_memory import largest, layer_bytes
+from megatron.planning.activation_memory import LayerBytes
 from megatron.planning.gpu import AttentionRate, Gpu
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
@@ -53,15 +53,20 @@ class LayerTime:
         return max(self.floor, busy + self.tensor_parallel + self.context_parallel + self.offload)
 
 
-def layer_time(plan: Plan, gpu: Gpu, implementation: Implementation) -> LayerTime:
-    """Return the time of one layer, forward and backward, with the recompute that is configured."""
+def layer_time(plan: Plan, gpu: Gpu, implementation: Implementation, kept: LayerBytes, *, in_float8: bool) -> LayerTime:
+    """Return the time of one layer, forward and backward, with the recompute that is configured.
+
+    ``kept`` is what `layer_bytes` returned for the layer, and ``in_float8`` says that its products are in fp8.
+    """
     products = layer_products(plan.model)
-    peak = gpu.float8_flops if plan.model.fp8_format is not None else _peak(plan.model, gpu)
+    peak = gpu.float8_flops if in_float8 else _peak(plan.model, gpu)
     forward, backward = _attention(plan, gpu, implementation)
-    passed = passed_bytes(plan, implementation.is_rotation_fused, implementation.has_flash_attention)
+    passed = passed_bytes(
+        *(plan, implementation.is_rotation_fused, implementation.has_flash_attention), in_float8=in_float8
+    )
     computed = sum(_product(product, plan.num_tokens, peak, gpu) for product in products)
     passes = passed / (gpu.memory_bandwidth * implementation.times.pass_share)
-    exchanged = _tensor_parallel(plan, gpu)
+    exchanged = _tensor_parallel(plan, gpu, in_float8=in_float8)
     ring = _ring(plan, gpu)
     return LayerTime(
         products=computed,
@@ -70,7 +75,7 @@ def layer_time(plan: Plan, gpu: Gpu, implementation: Implementation) -> LayerTim
         tensor_parallel=exchanged,
         context_parallel=max(0.0, ring - forward - backward),
         again=_again(plan.model, (computed + passes + exchanged) / 3 + forward, forward, computed / 3),
-        offload=_offload(plan, gpu, implementation, (computed + passes) / 3 + forward),
+        offload=_offload(plan, gpu, kept, (computed + passes) / 3 + forward),
         floor=_LAUNCHES * _LAUNCH_S,
     )
 
@@ -110,12 +115,12 @@ def _attention(plan: Plan, gpu: Gpu, implementation: Implementation) -> tuple[fl
     return forward, backward
 
 
-def _tensor_parallel(plan: Plan, gpu: Gpu) -> float:
+def _tensor_parallel(plan: Plan, gpu: Gpu, *, in_float8: bool) -> float:
     """Return the time of a layer's ten exchanges: in fp8, the six that gather carry 8 bits."""
     links, size = Links(gpu, plan.parallel_sizes), plan.num_tokens * plan.model.hidden_size
     if not plan.model.sequence_parallel:
         return 8 * links.tensor_parallel_seconds(size * _HALF)
-    gathered = 1 if plan.model.fp8_format is not None else _HALF
+    gathered = 1 if in_float8 else _HALF
     return 6 * links.tensor_parallel_seconds(size * gathered) + 4 * links.tensor_parallel_seconds(size * _HALF)
 
 
@@ -133,10 +138,9 @@ def _again(model: GPTConfig, forward: float, attention: float, products: float) 
     return attention * ("core_attn" in modules) + products * 2 / 3 * ("mlp" in modules)
 
 
-def _offload(plan: Plan, gpu: Gpu, implementation: Implementation, forward: float) -> float:
+def _offload(plan: Plan, gpu: Gpu, kept: LayerBytes, forward: float) -> float:
     """Return what a layer waits for its activations' way to the machine's memory and back."""
     if not (plan.model.cpu_offloading and plan.model.cpu_offloading_activations):
         return 0.0
-    kept = largest(layer_bytes(plan, implementation.saved)).kept
-    copy = kept / (gpu.host_bandwidth * MEMORY_SHARE)
+    copy = kept.kept / (gpu.host_bandwidth * MEMORY_SHARE)
     return max(0.0, copy - forward) + max(0.0, copy - 2 * forward)

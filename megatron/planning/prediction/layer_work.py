@@ -65,7 +65,7 @@ def megatron_step_flops(plan: Plan) -> float:
     return 3.0 * plan.global_batch_size * (model.forward_flops_per_sequence(s) + unused_half)
 
 
-def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool) -> float:
+def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool, *, in_float8: bool) -> float:
     """Return the bytes that a layer's passes over memory read and write."""
     model, tokens, rows = plan.model, plan.num_tokens, plan.num_rows
     t, h = plan.parallel_sizes.tp, model.hidden_size
@@ -82,7 +82,7 @@ def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool)
         total += rows * h * 2 * 2
     if not has_flash_attention:
         total += score_elements(model, plan.seq_length, plan.micro_batch_size) * _SCORE_BYTES
-    if model.fp8_format is not None:
+    if in_float8:
         total += _cast_bytes(tokens, rows, h, (queries, keys, ffn, gates))
     return total
 

@@ -89,7 +89,7 @@ def predict(
     used = needed + (platform.fragment_bytes if plan.stage_layout.num_chunks > 1 else 0)
     if usable is not None and needed > usable:
         return Prediction("oom", _too_much(stages, numbers, needed, usable), stages, used)
-    time = step_time(plan, gpu, implementation, states) if gpu is not None else None
+    time = step_time(plan, gpu, implementation, states, layers) if gpu is not None else None
     tflops = None
     if time is not None:
         tflops = megatron_step_flops(plan) / time.total / plan.parallel_sizes.world_size / 1e12

@@ -68,7 +68,8 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
     # Weights that are gathered lie in a flat buffer, with its padding.
     weights = (num_elements if is_sharded else num_parameters) * element
     if implementation.caches_float8_weights and model.fp8_format is not None:
-        num_layers = sum(len(chunk.layer_numbers) for chunk in chunks)
+        float8_layers = model.float8_layers(model.num_layers)
+        num_layers = sum(number in float8_layers for chunk in chunks for number in chunk.layer_numbers)
         copied = num_layers * sum(product.size for product in layer_products(model))
         weights += (_FLOAT8_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
     gradient = _gradient_bytes(plan, implementation)
