@@ -15,6 +15,7 @@ from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import (
     Product,
+    adapter_products,
     attention_flops,
     key_value_width,
     layer_products,
@@ -59,12 +60,16 @@ def layer_time(plan: Plan, gpu: Gpu, implementation: Implementation, kept: Layer
     ``kept`` is what `layer_bytes` returned for the layer, and ``in_float8`` says that its products are in fp8.
     """
     products = layer_products(plan.model)
-    peak = gpu.float8_flops if in_float8 else _peak(plan.model, gpu)
+    half = _peak(plan.model, gpu)
+    peak = gpu.float8_flops if in_float8 else half
     forward, backward = _attention(plan, gpu, implementation)
     passed = passed_bytes(
         *(plan, implementation.is_rotation_fused, implementation.has_flash_attention), in_float8=in_float8
     )
-    computed = sum(_product(product, plan.num_tokens, peak, gpu) for product in products)
+    rates = [*((each, peak) for each in products), *((each, half) for each in adapter_products(plan.model))]
+    parts = [(_product(product, plan.num_tokens, rate, gpu), product.passes) for product, rate in rates]
+    computed = sum(seconds for seconds, _ in parts)
+    once = sum(seconds / passes for seconds, passes in parts)
     passes = passed / (gpu.memory_bandwidth * implementation.times.pass_share)
     exchanged = _tensor_parallel(plan, gpu, in_float8=in_float8)
     ring = _ring(plan, gpu)
@@ -74,8 +79,8 @@ def layer_time(plan: Plan, gpu: Gpu, implementation: Implementation, kept: Layer
         passes=passes,
         tensor_parallel=exchanged,
         context_parallel=max(0.0, ring - forward - backward),
-        again=_again(plan.model, (computed + passes + exchanged) / 3 + forward, forward, computed / 3),
-        offload=_offload(plan, gpu, kept, (computed + passes) / 3 + forward),
+        again=_again(plan.model, once + (passes + exchanged) / 3 + forward, forward, once),
+        offload=_offload(plan, gpu, kept, once + passes / 3 + forward),
         floor=_LAUNCHES * _LAUNCH_S,
     )
 
@@ -83,11 +88,12 @@ def layer_time(plan: Plan, gpu: Gpu, implementation: Implementation, kept: Layer
 def output_layer_time(plan: Plan, gpu: Gpu) -> float:
     """Return the time of the output layer and the loss, which are in the model's own precision also beside fp8."""
     model, t = plan.model, plan.parallel_sizes.tp
-    output = Product(model.hidden_size, model.padded_vocab_size // t)
+    output = Product(model.hidden_size, model.padded_vocab_size // t, is_trained=not model.lora_rank)
     seconds = _product(output, plan.num_tokens, _peak(model, gpu), gpu)
     seconds += loss_bytes(plan) / (gpu.memory_bandwidth * MEMORY_SHARE)
     message = plan.num_tokens * model.hidden_size * _HALF
-    return seconds + 3 * Links(gpu, plan.parallel_sizes).tensor_parallel_seconds(message)
+    # Its input is gathered for each product of its weight or of that's gradient, and its gradient scattered.
+    return seconds + output.passes * Links(gpu, plan.parallel_sizes).tensor_parallel_seconds(message)
 
 
 def _peak(model: GPTConfig, gpu: Gpu) -> float:
@@ -95,9 +101,9 @@ def _peak(model: GPTConfig, gpu: Gpu) -> float:
 
 
 def _product(product: Product, tokens: int, peak: float, gpu: Gpu) -> float:
-    """Return the time of a linear layer's product and of its two gradients."""
-    flops = 3 * 2.0 * tokens * product.size
-    written = _HALF * tokens * (product.columns + product.inner) + _WIDE_SUM * product.size
+    """Return the time of a linear layer's product and of its gradients."""
+    flops = product.passes * 2.0 * tokens * product.size
+    written = _HALF * tokens * (product.columns + product.inner) + _WIDE_SUM * product.size * product.is_trained
     return flops / (peak * gpu.product_share) + written / (gpu.memory_bandwidth * MEMORY_SHARE)
 
 
@@ -116,12 +122,17 @@ def _attention(plan: Plan, gpu: Gpu, implementation: Implementation) -> tuple[fl
 
 
 def _tensor_parallel(plan: Plan, gpu: Gpu, *, in_float8: bool) -> float:
-    """Return the time of a layer's ten exchanges: in fp8, the six that gather carry 8 bits."""
+    """Return the time of a layer's ten exchanges: in fp8, the six that gather carry 8 bits.
+
+    Two of the six are for weights' gradients, which frozen weights do not have. What adapters exchange is narrow, and
+    not counted.
+    """
     links, size = Links(gpu, plan.parallel_sizes), plan.num_tokens * plan.model.hidden_size
     if not plan.model.sequence_parallel:
         return 8 * links.tensor_parallel_seconds(size * _HALF)
     gathered = 1 if in_float8 else _HALF
-    return 6 * links.tensor_parallel_seconds(size * gathered) + 4 * links.tensor_parallel_seconds(size * _HALF)
+    gathers = 4 if plan.model.lora_rank else 6
+    return gathers * links.tensor_parallel_seconds(size * gathered) + 4 * links.tensor_parallel_seconds(size * _HALF)
 
 
 def _ring(plan: Plan, gpu: Gpu) -> float:

@@ -108,7 +108,7 @@ def _chunk(plan: Plan, layers: Mapping[bool, LayerTime], numbers: Sequence[int])
 def _exposed(plan: Plan, links: Links, stage: StageState, slowest: float) -> float:
     """Return what reducing gradients and gathering parameters takes beside the passes that hide it."""
     ddp = plan.ddp
-    weights = stage.parameters * ELEMENT_BYTES[plan.model.params_dtype]
+    weights = stage.trained_parameters * ELEMENT_BYTES[plan.model.params_dtype]
     replicas, rounds = plan.parallel_sizes.num_replicas, 1
     if ddp.shards_gradients and ddp.shards_over(replicas):
         # Each micro-batch's gradients are reduced, the whole of them to a shard.

@@ -100,3 +100,21 @@ def test_the_first_and_the_last_layers_in_bf16_take_their_own_time_and_no_copies
         for flags in (mixed, all_in_float8)
     ]
     assert copies[0] * 8 == copies[1] * 5
+
+
+def test_frozen_weights_have_two_products_and_no_gradients_to_reduce_or_weights_to_gather() -> None:
+    shape = (
+        "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel --hidden-size 4096 "
+        "--num-attention-heads 32 --seq-length 2048 --max-position-embeddings 2048 --global-batch-size 8 "
+        "--use-distributed-optimizer"
+    )
+    plain = predict(plan_of(shape), OURS, H100)
+    adapted = predict(plan_of(f"{shape} --lora-rank 8 --load somewhere --finetune"), OURS, H100)
+    assert plain.time is not None
+    assert adapted.time is not None
+    for part in ("products", "tensor_parallel"):
+        assert 0.6 < getattr(adapted.time.layer, part) / getattr(plain.time.layer, part) < 0.81
+    assert adapted.time.layer.attention == plain.time.layer.attention
+    assert adapted.time.exposed_data_parallel < 0.02 * plain.time.exposed_data_parallel
+    assert adapted.time.update < 0.01 * plain.time.update
+    assert adapted.stages[0].optimizer < 0.01 * plain.stages[0].optimizer < plain.stages[0].weights
