@@ -155,10 +155,7 @@ def evaluate_file(arguments: argparse.Namespace) -> None:
     evaluated = evaluate(read_runs(arguments.evaluate), implementation, gpu)
     if arguments.output is not None:
         predictions = {"runs": [each.to_json() for each in evaluated]}
-        try:
-            arguments.output.write_text(json.dumps(predictions, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigurationError(f"--output {arguments.output} cannot be written: {error.strerror}") from error
+        write_text("--output", arguments.output, json.dumps(predictions, indent=1) + "\n")
     print("\n".join(describe_errors(evaluated)))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planning.adapter_parameters import adapter_parameters
 from megatron.planning.plan import Plan
@@ -61,8 +62,7 @@ def adapter_products(model: GPTConfig) -> list[Product]:
 
 def key_value_width(model: GPTConfig) -> int:
     """Return the width of all keys on one tensor-parallel rank; ranks beyond the groups hold copies."""
-    t = model.tensor_model_parallel_size
-    return model.kv_projection_size // min(t, model.num_query_groups)
+    return key_value_heads_of_rank(model.num_query_groups, model.tensor_model_parallel_size) * model.kv_channels
 
 
 def attention_flops(plan: Plan) -> float:

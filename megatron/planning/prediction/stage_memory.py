@@ -14,6 +14,8 @@ from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import layer_products, score_elements
 
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+"""Parts of a stage's memory in the order in which they are shown."""
 _FLOAT8_COPIES = 2
 """A weight's fp8 copy and its transpose."""
 _SCORES_AT_WORK = 3
@@ -38,8 +40,7 @@ class StageMemory:
     @property
     def total(self) -> int:
         """Return all parts together."""
-        parts = (self.weights, self.gradients, self.optimizer, self.activations, self.logits, self.buffers)
-        return sum(parts)
+        return sum(int(getattr(self, name)) for name in MEMORY_PARTS)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ import pytest
 
 from megatron.advice.explanation import Explanation, explain, first_rank
 from megatron.advice.page import to_page
-from megatron.advice.text_report import MEMORY_PARTS, to_text
+from megatron.advice.text_report import to_text
 from megatron.commands.arguments.planned_run import read_planned_run
 from megatron.commands.planning.explain import main
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.planning.closed_forms import step_traffic
 from megatron.planning.gpu import H100
 from megatron.planning.prediction.implementations import OURS
+from megatron.planning.prediction.stage_memory import MEMORY_PARTS
 from megatron.planning.theoretical_memory import model_size
 from tests.unit.advice.planned_words import LARGE, SMALL
 
