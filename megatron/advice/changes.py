@@ -15,6 +15,7 @@ from megatron.advice.training_words import (
     RECOMPUTE_FLAGS,
     VIRTUAL_FLAGS,
     as_typed,
+    has_flag,
     replaced,
     whole_value,
 )
@@ -129,15 +130,15 @@ def _single_edits(words: tuple[str, ...], world: int) -> Iterator[tuple[str, str
     for flag, most in ((_TP, 8), (_PP, 16), (_CP, 8)):
         for size in range(1, most + 1):
             if size != sizes[flag]:
-                sequence = (_SEQUENCE,) if flag == _TP and size > 1 and _SEQUENCE not in words else ()
+                sequence = (_SEQUENCE,) if flag == _TP and size > 1 and not has_flag(words, _SEQUENCE) else ()
                 given = " ".join((flag, str(size), *sequence))
                 yield flag, given, (*replaced(words, flag, str(size)), *sequence), world
     for size in sorted({1, micro // 2} - {0, micro}):
         yield _MICRO, f"{_MICRO} {size}", replaced(words, _MICRO, str(size)), world
-    if not set(VIRTUAL_FLAGS).isdisjoint(words):
+    if has_flag(words, *VIRTUAL_FLAGS):
         yield "virtual", "(no virtual stages)", tuple(without_flags(words, VIRTUAL_FLAGS)), world
     for flag in (_SEQUENCE, "--fp8-format", "--cpu-offloading", "--pipeline-schedule"):
-        if flag in words:
+        if has_flag(words, flag):
             yield flag, f"(no {flag})", tuple(without_flags(words, (flag,))), world
     copy = math.prod(sizes.values())
     batch, step = whole_value(words, _GLOBAL, 0), micro * max(1, world // copy)

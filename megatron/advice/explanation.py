@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.advice.changes import Change
 from megatron.advice.data_need import DataNeed, data_need
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.action import StagePlace
@@ -74,8 +75,11 @@ class Explanation:
         time = self.prediction.time
         return None if time is None else self.plan.global_batch_size * self.plan.seq_length / time.total
 
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON-ready values; memory is in bytes, time in seconds."""
+    def to_json(self, changes: Sequence[Change] = ()) -> dict[str, Any]:
+        """Return everything as JSON-ready values, with changes that would make it run.
+
+        Memory is in bytes, time in seconds.
+        """
         plan, prediction = self.plan, self.prediction
         return {
             "world_size": self.sizes.world_size,
@@ -115,11 +119,12 @@ class Explanation:
             "tokens_per_second": self.tokens_per_second,
             "tflops_per_gpu": prediction.tflops,
             "notes": list(self.notes),
+            "changes": [dataclasses.asdict(change) for change in changes],
         }
 
-    def to_json_text(self) -> str:
+    def to_json_text(self, changes: Sequence[Change] = ()) -> str:
         """Return everything as the text of a JSON file."""
-        return json.dumps(self.to_json(), indent=1) + "\n"
+        return json.dumps(self.to_json(changes), indent=1) + "\n"
 
 
 def explain(config: RunConfig, notes: Sequence[str], gpu: Gpu, implementation: Implementation) -> Explanation:

@@ -8,7 +8,8 @@ from html import escape
 from megatron.advice.changes import Change
 from megatron.advice.explanation import Explanation
 from megatron.advice.pipeline_chart import draw_svg
-from megatron.advice.text_report import MEMORY_PARTS, describe_chunk, rank_lines
+from megatron.advice.text_report import describe_chunk, rank_lines
+from megatron.planning.prediction.stage_memory import MEMORY_PARTS
 
 _MIB = 2**20
 _BAR_WIDTH, _BAR_HEIGHT, _LABEL_WIDTH, _TOTAL_WIDTH = 760, 22, 70, 130

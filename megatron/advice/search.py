@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron.advice.choice import RECOMPUTES, Choice
 from megatron.core.errors import ConfigurationError
+from megatron.planning.activation_memory import layer_bytes
 from megatron.planning.gpu import Gpu
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
@@ -200,7 +201,8 @@ def _try_choice(
     plan = Plan.of(applied)
     found.num_predicted += 1
     # The first stage has the most in flight: most choices that do not fit are seen there.
-    first = stage_memory(plan, 0, implementation, states[0]).total + HOPPER_MACHINES.held_bytes
+    layers = layer_bytes(plan, implementation.saved)
+    first = stage_memory(plan, 0, implementation, states[0], layers).total + HOPPER_MACHINES.held_bytes
     usable = usable_bytes(gpu)
     if first > usable:
         reason = f"stage 0 needs {first // _MIB} of {usable // _MIB} MiB"
@@ -208,7 +210,7 @@ def _try_choice(
         return False
     # Between the second stage and the last, layers are as many and less is in flight.
     looked_at = sorted({0, min(1, choice.pp - 1), choice.pp - 1})
-    prediction = predict(plan, implementation, gpu, states=states, looked_at=looked_at)
+    prediction = predict(plan, implementation, gpu, states=states, looked_at=looked_at, layers=layers)
     if prediction.time is None or prediction.used_bytes is None:
         kind = "oom" if prediction.outcome == "oom" else "refused"
         found.dropped.append(Dropped(choice, kind, prediction.reason or prediction.outcome))

@@ -9,12 +9,11 @@ from megatron.advice.changes import Change
 from megatron.advice.explanation import Explanation, first_rank
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.planning.prediction.stage_memory import MEMORY_PARTS
 
 _MIB = 2**20
 _MOST_ROWS = 64
 """Lines of the rank map; larger worlds are in the JSON."""
-MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
-"""Parts of a stage's memory in the order in which they are shown."""
 
 
 def to_text(explanation: Explanation, changes: tuple[Change, ...] = ()) -> str:

@@ -52,6 +52,11 @@ def replaced(words: Sequence[str], flag: str, *values: str) -> tuple[str, ...]:
     return (*without_flags(words, (flag,)), flag, *values)
 
 
+def has_flag(words: Sequence[str], *flags: str) -> bool:
+    """Return whether any of the flags is given, with its value behind it or behind an equals sign."""
+    return not {word.partition("=")[0] for word in words}.isdisjoint(flags)
+
+
 def whole_value(words: Sequence[str], flag: str, default: int) -> int:
     """Return a flag's last whole number, or the default where it has none."""
     found = default

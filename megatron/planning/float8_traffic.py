@@ -18,6 +18,18 @@ Add = Callable[[str, int, int], None]
 """Add so many communications over the tensor-parallel group: operation, bytes, count."""
 
 _SEGMENT = {"blockwise": 128, "mxfp8": 32}
+"""Numbers along the sum that share a scale; in the other recipes all of them do."""
+
+
+def scale_length(model: TransformerConfig) -> int:
+    """Return how many numbers of a row share a scale, 0 for all."""
+    return _SEGMENT.get(model.fp8_recipe, 0)
+
+
+def fills_blocks(model: TransformerConfig, num_rows: int) -> bool:
+    """Return whether so many tokens, which a rank has, are whole blocks of numbers that share a scale."""
+    length = scale_length(model)
+    return not length or num_rows % length == 0
 
 
 @dataclass(frozen=True)
@@ -59,8 +71,9 @@ class Float8LayerEnds:
         add("all_gather", self._rounded, count)
         if model.fp8_recipe == "tensorwise":
             add("all_reduce", 4, count)
-        if self._length or model.fp8_recipe == "rowwise":
-            add("all_gather", self.tokens * (math.ceil(model.hidden_size / self._length) if self._length else 1), count)
+        length = scale_length(model)
+        if length or model.fp8_recipe == "rowwise":
+            add("all_gather", self.tokens * (math.ceil(model.hidden_size / length) if length else 1), count)
         if "layernorm" not in model.recomputed_modules:
             self._add_row_amaxes(add, count)
 
@@ -69,12 +82,13 @@ class Float8LayerEnds:
         model = self.model
         if model.lora_rank:
             return
-        if not (model.fp8_wgrad and self._fills):
+        if not (model.fp8_wgrad and fills_blocks(model, self.tokens // model.tensor_model_parallel_size)):
             add("all_gather", self.hidden_bytes, count)
             return
         add("all_gather", self._rounded, count)
-        if self._length:
-            add("all_gather", model.hidden_size * self.tokens // self._length, count)
+        length = scale_length(model)
+        if length:
+            add("all_gather", model.hidden_size * self.tokens // length, count)
         if "layernorm" in model.recomputed_modules:
             self._add_row_amaxes(add, count)
 
@@ -87,16 +101,6 @@ class Float8LayerEnds:
     @property
     def _rounded(self) -> int:
         return self.tokens * self.model.hidden_size
-
-    @property
-    def _length(self) -> int:
-        """Return how many numbers of a row share a scale, 0 for all."""
-        return _SEGMENT.get(self.model.fp8_recipe, 0)
-
-    @property
-    def _fills(self) -> bool:
-        """Return whether a rank's part of the tokens is of whole blocks."""
-        return not self._length or self.tokens // self.model.tensor_model_parallel_size % self._length == 0
 
     @property
     def _scatters_in_product(self) -> bool:

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.planning.closed_forms import ELEMENT_BYTES
+from megatron.planning.float8_traffic import fills_blocks, scale_length
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-_SEGMENT = {"blockwise": 128, "mxfp8": 32}
-"""Numbers along the sum that share a scale; in the other recipes all of them do."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,9 @@ def kept_input(
     has_adapters = name in config.adapted_parts
     drops = config.lora_dropout > 0.0
     adapters = _adapter_bytes(config, name, rows, in_width) if has_adapters else 0
-    length = _SEGMENT.get(config.fp8_recipe, 0)
+    length = scale_length(config)
     # What does not fill the blocks is gathered before it is rounded.
-    fills = not config.sequence_parallel or name in ("linear_proj", "linear_fc2") or not length or not rows % length
+    fills = not config.sequence_parallel or name in ("linear_proj", "linear_fc2") or fills_blocks(config, rows)
     scales = _weight_scales(config, out_width, in_width) if in_float8 else 0
     if not (is_trained and in_float8 and config.fp8_wgrad and fills):
         return KeptInput(is_trained or (has_adapters and not drops), scales=scales, adapters=adapters)

@@ -77,4 +77,4 @@ def report(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     changes = () if explanation.prediction.outcome == "ok" else find_changes(words, *where)
     if arguments.html is not None:
         write_text("--html", arguments.html, to_page(explanation, changes))
-    sys.stdout.write(explanation.to_json_text() if arguments.json else to_text(explanation, changes))
+    sys.stdout.write(explanation.to_json_text(changes) if arguments.json else to_text(explanation, changes))

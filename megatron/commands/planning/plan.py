@@ -28,7 +28,7 @@ from megatron.advice.preset import preset_names, preset_words
 from megatron.advice.ranking import describe_ranking, launch_command, ranking_json
 from megatron.advice.search import Candidate, Search, search
 from megatron.advice.text_report import describe_changes
-from megatron.advice.training_words import whole_value
+from megatron.advice.training_words import has_flag
 from megatron.commands.arguments.command_line import Parser, exit_status_of
 from megatron.commands.arguments.planned_run import check_world_size, find_platform, read_planned_run, write_text
 from megatron.core.errors import ConfigurationError
@@ -40,7 +40,14 @@ from megatron.training.config.arguments import ParsedArguments, without_flags
 from megatron.training.config.checks.run_checks import find_problems
 
 _DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", "ours"
+_DEFAULT_PRECISION, _DEFAULT_TOP = "both", 10
+_OF_PLANS = ("model_preset", "gpus", "precision", "train_tokens", "top", "json", "html")
+"""Arguments that --evaluate has no use for."""
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_ITERATIONS = 1000
+"""Length of a run of which none is said."""
+_MOST_ITERATIONS = 10**9
+"""Iterations whose samples can be counted at any batch size."""
 _PARSED_RANKS = 5
 """How many of the best choices are tried as command lines until one is taken."""
 
@@ -57,11 +64,9 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--model-preset", metavar="NAME", help=f"one of {', '.join(preset_names())}")
     parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs of the run")
-    parser.add_argument(
-        "--precision", choices=("bf16", "fp8", "both"), default="both", help="what products are computed in (both)"
-    )
+    parser.add_argument("--precision", choices=("bf16", "fp8", "both"), help="what products are computed in (both)")
     parser.add_argument("--train-tokens", metavar="N", help="tokens of the whole run, such as 300B: says its days")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="layouts that are printed (10)")
+    parser.add_argument("--top", type=int, metavar="N", help="layouts that are printed (10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every choice and its fate to this file")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page on the best layout to this file")
     parser.add_argument("--evaluate", type=Path, metavar="FILE", help="predict the runs of this file")
@@ -82,7 +87,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     arguments, training_flags = parser.parse_known_args(argv)
     if arguments.evaluate is None:
+        if arguments.output is not None:
+            parser.error("--output goes with --evaluate; give --json or --html for what is planned")
         return exit_status_of(functools.partial(plan_run, arguments, training_flags))
+    of_plans = [f"--{name.replace('_', '-')}" for name in _OF_PLANS if getattr(arguments, name) is not None]
+    if of_plans:
+        parser.error(f"--evaluate does not go with {', '.join(of_plans)}; leave out one or the other")
     if training_flags:
         parser.error(f"--evaluate takes no training flags: {' '.join(training_flags)}")
     return exit_status_of(functools.partial(evaluate_file, arguments))
@@ -96,8 +106,9 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     """
     if arguments.gpus is None:
         raise ConfigurationError("--gpus is missing; give the number of GPUs to plan for, or --evaluate RUNS.json")
-    if arguments.top < 1:
-        raise ConfigurationError(f"--top {arguments.top} is not positive; give the number of layouts to print")
+    top = _DEFAULT_TOP if arguments.top is None else arguments.top
+    if top < 1:
+        raise ConfigurationError(f"--top {top} is not positive; give the number of layouts to print")
     check_world_size("--gpus", arguments.gpus)
     gpu = find_platform(arguments.gpu or _DEFAULT_GPU)
     implementation = find_implementation(arguments.implementation or _DEFAULT_IMPLEMENTATION)
@@ -105,18 +116,19 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     if arguments.precision == "fp8" and not gpu.float8_flops:
         raise ConfigurationError(f"--precision fp8: {gpu.name} has no products in fp8; use --precision bf16")
     preset = preset_words(arguments.model_preset) if arguments.model_preset else ()
-    if not {"--global-batch-size", "--step-batch-size-schedule"} & {word.split("=")[0] for word in training_flags}:
+    if not has_flag(training_flags, "--global-batch-size", "--step-batch-size-schedule"):
         raise ConfigurationError("--global-batch-size is missing; give the number of samples of one step")
     words = _complete((*preset, *training_flags), tokens)
     # The flags must be right for one rank: those of the layout, which are searched, are left out.
     base = read_planned_run(_without_layout(words), 1)
     config = dataclasses.replace(base.config, world_size=arguments.gpus)
     both = ("bf16", "fp8") if gpu.float8_flops else ("bf16",)
-    precisions = both if arguments.precision == "both" else (arguments.precision,)
+    precision = arguments.precision or _DEFAULT_PRECISION
+    precisions = both if precision == "both" else (precision,)
     found = search(config, gpu, implementation, precisions, functools.partial(find_problems, needs_files=False))
     if arguments.json is not None:
         write_text("--json", arguments.json, json.dumps(ranking_json(found, tokens), indent=1) + "\n")
-    table = "\n".join(describe_ranking(found, found.ranked[: arguments.top], tokens))
+    table = "\n".join(describe_ranking(found, found.ranked[:top], tokens))
     print(table)
     best, parsed, command = _best(found, words, arguments.gpus)
     if best is None or parsed is None:
@@ -124,6 +136,8 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
         told = "; ".join(describe_changes(changes)) or "no single change helps: use more GPUs or more memory"
         raise ConfigurationError(f"no layout fits {arguments.gpus} x {gpu.name}; what would: {told}")
     print(f"\nthe best, {best.choice.describe()}:\n{command}")
+    for note in parsed.notes:
+        print(note)
     if arguments.html is not None:
         explanation = explain(parsed.config, parsed.notes, gpu, implementation)
         write_text("--html", arguments.html, to_page(explanation, (), table))
@@ -141,25 +155,31 @@ def evaluate_file(arguments: argparse.Namespace) -> None:
     evaluated = evaluate(read_runs(arguments.evaluate), implementation, gpu)
     if arguments.output is not None:
         predictions = {"runs": [each.to_json() for each in evaluated]}
-        try:
-            arguments.output.write_text(json.dumps(predictions, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigurationError(f"--output {arguments.output} cannot be written: {error.strerror}") from error
+        write_text("--output", arguments.output, json.dumps(predictions, indent=1) + "\n")
     print("\n".join(describe_errors(evaluated)))
 
 
 def _complete(words: Sequence[str], tokens: int | None) -> tuple[str, ...]:
-    """Return the words with what a run needs and planning does not: data, a length, a learning rate."""
+    """Return the words with what a run needs and planning does not: data, a learning rate, a length.
+
+    Raises:
+        ConfigurationError: the flags are wrong.
+    """
     added: list[str] = []
     if not any(word.split("=")[0].endswith(("data-path", "data-args-path", "--mock-data")) for word in words):
         added.append("--mock-data")
-    if "--train-iters" not in words and "--train-samples" not in words:
-        length, batch = whole_value(words, "--seq-length", 1), whole_value(words, "--global-batch-size", 1)
-        per_step = max(1, length * batch)
-        added += ["--train-iters", str(1000 if tokens is None else max(1, tokens // per_step))]
-    if "--lr" not in words:
+    if not has_flag(words, "--lr"):
         added += ["--lr", "3e-4"]
-    return (*words, *added)
+    completed = (*words, *added)
+    if has_flag(words, "--train-iters", "--train-samples"):
+        return completed
+    if tokens is None:
+        return (*completed, "--train-iters", str(_ITERATIONS))
+    # An iteration is a token or more: until its size is known, the run has as many as it can have.
+    most = str(min(tokens, _MOST_ITERATIONS))
+    config = read_planned_run(_without_layout((*completed, "--train-iters", most)), 1).config
+    tokens_per_step = config.data.seq_length * config.training.global_batch_size
+    return (*completed, "--train-iters", str(max(1, tokens // tokens_per_step)))
 
 
 def _without_layout(words: Sequence[str]) -> tuple[str, ...]:

@@ -54,6 +54,7 @@ class Implementation:
     waits_for_neighbours: bool = True
     fuses_weight_gradients: bool = True
     offloads_in_pipelines: bool = False
+    offloads_beside_recompute: bool = False
     takes_any_microbatches: bool = False
 
 
@@ -105,6 +106,7 @@ OURS = Implementation(
     wide_logit_bytes=0,
     waits_for_neighbours=False,
     offloads_in_pipelines=True,
+    offloads_beside_recompute=True,
     takes_any_microbatches=True,
 )
 OURS_ON_CPU = dataclasses.replace(OURS, name="ours-cpu", saved=saved_on_cpu)

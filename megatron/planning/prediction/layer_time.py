@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.planning.activation_memory import largest, layer_bytes
+from megatron.planning.activation_memory import LayerBytes
 from megatron.planning.gpu import AttentionRate, Gpu
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import (
     Product,
+    adapter_products,
     attention_flops,
     key_value_width,
     layer_products,
@@ -53,15 +54,24 @@ class LayerTime:
         return max(self.floor, busy + self.tensor_parallel + self.context_parallel + self.offload)
 
 
-def layer_time(plan: Plan, gpu: Gpu, implementation: Implementation) -> LayerTime:
-    """Return the time of one layer, forward and backward, with the recompute that is configured."""
+def layer_time(plan: Plan, gpu: Gpu, implementation: Implementation, kept: LayerBytes, *, in_float8: bool) -> LayerTime:
+    """Return the time of one layer, forward and backward, with the recompute that is configured.
+
+    ``kept`` is what `layer_bytes` returned for the layer, and ``in_float8`` says that its products are in fp8.
+    """
     products = layer_products(plan.model)
-    peak = gpu.float8_flops if plan.model.fp8_format is not None else _peak(plan.model, gpu)
+    half = _peak(plan.model, gpu)
+    peak = gpu.float8_flops if in_float8 else half
     forward, backward = _attention(plan, gpu, implementation)
-    passed = passed_bytes(plan, implementation.is_rotation_fused, implementation.has_flash_attention)
-    computed = sum(_product(product, plan.num_tokens, peak, gpu) for product in products)
+    passed = passed_bytes(
+        *(plan, implementation.is_rotation_fused, implementation.has_flash_attention), in_float8=in_float8
+    )
+    rates = [*((each, peak) for each in products), *((each, half) for each in adapter_products(plan.model))]
+    parts = [(_product(product, plan.num_tokens, rate, gpu), product.passes) for product, rate in rates]
+    computed = sum(seconds for seconds, _ in parts)
+    once = sum(seconds / passes for seconds, passes in parts)
     passes = passed / (gpu.memory_bandwidth * implementation.times.pass_share)
-    exchanged = _tensor_parallel(plan, gpu)
+    exchanged = _tensor_parallel(plan, gpu, in_float8=in_float8)
     ring = _ring(plan, gpu)
     return LayerTime(
         products=computed,
@@ -69,8 +79,8 @@ def layer_time(plan: Plan, gpu: Gpu, implementation: Implementation) -> LayerTim
         passes=passes,
         tensor_parallel=exchanged,
         context_parallel=max(0.0, ring - forward - backward),
-        again=_again(plan.model, (computed + passes + exchanged) / 3 + forward, forward, computed / 3),
-        offload=_offload(plan, gpu, implementation, (computed + passes) / 3 + forward),
+        again=_again(plan.model, once + (passes + exchanged) / 3 + forward, forward, once),
+        offload=_offload(plan, gpu, kept, once + passes / 3 + forward),
         floor=_LAUNCHES * _LAUNCH_S,
     )
 
@@ -78,11 +88,12 @@ def layer_time(plan: Plan, gpu: Gpu, implementation: Implementation) -> LayerTim
 def output_layer_time(plan: Plan, gpu: Gpu) -> float:
     """Return the time of the output layer and the loss, which are in the model's own precision also beside fp8."""
     model, t = plan.model, plan.parallel_sizes.tp
-    output = Product(model.hidden_size, model.padded_vocab_size // t)
+    output = Product(model.hidden_size, model.padded_vocab_size // t, is_trained=not model.lora_rank)
     seconds = _product(output, plan.num_tokens, _peak(model, gpu), gpu)
     seconds += loss_bytes(plan) / (gpu.memory_bandwidth * MEMORY_SHARE)
     message = plan.num_tokens * model.hidden_size * _HALF
-    return seconds + 3 * Links(gpu, plan.parallel_sizes).tensor_parallel_seconds(message)
+    # Its input is gathered for each product of its weight or of that's gradient, and its gradient scattered.
+    return seconds + output.passes * Links(gpu, plan.parallel_sizes).tensor_parallel_seconds(message)
 
 
 def _peak(model: GPTConfig, gpu: Gpu) -> float:
@@ -90,9 +101,9 @@ def _peak(model: GPTConfig, gpu: Gpu) -> float:
 
 
 def _product(product: Product, tokens: int, peak: float, gpu: Gpu) -> float:
-    """Return the time of a linear layer's product and of its two gradients."""
-    flops = 3 * 2.0 * tokens * product.size
-    written = _HALF * tokens * (product.columns + product.inner) + _WIDE_SUM * product.size
+    """Return the time of a linear layer's product and of its gradients."""
+    flops = product.passes * 2.0 * tokens * product.size
+    written = _HALF * tokens * (product.columns + product.inner) + _WIDE_SUM * product.size * product.is_trained
     return flops / (peak * gpu.product_share) + written / (gpu.memory_bandwidth * MEMORY_SHARE)
 
 
@@ -110,13 +121,18 @@ def _attention(plan: Plan, gpu: Gpu, implementation: Implementation) -> tuple[fl
     return forward, backward
 
 
-def _tensor_parallel(plan: Plan, gpu: Gpu) -> float:
-    """Return the time of a layer's ten exchanges: in fp8, the six that gather carry 8 bits."""
+def _tensor_parallel(plan: Plan, gpu: Gpu, *, in_float8: bool) -> float:
+    """Return the time of a layer's ten exchanges: in fp8, the six that gather carry 8 bits.
+
+    Two of the six are for weights' gradients, which frozen weights do not have. What adapters exchange is narrow, and
+    not counted.
+    """
     links, size = Links(gpu, plan.parallel_sizes), plan.num_tokens * plan.model.hidden_size
     if not plan.model.sequence_parallel:
         return 8 * links.tensor_parallel_seconds(size * _HALF)
-    gathered = 1 if plan.model.fp8_format is not None else _HALF
-    return 6 * links.tensor_parallel_seconds(size * gathered) + 4 * links.tensor_parallel_seconds(size * _HALF)
+    gathered = 1 if in_float8 else _HALF
+    gathers = 4 if plan.model.lora_rank else 6
+    return gathers * links.tensor_parallel_seconds(size * gathered) + 4 * links.tensor_parallel_seconds(size * _HALF)
 
 
 def _ring(plan: Plan, gpu: Gpu) -> float:
@@ -133,10 +149,9 @@ def _again(model: GPTConfig, forward: float, attention: float, products: float) 
     return attention * ("core_attn" in modules) + products * 2 / 3 * ("mlp" in modules)
 
 
-def _offload(plan: Plan, gpu: Gpu, implementation: Implementation, forward: float) -> float:
+def _offload(plan: Plan, gpu: Gpu, kept: LayerBytes, forward: float) -> float:
     """Return what a layer waits for its activations' way to the machine's memory and back."""
     if not (plan.model.cpu_offloading and plan.model.cpu_offloading_activations):
         return 0.0
-    kept = largest(layer_bytes(plan, implementation.saved)).kept
-    copy = kept / (gpu.host_bandwidth * MEMORY_SHARE)
+    copy = kept.kept / (gpu.host_bandwidth * MEMORY_SHARE)
     return max(0.0, copy - forward) + max(0.0, copy - 2 * forward)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.planning.adapter_parameters import adapter_parameters
 from megatron.planning.plan import Plan
 
 _FUSED_ROTATION, _ROTATION = 8, 40
@@ -22,34 +24,45 @@ _HALF = 2
 
 @dataclass(frozen=True)
 class Product:
-    """Hold a linear layer on one rank: its weight is ``[columns, inner]``."""
+    """Hold a linear layer on one rank: its weight is ``[columns, inner]``, and has a gradient where it is trained."""
 
     inner: int
     columns: int
+    is_trained: bool = True
 
     @property
     def size(self) -> int:
         """Return the number of weights."""
         return self.inner * self.columns
 
+    @property
+    def passes(self) -> int:
+        """Return the number of products: the layer's own, its input's gradient, and its weight's where it has one."""
+        return 3 if self.is_trained else 2
+
 
 def layer_products(model: GPTConfig) -> tuple[Product, Product, Product, Product]:
     """Return a layer's products on one tensor-parallel rank: attention's two and the feed-forward's two."""
-    t, h = model.tensor_model_parallel_size, model.hidden_size
+    t, h, is_trained = model.tensor_model_parallel_size, model.hidden_size, not model.lora_rank
     ffn = model.ffn_hidden_size // t
     queries = model.query_projection_size // t
     return (
-        Product(h, queries + 2 * key_value_width(model)),
-        Product(queries, h),
-        Product(h, ffn * (2 if model.is_gated else 1)),
-        Product(ffn, h),
+        Product(h, queries + 2 * key_value_width(model), is_trained),
+        Product(queries, h, is_trained),
+        Product(h, ffn * (2 if model.is_gated else 1), is_trained),
+        Product(ffn, h, is_trained),
     )
+
+
+def adapter_products(model: GPTConfig) -> list[Product]:
+    """Return the narrow products of a layer's low-rank adapters on one tensor-parallel rank."""
+    rank = model.lora_rank
+    return [Product(rank, size // rank) for name in model.adapted_parts for size, _ in adapter_parameters(model, name)]
 
 
 def key_value_width(model: GPTConfig) -> int:
     """Return the width of all keys on one tensor-parallel rank; ranks beyond the groups hold copies."""
-    t = model.tensor_model_parallel_size
-    return model.kv_projection_size // min(t, model.num_query_groups)
+    return key_value_heads_of_rank(model.num_query_groups, model.tensor_model_parallel_size) * model.kv_channels
 
 
 def attention_flops(plan: Plan) -> float:
@@ -65,7 +78,7 @@ def megatron_step_flops(plan: Plan) -> float:
     return 3.0 * plan.global_batch_size * (model.forward_flops_per_sequence(s) + unused_half)
 
 
-def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool) -> float:
+def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool, *, in_float8: bool) -> float:
     """Return the bytes that a layer's passes over memory read and write."""
     model, tokens, rows = plan.model, plan.num_tokens, plan.num_rows
     t, h = plan.parallel_sizes.tp, model.hidden_size
@@ -82,8 +95,8 @@ def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool)
         total += rows * h * 2 * 2
     if not has_flash_attention:
         total += score_elements(model, plan.seq_length, plan.micro_batch_size) * _SCORE_BYTES
-    if model.fp8_format is not None:
-        total += _cast_bytes(tokens, rows, h, (queries, keys, ffn, gates))
+    if in_float8:
+        total += _cast_bytes(tokens, rows, h, (queries, keys, ffn, gates), has_weight_gradients=not model.lora_rank)
     return total
 
 
@@ -98,11 +111,13 @@ def loss_bytes(plan: Plan) -> float:
     return float(plan.num_logits * _LOSS_BYTES)
 
 
-def _cast_bytes(tokens: int, rows: int, h: int, widths: tuple[int, int, int, int]) -> float:
+def _cast_bytes(
+    tokens: int, rows: int, h: int, widths: tuple[int, int, int, int], *, has_weight_gradients: bool
+) -> float:
     """Return the bytes of making fp8 operands: norms write fp8 at once, others are read in 16 bits and written."""
     queries, keys, ffn, gates = widths
     inputs = 3 * tokens * (queries + ffn) - 2 * rows * h
-    transposed = 2 * tokens * (2 * h + queries + ffn)
-    # Gradients are written twice: as they are, and transposed for the weights' gradients.
-    gradients = 4 * tokens * (2 * h + queries + 2 * keys + gates * ffn)
+    transposed = 2 * tokens * (2 * h + queries + ffn) if has_weight_gradients else 0
+    # Gradients are read in 16 bits and written as they are, and once more transposed for the weights' gradients.
+    gradients = (4 if has_weight_gradients else 3) * tokens * (2 * h + queries + 2 * keys + gates * ffn)
     return float(inputs + transposed + gradients)

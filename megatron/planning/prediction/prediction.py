@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.planning.activation_memory import layer_bytes
+from megatron.planning.activation_memory import LayerBytes, layer_bytes
 from megatron.planning.gpu import Gpu
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import megatron_step_flops
 from megatron.planning.prediction.refusals import plan_refusals
-from megatron.planning.prediction.stage_memory import StageMemory, StageState, stage_memory, stage_state
+from megatron.planning.prediction.stage_memory import (
+    MEMORY_PARTS,
+    StageMemory,
+    StageState,
+    stage_memory,
+    stage_state,
+)
 from megatron.planning.prediction.step_time import StepTime, step_time
 
 _MIB = 2**20
@@ -70,18 +76,20 @@ def predict(
     platform: Platform = HOPPER_MACHINES,
     states: Sequence[StageState] | None = None,
     looked_at: Sequence[int] | None = None,
+    layers: Sequence[LayerBytes] | None = None,
 ) -> Prediction:
     """Return what becomes of a plan; without a GPU type there is no time, without ``usable`` memory no limit.
 
     ``states`` are what the stages of a plan of the same layout hold between steps, where that is known already.
-    ``looked_at`` are the stages that can be the fullest, where not all of them are wanted.
+    ``looked_at`` are the stages that can be the fullest, where not all of them are wanted. ``layers`` is what
+    `layer_bytes` returned for this plan, where it was asked already.
     """
     if usable is None and gpu is not None:
         usable = usable_bytes(gpu)
     refusals = plan_refusals(plan, implementation, gpu)
     if refusals:
         return Prediction("error", "; ".join(refusals))
-    layers, pp = layer_bytes(plan, implementation.saved), plan.parallel_sizes.pp
+    layers, pp = layers or layer_bytes(plan, implementation.saved), plan.parallel_sizes.pp
     states = states or [stage_state(plan, stage, implementation) for stage in range(pp)]
     numbers = looked_at or range(pp)
     stages = tuple(stage_memory(plan, stage, implementation, states[stage], layers) for stage in numbers)
@@ -89,7 +97,7 @@ def predict(
     used = needed + (platform.fragment_bytes if plan.stage_layout.num_chunks > 1 else 0)
     if usable is not None and needed > usable:
         return Prediction("oom", _too_much(stages, numbers, needed, usable), stages, used)
-    time = step_time(plan, gpu, implementation, states) if gpu is not None else None
+    time = step_time(plan, gpu, implementation, states, layers) if gpu is not None else None
     tflops = None
     if time is not None:
         tflops = megatron_step_flops(plan) / time.total / plan.parallel_sizes.world_size / 1e12
@@ -102,8 +110,7 @@ def predict(
 
 def _too_much(stages: Sequence[StageMemory], numbers: Sequence[int], needed: int, usable: int) -> str:
     number, stage = max(zip(numbers, stages), key=lambda item: item[1].total)
-    parts = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
-    largest = max(parts, key=lambda name: int(getattr(stage, name)))
+    largest = max(MEMORY_PARTS, key=lambda name: int(getattr(stage, name)))
     return (
         f"stage {number} needs {needed // _MIB} MiB of {usable // _MIB}; most of it is {largest} "
         f"({getattr(stage, largest) // _MIB} MiB)"

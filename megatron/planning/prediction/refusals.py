@@ -56,7 +56,8 @@ def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> It
             f"{implementation.name} has no offload of activations in pipelines (pp {pp}); use pp 1, recompute, or the "
             f"implementation {OURS.name}"
         )
-    if model.cpu_offloading and model.recompute_granularity is not None and implementation is not OURS:
+    is_recomputed = model.recompute_granularity is not None
+    if model.cpu_offloading and is_recomputed and not implementation.offloads_beside_recompute:
         yield f"{implementation.name} offloads or recomputes activations; leave out one"
     if plan.stage_layout.num_chunks > 1 and pp == 1:
         yield "virtual stages need pp of 2 or more; leave out vpp or raise pp"

@@ -14,6 +14,8 @@ from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import layer_products, score_elements
 
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+"""Parts of a stage's memory in the order in which they are shown."""
 _FLOAT8_COPIES = 2
 """A weight's fp8 copy and its transpose."""
 _SCORES_AT_WORK = 3
@@ -38,15 +40,18 @@ class StageMemory:
     @property
     def total(self) -> int:
         """Return all parts together."""
-        parts = (self.weights, self.gradients, self.optimizer, self.activations, self.logits, self.buffers)
-        return sum(parts)
+        return sum(int(getattr(self, name)) for name in MEMORY_PARTS)
 
 
 @dataclass(frozen=True)
 class StageState:
-    """Hold what a rank of a stage has between steps: it follows from the layout, not from batches or recompute."""
+    """Hold what a rank of a stage has between steps: it follows from the layout, not from batches or recompute.
+
+    Frozen parameters have weights, and neither gradients nor state.
+    """
 
     parameters: int
+    trained_parameters: int
     weights: int
     gradients: int
     optimizer: int
@@ -55,27 +60,31 @@ class StageState:
 def stage_state(plan: Plan, stage: int, implementation: Implementation) -> StageState:
     """Return what a stage's ranks hold between steps."""
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
-    num_parameters = num_elements = 0
+    num_trained = num_frozen = num_elements = 0
     replicas = plan.parallel_sizes.num_replicas
     for chunk in chunks:
         parameters = chunk_parameters(model, chunk)
-        sizes = [parameter.size for parameter in parameters]
-        tied = [index for index, parameter in enumerate(parameters) if parameter.is_tied]
-        num_parameters += sum(sizes)
+        trained = [parameter for parameter in parameters if parameter.is_trained]
+        sizes = [parameter.size for parameter in trained]
+        tied = [index for index, parameter in enumerate(trained) if parameter.is_tied]
+        num_trained += sum(sizes)
+        num_frozen += sum(parameter.size for parameter in parameters if not parameter.is_trained)
         num_elements += plan_buckets(sizes, tied, plan.ddp, replicas).num_elements
     element = ELEMENT_BYTES[model.params_dtype]
     is_sharded = plan.ddp.shards_over(replicas)
     # Weights that are gathered lie in a flat buffer, with its padding.
-    weights = (num_elements if is_sharded else num_parameters) * element
+    weights = (num_frozen + (num_elements if is_sharded else num_trained)) * element
     if implementation.caches_float8_weights and model.fp8_format is not None:
-        num_layers = sum(len(chunk.layer_numbers) for chunk in chunks)
+        float8_layers = model.float8_layers(model.num_layers)
+        num_layers = sum(number in float8_layers for chunk in chunks for number in chunk.layer_numbers)
         copied = num_layers * sum(product.size for product in layer_products(model))
         weights += (_FLOAT8_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
     gradient = _gradient_bytes(plan, implementation)
     gradients = num_elements * gradient // (replicas if plan.ddp.shards_gradients and is_sharded else 1)
-    state = num_parameters // (replicas if is_sharded else 1)
+    state = num_trained // (replicas if is_sharded else 1)
     return StageState(
-        parameters=num_parameters,
+        parameters=num_trained + num_frozen,
+        trained_parameters=num_trained,
         weights=weights,
         gradients=gradients,
         optimizer=round(state * state_bytes(plan.optimizer) * (1.0 - plan.optimizer.offload_fraction)),
@@ -105,7 +114,7 @@ def stage_memory(
         again += _SCORES_AT_WORK * element * scores
     if chunks[-1].has_loss and model.sequence_parallel:
         ends += element * plan.num_tokens * model.hidden_size  # the output layer's input, gathered
-    if chunks[-1].has_loss and not implementation.fuses_weight_gradients:
+    if chunks[-1].has_loss and not implementation.fuses_weight_gradients and not model.lora_rank:
         ends += element * (model.padded_vocab_size // plan.parallel_sizes.tp) * model.hidden_size
     return StageMemory(
         parameters=state.parameters,

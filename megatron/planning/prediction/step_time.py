@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron.planning.activation_memory import LayerBytes
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.gpu import Gpu
 from megatron.planning.plan import Plan
@@ -25,6 +26,7 @@ _FILLED_BUBBLE = 1 / 3
 class StepTime:
     """Hold the seconds of a step by part; ``slowest_stage`` is one micro-batch there.
 
+    ``layer`` is in fp8 where any layers are; the first and the last ones that are not take their own time.
     ``exposed_data_parallel`` is what gradients and parameters travel while nothing is computed.
     """
 
@@ -43,12 +45,23 @@ class StepTime:
         return self.busy + self.bubble + self.neighbours + self.exposed_data_parallel + self.update
 
 
-def step_time(plan: Plan, gpu: Gpu, implementation: Implementation, stages: Sequence[StageState]) -> StepTime:
-    """Return the time of a training step; ``stages`` are what every stage holds between steps."""
-    layer, output = layer_time(plan, gpu, implementation), output_layer_time(plan, gpu)
+def step_time(
+    plan: Plan, gpu: Gpu, implementation: Implementation, stages: Sequence[StageState], kept: Sequence[LayerBytes]
+) -> StepTime:
+    """Return the time of a training step.
+
+    ``stages`` are what every stage holds between steps, and ``kept`` what `layer_bytes` returned.
+    """
+    float8_layers = plan.model.float8_layers(plan.model.num_layers)
+    kinds = {number in float8_layers: layer for number, layer in enumerate(kept)}
+    layers = {
+        in_float8: layer_time(plan, gpu, implementation, layer, in_float8=in_float8)
+        for in_float8, layer in kinds.items()
+    }
+    output = output_layer_time(plan, gpu)
     chunks_of = [plan.stage_layout.chunks(stage) for stage in range(plan.parallel_sizes.pp)]
     seconds = [
-        sum(_chunk(plan, layer, len(chunk.layer_numbers)) + output * chunk.has_loss for chunk in chunks)
+        sum(_chunk(plan, layers, chunk.layer_numbers) + output * chunk.has_loss for chunk in chunks)
         for chunks in chunks_of
     ]
     slowest, pp = max(seconds), len(seconds)
@@ -61,7 +74,7 @@ def step_time(plan: Plan, gpu: Gpu, implementation: Implementation, stages: Sequ
     shown = 1.0 if is_exposed else num_chunks * _EXCHANGE_SHARE
     links = Links(gpu, plan.parallel_sizes)
     return StepTime(
-        layer=layer,
+        layer=layers[True in layers],
         output_layer=output,
         slowest_stage=slowest,
         busy=plan.num_microbatches * slowest,
@@ -72,21 +85,30 @@ def step_time(plan: Plan, gpu: Gpu, implementation: Implementation, stages: Sequ
     )
 
 
-def _chunk(plan: Plan, layer: LayerTime, num_layers: int) -> float:
-    """Return the time of a chunk's layers, of which block recompute and offload take the first ones only."""
+def _chunk(plan: Plan, layers: Mapping[bool, LayerTime], numbers: Sequence[int]) -> float:
+    """Return the time of a chunk's layers, of which block recompute and offload take the first ones only.
+
+    ``layers`` are those in fp8 (True) and the others.
+    """
     model = plan.model
-    again = offloaded = num_layers
+    again = offloaded = len(numbers)
     if model.recompute_granularity == "full" and model.recompute_method == "block":
-        again = min(num_layers, model.recompute_num_layers or 1)
+        again = min(again, model.recompute_num_layers or 1)
     if model.cpu_offloading:
-        offloaded = min(num_layers, model.num_offloaded_layers)
-    return num_layers * layer.total - (num_layers - again) * layer.again - (num_layers - offloaded) * layer.offload
+        offloaded = min(offloaded, model.num_offloaded_layers)
+    seconds, float8_layers = 0.0, model.float8_layers(model.num_layers)
+    for in_float8, layer in layers.items():
+        places = [place for place, number in enumerate(numbers) if (number in float8_layers) == in_float8]
+        seconds += len(places) * layer.total
+        seconds -= sum(place >= again for place in places) * layer.again
+        seconds -= sum(place >= offloaded for place in places) * layer.offload
+    return seconds
 
 
 def _exposed(plan: Plan, links: Links, stage: StageState, slowest: float) -> float:
     """Return what reducing gradients and gathering parameters takes beside the passes that hide it."""
     ddp = plan.ddp
-    weights = stage.parameters * ELEMENT_BYTES[plan.model.params_dtype]
+    weights = stage.trained_parameters * ELEMENT_BYTES[plan.model.params_dtype]
     replicas, rounds = plan.parallel_sizes.num_replicas, 1
     if ddp.shards_gradients and ddp.shards_over(replicas):
         # Each micro-batch's gradients are reduced, the whole of them to a shard.

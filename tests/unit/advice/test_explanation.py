@@ -14,13 +14,14 @@ import pytest
 
 from megatron.advice.explanation import Explanation, explain, first_rank
 from megatron.advice.page import to_page
-from megatron.advice.text_report import MEMORY_PARTS, to_text
+from megatron.advice.text_report import to_text
 from megatron.commands.arguments.planned_run import read_planned_run
 from megatron.commands.planning.explain import main
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.planning.closed_forms import step_traffic
 from megatron.planning.gpu import H100
 from megatron.planning.prediction.implementations import OURS
+from megatron.planning.prediction.stage_memory import MEMORY_PARTS
 from megatron.planning.theoretical_memory import model_size
 from tests.unit.advice.planned_words import LARGE, SMALL
 
@@ -157,18 +158,26 @@ def test_wrong_words_are_answered_in_one_line(words: list[str], told: str, capsy
 
 
 def test_a_layout_that_does_not_fit_gets_three_changes_that_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LARGE, "--world-size", "32", "--json"]) == 0
+    named = json.loads(capsys.readouterr().out)["changes"]
     assert main([*LARGE, "--world-size", "32"]) == 0
     text = capsys.readouterr().out
     assert "outcome: oom: stage 0 needs" in text
     changes = text.split("changes that would make it run")[1].splitlines()[1:]
     assert [line.strip()[:2] for line in changes] == ["1.", "2.", "3."]
     assert all("ms a step" in line and "MiB left" in line for line in changes)
+    assert [f"{each['flags']}: {each['cost']}" for each in named] == [line.strip()[3:] for line in changes[:3]]
 
 
 def test_a_refused_layout_gets_changes_that_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--world-size", "13"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert sum(line.startswith("would run with") for line in lines) == 3
+
+
+def test_flags_with_an_equals_sign_are_offered_for_removal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--world-size", "12", "--fp8-format=hybrid", "--hidden-size", "72"]) == 2
+    assert "would run with 1. (no --fp8-format)" in capsys.readouterr().err
 
 
 def test_nothing_is_proposed_for_what_no_change_mends(capsys: pytest.CaptureFixture[str]) -> None:

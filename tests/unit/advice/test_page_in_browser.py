@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.advice.text_report import MEMORY_PARTS
 from megatron.commands.planning.explain import main
+from megatron.planning.prediction.stage_memory import MEMORY_PARTS
 from tests.unit.advice.planned_words import SMALL
 
 SCRIPT = Path(__file__).parents[2] / "harness" / "browser_page.py"

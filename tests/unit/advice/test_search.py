@@ -60,6 +60,42 @@ def test_the_best_command_parses_and_is_predicted_as_the_table_says(
     assert '<pre id="ranking"' in (tmp_path / "page.html").read_text()
 
 
+SHORT = ("--model-preset", "gpt2-345m", "--gpus", "1", "--precision", "bf16")
+
+
+def launched_by(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the words of the launch command that is printed for a search over one GPU."""
+    assert main([*SHORT, *words]) == 0
+    (command,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("torchrun"))
+    return shlex.split(command)
+
+
+def test_values_behind_an_equals_sign_stay_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = ("--seq-length=512", "--global-batch-size=16", "--lr=7e-5", "--train-iters=37", "--lr-warmup-iters=3")
+    launched = launched_by((*typed, "--train-tokens", "1B"), capsys)
+    assert set(typed) <= set(launched)
+    assert not {"--lr", "--train-iters"} & set(launched)
+
+
+def test_flags_without_effect_are_named_under_the_launch_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, *RUN, "--use-nccl-ub"]) == 0
+    *_, command, note = capsys.readouterr().out.splitlines()
+    assert command.startswith("torchrun")
+    assert "--use-nccl-ub" in command
+    assert note.startswith("--use-nccl-ub has no effect: ")
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [(("--step-batch-size-schedule", "0:32"), 32), (("--global-batch-size=16", "--lr-warmup-iters", "2000"), 16)],
+)
+def test_tokens_are_as_many_iterations_as_the_batch_makes_them(
+    batch: tuple[str, ...], size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched = launched_by((*batch, "--seq-length", "512", "--train-tokens", "1B"), capsys)
+    assert int(launched[launched.index("--train-iters") + 1]) == 10**9 // (512 * size)
+
+
 @pytest.mark.parametrize(("world_size", "machines"), [(6, (6, 1)), (12, (6, 2)), (64, (8, 8)), (7, (7, 1))])
 def test_the_command_starts_as_many_processes_as_there_are_gpus(world_size: int, machines: tuple[int, int]) -> None:
     words = launch_command(["--lr", "1"], world_size).split()
@@ -103,4 +139,21 @@ def test_a_choice_as_flags_is_the_choice_as_configuration() -> None:
 def test_wrong_words_are_answered_in_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     *_, line = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--evaluate x --json a --html b --gpus 4 --precision bf16", "not go with --gpus, --precision, --json, --html"),
+        ("--evaluate x --model-preset gpt2-345m --train-tokens 1B", "not go with --model-preset, --train-tokens"),
+        ("--evaluate x --top 0", "not go with --top"),
+        ("--gpus 8 --output x", "--output goes with --evaluate"),
+    ],
+)
+def test_flags_of_the_other_mode_are_refused(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert told in line

@@ -9,8 +9,9 @@ from megatron.core.pipeline_parallel.schedules import SCHEDULES
 from megatron.planning.activation_memory import activation_bytes
 from megatron.planning.gpu import H100
 from megatron.planning.plan import Plan
-from megatron.planning.prediction.implementations import IMPLEMENTATIONS, MEGATRON_TE, OURS
+from megatron.planning.prediction.implementations import IMPLEMENTATIONS, MEGATRON_TE, OURS, OURS_ON_CPU
 from megatron.planning.prediction.prediction import predict
+from megatron.planning.prediction.stage_memory import stage_state
 from megatron.training.config.arguments import resolve_arguments
 from tests.unit.training.config.command_lines import MINIMAL
 
@@ -70,3 +71,50 @@ def test_exchanges_beside_interleaved_chunks_show_less_than_those_that_are_waite
     assert hidden is not None
     assert 0 < hidden.neighbours < waited.neighbours
     assert hidden.bubble < waited.bubble
+
+
+def test_offload_beside_recompute_is_refused_but_of_our_own() -> None:
+    plan = plan_of("--global-batch-size 8 --recompute-activations --cpu-offloading --cpu-offloading-num-layers 1")
+    outcomes = {each.name: predict(plan, each, H100).outcome for each in (OURS, OURS_ON_CPU, MEGATRON_TE)}
+    assert outcomes == {"ours": "ok", "ours-cpu": "ok", "megatron-te": "error"}
+
+
+def test_the_first_and_the_last_layers_in_bf16_take_their_own_time_and_no_copies_in_fp8() -> None:
+    shape = (
+        "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 4 --sequence-parallel --hidden-size 4096 "
+        "--num-attention-heads 32 --seq-length 2048 --max-position-embeddings 2048 --global-batch-size 8 "
+    )
+    all_in_float8 = shape + "--fp8-format hybrid"
+    mixed = all_in_float8 + " --first-last-layers-bf16 --num-layers-at-start-in-bf16 2 --num-layers-at-end-in-bf16 1"
+    half, mixed_time, float8 = (
+        predict(plan_of(flags), MEGATRON_TE, H100).time for flags in (shape, mixed, all_in_float8)
+    )
+    assert half is not None
+    assert mixed_time is not None
+    assert float8 is not None
+    of_layers = 5 * float8.layer.total + 3 * half.layer.total
+    assert half.layer.total > float8.layer.total
+    assert mixed_time.busy == pytest.approx(8 * (of_layers + half.output_layer))
+    copies = [
+        stage_state(plan_of(flags), 0, MEGATRON_TE).weights - stage_state(plan_of(shape), 0, MEGATRON_TE).weights
+        for flags in (mixed, all_in_float8)
+    ]
+    assert copies[0] * 8 == copies[1] * 5
+
+
+def test_frozen_weights_have_two_products_and_no_gradients_to_reduce_or_weights_to_gather() -> None:
+    shape = (
+        "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel --hidden-size 4096 "
+        "--num-attention-heads 32 --seq-length 2048 --max-position-embeddings 2048 --global-batch-size 8 "
+        "--use-distributed-optimizer"
+    )
+    plain = predict(plan_of(shape), OURS, H100)
+    adapted = predict(plan_of(f"{shape} --lora-rank 8 --load somewhere --finetune"), OURS, H100)
+    assert plain.time is not None
+    assert adapted.time is not None
+    for part in ("products", "tensor_parallel"):
+        assert 0.6 < getattr(adapted.time.layer, part) / getattr(plain.time.layer, part) < 0.81
+    assert adapted.time.layer.attention == plain.time.layer.attention
+    assert adapted.time.exposed_data_parallel < 0.02 * plain.time.exposed_data_parallel
+    assert adapted.time.update < 0.01 * plain.time.update
+    assert adapted.stages[0].optimizer < 0.01 * plain.stages[0].optimizer < plain.stages[0].weights

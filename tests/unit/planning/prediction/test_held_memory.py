@@ -177,6 +177,23 @@ def test_a_step_holds_what_is_predicted(number: int) -> None:
     assert_held(cell_of(number))
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tp=2, sequence_parallel=True), Layout(pp=2, dp=2, sharding="optim"), Layout(dp=2, sharding="optim_grads")],
+    ids=lambda layout: layout.name,
+)
+def test_a_step_of_adapters_holds_no_gradients_and_no_state_of_frozen_weights(layout: Layout) -> None:
+    adapters = ("--lora-rank", "3", "--load", "somewhere", "--finetune")
+    cell = make_cell("llama", layout, extra=(*SIZES, *adapters))
+    config = resolve_cell(cell.flags, cell.world_size, "bfloat16")
+    plan = Plan.of(config)
+    for stage in range(layout.pp):
+        held = held_by_step(config, stage * config.world_size // layout.pp, cell.data)
+        predicted = stage_memory(plan, stage, OURS_ON_CPU)
+        counted = (held.weights, held.gradients, held.optimizer)
+        assert counted == pytest.approx((predicted.weights, predicted.gradients, predicted.optimizer), rel=0.01)
+
+
 @pytest.mark.long
 def test_steps_of_all_layouts_hold_what_is_predicted() -> None:
     assert len(LAYOUTS) >= 30
