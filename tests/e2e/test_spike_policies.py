@@ -76,9 +76,10 @@ def test_a_resumed_run_leaves_the_same_samples_out(tmp_path: Path) -> None:
     assert resumed.iterations()[-1]["iteration"] == 14
 
 
-def test_a_bad_weight_is_undone_by_going_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("examination", ["", "--rerun-mode disabled"])
+def test_a_bad_weight_is_undone_by_going_back(examination: str, tmp_path: Path) -> None:
     faults = Faults(bad_weight_at=19, drifting_parameter="decoder.layers.0.mlp.linear_fc1.weight")
-    run = fork_training(toy_args(tmp_path, WATCH, "--spike-policy rewind"), 1, faults).check()
+    run = fork_training(toy_args(tmp_path, WATCH, "--spike-policy rewind", examination), 1, faults).check()
     clean = fork_training(toy_args(tmp_path / "clean", PLAIN)).check()
     assert "weights: weights are not finite: decoder.layers.0.mlp.linear_fc1.weight on rank 0: 1 of" in run.stdout
     assert left_out(tmp_path) == []
