@@ -101,7 +101,7 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
             report = replace(report, max_attention_logit=logits.take(run.runtime.state.world))
         stragglers = None
         if run.stragglers is not None:
-            run.stragglers.end_iteration()
+            run.stragglers.end_iteration(state.iteration)
             if _is_due(config.logging.log_interval, state.iteration):
                 stragglers = run.stragglers.report(state.iteration)
                 report = replace(report, stragglers=stragglers.figures())

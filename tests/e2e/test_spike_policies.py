@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -76,13 +77,29 @@ def test_a_resumed_run_leaves_the_same_samples_out(tmp_path: Path) -> None:
     assert resumed.iterations()[-1]["iteration"] == 14
 
 
-def test_a_bad_weight_is_undone_by_going_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("examination", ["", "--rerun-mode disabled"])
+def test_a_bad_weight_is_undone_by_going_back(examination: str, tmp_path: Path) -> None:
     faults = Faults(bad_weight_at=19, drifting_parameter="decoder.layers.0.mlp.linear_fc1.weight")
-    run = fork_training(toy_args(tmp_path, WATCH, "--spike-policy rewind"), 1, faults).check()
+    run = fork_training(toy_args(tmp_path, WATCH, "--spike-policy rewind", examination), 1, faults).check()
     clean = fork_training(toy_args(tmp_path / "clean", PLAIN)).check()
     assert "weights: weights are not finite: decoder.layers.0.mlp.linear_fc1.weight on rank 0: 1 of" in run.stdout
     assert left_out(tmp_path) == []
     assert exact_figures(run.iterations()) == exact_figures(clean.iterations())
+
+
+def test_a_run_goes_back_to_what_it_has_saved_itself(tmp_path: Path) -> None:
+    clean = fork_training(toy_args(tmp_path / "clean", PLAIN, "--iterations-to-skip 9")).check()
+    assert newest_known(tmp_path / "clean" / "checkpoints") == 12
+    for name, beginning in {"anew": "", "older": "--ckpt-step 4"}.items():
+        folder = tmp_path / name / "checkpoints"
+        shutil.copytree(tmp_path / "clean", tmp_path / name)
+        args = toy_args(tmp_path / name, WATCH, "--spike-policy rewind", beginning)
+        if not beginning:
+            place = args.index("--load")
+            args = args[:place] + args[place + 2 :]
+        run = fork_training(args, 1, POISON).check()
+        assert f"loading checkpoint from {folder} at iteration 4" in run.stdout
+        assert exact_figures(run.iterations()) == exact_figures(clean.iterations())
 
 
 def test_a_budget_that_is_used_up_ends_the_run(tmp_path: Path) -> None:

@@ -149,7 +149,8 @@ class MegatronOptimizer:
     def finish_step(self, totals: Sequence[float], is_accepted: bool = True) -> StepOutcome:
         """Adapt the loss scale and the count of steps to a step that was begun, and say what has become of it.
 
-        ``is_accepted`` is what the ``accept`` of `begin_step` has answered.
+        ``is_accepted`` is what the ``accept`` of `begin_step` has answered. A step that was not accepted, and one that
+        raises, leave the loss scale as it is: they may be computed again.
 
         Raises:
             BadWeightsError: a gradient is not finite because a weight is not.
@@ -158,16 +159,16 @@ class MegatronOptimizer:
                 All ranks raise.
         """
         statistics = GradStatistics.from_totals(totals)
-        scale, was_at_minimum = self._scaler.scale, self._scaler.is_at_minimum
-        self._scaler.update(found_inf=not statistics.is_finite)
         if not statistics.is_finite:
-            self._refuse_or_skip(was_at_minimum)
+            self._refuse_or_skip()
+            self._scaler.update(found_inf=True)
             return StepOutcome(success=False, grad_norm=None, num_zeros=None)
         self._num_skipped = self._num_at_minimum = 0
-        if not is_accepted:
-            return StepOutcome(success=False, grad_norm=statistics.norm / scale, num_zeros=statistics.num_zeros)
-        self.num_steps += 1
-        return StepOutcome(success=True, grad_norm=statistics.norm / scale, num_zeros=statistics.num_zeros)
+        grad_norm = statistics.norm / self._scaler.scale
+        if is_accepted:
+            self._scaler.update(found_inf=False)
+            self.num_steps += 1
+        return StepOutcome(success=is_accepted, grad_norm=grad_norm, num_zeros=statistics.num_zeros)
 
     @torch.no_grad()
     def params_norm(self) -> float:
@@ -287,7 +288,7 @@ class MegatronOptimizer:
         self._lent.append((compact, values))
         return values
 
-    def _refuse_or_skip(self, was_at_minimum: bool) -> None:
+    def _refuse_or_skip(self) -> None:
         """Raise where a step that is not finite is not to be skipped, or was skipped too often; all ranks alike."""
         world = self._state.world
         # The norm is not finite on any rank, so every rank comes here. A skip cannot help against a bad weight.
@@ -299,7 +300,7 @@ class MegatronOptimizer:
                 "--no-check-for-nan-in-loss-and-grad skips such iterations instead of stopping"
             )
         self._num_skipped += 1
-        self._num_at_minimum = self._num_at_minimum + 1 if was_at_minimum else 0
+        self._num_at_minimum = self._num_at_minimum + 1 if self._scaler.is_at_minimum else 0
         limit, reason = self.config.max_consecutive_skipped_iterations, None
         if self._num_at_minimum >= self.config.hysteresis:
             reason = (

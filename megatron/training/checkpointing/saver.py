@@ -211,7 +211,7 @@ class RunCheckpoints:
     def __post_init__(self) -> None:
         """Begin to count the finite iterations after each checkpoint."""
         self._trial = TrialPeriod(self.config.faults.known_to_train_after)
-        self._first = 0
+        self._own: set[int] = set()
 
     def resume(self) -> TrainState:
         """Fill everything from the newest checkpoint of ``--load`` and return where the run stands.
@@ -219,9 +219,7 @@ class RunCheckpoints:
         A run without ``--load``, or whose folder holds no checkpoint yet, stands at its beginning.
         """
         options = self.config.checkpoint
-        train_state = TrainState() if options.load is None else self._load(options)
-        self._first = train_state.iteration
-        return train_state
+        return TrainState() if options.load is None else self._load(options)
 
     def go_back(self) -> TrainState | None:
         """Fill everything from the newest checkpoint of ``--save`` that is known to train; None where there is none.
@@ -233,6 +231,7 @@ class RunCheckpoints:
             return None
         self.saver.go_back(iteration)
         self._trial.go_back(iteration)
+        self._own = {saved for saved in self._own if saved <= iteration}
         options = self.config.checkpoint
         return self._load(
             replace(
@@ -243,14 +242,13 @@ class RunCheckpoints:
     def newest_known(self) -> int | None:
         """Return the newest checkpoint of ``--save`` that is known to train, as the first rank sees it; collective.
 
-        Those from before the iteration that the run was resumed at do not count.
+        Only those that this process has saved count, and the one that it was resumed from.
         """
         options = self.config.checkpoint
         found = None
         if options.save is not None and self.runtime.is_reporter:
-            # What was saved before this process began is of data that it may not have at hand.
-            saved = [iteration for iteration in saved_iterations(Path(options.save)) if iteration >= self._first]
-            found = newest_known(Path(options.save), saved)
+            # Others are of data that it may not have at hand, or of another run.
+            found = newest_known(Path(options.save), self._own.intersection(saved_iterations(Path(options.save))))
         known: int | None = broadcast_object(found, self.runtime.state.world)
         return known
 
@@ -300,6 +298,7 @@ class RunCheckpoints:
                 self.log(f"schedule changed since the checkpoint: {change}")
         if options.save is not None and not loaded.begins_anew and Path(options.save) == Path(options.load):
             self._trial.begin(loaded.progress.iteration)
+            self._own.add(loaded.progress.iteration)
         return TrainState.from_progress(loaded.progress)
 
     def save(self, train_state: TrainState) -> bool:
@@ -318,7 +317,10 @@ class RunCheckpoints:
         )
         self._trial.begin(train_state.iteration)
         self.saver.save(self._tensors(), common, self._trial.waiting)
-        return not self.saver.has_failed
+        if self.saver.has_failed:
+            return False
+        self._own.add(train_state.iteration)
+        return True
 
     def poll(self) -> None:
         """Let a save that is under way go on, without waiting for it; to be called between iterations."""

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron.core.datasets.history.left_out import LeftOut, LeftOutSamples
+from megatron.core.distributed.weight_check import BadWeightsError
 from megatron.core.errors import TrainingError
 from megatron.core.optimizer.optimizer import StepOutcome
 from megatron.core.pipeline_parallel.executor import ChunkResult
@@ -121,17 +122,17 @@ class FaultGuard:
         """
         if self._faults.rerun_mode == "disabled":
             self._injection.end()
-            verdict = None
+            verdict = Verdict("weights", str(trouble)) if isinstance(trouble, BadWeightsError) else None
             looked = self._watch.describe(agreement.lm_loss, math.inf if trouble else _norm_of(agreement, self._parts))
         else:
             first = self._examination.first(agreement)
             looked = self._watch.describe(first.loss, first.grad_norm)
             self._injection.end()
             verdict = self._examine(step, begun, trouble, first)
+            self._record(begun, verdict)
         found = f"iteration {begun.iteration + 1}: {trouble or looked or 'a fault was injected'}"
         if verdict is not None:
             found += f"; {verdict.cause}: {verdict.text}"
-            self._record(begun, verdict)
         policy = self._faults.spike_policy
         if self._is_to_be_repeated(verdict, trouble, policy):
             self._log(f"WARNING: {found}; the step is computed again, and its result taken")

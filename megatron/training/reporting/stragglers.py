@@ -129,24 +129,28 @@ class Stragglers:
         self._clock = clock
         self._state = state
         self._device = device
-        self._next_first = iteration + 1
+        self._first = iteration + 1
+        self._num_iterations = 0
         self._since: dict[int, int] = {}
         clock.take()
 
-    def end_iteration(self) -> None:
-        """Count nothing more until the next iteration begins."""
+    def end_iteration(self, iteration: int) -> None:
+        """Take no more time until the next iteration begins; a run may go back to iterations that it has had."""
         self._clock.mark("")
+        self._first = min(self._first, iteration)
+        self._num_iterations += 1
 
     def report(self, iteration: int) -> StragglerReport:
         """Gather the times since the last report in one collective, and return what they say; equal on all ranks."""
-        first, self._next_first = self._next_first, iteration + 1
+        first, self._first = self._first, iteration + 1
+        count, self._num_iterations = self._num_iterations, 0
         own = torch.tensor([self._clock.take()], dtype=torch.float64, device=self._device)
         gathered = own.new_empty((self._state.world_size, len(PARTS)))
         all_gather_into(gathered, own, self._state.world)
-        seconds = (gathered / (iteration + 1 - first)).tolist()
+        seconds = (gathered / count).tolist()
         stages = [self._state.sizes.place(rank)["pp"] for rank in range(self._state.world_size)]
         rank, factor, part = slowest(seconds, stages)
-        self._since = {rank: self._since.get(rank, first)} if factor > _SLOW_FACTOR else {}
+        self._since = {rank: min(self._since.get(rank, first), first)} if factor > _SLOW_FACTOR else {}
         return StragglerReport(first, iteration, seconds, rank, factor, part, self._since.get(rank))
 
 

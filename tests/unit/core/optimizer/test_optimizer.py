@@ -281,6 +281,23 @@ def test_an_update_that_is_not_accepted_changes_nothing() -> None:
     assert optimizer.num_steps == 1
 
 
+def test_a_step_that_is_computed_again_moves_the_loss_scale_once() -> None:
+    options = {"initial_loss_scale": 4.0, "min_loss_scale": 2.0, "hysteresis": 1, "loss_scale_window": 2}
+    ddp, optimizer = build(torch.float16, max_consecutive_skipped_iterations=1, **options)
+    train_step(ddp, optimizer, 0)
+    (ddp(*batch(1)) * optimizer.loss_scale).backward()
+    ddp.finish_grad_sync()
+    begun = optimizer.begin_step(accept=lambda norm: norm < 0).tolist()
+    outcome = optimizer.finish_step(begun, is_accepted=False)
+    assert optimizer.loss_scale == 4.0
+    assert outcome.grad_norm == optimizer.measure()
+    assert train_step(ddp, optimizer, 1).success
+    assert optimizer.loss_scale == 8.0
+    with pytest.raises(TrainingError, match="no iteration was finite of 1 in a row"):
+        poisoned_step(ddp, optimizer, float("inf"))
+    assert optimizer.loss_scale == 8.0
+
+
 def build_deciding(
     on_device: bool, dtype: torch.dtype, **options: object
 ) -> tuple[DistributedDataParallel, MegatronOptimizer]:

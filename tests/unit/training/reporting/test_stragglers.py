@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.parallel_state import describe_parallel_state
 from megatron.training.reporting import stragglers
-from megatron.training.reporting.stragglers import PARTS, PartsClock, StragglerReport, slowest
+from megatron.training.reporting.stragglers import PARTS, PartsClock, StragglerReport, Stragglers, slowest
 
 
 def row(**seconds: float) -> list[float]:
@@ -75,3 +76,24 @@ def test_nobody_is_slow_by_a_little() -> None:
     report = StragglerReport(1, 10, [row(forward=1.0), row(forward=1.05)], 1, 1.05, "forward", None)
     assert "| none |" in report.line(1)
     assert report.figures()["slow_rank"] is None
+
+
+def test_a_run_that_goes_back_divides_by_the_iterations_that_it_had(monkeypatch) -> None:
+    now = 10.0
+    monkeypatch.setattr(stragglers, "time", SimpleNamespace(perf_counter=lambda: now))
+    device = torch.device("cpu")
+    clock = PartsClock(FlightRecorder(), device)
+    watched = Stragglers(clock, describe_parallel_state(0, 1), device, 0)
+    reports = []
+    # Iteration 10 is reported, 12 goes back to 4, and 5 to 7 come again; 8 is passed over.
+    for iteration in (9, 10, 11, 5, 6, 7, 9, 10):
+        clock.mark("forward")
+        now += 2.0
+        watched.end_iteration(iteration)
+        if iteration in (10, 7):
+            reports.append(watched.report(iteration))
+    assert [(report.first, report.last, report.seconds[0][0]) for report in reports] == [
+        (1, 10, 2.0),
+        (5, 7, 2.0),
+        (8, 10, 2.0),
+    ]
