@@ -27,9 +27,9 @@ def run(folder: Path, nproc: int, *flags: str) -> tuple[list[tuple[object, ...]]
 @pytest.mark.parametrize(
     ("nproc", "layout", "flags", "share"),
     [
-        (1, "", FULL, "100%"),
+        pytest.param(1, "", FULL, "100%", marks=pytest.mark.long),
         (2, SHARDED, STATIC, "60%"),
-        (2, "--pipeline-model-parallel-size 2", AUTO, "100%"),
+        pytest.param(2, "--pipeline-model-parallel-size 2", AUTO, "100%", marks=pytest.mark.long),
         (2, "--tensor-model-parallel-size 2 --sequence-parallel", STATIC, "60%"),
         pytest.param(
             *(4, f"--context-parallel-size 2 --tensor-model-parallel-size 2 {SHARDED} --fp16", STATIC, "60%"),
@@ -60,7 +60,7 @@ def test_a_run_goes_on_with_and_without_offload(tmp_path: Path, first: str, seco
         assert figures[NORM] == pytest.approx(wanted[NORM], rel=2e-2)
 
 
-@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+@pytest.mark.parametrize("form", [pytest.param("torch_dist", marks=pytest.mark.long), "torch"])
 def test_offloaded_state_is_saved_in_megatrons_formats(tmp_path: Path, form: str) -> None:
     expected, _ = run(tmp_path / "whole", 1)
     run(tmp_path / "parts", 1, STATIC, f"--exit-interval 2 --ckpt-format {form}")

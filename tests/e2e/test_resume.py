@@ -26,7 +26,7 @@ CASES = [
     pytest.param(2, "--bf16 --use-distributed-optimizer", id="bf16-dp2-distributed-optimizer"),
     pytest.param(2, f"{SHARDED} --overlap-grad-reduce", id="fp32-dp2-sharded-gradients"),
 ]
-DOUBLED = ("fp32-tp2", "fp32-dp2", "bf16-dp2")
+DOUBLED = ("fp32", "bf16", "fp32-tp2", "fp32-dp2", "bf16-dp2", "bf16-dp2-distributed-optimizer")
 """Cases that others do with something more, and that resume at other layouts and after violent ends by default too."""
 TrainWhole = Callable[[int, str], tuple[Path, ForkedRun]]
 
@@ -84,8 +84,17 @@ def test_resume_is_bitwise_exact(num_processes: int, flags: str, train_whole: Tr
     assert_equal_to_uninterrupted(second, whole, tmp_path, folder)
 
 
-@pytest.mark.parametrize("how", ["signal", "kill"])
-@pytest.mark.parametrize(("num_processes", "flags"), [CASES[1], CASES[3], CASES[5]])
+@pytest.mark.parametrize(
+    ("num_processes", "flags", "how"),
+    [
+        pytest.param(*CASES[1].values, "kill", id="bf16-kill"),
+        pytest.param(*CASES[3].values, "signal", id="fp32-tp2-signal"),
+        pytest.param(*CASES[5].values, "kill", id="fp32-dp2-kill"),
+        pytest.param(*CASES[1].values, "signal", id="bf16-signal", marks=pytest.mark.long),
+        pytest.param(*CASES[3].values, "kill", id="fp32-tp2-kill", marks=pytest.mark.long),
+        pytest.param(*CASES[5].values, "signal", id="fp32-dp2-signal", marks=pytest.mark.long),
+    ],
+)
 def test_resume_after_a_violent_end_is_bitwise_exact(
     num_processes: int, flags: str, how: str, train_whole: TrainWhole, tmp_path: Path
 ) -> None:
@@ -114,11 +123,18 @@ def test_what_an_interrupted_run_wrote_beyond_its_checkpoint_is_set_aside(tmp_pa
 
 
 LAYOUTS = [
-    pytest.param(1, "", 2, "--tensor-model-parallel-size 2", id="tp1-to-tp2"),
-    pytest.param(2, "--tensor-model-parallel-size 2", 1, "", id="tp2-to-tp1"),
-    pytest.param(1, "", 2, "", id="dp1-to-dp2"),
+    pytest.param(1, "", 2, "--tensor-model-parallel-size 2", id="tp1-to-tp2", marks=pytest.mark.long),
+    pytest.param(2, "--tensor-model-parallel-size 2", 1, "", id="tp2-to-tp1", marks=pytest.mark.long),
+    pytest.param(1, "", 2, "", id="dp1-to-dp2", marks=pytest.mark.long),
     pytest.param(2, "", 2, "--tensor-model-parallel-size 2 --sequence-parallel", id="dp2-to-tp2-sp"),
-    pytest.param(4, "--use-distributed-optimizer --micro-batch-size 1", 2, SHARDED, id="dp4-sharded-to-dp2-sharded"),
+    pytest.param(
+        4,
+        "--use-distributed-optimizer --micro-batch-size 1",
+        2,
+        SHARDED,
+        id="dp4-sharded-to-dp2-sharded",
+        marks=pytest.mark.long,
+    ),
     pytest.param(2, SHARDED, 2, "--tensor-model-parallel-size 2", id="dp2-sharded-to-tp2"),
     pytest.param(1, "", 2, "--use-distributed-optimizer", id="dp1-to-dp2-sharded"),
     pytest.param(

@@ -77,7 +77,7 @@ def test_a_resumed_run_leaves_the_same_samples_out(tmp_path: Path) -> None:
     assert resumed.iterations()[-1]["iteration"] == 14
 
 
-@pytest.mark.parametrize("examination", ["", "--rerun-mode disabled"])
+@pytest.mark.parametrize("examination", [pytest.param("", marks=pytest.mark.long), "--rerun-mode disabled"])
 def test_a_bad_weight_is_undone_by_going_back(examination: str, tmp_path: Path) -> None:
     faults = Faults(bad_weight_at=19, drifting_parameter="decoder.layers.0.mlp.linear_fc1.weight")
     run = fork_training(toy_args(tmp_path, WATCH, "--spike-policy rewind", examination), 1, faults).check()

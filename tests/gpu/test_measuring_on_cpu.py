@@ -121,6 +121,7 @@ def test_bandwidths_are_measured_by_processes(report: Report) -> None:
     assert "| send | 2 | 0.0625 |" in markdown(report)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_training_is_timed_beside_its_prediction(report: Report) -> None:
     flags = (*GPT2_345M, *TINY, "--global-batch-size", "4")

@@ -113,6 +113,8 @@ assert tokenizer.tokenize("aé") == [97, 195, 169]
 assert tokenizer.detokenize([*tokenizer.tokenize("aé"), tokenizer.eod_id]) == "aé"
 """,
 }
+TRAINED = ("flag", "layer_kind", "model", "checkpoint_format")
+"""Recipes whose use takes the longest; their patches are held against the files by default."""
 PREAMBLE = """
 import pathlib, sys
 import megatron
@@ -136,10 +138,20 @@ def test_every_recipe_has_its_patch_and_is_used() -> None:
 
 
 @pytest.mark.parametrize("recipe", USES)
-def test_a_recipe_touches_the_files_that_it_names_and_works(recipe: str, tmp_path: Path) -> None:
+def test_a_recipe_touches_the_files_that_it_names(recipe: str) -> None:
     patch = PATCHES / f"{recipe}.patch"
     touched = set(re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert touched == files_named(recipe)
+    command = ["git", "apply", "--check", str(patch)]
+    checked = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, f"{checked.stderr}mend the recipe and its patch"
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(recipe, marks=pytest.mark.long if recipe in TRAINED else ()) for recipe in USES]
+)
+def test_what_a_recipe_adds_works(recipe: str, tmp_path: Path) -> None:
+    patch = PATCHES / f"{recipe}.patch"
     shutil.copytree(REPOSITORY / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pretrain_gpt.py", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, tmp_path / name)

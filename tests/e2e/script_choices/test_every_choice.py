@@ -34,7 +34,7 @@ END = 256  # the tokenizer's end of text
 
 
 DRAWN = random.Random(7).sample(all_choices(), 250)
-DEFAULT, LONG = DRAWN[:20], DRAWN[20:]
+DEFAULT, LONG = DRAWN[:12], DRAWN[12:]
 Train = Callable[[Choices, bool], ForkedRun]
 
 

@@ -152,7 +152,9 @@ def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) ->
     return results
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.long), 90, pytest.param(100, marks=pytest.mark.long)]
+)
 def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability: int, tmp_path: Path) -> None:
     (results,) = run_distributed(1, compile_programs, capability, tmp_path, timeout_s=120.0)
     assert len(results) == 29 + NUM_FLOAT8 * (capability >= MIN_FLOAT8_CAPABILITY)

@@ -105,10 +105,10 @@ class Counted:
 @pytest.mark.parametrize(
     ("settings", "world_size"),
     [
-        (LLAMA, 1),
+        pytest.param(LLAMA, 1, marks=pytest.mark.long),
         (LLAMA | DROPOUT, 2),
-        (NEOX, 1),
-        (NEOX | DROPOUT, 1),
+        pytest.param(NEOX, 1, marks=pytest.mark.long),
+        pytest.param(NEOX | DROPOUT, 1, marks=pytest.mark.long),
         (NEOX | DROPOUT | PARALLEL, 2),
         (GPT2, 1),
         (GPT2 | DROPOUT, 2),
