@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.index import read_index
 from megatron.training.faults.known_good import newest_known
+from megatron.training.process import signals
 from tests.e2e.toy_run import exact_figures, newest, toy_args
-from tests.harness.faults import Faults
+from tests.harness.faults import Faults, run_with_faults
 from tests.harness.forked_training import ForkedRun, fork_training
 
 PLAIN = "--train-iters 14 --save-interval 4 --eval-interval 100"
@@ -75,6 +80,26 @@ def test_a_resumed_run_leaves_the_same_samples_out(tmp_path: Path) -> None:
     assert left_out(tmp_path) == [(36, 40, [BAD_SAMPLE])]
     assert skipped(resumed) == [10]
     assert resumed.iterations()[-1]["iteration"] == 14
+
+
+def late_on_rank_one(argv: Sequence[str], faults: Faults) -> int:
+    """Train where the second rank's clock says that the time is up from the beginning."""
+    signals.time = SimpleNamespace(time=lambda: time.time() + 3600.0 * dist.get_rank())  # type: ignore[attr-defined]
+    return run_with_faults(argv, faults)
+
+
+def test_what_is_due_at_an_iteration_that_is_passed_over_is_done(tmp_path: Path) -> None:
+    flags = "--train-iters 4 --eval-interval 2 --save-interval 2 --iterations-to-skip 1 3"
+    run = fork_training(toy_args(tmp_path / "last", flags)).check()
+    assert [line["iteration"] for line in run.evaluations("validation")] == [2, 4]
+    assert run.stdout.count("successfully saved checkpoint at iteration") == 2
+    run = fork_training(toy_args(tmp_path / "interval", flags, "--exit-interval 2")).check()
+    assert "exiting program at iteration 2" in run.stdout
+    assert newest(tmp_path / "interval" / "checkpoints").name == "iter_0000002"
+    args = toy_args(tmp_path / "time", flags, "--iterations-to-skip 0 --exit-duration-in-mins 45")
+    run = fork_training(args, 2, program=late_on_rank_one).check()
+    assert "exiting program after 45 minutes at iteration 1" in run.stdout
+    assert newest(tmp_path / "time" / "checkpoints").name == "iter_0000001"
 
 
 @pytest.mark.parametrize("examination", ["", "--rerun-mode disabled"])
