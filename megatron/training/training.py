@@ -199,8 +199,8 @@ def _save(run: TrainingRun) -> None:
     state = run.train_state
     if run.counter is not None:
         state.train_data = run.counter.history_at(state.consumed_train_samples).to_dict()
-    if run.guard is not None and run.guard.left_out.steps:
-        state.train_data = {**(state.train_data or {}), **run.guard.left_out.to_dict()}
+    if run.guard is not None and (left_out := run.guard.left_out.to_dict()):
+        state.train_data = {**(state.train_data or {}), **left_out}
     with run.timers("save-checkpoint", log_level=0):
         is_saved = run.checkpoints.save(state)
     _report_time(run, "save-checkpoint")
