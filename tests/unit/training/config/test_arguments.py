@@ -244,33 +244,6 @@ def test_flags_of_loading_without_anything_to_load_say_so() -> None:
     assert not [note for note in resolve_arguments([*MINIMAL, *words, "--load", "x"], 1).notes if "--load" in note]
 
 
-@pytest.mark.parametrize(
-    ("words", "remedy", "note"),
-    [
-        (
-            "--spike-policy stop --spike-budget 3",
-            "--spike-policy skip",
-            "--spike-budget 3 has no effect with --spike-policy stop: the first spike ends the run",
-        ),
-        (
-            "--max-consecutive-skipped-iterations 5",
-            "--no-check-for-nan-in-loss-and-grad",
-            "--max-consecutive-skipped-iterations 5 has no effect without --fp16: the first gradient that is not finite "
-            "ends the run or follows --spike-policy; --no-check-for-nan-in-loss-and-grad skips it",
-        ),
-        (
-            "--max-consecutive-skipped-iterations 5",
-            "--fp16",
-            "--max-consecutive-skipped-iterations 5 has no effect without --fp16: the first gradient that is not finite "
-            "ends the run or follows --spike-policy; --no-check-for-nan-in-loss-and-grad skips it",
-        ),
-    ],
-)
-def test_limits_that_are_never_reached_say_so(words: str, remedy: str, note: str) -> None:
-    assert resolve_arguments([*MINIMAL, *words.split()], 1).notes == (note,)
-    assert resolve_arguments([*MINIMAL, *words.split(), *remedy.split()], 1).notes == ()
-
-
 @pytest.mark.parametrize("name", ["torch", "torch_dist"])
 def test_checkpoint_formats_of_megatron_are_accepted(name: str) -> None:
     assert resolve_arguments([*MINIMAL, "--ckpt-format", name], 1).notes == ()
