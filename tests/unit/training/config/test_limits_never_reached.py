@@ -8,8 +8,8 @@ from megatron.training.config.arguments import resolve_arguments
 from tests.unit.training.config.command_lines import MINIMAL
 
 FIRST_BAD_GRADIENT = (
-    "--max-consecutive-skipped-iterations 5 has no effect without --fp16: the first gradient that is not finite ends the "
-    "run or follows --spike-policy; --no-check-for-nan-in-loss-and-grad skips it"
+    "--max-consecutive-skipped-iterations 5 has no effect without --fp16: the first gradient that is not finite ends "
+    "the run or follows --spike-policy; --no-check-for-nan-in-loss-and-grad skips it"
 )
 
 
