@@ -61,6 +61,8 @@ class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
     norm_placement: str = flag("before", choices=("before", "after", "both"), role="shape", in_args=False)
     """Where a layer normalizes: before attention and feed-forward, after them (before the residual sum), or both."""
 
+    apply_residual_connection_post_layernorm: bool = flag(False, role="meaning", excludes=("use_parallel_residual",))
+    """Carry the output of each layer's norms on as the residual stream, in place of what they normalize."""
     use_parallel_residual: bool = flag(False, role="meaning", in_args=False)
     """Add attention and feed-forward to the same hidden states, in place of one after the other."""
     attn_logit_softcapping: float | None = flag(None, role="meaning", bounds=POSITIVE, in_args=False)

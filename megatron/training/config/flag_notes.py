@@ -155,7 +155,6 @@ _SWITCHES = [
     "--standalone-embedding-stage",
     "--init-method-xavier-uniform",
     "--fp32-residual-connection",
-    "--apply-residual-connection-post-layernorm",
     "--multi-latent-attention",
     "--quick-geglu",
     "--moe-grouped-gemm",

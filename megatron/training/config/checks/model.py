@@ -106,6 +106,11 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
             f"--qk-layernorm-across-heads is not built for --normalization {model.normalization}; "
             "use --normalization RMSNorm"
         )
+    if model.apply_residual_connection_post_layernorm and model.norm_placement != "before":
+        yield (
+            "--apply-residual-connection-post-layernorm carries the norms before attention and feed-forward on, and "
+            f"--norm-placement is {model.norm_placement}; leave one of them out"
+        )
 
 
 def _check_format(config: RunConfig) -> Iterator[str]:
@@ -230,7 +235,7 @@ CHECKS = (
         ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
         _check_rotary,
     ),
-    Check(("normalization",), _check_norms),
+    Check(("normalization", "norm_placement"), _check_norms),
     Check(("ckpt_format",), _check_format),
     Check(("num_layers", "window_size", "window_attn_skip_freq"), _check_windows),
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),

@@ -125,6 +125,21 @@ WRONG = [
         "--norm-placement after has none; use --recompute-modules mlp",
     ),
     (
+        "--recompute-activations --recompute-modules layernorm --apply-residual-connection-post-layernorm",
+        1,
+        "--apply-residual-connection-post-layernorm leads it through; use --recompute-modules core_attn",
+    ),
+    (
+        "--apply-residual-connection-post-layernorm --norm-placement both",
+        1,
+        "and --norm-placement is both; leave one of them out",
+    ),
+    (
+        "--apply-residual-connection-post-layernorm --use-parallel-residual",
+        1,
+        "exclude each other; keep one",
+    ),
+    (
         "--tensor-model-parallel-size 2 --recompute-activations --distribute-saved-activations",
         2,
         "add --recompute-granularity full",
