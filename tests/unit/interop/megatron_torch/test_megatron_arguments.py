@@ -56,7 +56,6 @@ def test_the_number_of_groups_counts_only_with_its_flag(tmp_path: Path) -> None:
         ("position_embedding_type", "mrope"),
         ("normalization", "L2Norm"),
         ("softmax_type", "off-by-one"),
-        ("glu_linear_offset", 1.0),
         ("use_mup", True),
     ],
 )

@@ -31,7 +31,7 @@ TAKEN = """
     qk_layernorm_across_heads norm_placement apply_residual_connection_post_layernorm use_parallel_residual
     attn_logit_softcapping query_pre_attn_scalar
     window_size window_attn_skip_freq
-    swiglu geglu squared_relu
+    swiglu geglu quick_geglu glu_linear_offset activation_func_clamp_value squared_relu
     openai_gelu bias_gelu_fusion add_bias_linear add_qkv_bias disable_qkv_bias hidden_dropout attention_dropout
     lora_rank lora_alpha lora_target_modules lora_dropout
     max_position_embeddings position_embedding_type use_rotary_position_embeddings add_position_embedding

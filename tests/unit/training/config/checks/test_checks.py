@@ -129,6 +129,10 @@ WRONG = [
         1,
         "--apply-residual-connection-post-layernorm leads it through; use --recompute-modules core_attn",
     ),
+    ("--quick-geglu --swiglu", 1, "exclude each other; keep one"),
+    ("--glu-linear-offset 1", 1, "--glu-linear-offset 1.0 is of gated feed-forward layers; add --swiglu"),
+    ("--activation-func-clamp-value 7", 1, "--activation-func-clamp-value 7.0 is of gated feed-forward layers"),
+    ("--swiglu --activation-func-clamp-value 0", 1, "greater than 0"),
     (
         "--apply-residual-connection-post-layernorm --norm-placement both",
         1,
