@@ -25,8 +25,9 @@ class Float8Config(Config, role="run", in_args=False):
     )
     """What shares a scale: a tensor, scaled by the amax of earlier steps (delayed) or by its own (tensorwise), a row,
     a block (1 x 128, of weights 128 x 128), or 32 numbers of a row (mxfp8)."""
-    fp8_margin: int = flag(0, bounds=NOT_NEGATIVE, where=_DELAYED)
-    """Powers of two that delayed scaling leaves free above the largest value that it expects."""
+    # E4M3 has 17 powers of two between its smallest number and its largest: with more, nothing would be left.
+    fp8_margin: int = flag(0, bounds=NOT_NEGATIVE, most=17, where=_DELAYED)
+    """Powers of two that delayed scaling leaves free above the largest value that it expects, 17 at most."""
     fp8_interval: int = flag(1, bounds=POSITIVE, where=_DELAYED)
     """Number of iterations after which delayed scaling takes new scales."""
     fp8_amax_history_len: int = flag(1, bounds=POSITIVE, most=2**20, where=_DELAYED)

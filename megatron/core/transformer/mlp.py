@@ -22,8 +22,6 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "squared_relu": lambda x: F.relu(x).square(),
-    "swiglu": partial(gated_activation, kind="swiglu"),
-    "geglu": partial(gated_activation, kind="geglu"),
 }
 
 
@@ -38,8 +36,8 @@ class MLP(nn.Module):
         dtype = dtype_from_name(config.params_dtype)
         num_stacked = 2 if config.is_gated else 1
         self.kind = config.activation
-        self.activation = _ACTIVATIONS[config.activation]
         self.is_gated = config.is_gated
+        self.activation = _gate(config) if config.is_gated else _ACTIVATIONS[config.activation]
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
             config.ffn_hidden_size * num_stacked,
@@ -78,3 +76,8 @@ class MLP(nn.Module):
         from megatron.core.kernels.triton_programs.activation import activate_with_bias
 
         return activate_with_bias(self.linear_fc1(x, gives_bias_gradient=False), bias, self.activation, self.kind)
+
+
+def _gate(config: TransformerConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    offset, limit = config.glu_linear_offset, config.activation_func_clamp_value
+    return partial(gated_activation, kind=config.activation, offset=offset, limit=limit)

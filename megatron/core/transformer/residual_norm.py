@@ -97,3 +97,18 @@ class ResidualNorm(Norm):
         """Return the norm of the stream that a call has left: the same bits as the call's."""
         normalised: torch.Tensor = self(x)[1]
         return normalised
+
+
+class StreamOfNorms(ResidualNorm):
+    """Add a branch to the residual stream and normalise the sum, which is the stream from here on."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        branch: torch.Tensor | None = None,
+        keys: RowKeys | None = None,
+        probability: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm twice."""
+        _, normalised = super().forward(x, branch, keys, probability)
+        return normalised, normalised

@@ -61,6 +61,8 @@ class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
     norm_placement: str = flag("before", choices=("before", "after", "both"), role="shape", in_args=False)
     """Where a layer normalizes: before attention and feed-forward, after them (before the residual sum), or both."""
 
+    apply_residual_connection_post_layernorm: bool = flag(False, role="meaning", excludes=("use_parallel_residual",))
+    """Carry the output of each layer's norms on as the residual stream, in place of what they normalize."""
     use_parallel_residual: bool = flag(False, role="meaning", in_args=False)
     """Add attention and feed-forward to the same hidden states, in place of one after the other."""
     attn_logit_softcapping: float | None = flag(None, role="meaning", bounds=POSITIVE, in_args=False)
@@ -82,6 +84,15 @@ class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
     """Use the SwiGLU feed-forward layer."""
     geglu: bool = flag(False, role="shape", excludes=("swiglu", "squared_relu"), seen_as="activation", in_args=False)
     """Use a feed-forward layer gated by the tanh form of GELU."""
+    quick_geglu: bool = flag(
+        False, role="shape", excludes=("swiglu", "geglu", "squared_relu", "openai_gelu"), seen_as="activation"
+    )
+    """Use a feed-forward layer gated by x * sigmoid(1.702 x)."""
+    glu_linear_offset: float = flag(0.0, role="meaning")
+    """Added to what a gated feed-forward layer lets through."""
+    activation_func_clamp_value: float | None = flag(None, role="meaning", bounds=POSITIVE)
+    """Keep what goes into a gated feed-forward layer's activation at or below this number, and what is let through
+    within this number of 0."""
     squared_relu: bool = flag(False, role="meaning", excludes=("openai_gelu",), seen_as="activation")
     """Use the squared ReLU as activation."""
     openai_gelu: bool = flag(False, role="meaning", seen_as="activation")
@@ -175,7 +186,9 @@ class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
         super().__post_init__()
         Float8Config.__post_init__(self)
         if self.ffn_hidden_size == 0:
-            object.__setattr__(self, "ffn_hidden_size", default_ffn_hidden_size(self.hidden_size, self.is_gated))
+            object.__setattr__(
+                self, "ffn_hidden_size", default_ffn_hidden_size(self.hidden_size, self.swiglu or self.geglu)
+            )
         if self.kv_channels == 0:
             object.__setattr__(self, "kv_channels", self.hidden_size // max(self.num_attention_heads, 1))
         if self.attention_head_type == "multiquery":
@@ -200,11 +213,13 @@ class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
 
     @property
     def activation(self) -> str:
-        """Return the feed-forward activation: swiglu, geglu, squared_relu, gelu_tanh or gelu (the exact form)."""
+        """Return the activation: swiglu, geglu, quick_geglu, squared_relu, gelu_tanh or gelu (the exact form)."""
         if self.swiglu:
             return "swiglu"
         if self.geglu:
             return "geglu"
+        if self.quick_geglu:
+            return "quick_geglu"
         if self.squared_relu:
             return "squared_relu"
         return "gelu_tanh" if self.bias_gelu_fusion or self.openai_gelu else "gelu"
@@ -212,7 +227,7 @@ class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
     @property
     def is_gated(self) -> bool:
         """Tell whether the feed-forward layer has a gate beside what it lets through."""
-        return self.swiglu or self.geglu
+        return self.swiglu or self.geglu or self.quick_geglu
 
     @property
     def has_dropout(self) -> bool:
@@ -295,8 +310,8 @@ def _window(text: str) -> int:
     return int(before) + 1
 
 
-def default_ffn_hidden_size(hidden_size: int, is_gated: bool) -> int:
+def default_ffn_hidden_size(hidden_size: int, is_narrow: bool) -> int:
     """Return Megatron's width of the feed-forward layer where none is given."""
-    if is_gated:
+    if is_narrow:
         return int((4 * hidden_size * 2 / 3) / 64) * 64
     return 4 * hidden_size

@@ -20,7 +20,7 @@ from megatron.core.transformer.dropout import HiddenDropout, require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
-from megatron.core.transformer.residual_norm import NormAhead, ResidualNorm, ResidualSum, add_branch
+from megatron.core.transformer.residual_norm import NormAhead, ResidualNorm, ResidualSum, StreamOfNorms, add_branch
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -44,7 +44,8 @@ def make_stream_norm(config: TransformerConfig, tp: Group, device: torch.device 
     """Return what attention and feed-forward read the residual stream through."""
     if config.norm_placement == "after":
         return ResidualSum()
-    norm = make_norm(config, tp, device, ResidualNorm)
+    carries_norm = config.apply_residual_connection_post_layernorm
+    norm = make_norm(config, tp, device, StreamOfNorms if carries_norm else ResidualNorm)
     assert isinstance(norm, ResidualNorm)
     norm.sums_branch_grad = config.add_bias_linear and config.norm_placement == "before"
     return norm
@@ -69,8 +70,9 @@ def make_feed_forward(config: TransformerConfig, layer_number: int, tp: Group, d
 class TransformerLayer(nn.Module):
     """Apply ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; with parallel residuals both to the same ``x``.
 
-    Norms may also stand behind attention and feed-forward, or there alone. The norms in front and the feed-forward are
-    recomputed in the backward pass where the configuration says so.
+    The residual stream may go through the norms, in place of around them. Norms may also stand behind attention and
+    feed-forward, or there alone. The norms in front and the feed-forward are recomputed in the backward pass where the
+    configuration says so.
 
     ``layer_number`` counts from 0 over the whole model, whatever stage the layer is on.
 

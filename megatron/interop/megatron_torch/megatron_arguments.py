@@ -38,12 +38,8 @@ TRUE_VOCAB_SIZE = "true_vocab_size"
 _ATTENTION_BACKENDS = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}
 
 _NO_FIELD: Mapping[str, tuple[Any, ...]] = {
-    "apply_residual_connection_post_layernorm": (),
     "multi_latent_attention": (),
     "num_experts": (),
-    "quick_geglu": (),
-    "glu_linear_offset": (0.0,),
-    "activation_func_clamp_value": (),
     "qk_l2_norm": (),
     "softmax_type": ("vanilla",),
     "no_rope_freq": (),

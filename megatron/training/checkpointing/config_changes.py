@@ -104,7 +104,7 @@ def _settings(config: Mapping[str, Any]) -> str | None:
     model = config.get("model", {})
     if not model.get("lora_rank"):
         return None
-    is_gated = bool(model.get("swiglu") or model.get("geglu"))
+    is_gated = any(model.get(name) for name in ("swiglu", "geglu", "quick_geglu"))
     names = plain_names(adapted_parts(model["lora_target_modules"], is_gated))
     return (
         f"--lora-rank {model['lora_rank']} --lora-alpha {model['lora_alpha']} --lora-target-modules {' '.join(names)}"

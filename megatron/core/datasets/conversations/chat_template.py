@@ -6,7 +6,7 @@ import datetime
 import json
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -21,6 +21,8 @@ _BEGIN, _END = "\ufdd0", "\ufdd1"
 _RESERVED: Final = re.compile(f"[{_BEGIN}{_END}{END_OF_DOCUMENT}]")
 _GENERATION: Final = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 _FILE: Final = "<template>"
+_LONGEST: Final = 2**26
+"""Characters that a template may make of one conversation: more than any context, and little memory."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class RenderedConversation:
 
 
 class ChatTemplate:
-    """Render with a Jinja template in a sandbox, which reads no files and changes no values.
+    """Render with a Jinja template in a sandbox, which reads no files, changes no values and makes no endless text.
 
     A template sees what those of Hugging Face's models see: ``messages``, ``tools``, ``add_generation_prompt``, the
     special tokens by name, ``raise_exception``, ``strftime_now`` and ``tojson``. What it has between
@@ -54,6 +56,8 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.filters["answer"] = lambda text: f"{_BEGIN}{text}{_END}"
+        environment.intercepted_binops = frozenset(("*", "**"))
+        environment.binop_table.update({"*": _product, "**": _power})
         environment.globals.update(raise_exception=_refuse, strftime_now=_now)
         try:
             # A filter block takes the marks' place, on the same line.
@@ -116,11 +120,13 @@ class ChatTemplate:
         self, messages: Sequence[Message], conversation: Conversation, *, add_generation_prompt: bool = False
     ) -> str:
         try:
-            text: str = self._template.render(
-                **self.special_tokens,
-                messages=list(messages),
-                tools=conversation.tools,
-                add_generation_prompt=add_generation_prompt,
+            text = _joined(
+                self._template.generate(
+                    **self.special_tokens,
+                    messages=list(messages),
+                    tools=conversation.tools,
+                    add_generation_prompt=add_generation_prompt,
+                )
             )
         except Exception as error:
             frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == _FILE]
@@ -148,6 +154,29 @@ def _common_length(left: str, right: str) -> int:
     if right.startswith(left):
         return len(left)
     return next((i for i, (a, b) in enumerate(zip(left, right)) if a != b), min(len(left), len(right)))
+
+
+def _joined(parts: Iterable[str]) -> str:
+    found, length = [], 0
+    for part in parts:
+        found.append(part)
+        length += len(part)
+        if length > _LONGEST:
+            raise DataError(f"the text of one conversation is longer than {_LONGEST} characters")
+    return "".join(found)
+
+
+def _product(left: Any, right: Any) -> Any:
+    for repeated, times in ((left, right), (right, left)):
+        if isinstance(repeated, (str, list, tuple)) and isinstance(times, int) and len(repeated) * times > _LONGEST:
+            raise DataError(f"{len(repeated)} x {times} characters or items are more than {_LONGEST}")
+    return left * right
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > _LONGEST:
+        raise DataError(f"a power of {exponent} is too large")
+    return base**exponent
 
 
 def _refuse(message: str) -> NoReturn:

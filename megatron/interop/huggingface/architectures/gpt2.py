@@ -26,6 +26,7 @@ WRITTEN_ACTIVATIONS = {
     "squared_relu": "relu2",
     "swiglu": "gelu_new",
     "geglu": "gelu_new",
+    "quick_geglu": "gelu_new",
 }
 """The name that is written for each of ours; a gated one has none, and what is read back is another model."""
 

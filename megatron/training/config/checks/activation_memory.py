@@ -20,12 +20,18 @@ def _check_modules(config: RunConfig) -> Iterator[str]:
             f"--recompute-modules {modules} and --recompute-granularity full exclude each other: whole layers are "
             "recomputed; leave it out or use --recompute-granularity selective"
         )
-    elif "layernorm" in model.recompute_modules and model.norm_placement == "after":
+    elif "layernorm" in model.recompute_modules:
         others = " ".join(name for name in model.recompute_modules if name != "layernorm") or "core_attn"
-        yield (
-            "--recompute-modules layernorm is of the norms in front of attention and feed-forward, and "
-            f"--norm-placement after has none; use --recompute-modules {others}"
-        )
+        if model.norm_placement == "after":
+            yield (
+                "--recompute-modules layernorm is of the norms in front of attention and feed-forward, and "
+                f"--norm-placement after has none; use --recompute-modules {others}"
+            )
+        if model.apply_residual_connection_post_layernorm:
+            yield (
+                "--recompute-modules layernorm computes norms again from a residual stream that goes around them, and "
+                f"--apply-residual-connection-post-layernorm leads it through; use --recompute-modules {others}"
+            )
 
 
 def _check_distributed(config: RunConfig) -> Iterator[str]:
@@ -92,7 +98,13 @@ def _check_graphs(config: RunConfig) -> Iterator[str]:
 
 
 CHECKS = (
-    Check(("recompute_granularity", "recompute_modules", "norm_placement"), _check_modules),
+    Check(
+        (
+            *("recompute_granularity", "recompute_modules", "norm_placement"),
+            "apply_residual_connection_post_layernorm",
+        ),
+        _check_modules,
+    ),
     Check(
         (
             *("distribute_saved_activations", "recompute_granularity", "sequence_parallel", "seq_length"),

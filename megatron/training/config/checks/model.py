@@ -38,6 +38,15 @@ def _check_feed_forward_width(config: RunConfig) -> Iterator[str]:
         yield f"--hidden-size {model.hidden_size} is too small for {gate}'s default width; give --ffn-hidden-size"
 
 
+def _check_gate(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    offset, limit = model.glu_linear_offset, model.activation_func_clamp_value
+    given = {"--glu-linear-offset": offset or None, "--activation-func-clamp-value": limit}
+    for name, value in given.items():
+        if value is not None and not model.is_gated:
+            yield f"{name} {value} is of gated feed-forward layers; add --swiglu, --geglu or --quick-geglu"
+
+
 def _check_query_groups(config: RunConfig) -> Iterator[str]:
     model = config.model
     heads, groups = model.num_attention_heads, model.num_query_groups
@@ -105,6 +114,11 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
         yield (
             f"--qk-layernorm-across-heads is not built for --normalization {model.normalization}; "
             "use --normalization RMSNorm"
+        )
+    if model.apply_residual_connection_post_layernorm and model.norm_placement != "before":
+        yield (
+            "--apply-residual-connection-post-layernorm carries the norms before attention and feed-forward on, and "
+            f"--norm-placement is {model.norm_placement}; leave one of them out"
         )
 
 
@@ -230,11 +244,12 @@ CHECKS = (
         ("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent", "position_embedding_type"),
         _check_rotary,
     ),
-    Check(("normalization",), _check_norms),
+    Check(("normalization", "norm_placement"), _check_norms),
+    Check(("glu_linear_offset", "activation_func_clamp_value"), _check_gate),
     Check(("ckpt_format",), _check_format),
     Check(("num_layers", "window_size", "window_attn_skip_freq"), _check_windows),
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),
-    Check(("lora_rank", "lora_target_modules", "swiglu", "geglu"), _check_adapted_layers),
+    Check(("lora_rank", "lora_target_modules", "swiglu", "geglu", "quick_geglu"), _check_adapted_layers),
     Check(("lora_rank", *LAYOUT_FIELDS), _check_adapted_stages),
     Check(("lora_rank", "cuda_graph_impl", "save", "ckpt_format", "decoupled_lr"), _check_beside_adapters),
 )

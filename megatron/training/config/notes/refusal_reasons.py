@@ -28,13 +28,6 @@ REASONS: tuple[tuple[str, str], ...] = (
         "--fp32-residual-connection",
         "the residual stream has the model's precision: leave --bf16 or --fp16 out for float32",
     ),
-    (
-        "--apply-residual-connection-post-layernorm",
-        "the residual stream goes around the norm; the model would be another",
-    ),
-    ("--quick-geglu", "gated activations are --swiglu and --geglu"),
-    ("--glu-linear-offset", "it goes with --quick-geglu; gated activations are --swiglu and --geglu"),
-    ("--activation-func-clamp-value", "activations are not clamped; leave it out, for another model"),
     ("--softmax-type", "attention has no sinks: vanilla is the one kind"),
     ("--rope-type", "use --position-embedding-type rope, with --use-rope-scaling for Llama 3.1's"),
     ("--spec", "models are built from their flags: docs/how_to_add.md says how to add a layer kind"),

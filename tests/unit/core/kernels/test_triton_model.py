@@ -23,6 +23,7 @@ LLAMA = {
 NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.4, "apply_layernorm_1p": True, "geglu": True}
 PARALLEL = {"use_parallel_residual": True}
 GPT2 = {"openai_gelu": True}
+THROUGH = {"apply_residual_connection_post_layernorm": True}
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
 
 
@@ -112,6 +113,7 @@ class Counted:
         (NEOX | DROPOUT | PARALLEL, 2),
         (GPT2, 1),
         (GPT2 | DROPOUT, 2),
+        (GPT2 | THROUGH, 1),
     ],
     ids=[
         "llama",
@@ -121,6 +123,7 @@ class Counted:
         "neox, parallel, dropout, 2 ranks",
         "gpt2",
         "gpt2, dropout, 2 ranks",
+        "gpt2, stream through the norms",
     ],
 )
 def test_a_model_on_triton_equals_the_model_in_torch(settings: dict[str, Any], world_size: int) -> None:

@@ -256,6 +256,10 @@ def test_a_model_finds_its_family_and_settings_again(tmp_path: Path, values: dic
         ({"rotary_percent": 0.5, "add_qkv_bias": True}, "rotary_dim 4"),
         ({"rotary_interleaved": True}, "rotary_interleaved True"),
         ({"swiglu": False}, "activation 'gelu_tanh'"),
+        ({"swiglu": False, "quick_geglu": True}, "activation 'quick_geglu'"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset 1.0"),
+        ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value 7.0"),
+        ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm True"),
     ],
 )
 def test_a_model_of_no_family_is_refused_with_the_reason(tmp_path: Path, changes: dict[str, Any], named: str) -> None:

@@ -55,9 +55,7 @@ def test_the_number_of_groups_counts_only_with_its_flag(tmp_path: Path) -> None:
     [
         ("position_embedding_type", "mrope"),
         ("normalization", "L2Norm"),
-        ("apply_residual_connection_post_layernorm", True),
         ("softmax_type", "off-by-one"),
-        ("glu_linear_offset", 1.0),
         ("use_mup", True),
     ],
 )

@@ -9,7 +9,7 @@ from megatron.training.checkpointing.config_changes import compare_configs
 SHAPE = """
     hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size vocab_size
     position_embedding_type max_position_embeddings normalization apply_layernorm_1p swiglu
-    norm_placement qk_layernorm_across_heads geglu
+    norm_placement qk_layernorm_across_heads geglu quick_geglu
 """
 WEIGHTS = """
     num_layers qk_layernorm add_bias_linear add_qkv_bias disable_qkv_bias untie_embeddings_and_output_weights

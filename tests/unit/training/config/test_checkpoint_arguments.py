@@ -28,10 +28,10 @@ TAKEN = """
     fp16 bf16
     num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention
     num_query_groups attention_head_type normalization norm_epsilon apply_layernorm_1p qk_layernorm
-    qk_layernorm_across_heads norm_placement use_parallel_residual
+    qk_layernorm_across_heads norm_placement apply_residual_connection_post_layernorm use_parallel_residual
     attn_logit_softcapping query_pre_attn_scalar
     window_size window_attn_skip_freq
-    swiglu geglu squared_relu
+    swiglu geglu quick_geglu glu_linear_offset activation_func_clamp_value squared_relu
     openai_gelu bias_gelu_fusion add_bias_linear add_qkv_bias disable_qkv_bias hidden_dropout attention_dropout
     lora_rank lora_alpha lora_target_modules lora_dropout
     max_position_embeddings position_embedding_type use_rotary_position_embeddings add_position_embedding

@@ -64,6 +64,7 @@ def test_layers(flags: str, layers: range) -> None:
         ("--fp8-format hybrid --fp8-param-gather", 2, ("with --use-distributed-optimizer only",)),
         ("--fp8-format hybrid --fp8-recipe custom", 1, ("--fp8-recipe custom",)),
         ("--fp8-format e5m2", 1, ("--fp8-format e5m2: possible values are hybrid, e4m3",)),
+        ("--fp8-format hybrid --fp8-margin 18", 1, ("--fp8-margin 18: a number of at most 17 is expected",)),
         ("--fp8-amax-compute-algo mean", 1, ("--fp8-amax-compute-algo mean: possible values are most_recent, max",)),
         (
             "--fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 3",

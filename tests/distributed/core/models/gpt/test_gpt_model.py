@@ -54,6 +54,9 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen-two-groups": QWEN,
     "query-key-norm": QWEN | {"qk_layernorm": True},
     "query-key-layernorm-one-group": {"qk_layernorm": True, "num_query_groups": 1, "apply_layernorm_1p": True},
+    "stream-of-norms": {"apply_residual_connection_post_layernorm": True},
+    "quick-geglu": LLAMA
+    | {"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.5},
     "squared-relu": {"squared_relu": True, "normalization": "RMSNorm", "position_embedding_type": "none"},
     "rotary-percent": LLAMA | {"rotary_percent": 0.4, "rotary_seq_len_interpolation_factor": 2.5},
     "rotary-interleaved": LLAMA | {"rotary_interleaved": True, "rotary_percent": 0.6},

@@ -104,6 +104,9 @@ def test_a_line_that_is_no_conversation_is_refused(line: str, problem: str) -> N
         ("a\n\n{{ raise_exception('no system') }}", "mine, line 3: no system"),
         ("a\n{{ messages[0].name + 1 }}", "mine, line 2: UndefinedError: "),
         ("{{ messages[0].__class__.__mro__ }}\n{{ messages.append(1) }}", "SecurityError"),
+        ('{{ "text" * 10 ** 13 }}', "4 x 10000000000000 characters or items are more than"),
+        ('{{ 10 ** 10 * ["item"] }}', "1 x 10000000000 characters or items are more than"),
+        ("{{ 10 ** (10 ** 9) }}", "a power of 1000000000 is too large"),
         ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "differently once it goes on"),
     ],
 )
@@ -149,3 +152,10 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
     with pytest.raises(DataError, match=r"the chat template mine needs the package jinja2.* pip install jinja2"):
         ChatTemplate("", "mine", {})
+
+
+def test_a_template_that_writes_without_end_is_stopped() -> None:
+    loop = "{% for i in range(90000) %}{{ block }}{% endfor %}"
+    template = "{% set block = 'x' * 4000000 %}" + loop
+    with pytest.raises(DataError, match="the text of one conversation is longer than 67108864 characters"):
+        ChatTemplate(template, "mine", {}).render(*read_conversations(json.dumps({"messages": TURNS}).encode()))

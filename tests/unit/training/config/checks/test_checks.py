@@ -125,6 +125,25 @@ WRONG = [
         "--norm-placement after has none; use --recompute-modules mlp",
     ),
     (
+        "--recompute-activations --recompute-modules layernorm --apply-residual-connection-post-layernorm",
+        1,
+        "--apply-residual-connection-post-layernorm leads it through; use --recompute-modules core_attn",
+    ),
+    ("--quick-geglu --swiglu", 1, "exclude each other; keep one"),
+    ("--glu-linear-offset 1", 1, "--glu-linear-offset 1.0 is of gated feed-forward layers; add --swiglu"),
+    ("--activation-func-clamp-value 7", 1, "--activation-func-clamp-value 7.0 is of gated feed-forward layers"),
+    ("--swiglu --activation-func-clamp-value 0", 1, "greater than 0"),
+    (
+        "--apply-residual-connection-post-layernorm --norm-placement both",
+        1,
+        "and --norm-placement is both; leave one of them out",
+    ),
+    (
+        "--apply-residual-connection-post-layernorm --use-parallel-residual",
+        1,
+        "exclude each other; keep one",
+    ),
+    (
         "--tensor-model-parallel-size 2 --recompute-activations --distribute-saved-activations",
         2,
         "add --recompute-granularity full",
