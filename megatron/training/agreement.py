@@ -52,6 +52,12 @@ def agree(
     return read_agreement(values, auxiliary_names, read_along)
 
 
+def agree_to_exit(exit_request: ExitRequest | None, runtime: Runtime) -> Agreement:
+    """Agree on reasons to exit alone, where the ranks have computed nothing."""
+    nothing = torch.zeros((), dtype=torch.float64, device=runtime.device.torch_device)
+    return agree(ScheduleResult(nothing, nothing, {}), exit_request, runtime)
+
+
 def sum_over_ranks(
     result: ScheduleResult, exit_request: ExitRequest | None, runtime: Runtime, auxiliary_names: Sequence[str] = ()
 ) -> torch.Tensor:

@@ -13,7 +13,7 @@ from megatron.core.distributed.replica_check import check_replicas_equal, compar
 from megatron.core.errors import TrainingError
 from megatron.core.timers import Timers, format_report
 from megatron.planning.theoretical_memory import describe_theoretical_memory, model_size
-from megatron.training.agreement import Agreement
+from megatron.training.agreement import Agreement, agree_to_exit
 from megatron.training.checkpointing.saver import RunCheckpoints
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource
@@ -89,40 +89,43 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     while state.iteration < config.train_iters and reason is None:
         batch_size = config.training.batch_sizes.global_batch_size_at(state.consumed_train_samples)
         if _passes_over(run, train_source, batch_size):
-            continue
-        profiling.begin_iteration(state.iteration, parts.chunks)
-        if logits is not None:
-            logits.is_on = _is_due(config.logging.log_interval, state.iteration + 1)
-        report, agreement = step.run(state, train_source, batch_size, exit_request)
+            agreement = agree_to_exit(exit_request, run.runtime)
+            run.runtime.flight.iteration = state.iteration
+            run.checkpoints.poll()
+        else:
+            profiling.begin_iteration(state.iteration, parts.chunks)
+            if logits is not None:
+                logits.is_on = _is_due(config.logging.log_interval, state.iteration + 1)
+            report, agreement = step.run(state, train_source, batch_size, exit_request)
+            profiling.end_iteration(state.iteration)
+            run.runtime.flight.end_iteration(state.iteration, report.step_time_s)
+            if logits is not None and logits.is_on:
+                report = replace(report, max_attention_logit=logits.take(run.runtime.state.world))
+            stragglers = None
+            if run.stragglers is not None:
+                run.stragglers.end_iteration(state.iteration)
+                if _is_due(config.logging.log_interval, state.iteration):
+                    stragglers = run.stragglers.report(state.iteration)
+                    report = replace(report, stragglers=stragglers.figures())
+            run.checkpoints.poll()
+            run.checkpoints.note_step(state.iteration, not report.is_skipped)
+            if run.guard is not None and not report.is_skipped:
+                run.guard.accepted(report)
+            average.add(report)
+            _write_metrics(run, report)
+            if _is_due(config.training.check_weight_hash_across_dp_replicas_interval, state.iteration):
+                _compare_replicas(run)
+            with_memory = _is_due(config.logging.log_memory_interval, state.iteration)
+            if state.iteration % config.logging.log_interval == 0:
+                _log_iterations(run, report, average, with_memory=first_log or with_memory)
+                if stragglers is not None:
+                    _log_stragglers(run, stragglers)
+                average, first_log = IntervalAverage(), False
+                if run.guard is not None:
+                    run.guard.log_variation()
+            elif with_memory:
+                _log_memory(run)
         warning.look()
-        profiling.end_iteration(state.iteration)
-        run.runtime.flight.end_iteration(state.iteration, report.step_time_s)
-        if logits is not None and logits.is_on:
-            report = replace(report, max_attention_logit=logits.take(run.runtime.state.world))
-        stragglers = None
-        if run.stragglers is not None:
-            run.stragglers.end_iteration(state.iteration)
-            if _is_due(config.logging.log_interval, state.iteration):
-                stragglers = run.stragglers.report(state.iteration)
-                report = replace(report, stragglers=stragglers.figures())
-        run.checkpoints.poll()
-        run.checkpoints.note_step(state.iteration, not report.is_skipped)
-        if run.guard is not None and not report.is_skipped:
-            run.guard.accepted(report)
-        average.add(report)
-        _write_metrics(run, report)
-        if _is_due(config.training.check_weight_hash_across_dp_replicas_interval, state.iteration):
-            _compare_replicas(run)
-        with_memory = _is_due(config.logging.log_memory_interval, state.iteration)
-        if state.iteration % config.logging.log_interval == 0:
-            _log_iterations(run, report, average, with_memory=first_log or with_memory)
-            if stragglers is not None:
-                _log_stragglers(run, stragglers)
-            average, first_log = IntervalAverage(), False
-            if run.guard is not None:
-                run.guard.log_variation()
-        elif with_memory:
-            _log_memory(run)
         if is_evaluation_due(config, state.iteration):
             if agreement.signal_received and warning.seconds is not None:
                 _leave_evaluation_out(run, run.evaluation_sets.validation)
@@ -196,8 +199,8 @@ def _save(run: TrainingRun) -> None:
     state = run.train_state
     if run.counter is not None:
         state.train_data = run.counter.history_at(state.consumed_train_samples).to_dict()
-    if run.guard is not None and run.guard.left_out.steps:
-        state.train_data = {**(state.train_data or {}), **run.guard.left_out.to_dict()}
+    if run.guard is not None and (left_out := run.guard.left_out.to_dict()):
+        state.train_data = {**(state.train_data or {}), **left_out}
     with run.timers("save-checkpoint", log_level=0):
         is_saved = run.checkpoints.save(state)
     _report_time(run, "save-checkpoint")
@@ -268,8 +271,6 @@ def _passes_over(run: TrainingRun, train_source: BatchSource, batch_size: int) -
                 "global_batch_size": batch_size,
             }
         )
-    if _is_due(config.checkpoint.save_interval, state.iteration):
-        _save(run)
     return True
 
 

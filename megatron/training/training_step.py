@@ -212,7 +212,7 @@ class TrainingStep:
         largest_loss, largest_norm = limits
 
         def accept(norm: torch.Tensor) -> torch.Tensor:
-            answer.copy_(((loss <= largest_loss) & (norm <= largest_norm)).view(1))
+            answer.copy_((loss.isfinite() & (loss <= largest_loss) & (norm <= largest_norm)).view(1))
             all_reduce(answer, self.runtime.state.world, "min")
             return answer[0] > 0
 

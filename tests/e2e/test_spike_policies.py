@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 import shutil
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
+import pretrain_gpt
 from megatron.core.dist_checkpointing.index import read_index
+from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
 from megatron.training.faults.known_good import newest_known
+from megatron.training.process import signals
 from tests.e2e.toy_run import exact_figures, newest, toy_args
-from tests.harness.faults import Faults
+from tests.harness.faults import Faults, run_with_faults
 from tests.harness.forked_training import ForkedRun, fork_training
 
 PLAIN = "--train-iters 14 --save-interval 4 --eval-interval 100"
@@ -77,6 +88,26 @@ def test_a_resumed_run_leaves_the_same_samples_out(tmp_path: Path) -> None:
     assert resumed.iterations()[-1]["iteration"] == 14
 
 
+def late_on_rank_one(argv: Sequence[str], faults: Faults) -> int:
+    """Train where the second rank's clock says that the time is up from the beginning."""
+    signals.time = SimpleNamespace(time=lambda: time.time() + 3600.0 * dist.get_rank())  # type: ignore[attr-defined]
+    return run_with_faults(argv, faults)
+
+
+def test_what_is_due_at_an_iteration_that_is_passed_over_is_done(tmp_path: Path) -> None:
+    flags = "--train-iters 4 --eval-interval 2 --save-interval 2 --iterations-to-skip 1 3"
+    run = fork_training(toy_args(tmp_path / "last", flags)).check()
+    assert [line["iteration"] for line in run.evaluations("validation")] == [2, 4]
+    assert run.stdout.count("successfully saved checkpoint at iteration") == 2
+    run = fork_training(toy_args(tmp_path / "interval", flags, "--exit-interval 2")).check()
+    assert "exiting program at iteration 2" in run.stdout
+    assert newest(tmp_path / "interval" / "checkpoints").name == "iter_0000002"
+    args = toy_args(tmp_path / "time", flags, "--iterations-to-skip 0 --exit-duration-in-mins 45")
+    run = fork_training(args, 2, program=late_on_rank_one).check()
+    assert "exiting program after 45 minutes at iteration 1" in run.stdout
+    assert newest(tmp_path / "time" / "checkpoints").name == "iter_0000001"
+
+
 @pytest.mark.parametrize("examination", [pytest.param("", marks=pytest.mark.long), "--rerun-mode disabled"])
 def test_a_bad_weight_is_undone_by_going_back(examination: str, tmp_path: Path) -> None:
     faults = Faults(bad_weight_at=19, drifting_parameter="decoder.layers.0.mlp.linear_fc1.weight")
@@ -85,6 +116,36 @@ def test_a_bad_weight_is_undone_by_going_back(examination: str, tmp_path: Path) 
     assert "weights: weights are not finite: decoder.layers.0.mlp.linear_fc1.weight on rank 0: 1 of" in run.stdout
     assert left_out(tmp_path) == []
     assert exact_figures(run.iterations()) == exact_figures(clean.iterations())
+
+
+def test_going_back_counts_for_the_whole_run(tmp_path: Path) -> None:
+    args = toy_args(tmp_path, WATCH, "--spike-policy rewind --spike-budget 1")
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    fork_training([*args, "--exit-interval", "12"], 1, Faults(bad_weight_at=19, drifting_parameter=name)).check()
+    resumed = fork_training([*args, "--save-interval", "1"], 1, Faults(bad_weight_at=3, drifting_parameter=name))
+    assert resumed.statuses == (1,)
+    assert "--spike-budget 1 is used up" in resumed.errors[0]
+
+
+def infinite_at_first(argv: Sequence[str], faults: Faults) -> int:
+    """Train where the loss that the third micro-batch tells is infinite, and its gradient is not."""
+    forward, numbers = pretrain_gpt.forward_step, itertools.count(1)
+
+    def spoilt(*args: Any) -> ChunkResult:
+        loss = forward(*args)
+        assert isinstance(loss, MicrobatchLoss)
+        return dataclasses.replace(loss, loss_sum=loss.loss_sum + math.inf) if next(numbers) == 3 else loss
+
+    pretrain_gpt.forward_step = spoilt
+    return run_with_faults(argv, faults)
+
+
+def test_an_infinite_loss_with_finite_gradients_is_looked_at(tmp_path: Path) -> None:
+    args = toy_args(tmp_path, WATCH, "--spike-policy skip --train-iters 5", save=False)
+    run = fork_training(args, 1, program=infinite_at_first).check()
+    assert "WARNING: iteration 2: the loss is inf" in run.stdout
+    assert all(line["lm_loss"] for line in run.iterations())
+    assert skipped(run) == []
 
 
 def test_a_run_goes_back_to_what_it_has_saved_itself(tmp_path: Path) -> None:

@@ -106,9 +106,11 @@ class TorchFile:
         """Compare a storage's bytes with the checksum beside them, where the format has one.
 
         Raises:
-            DamagedCheckpointError: they differ.
+            DamagedCheckpointError: they differ, or the file has no such storage.
         """
-        place = self.places[key]
+        place = self.places.get(key)
+        if place is None:
+            raise DamagedCheckpointError(f"{self.path}: the values of storage {key} are missing")
         if place.checksum is None:
             return
         found = 0

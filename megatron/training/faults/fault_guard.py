@@ -64,7 +64,6 @@ class FaultGuard:
         )
         self._open_source = open_source
         self._iteration = 0
-        self._num_rewound = 0
         self._float8_before = None if parts.float8 is None else parts.float8.snapshot()
         self._variation = (0.0, 0.0, 0)
 
@@ -204,7 +203,7 @@ class FaultGuard:
         agreement: Agreement,
         trouble: TrainingError | None,
     ) -> tuple[Agreement, StepOutcome]:
-        num_used = sum(each.reason != AS_ASKED for each in self.left_out.steps) + self._num_rewound
+        num_used = sum(each.reason != AS_ASKED for each in self.left_out.steps) + self.left_out.num_rewound
         if num_used >= self._faults.spike_budget:
             raise self._ending(f"{found}; --spike-budget {self._faults.spike_budget} is used up", trouble)
         known = self._newest_known() if self._faults.spike_policy == "rewind" else None
@@ -225,7 +224,7 @@ class FaultGuard:
         elif known is None:
             raise self._ending(f"{found}; there is no checkpoint known to train to go back to", trouble)
         else:
-            self._num_rewound += 1
+            self.left_out = self.left_out.with_rewind()
             self._log(f"WARNING: {found}")
         if known is not None:
             raise Rewind(found)

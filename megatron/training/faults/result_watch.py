@@ -50,7 +50,9 @@ class ResultWatch:
         return loss, norm
 
     def add(self, loss: float, norm: float) -> None:
-        """Remember an accepted step."""
+        """Remember an accepted step; figures that are not finite say nothing of those that follow."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return
         self._losses.append(loss)
         self._norms.append(math.log(max(norm, 1.0e-30)))
         if self._num_seen < _NUM_LARGEST:
@@ -72,4 +74,6 @@ class ResultWatch:
 
 
 def _limit(values: deque[float], threshold: float, least_spread: float) -> float:
-    return statistics.fmean(values) + threshold * max(statistics.pstdev(values), least_spread)
+    mean = statistics.fmean(values)
+    spread = math.hypot(*(value - mean for value in values)) / math.sqrt(len(values))
+    return mean + threshold * max(spread, least_spread)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.datasets.history.left_out import LEFT_OUT
+from megatron.core.datasets.history.left_out import LEFT_OUT, NUM_REWOUND
 from megatron.core.errors import DataError
 
 _SAME_WEIGHT = 1e-12
@@ -133,7 +133,7 @@ def recorded_history(train_data: Mapping[str, Any] | None) -> DataHistory | None
     Raises:
         DataError: it is damaged.
     """
-    if train_data is None or set(train_data) == {LEFT_OUT}:
+    if train_data is None or (train_data and set(train_data) <= {LEFT_OUT, NUM_REWOUND}):
         return None
     return DataHistory.from_dict(train_data)
 

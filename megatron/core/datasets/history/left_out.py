@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.core.errors import DataError
 
-LEFT_OUT = "left_out"
-"""The name of the record beside the data history's own."""
+LEFT_OUT, NUM_REWOUND = "left_out", "num_rewound"
+"""The names of the record beside the data history's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,22 +29,31 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class LeftOutSamples:
-    """Hold all that a run has left out, in the order in which it did."""
+    """Hold all that a run has left out, in the order in which it did.
+
+    ``num_rewound`` counts how often it went back and left nothing out.
+    """
 
     steps: tuple[LeftOut, ...] = ()
+    num_rewound: int = 0
 
     def with_step(self, step: LeftOut) -> LeftOutSamples:
         """Return the record with one more step; a step of the same samples is replaced."""
         others = tuple(known for known in self.steps if (known.start, known.end) != (step.start, step.end))
-        return LeftOutSamples((*others, step))
+        return LeftOutSamples((*others, step), self.num_rewound)
+
+    def with_rewind(self) -> LeftOutSamples:
+        """Return the record with one more rewind that left nothing out."""
+        return LeftOutSamples(self.steps, self.num_rewound + 1)
 
     def meeting(self, start: int, end: int) -> LeftOut | None:
         """Return the first step of which a sample is among the consumed samples ``[start, end)``."""
         return next((step for step in self.steps if step.start < end and start < step.end), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as JSON-ready values, to stand beside a data history's; empty where nothing is left out."""
-        return {LEFT_OUT: [dataclasses.asdict(step) for step in self.steps]} if self.steps else {}
+        """Return the record as JSON-ready values, to stand beside a data history's; what is empty is not in it."""
+        steps = {LEFT_OUT: [dataclasses.asdict(step) for step in self.steps]} if self.steps else {}
+        return steps | ({NUM_REWOUND: self.num_rewound} if self.num_rewound else {})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None) -> LeftOutSamples:
@@ -64,6 +73,7 @@ class LeftOutSamples:
                 )
                 for step in (values or {}).get(LEFT_OUT, ())
             )
+            num_rewound = int((values or {}).get(NUM_REWOUND, 0))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"the checkpoint's record of the samples left out is damaged ({error!r})") from error
-        return cls(steps)
+        return cls(steps, num_rewound)

@@ -105,6 +105,17 @@ _IDLE = (
         lambda config: config.faults.rerun_mode == "disabled",
         "with --rerun-mode disabled",
     ),
+    _Idle(
+        ("spike_budget",),
+        lambda config: config.faults.spike_policy == "stop",
+        "with --spike-policy stop: the first spike ends the run",
+    ),
+    _Idle(
+        ("max_consecutive_skipped_iterations",),
+        lambda config: config.ddp.check_for_nan_in_loss_and_grad and not config.model.fp16,
+        "without --fp16: the first gradient that is not finite ends the run or follows --spike-policy; "
+        "--no-check-for-nan-in-loss-and-grad skips it",
+    ),
     _Idle(("override_opt_param_scheduler",), lambda config: config.checkpoint.load is None, "without --load DIR"),
     _Idle(_TO_TENSORBOARD, lambda config: config.logging.tensorboard_dir is None, "without --tensorboard-dir DIR"),
     _Idle(

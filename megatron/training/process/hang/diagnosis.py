@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from megatron.core.flight.communication import Communication
+from megatron.core.flight.communication import Communication, parse_ranks
 from megatron.training.process.hang.rank_state import RankState
 
 
@@ -34,9 +34,7 @@ class Diagnosis:
     is_circle: bool = False
 
 
-def diagnose(
-    states: Mapping[int, RankState], members: Mapping[str, Sequence[int]], silent: Collection[int] = ()
-) -> Diagnosis:
+def diagnose(states: Mapping[int, RankState], silent: Collection[int] = ()) -> Diagnosis:
     """Return who waits for whom and who holds up the others; ``silent`` ranks are stopped or gone.
 
     A rank in a communication waits for those of its members that have begun fewer on that channel; where all have begun
@@ -49,7 +47,7 @@ def diagnose(
         if blocked is None or rank in silent:
             waits_for[rank] = ()
             continue
-        others = [other for other in members.get(blocked.channel, ()) if other != rank and other in states]
+        others = [other for other in parse_ranks(blocked.channel) if other != rank and other in states]
         late = [other for other in others if states[other].entered.get(blocked.channel, 0) < blocked.sequence]
         waits_for[rank] = tuple(late or [other for other in others if other in silent])
     sinks = [rank for rank in states if not waits_for[rank]]

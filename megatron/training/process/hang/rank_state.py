@@ -67,11 +67,6 @@ class RankState:
         return cls(**known)
 
 
-def members_of(recorder: FlightRecorder) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each channel of this rank."""
-    return {name: channel.ranks for name, channel in recorder.channels.items()}
-
-
 def blocked_in(recorder: FlightRecorder) -> Communication | None:
     """Return the communication that this rank is in, or None where it is in none."""
     entry = recorder.blocked
@@ -81,7 +76,6 @@ def blocked_in(recorder: FlightRecorder) -> Communication | None:
 def full_answer(recorder: FlightRecorder, device: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a rank knows of a hang: the stacks of its threads, its last communications and what it reads."""
     return {
-        "members": members_of(recorder),
         "stacks": stacks(),
         "reading": [[int(sample) for sample in samples][:_NUM_SAMPLES] for samples in [*recorder.reading.values()]],
         "latest": [dataclasses.asdict(entry) for entry in recorder.latest()[-_NUM_ENTRIES:]],

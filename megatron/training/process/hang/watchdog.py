@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.flight.communication import parse_ranks
 from megatron.core.flight.recorder import FlightRecorder
 from megatron.training.process.console import print_line
 from megatron.training.process.hang.diagnosis import Diagnosis, diagnose
@@ -218,12 +217,7 @@ class Watchdog:
         active = [rank for rank, view in self._views.items() if not view.state.left]
         if not given_up and not any(idle[rank] > limit for rank in active):
             return None
-        members = {name: channel.ranks for name, channel in list(self._recorder.channels.items())}
-        for view in self._views.values():
-            # This rank's own channels are not all: two ends are known of every communication that somebody waits in.
-            if view.state.blocked is not None:
-                members.setdefault(view.state.blocked.channel, parse_ranks(view.state.blocked.channel))
-        found = diagnose({rank: view.state for rank, view in self._views.items()}, members, silent)
+        found = diagnose({rank: view.state for rank, view in self._views.items()}, silent)
         blamed = [culprit.rank for culprit in found.culprits]
         if given_up.intersection(blamed):
             waiting = [other for culprit in found.culprits for other in culprit.waiting]
@@ -316,16 +310,15 @@ class Watchdog:
                 phase=self._recorder.phase,
                 iteration=self._recorder.iteration,
                 blocked=blocked,
-                entered={name: channel.entered for name, channel in self._recorder.channels.items()},
+                entered={name: channel.entered for name, channel in list(self._recorder.channels.items())},
             ),
         }
-        members = {name: channel.ranks for name, channel in self._recorder.channels.items()}
         report = HangReport(
             limit_s=self._patience.silence_s,
             states=states,
             idle_s={0: silent_s, self._rank: silent_s},
             processes={rank: state_of(state.process) for rank, state in states.items()},
             answers={self._rank: self._answer()},
-            diagnosis=diagnose(states, members, (0,)),
+            diagnosis=diagnose(states, (0,)),
         )
         self._print(report)

@@ -93,6 +93,17 @@ def test_a_flipped_byte_is_found_where_the_format_has_checksums(tmp_path: Path) 
         TorchFile(path).check_storage(key)
 
 
+def test_a_storage_that_is_not_there_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "values.pt"
+    torch.save(VALUES, path)
+    key = TorchFile(path).value["part"].storage.key
+    path.write_bytes(path.read_bytes().replace(f"/data/{key}".encode(), b"/data/x"))
+    file = TorchFile(path)
+    for use in (lambda: file.check_storage(key), lambda: file.view(file.value["part"])):
+        with pytest.raises(DamagedCheckpointError, match=f"the values of storage {key} are missing"):
+            use()
+
+
 @pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04 no zip", b"\x80\x02}."])
 def test_another_file_is_damaged(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "values.pt"

@@ -40,6 +40,14 @@ def test_limits_are_standard_deviations_of_the_window_alone() -> None:
     )
 
 
+def test_what_was_taken_though_it_is_not_finite_is_not_compared_with() -> None:
+    config = FaultConfig(spike_policy="skip", spike_window=8)
+    finite = watch_after(config, [2.0, 3.0, 1e200] * 2, [1.0, 2.0, 1e200] * 2)
+    other = watch_after(config, [2.0, math.inf, 3.0, 1e200] * 2, [1.0, math.nan, 2.0, 1e200] * 2)
+    assert finite.limits == other.limits
+    assert math.isfinite(finite.limits[0] if finite.limits else math.nan)
+
+
 def test_megatrons_checks_know_the_largest_of_the_first_hundred() -> None:
     config = FaultConfig(check_for_spiky_loss=True)
     losses = [1.0] * 50 + [3.0] + [1.0] * 48

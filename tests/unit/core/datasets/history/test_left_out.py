@@ -26,14 +26,18 @@ def test_the_same_samples_are_recorded_once() -> None:
 
 
 def test_a_record_is_read_back_from_beside_a_history() -> None:
-    record = LeftOutSamples((FIRST, SECOND))
+    record = LeftOutSamples((FIRST,)).with_rewind().with_step(SECOND)
+    assert record.num_rewound == 1
     assert LeftOutSamples.from_dict({"phases": [], **record.to_dict()}) == record
     assert LeftOutSamples.from_dict(None) == LeftOutSamples.from_dict({"phases": []}) == LeftOutSamples()
     assert LeftOutSamples().to_dict() == {}
     assert recorded_history(record.to_dict()) is None
+    assert recorded_history(LeftOutSamples().with_rewind().to_dict()) is None
 
 
-@pytest.mark.parametrize("damage", [{"left_out": [{"start": 1}]}, {"left_out": 3}, {"left_out": ["x"]}])
+@pytest.mark.parametrize(
+    "damage", [{"left_out": [{"start": 1}]}, {"left_out": 3}, {"left_out": ["x"]}, {"num_rewound": "x"}]
+)
 def test_a_damaged_record_is_refused(damage: dict[str, object]) -> None:
     with pytest.raises(DataError, match="record of the samples left out is damaged"):
         LeftOutSamples.from_dict(damage)

@@ -8,18 +8,18 @@ from megatron.training.process.hang.processes import ProcessName
 from megatron.training.process.hang.rank_state import RankState
 
 NOWHERE = ProcessName("host", "another machine", 1, 1)
-MEMBERS = {"tp[0,1]": (0, 1), "tp[2,3]": (2, 3), "activations 0->2[0,2]": (0, 2), "world[0-3]": (0, 1, 2, 3)}
+CHANNELS = ("tp[0,1]", "tp[2,3]", "activations 0->2[0,2]", "world[0-3]")
 
 
 def state(rank: int, blocked: tuple[str, int] | None = None, left: bool = False, **entered: int) -> RankState:
     """Return a rank's state; ``entered`` has the channels by their axes."""
     waits_in = None if blocked is None else Communication(blocked[0], blocked[1], "op", 8, (2,), "f.py:1", 9.0, None)
-    counts = {name: entered.get(name.split("[")[0].split(" ")[0], 0) for name in MEMBERS}
+    counts = {name: entered.get(name.split("[")[0].split(" ")[0], 0) for name in CHANNELS}
     return RankState(rank, NOWHERE, entered=counts, blocked=waits_in, left=left)
 
 
 def culprits(states: list[RankState], silent: tuple[int, ...] = ()) -> list[tuple[int, tuple[int, ...]]]:
-    found = diagnose({item.rank: item for item in states}, MEMBERS, silent)
+    found = diagnose({item.rank: item for item in states}, silent)
     return [(culprit.rank, culprit.waiting) for culprit in found.culprits]
 
 
@@ -44,13 +44,13 @@ def test_who_is_silent_is_blamed_before_who_computes() -> None:
 
 def test_a_silent_rank_within_a_communication_is_blamed_for_it() -> None:
     states = [state(0, ("tp[0,1]", 5), tp=5), state(1, ("tp[0,1]", 5), tp=5)]
-    found = diagnose({item.rank: item for item in states}, MEMBERS, (1,))
+    found = diagnose({item.rank: item for item in states}, (1,))
     assert [(c.rank, c.has_entered) for c in found.culprits] == [(1, True)]
 
 
 def test_two_who_wait_for_each_other_are_both_named() -> None:
     states = [state(0, ("world[0-3]", 2), world=2, tp=4), state(1, ("tp[0,1]", 5), world=1, tp=5)]
-    found = diagnose({item.rank: item for item in states}, MEMBERS)
+    found = diagnose({item.rank: item for item in states})
     assert found.is_circle
     assert [culprit.rank for culprit in found.culprits] == [0, 1]
 

@@ -144,6 +144,37 @@ def test_a_run_that_is_over_is_watched_no_more(ranks: Ranks) -> None:
     assert ranks.statuses == {}
 
 
+@dataclass
+class GrowingChannel:
+    """Be a channel beside which the training thread opens another one whenever the watchdog looks at it."""
+
+    channels: dict[str, GrowingChannel]
+
+    def _open_another(self) -> None:
+        self.channels[f"tp[{len(self.channels)}]"] = self
+
+    @property
+    def entered(self) -> int:
+        self._open_another()
+        return 1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        self._open_another()
+        return (0, 1)
+
+
+def test_channels_that_open_during_a_hang_do_not_end_the_watchdog(ranks: Ranks, capsys) -> None:
+    ranks.close()
+    channels: dict[str, GrowingChannel] = {}
+    ranks.recorders[1].channels = channels  # type: ignore[assignment]
+    channels["tp[0]"] = GrowingChannel(channels)
+    ranks.watchdogs[1]._speak_alone(this_process(), 9.0)
+    assert "HANG: rank 0" in capsys.readouterr().err
+    (path,) = ranks.folder.glob("hang-*.json")
+    assert read_hang_report(path).states[1].entered == {"tp[0]": 1}
+
+
 def test_a_process_is_killed_only_if_it_is_the_one_that_was_named() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
