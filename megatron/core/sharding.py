@@ -87,6 +87,8 @@ class ParamSpec:
     key-value group); or which of the two that the first and the last pipeline stage hold (see `tie_over_pipeline`).
     ``gradient_sum_axes`` are the axes over which the local gradient is only a part and must still be summed over those
     copies; without it the copies' gradients are equal already.
+    ``fused_rows`` says, where rows of several matrices are stacked, how many of each follow one another, over and over:
+    the query, key and value rows of each group, or all rows of gate and up.
     ``is_owner`` is the one copy that counts in norms, parameter counts and checkpoints. Initial values are normal with
     ``init_mean`` and ``init_std``, or uniform from ``-init_bound`` to ``init_bound`` where that is not 0.
     """
@@ -101,6 +103,7 @@ class ParamSpec:
     init_mean: float = 0.0
     init_std: float = 0.0
     init_bound: float = 0.0
+    fused_rows: tuple[int, ...] = ()
 
     @property
     def is_owner(self) -> bool:

@@ -13,8 +13,9 @@ from megatron.planning.adapter_parameters import adapter_parameters
 class ChunkParameter:
     """Hold a parameter's local size and, where its gradient is a part, how many of the t ranks hold a copy.
 
-    ``is_tied`` says that the other end of the pipeline holds it too, ``is_trained`` that it has a gradient, and
-    ``is_sent_in_float8`` that it travels in fp8 when it is gathered from shards.
+    ``is_tied`` says that the other end of the pipeline holds it too, ``is_trained`` that it has a gradient,
+    ``is_sent_in_float8`` that it travels in fp8 when it is gathered from shards, and ``is_matrix`` that it is a weight
+    between the embeddings and the output layer.
     """
 
     size: int
@@ -22,6 +23,7 @@ class ChunkParameter:
     is_tied: bool = False
     is_trained: bool = True
     is_sent_in_float8: bool = False
+    is_matrix: bool = False
 
 
 def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParameter]:
@@ -36,7 +38,7 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
 
     def linear(rows: int, columns: int, copies_to_sum: int, has_bias: bool) -> list[ChunkParameter]:
         bias = [ChunkParameter(rows, copies_to_sum)] if has_bias else []
-        return [ChunkParameter(rows * columns, is_sent_in_float8=model.fp8_param_gather), *bias]
+        return [ChunkParameter(rows * columns, is_sent_in_float8=model.fp8_param_gather, is_matrix=True), *bias]
 
     if groups % t == 0:
         query_key_value = linear(queries + 2 * model.kv_projection_size // t, h, 0, model.has_qkv_bias)
@@ -45,8 +47,8 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
             parameter
             for width in ((h, 1) if model.has_qkv_bias else (h,))
             for parameter in (
-                ChunkParameter(queries * width, is_sent_in_float8=model.fp8_param_gather and width == h),
-                ChunkParameter(2 * d * width, t // groups, is_sent_in_float8=model.fp8_param_gather and width == h),
+                replace(part, is_sent_in_float8=model.fp8_param_gather and width == h, is_matrix=width == h)
+                for part in (ChunkParameter(queries * width), ChunkParameter(2 * d * width, t // groups))
             )
         ]
     queries_and_keys: list[ChunkParameter] = []
@@ -60,7 +62,7 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
     after = norm(h) if model.norm_placement != "before" else []
 
     def adapters(name: str) -> list[ChunkParameter]:
-        return [ChunkParameter(size, copies) for size, copies in adapter_parameters(model, name)]
+        return [ChunkParameter(size, copies, is_matrix=True) for size, copies in adapter_parameters(model, name)]
 
     def base(*parameters: ChunkParameter) -> list[ChunkParameter]:
         return [replace(parameter, is_trained=not model.lora_rank) for parameter in parameters]

@@ -11,11 +11,14 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 
-def state_bytes(optimizer: OptimizerConfig) -> int:
-    """Return what a parameter takes on the device beside weight and gradient: main parameter and moments."""
+def state_bytes(optimizer: OptimizerConfig, *, is_matrix: bool = False) -> int:
+    """Return what a parameter takes on the device beside weight and gradient: main parameter and moments.
+
+    ``is_matrix`` says that it is a weight between the embeddings and the output layer, of which Muon keeps one moment.
+    """
     sizes = _sizes(optimizer)
     has_main_copy = ELEMENT_BYTES[optimizer.params_dtype] < sizes["fp32"]
-    return (sizes[optimizer.main_params_dtype] if has_main_copy else 0) + _moment_bytes(optimizer)
+    return (sizes[optimizer.main_params_dtype] if has_main_copy else 0) + _moment_bytes(optimizer, is_matrix=is_matrix)
 
 
 def host_state_bytes(optimizer: OptimizerConfig, num_elements: int) -> int:
@@ -23,9 +26,11 @@ def host_state_bytes(optimizer: OptimizerConfig, num_elements: int) -> int:
     return math.ceil(optimizer.offload_fraction * num_elements) * (_sizes(optimizer)["fp32"] + _moment_bytes(optimizer))
 
 
-def _moment_bytes(optimizer: OptimizerConfig) -> int:
+def _moment_bytes(optimizer: OptimizerConfig, *, is_matrix: bool = False) -> int:
     sizes = _sizes(optimizer)
-    if optimizer.optimizer != "adam":
+    if optimizer.elementwise == "lion" or (optimizer.optimizer == "muon" and is_matrix):
+        return sizes["fp32"]
+    if optimizer.elementwise == "sgd":
         return sizes["fp32"] if optimizer.sgd_momentum else 0
     return sizes[optimizer.exp_avg_dtype] + sizes[optimizer.exp_avg_sq_dtype]
 

@@ -28,13 +28,15 @@ _MEGABYTE = 1024 * 1024
 class ModelSize:
     """Hold numbers of parameters: of the whole model, and of one tensor-parallel rank of each pipeline stage.
 
-    ``trained`` are those of the shards that have gradients and an optimizer's state: all, or low-rank adapters.
+    ``trained`` are those of the shards that have gradients and an optimizer's state: all, or low-rank adapters;
+    ``matrices`` are those of them that lie between the embeddings and the output layer.
     """
 
     block: int
     embedding: int
     shards: tuple[int, ...]
     trained: tuple[int, ...]
+    matrices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,11 @@ def model_size(config: RunConfig) -> ModelSize:
     stages = [layout.chunks(rank) for rank in range(model.pipeline_model_parallel_size)]
     shards = (sum(_count(model, chunk) for chunk in chunks) for chunks in stages)
     trained = (sum(_count(model, chunk, trained_only=True) for chunk in chunks) for chunks in stages)
-    return ModelSize(_count(whole, block) + num_norm, embedding, tuple(shards), tuple(trained))
+    matrices = (
+        sum(p.size for chunk in chunks for p in chunk_parameters(model, chunk) if p.is_matrix and p.is_trained)
+        for chunks in stages
+    )
+    return ModelSize(_count(whole, block) + num_norm, embedding, tuple(shards), tuple(trained), tuple(matrices))
 
 
 def theoretical_memory(config: RunConfig) -> TheoreticalMemory:
@@ -67,8 +73,10 @@ def theoretical_memory(config: RunConfig) -> TheoreticalMemory:
     size = model_size(config)
     weight = ELEMENT_BYTES[config.model.params_dtype]
     weights = max(
-        count * weight + trained * _bytes_a_trained_parameter(config)
-        for count, trained in zip(size.shards, size.trained)
+        count * weight
+        + (trained - matrices) * _bytes_a_trained_parameter(config)
+        + matrices * _bytes_a_trained_parameter(config, is_matrix=True)
+        for count, trained, matrices in zip(size.shards, size.trained, size.matrices)
     )
     return TheoreticalMemory(weights, _activation_bytes(config))
 
@@ -98,11 +106,11 @@ def _count(model: GPTConfig, chunk: StageContents, *, trained_only: bool = False
     return sum(parameter.size for parameter in parameters if parameter.is_trained or not trained_only)
 
 
-def _bytes_a_trained_parameter(config: RunConfig) -> float:
+def _bytes_a_trained_parameter(config: RunConfig, *, is_matrix: bool = False) -> float:
     """Return the bytes of a gradient, and its share of main parameter and moments."""
     ddp = config.ddp
     gradient: float = ELEMENT_BYTES[ddp.grad_dtype(config.model.params_dtype)]
-    state: float = state_bytes(config.optimizer)
+    state: float = state_bytes(config.optimizer, is_matrix=is_matrix)
     replicas = config.parallel_sizes.num_replicas
     if ddp.shards_over(replicas):
         state /= replicas

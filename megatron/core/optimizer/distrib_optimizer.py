@@ -39,7 +39,7 @@ class DistributedOptimizer(MegatronOptimizer):
     ) -> None:
         super().__init__(config, model_chunks, state, fused_adam, host_copies)
         buckets_of: dict[int, list[UpdateBucket]] = {}
-        for bucket in self._on_device:
+        for bucket in filter(lambda bucket: bucket.parts, self._on_device):
             buckets_of.setdefault(id(bucket.parts[0].part.parameter), []).append(bucket)
         # The gathers in the order that all ranks share, each with what this rank updates before it.
         self._gathers = [

@@ -1,4 +1,4 @@
-"""The update rule (torch's fused AdamW or SGD, or apex's Adam where it is found on CUDA) and its parameter groups.
+"""The update rule (torch's fused AdamW or SGD, Lion, or apex's Adam where it is on CUDA) and its parameter groups.
 
 Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.optimizer.lion import Lion
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.sharding import spec_of
 
@@ -20,7 +21,7 @@ class InnerOptimizer:
 
     The state exists from the start, so that loading can fill it.
 
-    ``state_names`` are the tensors of a parameter's shape that it keeps: Adam's moments or SGD's momentum. One step
+    ``state_names`` are the tensors of a parameter's shape that it keeps: Adam's moments, or a momentum. One step
     count serves all parameters. ``groups`` pairs main parameters with the multiplier of their weight decay.
     ``fused_adam`` is apex's class; it takes torch's place where every main parameter is a float32 CUDA tensor.
     """
@@ -36,17 +37,18 @@ class InnerOptimizer:
         parameters = [parameter for group, _ in groups for parameter in group]
         if not all(p.is_cuda and p.dtype is torch.float32 for p in parameters):
             fused_adam = None
-        self._is_torch = fused_adam is None or config.optimizer != "adam"
+        self._is_torch = fused_adam is None or config.elementwise != "adam"
         self._torch_optimizer = _make_torch_optimizer(config, param_groups, fused_adam)
         self.state_names = _state_names(config)
         # The fused kernels read the scale as a float32, which would round a float64 run's gradients.
-        self._scales_in_kernel = self._is_torch and all(p.dtype is torch.float32 for p in parameters)
+        is_torch = self._is_torch and config.elementwise != "lion"
+        self._scales_in_kernel = is_torch and all(p.dtype is torch.float32 for p in parameters)
         # On CPU the host reads for nothing, and then spares the kernel a division and a store.
         is_fused = bool(self._torch_optimizer.defaults.get("fused")) and all(p.is_cuda for p in parameters)
         self.decides_on_device = self._scales_in_kernel and is_fused
         for parameter in parameters:
             state: dict[str, Any] = {name: torch.zeros_like(parameter) for name in self.state_names}
-            if config.optimizer == "adam" and self._is_torch:
+            if config.elementwise == "adam" and self._is_torch:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             if state:
                 self._torch_optimizer.state[parameter] = state
@@ -117,7 +119,9 @@ def _make_torch_optimizer(
     param_groups: list[dict[str, Any]],
     fused_adam: type[torch.optim.Optimizer] | None,
 ) -> torch.optim.Optimizer:
-    if config.optimizer == "sgd":
+    if config.elementwise == "lion":
+        return Lion(param_groups, (config.lion_beta1, config.lion_beta2))
+    if config.elementwise == "sgd":
         return torch.optim.SGD(param_groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
     options: dict[str, Any] = {
         "lr": 0.0,
@@ -130,8 +134,10 @@ def _make_torch_optimizer(
 
 
 def _state_names(config: OptimizerConfig) -> tuple[str, ...]:
-    if config.optimizer == "adam":
+    if config.elementwise == "adam":
         return ("exp_avg", "exp_avg_sq")
+    if config.elementwise == "lion":
+        return ("exp_avg",)
     return ("momentum_buffer",) if config.sgd_momentum else ()
 
 

@@ -27,6 +27,8 @@ from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.gradient_report import check_weights, describe_bad_gradients
 from megatron.core.optimizer.host_offload import HostOffload, split_groups
 from megatron.core.optimizer.inner_optimizer import build_param_groups, is_decoupled
+from megatron.core.optimizer.matrix_owners import MatrixOwners
+from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, cut_into_buckets
 from megatron.core.parallel_state import ParallelState
@@ -86,6 +88,8 @@ class MegatronOptimizer:
             self._on_device += [
                 UpdateBucket(config, piece, fused_adam, is_decoupled=decoupled) for piece in self._device_pieces(here)
             ]
+        if config.optimizer == "muon":
+            self._on_device.append(self._matrix_bucket())
         self.offload = HostOffload(config, on_host, host_copies()) if on_host else None
         self._buckets = (*on_host, *self._on_device)
         # What `sharded_state` has lent of state that is stored in few bytes, to be stored when it has been filled.
@@ -257,27 +261,40 @@ class MegatronOptimizer:
 
     def _part_groups(self) -> Iterator[tuple[list[PartGroup], bool]]:
         """Yield this rank's parts by weight decay: those of the common learning rate, and those of another."""
-        parts_of: dict[int, list[ParamPart]] = {}
-        for chunk in self._chunks:
-            for part in chunk.parts:
-                parts_of.setdefault(id(part.parameter), []).append(part)
-        trained = [p for chunk in self._chunks for p in chunk.parameters() if p.requires_grad]
+        trained = [p for p in self._trained() if not self._is_orthogonalized(p)]
         for decoupled in (False, True):
             chosen = [
                 p
                 for p in trained
                 if (self.config.decoupled_lr is not None and is_decoupled(spec_of(p).name)) == decoupled
             ]
-            yield (
-                [
-                    (
-                        [part for p in group.parameters for part in parts_of.get(id(p), [])],
-                        group.weight_decay_multiplier,
-                    )
-                    for group in build_param_groups(chosen)
-                ],
-                decoupled,
-            )
+            yield self._groups_of(chosen), decoupled
+
+    def _matrix_bucket(self) -> UpdateBucket:
+        """Return what updates the matrices, which are owned by ranks of the groups that share them; collective."""
+        matrices = [p for p in self._trained() if self._is_orthogonalized(p)]
+        groups = self._groups_of(matrices)
+        is_sharded = any(chunk.is_sharded for chunk in self._chunks)
+        parts = [part for parts, _ in groups for part in parts]
+        owners = MatrixOwners(matrices, parts, self._state.tp, self._state.dp_cp, is_sharded=is_sharded)
+        return UpdateBucket(self.config, groups, owners=owners)
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [p for chunk in self._chunks for p in chunk.parameters() if p.requires_grad]
+
+    def _is_orthogonalized(self, parameter: torch.nn.Parameter) -> bool:
+        return self.config.optimizer == "muon" and is_orthogonalized(spec_of(parameter))
+
+    def _groups_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[PartGroup]:
+        """Return this rank's parts of some parameters by weight decay."""
+        parts_of: dict[int, list[ParamPart]] = {}
+        for chunk in self._chunks:
+            for part in chunk.parts:
+                parts_of.setdefault(id(part.parameter), []).append(part)
+        return [
+            ([part for p in group.parameters for part in parts_of.get(id(p), [])], group.weight_decay_multiplier)
+            for group in build_param_groups(parameters)
+        ]
 
     @torch.no_grad()
     def _readable(self, bucket: UpdateBucket, tensor: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,11 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     """Hold what the optimizer is built from; ``params_dtype`` is the model's, by name."""
 
     optimizer: str = flag(
-        "adam", choices=("adam", "sgd", "hybridadam"), not_built=("cpu_adam", "muon", "dist_muon", "lion")
+        "adam", choices=("adam", "sgd", "hybridadam", "muon", "dist_muon", "lion"), not_built=("cpu_adam",)
     )
-    """Optimizer; hybridadam (of Pai) is adam with --optimizer-cpu-offload, by default of half of it."""
+    """Optimizer; hybridadam (of Pai) is adam with --optimizer-cpu-offload, by default of half of it. muon updates the
+    matrices between the embeddings and the output layer, and --muon-scalar-optimizer everything else; dist_muon is
+    muon, whose work and state are spread over the ranks at any rate (the state with --use-distributed-optimizer)."""
     optimizer_cpu_offload: bool = flag(False, in_args=False)
     """Keep a part of the main parameters and of the optimizer's state in the machine's memory, and update it there."""
     optimizer_offload_policy: str = flag(
@@ -84,6 +86,52 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     """Added to the root of Adam's second moment."""
     sgd_momentum: float = flag(0.9, bounds=NOT_NEGATIVE)
     """Momentum of SGD."""
+    lion_beta1: float = flag(0.95, bounds=BELOW_ONE, in_args=False)
+    """Share of the momentum in Lion's update, whose sign is taken."""
+    lion_beta2: float = flag(0.98, bounds=BELOW_ONE, in_args=False)
+    """Decay of Lion's momentum."""
+    muon_momentum: float = flag(0.95, bounds=BELOW_ONE, where=("optimizer", "muon"), in_args=False)
+    """Momentum of Muon."""
+    muon_nesterov: bool = flag(False, where=("optimizer", "muon"), in_args=False)
+    """Look ahead by Nesterov's momentum."""
+    muon_num_ns_steps: int = flag(5, bounds=POSITIVE, where=("optimizer", "muon"), in_args=False)
+    """Newton-Schulz iterations of an update."""
+    muon_coefficient_type: str = flag(
+        "quintic",
+        choices=("simple", "quintic"),
+        not_built=("polar_express", "aol", "custom"),
+        where=("optimizer", "muon"),
+        in_args=False,
+    )
+    """Coefficients of the Newton-Schulz iterations: the same in each (simple), or other ones in each (quintic)."""
+    muon_scale_mode: str = flag(
+        "spectral",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+        where=("optimizer", "muon"),
+        in_args=False,
+    )
+    """Factor of an update, a root of: the larger side (spectral), rows / columns (unit_rms_norm), the same and at
+    least 1 (shape_scaling)."""
+    muon_extra_scale_factor: float = flag(1.0, bounds=POSITIVE, where=("optimizer", "muon"), in_args=False)
+    """Another factor of an update; 0.2 with spectral makes updates as large as AdamW's, so that its learning rate and
+    weight decay serve."""
+    muon_fp32_matmul_prec: str = flag(
+        "medium", choices=("low", "medium", "high", "highest"), where=("optimizer", "muon"), in_args=False
+    )
+    """Type of the Newton-Schulz products: bfloat16 (low, medium) or float32 (high, highest)."""
+    muon_split_qkv: bool = flag(True, negative="--muon-no-split-qkv", where=("optimizer", "muon"), in_args=False)
+    """Make query, key and value orthogonal each by itself. Off: make query, key and value orthogonal as one matrix.
+    Gate and up always are two."""
+    muon_tp_mode: str = flag(
+        "distributed",
+        choices=("distributed", "duplicated"),
+        not_built=("blockwise",),
+        where=("optimizer", "muon"),
+        in_args=False,
+    )
+    """How sharded matrices are made orthogonal: whole, each on the one rank that owns it (both values)."""
+    muon_scalar_optimizer: str = flag("adam", choices=("adam", "lion"), where=("optimizer", "muon"), in_args=False)
+    """Optimizer of what Muon does not update: embeddings, the output layer, norms and biases."""
     log_num_zeros_in_grad: bool = flag(False, in_args=False)
     """Count the zeros in the gradients and log the number."""
     loss_scale: float | None = flag(None, bounds=POSITIVE)
@@ -103,12 +151,19 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     """Type of the model's parameters: float32, bfloat16, float16 or float64 (follows the model)."""
 
     def __post_init__(self) -> None:
-        """Take Pai's name for what it is."""
+        """Take other names for what they are."""
+        if self.optimizer == "dist_muon":
+            object.__setattr__(self, "optimizer", "muon")
         if self.optimizer == "hybridadam":
             object.__setattr__(self, "optimizer", "adam")
             object.__setattr__(self, "optimizer_cpu_offload", True)
             if self.optimizer_offload_fraction is None and self.optimizer_offload_policy == "static":
                 object.__setattr__(self, "optimizer_offload_fraction", 0.5)
+
+    @property
+    def elementwise(self) -> str:
+        """Return the optimizer of parameters of any shape."""
+        return self.muon_scalar_optimizer if self.optimizer == "muon" else self.optimizer
 
     @property
     def offload_fraction(self) -> float:

@@ -11,6 +11,8 @@ import torch
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.optimizer.compact_state import CompactTensor, RemainderTensor, make_compact
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
+from megatron.core.optimizer.matrix_owners import MatrixOwners
+from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.timers import Timers
@@ -44,7 +46,7 @@ class UpdateBucket:
 
     On the device the main parameters are the model's own or float32 copies; ``on_host`` makes all of them copies in the
     machine's memory. What ``is_decoupled`` has a learning rate of its own. With the configuration's narrow types, state
-    is stored in these between two steps.
+    is stored in these between two steps. With ``owners`` the parts are of matrices, and updated by Muon.
     """
 
     def __init__(
@@ -55,14 +57,20 @@ class UpdateBucket:
         *,
         on_host: bool = False,
         is_decoupled: bool = False,
+        owners: MatrixOwners | None = None,
     ) -> None:
         self.is_decoupled = is_decoupled
         pairs = [([_optimized(part, on_host) for part in parts], multiplier) for parts, multiplier in groups]
         self.parts = [part for parts, _ in pairs for part in parts]
         self.main_params = [part.main_param for part in self.parts]
-        self.inner = InnerOptimizer(
-            config, [([part.main_param for part in parts], multiplier) for parts, multiplier in pairs], fused_adam
-        )
+        self.inner: InnerOptimizer | Muon
+        if owners is None:
+            self.inner = InnerOptimizer(
+                config, [([part.main_param for part in parts], multiplier) for parts, multiplier in pairs], fused_adam
+            )
+        else:
+            multipliers = [multiplier for parts, multiplier in pairs for _ in parts]
+            self.inner = Muon(config, self.main_params, multipliers, owners)
         self._with_copy = [part for part in self.parts if part.has_main_copy]
         self._compact: dict[int, CompactTensor] = {}
         if config.use_precision_aware_optimizer:

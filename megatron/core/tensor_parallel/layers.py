@@ -48,6 +48,7 @@ class ColumnParallelLinear(nn.Module):
     own. ``padded_out_features`` pads the output features before sharding (a vocabulary). ``gather_output`` gives every
     rank all output features, without padding. ``skip_bias_add`` leaves the bias to the caller: forward then returns
     ``(output, bias)``, the bias as wide as the output, or None where the layer has none.
+    ``fused_rows`` are the rows of each of several matrices in the weight, where these take turns (see `ParamSpec`).
 
     The parameters are empty until `initialize_module` or a checkpoint fills them.
 
@@ -76,6 +77,7 @@ class ColumnParallelLinear(nn.Module):
         overlap: LinearOverlap = WHOLE,
         gather_output: bool = False,
         skip_bias_add: bool = False,
+        fused_rows: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         _check_even_shards("output features", padded_out_features or out_features, tp, num_stacked)
@@ -100,7 +102,9 @@ class ColumnParallelLinear(nn.Module):
             return even_pieces(shape, 0, tp.rank, tp.size, padded_out_features)
 
         shape = (out_features, in_features)
-        spec = ParamSpec("weight", shape, pieces(shape), init_std=init_std)
+        if num_stacked > 1:
+            fused_rows = (out_features // num_stacked,) * num_stacked
+        spec = ParamSpec("weight", shape, pieces(shape), init_std=init_std, fused_rows=fused_rows)
         self.weight = make_parameter((out_per_rank, in_features), spec, dtype, device)
         self.bias: nn.Parameter | None = None
         if has_bias:

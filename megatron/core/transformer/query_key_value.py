@@ -37,8 +37,14 @@ def make_query_key_value(config: TransformerConfig, tp: Group, device: torch.dev
             device=device,
             library=config.cpu_matmul,
             overlap=linear_overlap(config, "qkv"),
+            fused_rows=_rows_of_a_group(config),
         )
     return SharedGroupQueryKeyValue(config, tp, device)
+
+
+def _rows_of_a_group(config: TransformerConfig) -> tuple[int, int, int]:
+    query_rows = config.query_projection_size // config.num_query_groups
+    return (query_rows, config.kv_channels, config.kv_channels)
 
 
 class SharedGroupQueryKeyValue(nn.Module):
@@ -79,6 +85,7 @@ class SharedGroupQueryKeyValue(nn.Module):
                 replica_index=member if shared else 0,
                 num_replicas=ranks_per_group if shared else 1,
                 init_std=config.init_method_std if name == "weight" else 0.0,
+                fused_rows=_rows_of_a_group(config),
             )
             return make_parameter((rows, *trailing), spec, dtype, device)
 

@@ -51,6 +51,8 @@ def _batches(plan: Plan, implementation: Implementation) -> Iterator[str]:
 
 def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> Iterator[str]:
     model, pp = plan.model, plan.parallel_sizes.pp
+    if plan.optimizer.optimizer == "muon":
+        yield "the memory and time of --optimizer muon are not planned; plan with adam, which keeps one moment more"
     if model.cpu_offloading and pp > 1 and not implementation.offloads_in_pipelines:
         yield (
             f"{implementation.name} has no offload of activations in pipelines (pp {pp}); use pp 1, recompute, or the "

@@ -124,7 +124,7 @@ def _check_types(config: RunConfig) -> Iterator[str]:
                 "--main-params-dtype fp16 keeps a part of each main parameter in the weights of the device, where the "
                 "host has none; give --main-params-dtype fp32, or leave the optimizer's offload out"
             )
-    if optimizer.optimizer != "adam":
+    if optimizer.elementwise != "adam":
         for name in ("exp_avg", "exp_avg_sq"):
             value = getattr(optimizer, f"{name}_dtype")
             if value != "fp32":
@@ -148,7 +148,34 @@ def _check_gather(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_rule(config: RunConfig) -> Iterator[str]:
+    """Let what only AdamW and SGD can do be asked of these alone."""
+    rule = config.optimizer.optimizer
+    if rule not in ("muon", "lion"):
+        return
+    form = config.checkpoint.ckpt_format
+    if form in ("torch", "torch_dist") and config.checkpoint.save and not config.checkpoint.no_save_optim:
+        yield (
+            f"--ckpt-format {form} has no place for the state of --optimizer {rule}; leave it out for the native "
+            "format, which converts later, or give --no-save-optim"
+        )
+    if rule == "muon":
+        if config.optimizer.offload_fraction:
+            yield (
+                "--optimizer muon needs whole matrices on the device; leave the optimizer's offload "
+                "(--optimizer-cpu-offload) out, or give --optimizer adam"
+            )
+        if config.ddp.overlap_param_gather_with_optimizer_step:
+            yield (
+                "--overlap-param-gather-with-optimizer-step updates bucket by bucket, and --optimizer muon whole "
+                "matrices; leave one of them out (--overlap-param-gather goes with muon)"
+            )
+
+
 CHECKS = (
+    Check(
+        ("optimizer", "ckpt_format", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step"), _check_rule
+    ),
     Check(("lr", "min_lr"), _check_learning_rate),
     Check(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), _check_decoupled),
     Check(_LENGTHS, _check_units),

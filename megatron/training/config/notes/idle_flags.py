@@ -71,8 +71,11 @@ _IDLE = (
     _Idle(("sgd_momentum",), lambda config: config.optimizer.optimizer != "sgd", "without --optimizer sgd"),
     _Idle(
         ("adam_beta1", "adam_beta2", "adam_eps"),
-        lambda config: config.optimizer.optimizer == "sgd",
-        "with --optimizer sgd",
+        lambda config: config.optimizer.elementwise != "adam",
+        "without Adam",
+    ),
+    _Idle(
+        ("lion_beta1", "lion_beta2"), lambda config: config.optimizer.elementwise != "lion", "without --optimizer lion"
     ),
     _Idle(
         ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),

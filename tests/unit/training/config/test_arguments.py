@@ -223,14 +223,16 @@ def test_default_values_of_unbuilt_features_are_accepted() -> None:
 
 
 def test_values_of_megatron_that_are_not_built_are_told_from_wrong_ones() -> None:
-    assert problems_of("--optimizer muon") == (
-        "--optimizer muon is not supported yet; possible: adam, sgd, hybridadam",
+    assert problems_of("--optimizer cpu_adam") == (
+        "--optimizer cpu_adam is not supported yet; possible: adam, sgd, hybridadam, muon, dist_muon, lion",
     )
     assert problems_of("--data-parallel-sharding-strategy optim_grads_params") == (
         "--data-parallel-sharding-strategy optim_grads_params is not supported yet; "
         "possible: no_shard, optim, optim_grads",
     )
-    assert problems_of("--optimizer adm") == ("--optimizer adm: possible values are adam, sgd, hybridadam",)
+    assert problems_of("--optimizer adm") == (
+        "--optimizer adm: possible values are adam, sgd, hybridadam, muon, dist_muon, lion",
+    )
 
 
 def test_flags_of_loading_without_anything_to_load_say_so() -> None:

@@ -1,0 +1,146 @@
+"""Newton-Schulz against the singular values it acts on, Muon against torch's, and Lion against its formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.optimizer.inner_optimizer import InnerOptimizer
+from megatron.core.optimizer.matrix_owners import MatrixOwners
+from megatron.core.optimizer.muon import Muon, is_orthogonalized
+from megatron.core.optimizer.newton_schulz import COEFFICIENTS, orthogonalize, update_scale
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.process_group import single_rank_group
+from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", COEFFICIENTS)
+@pytest.mark.parametrize("shape", [(12, 40), (40, 12), (16, 16), (1, 9)])
+@pytest.mark.parametrize("num_steps", [1, 5, 7])
+def test_iterations_act_on_the_singular_values_alone(kind: str, shape: tuple[int, int], num_steps: int) -> None:
+    matrix = random(*shape)
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    values = values / values.norm()
+    for step in range(num_steps):
+        a, b, c = COEFFICIENTS[kind][step % len(COEFFICIENTS[kind])]
+        values = a * values + b * values**3 + c * values**5
+    expected = left @ torch.diag(values) @ right
+    torch.testing.assert_close(orthogonalize(matrix, num_steps, kind, torch.float64), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", COEFFICIENTS)
+def test_five_iterations_bring_singular_values_near_one(kind: str) -> None:
+    values = torch.linalg.svdvals(orthogonalize(random(32, 96), 5, kind, torch.float32))
+    assert values.min() > 0.65
+    assert values.max() < 1.25
+
+
+def test_a_matrix_of_zeros_stays_one() -> None:
+    assert not orthogonalize(torch.zeros(4, 6), 5, "quintic", torch.bfloat16).any()
+
+
+def test_scales() -> None:
+    assert update_scale(8, 32, "spectral") == update_scale(32, 8, "spectral") == 32**0.5
+    assert [update_scale(8, 32, mode) for mode in ("unit_rms_norm", "shape_scaling")] == [0.5, 1.0]
+    assert [update_scale(32, 8, mode) for mode in ("unit_rms_norm", "shape_scaling")] == [2.0, 2.0]
+
+
+def muon_of(
+    weight: torch.nn.Parameter, config: OptimizerConfig, fused_rows: tuple[int, ...] = ()
+) -> tuple[Muon, torch.Tensor]:
+    spec = ParamSpec("layer.weight", tuple(weight.shape), full_pieces(weight.shape), fused_rows=fused_rows)
+    attach_spec(weight, spec)
+    flat = weight.data.view(-1)
+    part = ParamPart(weight, 0, weight.numel(), flat, torch.zeros_like(flat))
+    alone = single_rank_group()
+    owners = MatrixOwners([weight], [part], alone, alone, is_sharded=False)
+    return Muon(config, [flat], [1.0], owners), flat
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_steps_are_those_of_torch(nesterov: bool) -> None:
+    ours = torch.nn.Parameter(random(24, 64).float())
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    config = OptimizerConfig(
+        optimizer="muon",
+        muon_nesterov=nesterov,
+        muon_coefficient_type="simple",
+        muon_scale_mode="shape_scaling",
+    )
+    muon, flat = muon_of(ours, config)
+    muon.set_learning_rate(0.02, 0.1)
+    reference = torch.optim.Muon(
+        [theirs], lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=nesterov, adjust_lr_fn="original"
+    )
+    before = ours.detach().clone()
+    for seed in range(1, 6):
+        gradient = random(24, 64, seed=seed).float()
+        flat.grad = 4.0 * gradient.view(-1)
+        muon.step([flat], grad_multiplier=0.25)
+        theirs.grad = gradient.clone()
+        reference.step()
+    # Both round their products to bfloat16, at places of their own.
+    assert (ours - theirs).norm() < 0.01 * (theirs - before).norm()
+
+
+def test_fused_matrices_are_made_orthogonal_one_by_one() -> None:
+    """Two groups of two query rows, a key and a value row: two matrices of 2 rows, and one of 4."""
+    gradient = random(8, 16)
+    rows = [[0, 1, 4, 5], [2, 6], [3, 7]]
+    for is_split, matrices in ((True, rows), (False, [list(range(8))])):
+        config = OptimizerConfig(optimizer="muon", muon_momentum=0.0, muon_split_qkv=is_split)
+        weight = torch.nn.Parameter(torch.zeros(8, 16, dtype=torch.float64))
+        muon, flat = muon_of(weight, config, fused_rows=(2, 1, 1))
+        muon.set_learning_rate(1.0, 0.0)
+        flat.grad = gradient.reshape(-1).clone()
+        muon.step([flat], 1.0)
+        for chosen in matrices:
+            expected = orthogonalize(gradient[chosen], 5, "quintic", torch.float64) * update_scale(
+                len(chosen), 16, "spectral"
+            )
+            torch.testing.assert_close(-weight.detach()[chosen], expected)
+
+
+def test_nothing_changes_where_a_gradient_is_not_finite() -> None:
+    weight = torch.nn.Parameter(random(4, 6).float())
+    muon, flat = muon_of(weight, OptimizerConfig(optimizer="muon"))
+    muon.set_learning_rate(0.1, 0.1)
+    before = weight.detach().clone()
+    flat.grad = torch.full_like(flat, torch.nan)
+    muon.step_if(torch.tensor(False), [flat], torch.tensor(1.0, dtype=torch.float64))
+    assert torch.equal(weight, before)
+    assert not muon.state_of(flat, "momentum_buffer").any()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("decoder.layers.0.mlp.linear_fc1.weight", (8, 4), True),
+        ("decoder.layers.0.mlp.linear_fc1.bias", (8,), False),
+        ("embedding.word_embeddings.weight", (8, 4), False),
+        ("embedding.position_embeddings.weight", (8, 4), False),
+        ("output_layer.weight", (8, 4), False),
+    ],
+)
+def test_hidden_matrices_are_chosen(name: str, shape: tuple[int, ...], expected: bool) -> None:
+    assert is_orthogonalized(ParamSpec(name, shape, full_pieces(shape))) == expected
+
+
+def test_lion_follows_its_formula() -> None:
+    weight, momentum = random(6).float(), torch.zeros(6)
+    expected = weight.clone()
+    lion = InnerOptimizer(OptimizerConfig(optimizer="lion", lion_beta1=0.9, lion_beta2=0.7), [([weight], 1.0)])
+    lion.set_learning_rate(0.1, 0.5)
+    for seed in range(4):
+        gradient = random(6, seed=seed).float()
+        weight.grad = 8.0 * gradient
+        lion.step([weight], grad_multiplier=0.125)
+        expected = expected * (1 - 0.1 * 0.5) - 0.1 * (0.9 * momentum + 0.1 * gradient).sign()
+        momentum = 0.7 * momentum + 0.3 * gradient
+        torch.testing.assert_close(weight, expected)
+        torch.testing.assert_close(lion.state_of(weight, "exp_avg"), momentum)
