@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
+from megatron.core.files.object_path import is_url
 
 NATIVE_FORMAT = "safetensors"
 """The name of the native format on the command line."""
@@ -73,6 +74,11 @@ class CheckpointConfig(Config, role="output"):
     """What tensors mean that the checkpoint lacks (to Megatron, unexpected ones) or has too many. raise_all: both are
     refused. raise_unexpected, assume_ok_unexpected: what it lacks is refused. All others leave what it lacks at its
     initial value and list it; log_all and return_all also list what it has too many."""
+
+    @property
+    def local_save(self) -> str | None:
+        """Return the folder of --save where it is on a file system: what a run reports goes there too."""
+        return None if self.save is None or is_url(self.save) else self.save
 
     @property
     def num_newest_kept(self) -> int | None:
