@@ -23,7 +23,9 @@ _CACHE = Path("megatron") / "objects"
 
 
 def local_copy(folder: Path) -> Path:
-    """Return a folder of this machine with the files directly in another one; a local folder is returned as it is.
+    """Return a folder of this machine, of the same name, with the files directly in another one.
+
+    A local folder is returned as it is.
 
     Raises:
         StorageError: the objects cannot be read, or not be written here.
@@ -31,7 +33,7 @@ def local_copy(folder: Path) -> Path:
     if not isinstance(folder, ObjectPath):
         return folder
     try:
-        return fetch([path for path in folder.iterdir() if path.is_file()], machine_cache())
+        return fetch([path for path in folder.iterdir() if path.is_file()], machine_cache(), folder.name)
     except OSError as error:
         raise StorageError(f"cannot copy {folder} to this machine: {error.strerror or error}") from error
 
@@ -49,8 +51,8 @@ def machine_cache() -> Path:
     raise StorageError("this machine has no folder for copies of objects: neither ~/.cache nor TMPDIR can be written")
 
 
-def fetch(objects: Sequence[ObjectPath], cache: Path) -> Path:
-    """Return a folder with copies of objects, under their own names, fetched by one process of this machine.
+def fetch(objects: Sequence[ObjectPath], cache: Path, name: str = "files") -> Path:
+    """Return a folder of a ``name`` with copies of objects, under their own, fetched by one process of this machine.
 
     An object that was written anew is fetched anew.
 
@@ -58,21 +60,22 @@ def fetch(objects: Sequence[ObjectPath], cache: Path) -> Path:
         OSError: an object cannot be read, or the folder not be written.
     """
     known = [(str(path), status.st_size, status.st_mtime_ns) for path in objects for status in (path.stat(),)]
-    folder = cache / hashlib.blake2b(json.dumps(known).encode(), digest_size=16).hexdigest()
+    folder = cache / hashlib.blake2b(json.dumps([name, *known]).encode(), digest_size=16).hexdigest()
     if folder.is_dir():
-        return folder
+        return folder / name
     cache.mkdir(parents=True, exist_ok=True)
     with _lock(cache / f".{folder.name}.lock"):
         if folder.is_dir():
-            return folder
+            return folder / name
         made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=cache))
         try:
+            (made / name).mkdir()
             for path, (_, num_bytes, _) in zip(objects, known, strict=True):
-                _download(path, num_bytes, made / path.name)
+                _download(path, num_bytes, made / name / path.name)
             os.rename(made, folder)
         finally:
             shutil.rmtree(made, ignore_errors=True)
-    return folder
+    return folder / name
 
 
 def _download(path: ObjectPath, num_bytes: int, target: Path) -> None:
