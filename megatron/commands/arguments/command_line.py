@@ -37,7 +37,7 @@ def stored_folder(text: str) -> Path:
 def local_folder(text: str) -> Path:
     """Return the folder that an argument names; a URL is refused."""
     if is_url(text):
-        raise argparse.ArgumentTypeError("a URL is read only by --load-dir; give a folder of a file system")
+        raise argparse.ArgumentTypeError("no URL can be used here; give a folder of a file system")
     return Path(text)
 
 

@@ -16,7 +16,7 @@ class CheckpointConfig(Config, role="output"):
     """Hold what saving, retention and loading need."""
 
     save: str | None = flag(None, metavar="DIR")
-    """Folder that checkpoints are written to."""
+    """Folder that checkpoints are written to, also s3://, gs:// or az://."""
     save_interval: int | None = flag(None, bounds=POSITIVE)
     """Iterations from one checkpoint to the next; without it only the end of the run is saved."""
     no_save_optim: bool = False
@@ -24,7 +24,7 @@ class CheckpointConfig(Config, role="output"):
     no_save_rng: bool = False
     """Do not save the state of the random number generators."""
     load: str | None = flag(None, metavar="DIR")
-    """Folder that a checkpoint is read from."""
+    """Folder that a checkpoint is read from, also s3://, gs:// or az://."""
     pretrained_checkpoint: str | None = flag(None, metavar="DIR")
     """Folder whose weights a run begins with while the folder of --load holds no checkpoint: --load DIR --finetune."""
     no_load_optim: bool = False

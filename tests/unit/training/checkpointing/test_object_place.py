@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +21,8 @@ from megatron.training.checkpointing.places import save_place
 from megatron.training.checkpointing.places.object_place import ObjectPlace, recover_objects
 from megatron.training.checkpointing.recovery import prepare_save_directory
 from megatron.training.faults.known_good import is_known, mark_known, point_tracker
-from megatron.training.process.folder_owner import FolderInUseError
+from megatron.training.process.folder_owner import FolderInUseError, OwnerRecord
+from megatron.training.process.process_identity import identify
 from tests.harness.object_faults import MEMORY, ChangingOperations, Killed, Unreachable, empty_memory_store
 from tests.unit.core.dist_checkpointing.toy import assert_equal_runs, filled_run
 from tests.unit.training.checkpointing.toy_checkpoint import STATE, TRACKER, load, save
@@ -286,6 +290,16 @@ def test_a_folder_has_one_owner_and_what_a_dead_one_left_is_cleared() -> None:
     with pytest.raises(FolderInUseError, match=rf"--save {RUN} was taken over by a training run"):
         folders.check_owner()
     folders.release()
+
+
+def test_a_folder_of_a_live_run_is_refused() -> None:
+    owner = OwnerRecord(identify(os.getppid()), None, "f00d", "a training run")
+    (folder() / ".owner.00000003").write_bytes(json.dumps(dataclasses.asdict(owner)).encode())
+    with pytest.raises(
+        FolderInUseError, match=rf"^--save {RUN} is in use by a training run on .*, process {os.getppid()} "
+    ):
+        prepare_save_directory(RUN, STATE, print)
+    assert names(folder()) == [".owner.00000003"]
 
 
 def test_only_the_native_format_is_read_from_a_store() -> None:
