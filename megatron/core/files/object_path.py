@@ -81,6 +81,10 @@ class ObjectPath(PosixPath):
             return
         yield from (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
 
+    def rglob(self, pattern: str, **_: Any) -> NoReturn:
+        """Refuse: nothing here looks deeper than one level."""
+        self.__fspath__()
+
     def stat(self, **_: Any) -> os.stat_result:
         """Return the size of the object and when it was written."""
         size, seconds = self.store.size(str(self)), self.store.modified(str(self))

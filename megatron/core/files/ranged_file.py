@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron.core.files.object_path import ObjectPath
+from megatron.core.files.object_store import PART_BYTES
 from megatron.core.files.plain_file import open_plain_file
+from megatron.core.files.read_ahead import ReadAheadFile
 
 _GAP_BYTES = 256 * 1024
 """Two runs that are nearer to each other than this are asked for as one: a request costs as much as so many bytes."""
@@ -64,11 +66,15 @@ class LocalFile:
 
 
 class ObjectFile:
-    """Read an object; runs that were announced come together, with short gaps between them."""
+    """Read an object; runs that were announced come together, with short gaps between them.
+
+    Others are read ahead where they follow each other, as the tensors of a shard do.
+    """
 
     def __init__(self, path: ObjectPath) -> None:
         self._url, self._store = str(path), path.store
-        self.num_bytes = self._store.size(self._url)
+        self._ahead = ReadAheadFile(path)
+        self.num_bytes = self._ahead.num_bytes
         self._windows: list[tuple[int, bytes]] = []
 
     def fill(self, data: memoryview, start: int) -> int:
@@ -77,7 +83,9 @@ class ObjectFile:
         if end <= start:
             return 0
         found = self._announced(start, end)
-        if found is None:
+        if found is None and end - start < PART_BYTES:
+            found = memoryview(self._ahead.read(start, end - start))
+        elif found is None:
             found = memoryview(self._store.read(self._url, start, end))
         data[: len(found)] = found
         return len(found)

@@ -239,6 +239,20 @@ def test_ranges_that_lie_near_each_other_are_asked_for_together(monkeypatch) -> 
     assert file.fill(memoryview(target), len(data) + 5) == 0
 
 
+def test_ranges_that_follow_each_other_are_read_ahead(monkeypatch) -> None:
+    data = bytes(range(251)) * 8000
+    remote("a/b").write_bytes(data)
+    asked = []
+    real = MEMORY.cat_file
+    monkeypatch.setattr(MEMORY, "cat_file", lambda *words: asked.append(words[2:]) or real(*words))
+    file = open_ranged(remote("a/b"))
+    for start in range(0, 1_500_000, 10_000):
+        target = bytearray(10_000)
+        assert file.fill(memoryview(target), start) == 10_000
+        assert target == data[start : start + 10_000]
+    assert len(asked) < 8
+
+
 def test_a_long_range_is_read_in_parts(monkeypatch) -> None:
     monkeypatch.setattr(object_store, "PART_BYTES", 7)
     remote("a/b").write_bytes(bytes(range(50)))
