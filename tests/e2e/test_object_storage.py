@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,17 @@ import pytest
 from megatron.commands.checkpoint import diff, inspect
 from megatron.core.dist_checkpointing.index import read_index
 from tests.e2e.toy_run import DATA, exact_figures, toy_args
-from tests.harness.faults import Faults
-from tests.harness.forked_training import fork_training, fork_training_to_death
+from tests.harness.distributed import RankFailure
+from tests.harness.faults import Faults, run_with_faults
+from tests.harness.forked_training import fork_training
 
 SHORT = "--train-iters 6 --save-interval 2 --lr-decay-iters 6 --eval-iters 0 --keep-last 2"
+
+
+def run_at_home(argv: Sequence[str], faults: Faults) -> int:
+    """Train with a home folder beside the metrics: copies of objects are kept there."""
+    os.environ["HOME"] = str(Path(argv[argv.index("--metrics-jsonl") + 1]).parent / "home")
+    return run_with_faults(argv, faults)
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     args = [*toy_args(folder, SHORT, save=False), "--save", url, "--load", url, "--metrics-jsonl", f"{folder}/metrics"]
     args += ["--data-path", f"file://{DATA}", "--data-cache-path", f"file://{folder}/store/cache"]
     tracker = folder / "store" / "run" / "latest_checkpointed_iteration.txt"
-    fork_training_to_death(args, 2, Faults(kill_at_checkpoint=4, tracker=str(tracker)))
-    resumed = fork_training([*args, "--async-save"], nproc=2).check()
+    with pytest.raises(RankFailure, match="died with exit code -9"):
+        fork_training(args, 2, Faults(kill_at_checkpoint=4, tracker=str(tracker)), program=run_at_home)
+    resumed = fork_training([*args, "--async-save"], nproc=2, program=run_at_home).check()
     assert f"loading checkpoint from {url} at iteration 4" in resumed.stdout
     assert exact_figures(local.iterations())[4:] == exact_figures(resumed.iterations())[-2:]
     return folder
