@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset, idx_path
 from megatron.core.datasets.indices.index_builder import count_samples, plan_epochs
@@ -52,7 +51,7 @@ def _data_sets(config: RunConfig) -> tuple[tuple[DataSetNeed, ...], str | None]:
         return (), "conversations are counted when they are read"
     try:
         blend = parse_blend(paths)
-        missing = [prefix for prefix in blend.prefixes if not Path(idx_path(prefix)).is_file()]
+        missing = [prefix for prefix in blend.prefixes if not idx_path(prefix).is_file()]
         if missing:
             return (), f"{idx_path(missing[0])} is not here"
         weights = blend.weights

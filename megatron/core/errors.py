@@ -24,6 +24,10 @@ class ConfigurationError(InputError):
         super().__init__("\n".join(self.problems))
 
 
+class StorageError(InputError):
+    """Report an object store that cannot be used, or an object where a local file is needed."""
+
+
 class DataError(InputError):
     """Report a data set, or an index file of one, that cannot be used."""
 

@@ -9,15 +9,16 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from megatron.core.dist_checkpointing.disk import sync_folder, write_text
 from megatron.core.errors import CheckpointError
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
+Directory = TypeVar("Directory", bound=Path)
 
 
-def iteration_folder(directory: Path, iteration: int) -> Path:
+def iteration_folder(directory: Directory, iteration: int) -> Directory:
     """Return the folder of an iteration's checkpoint."""
     return directory / f"iter_{iteration:07d}"
 

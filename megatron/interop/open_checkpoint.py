@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import CheckpointError
+from megatron.core.files.object_path import as_path
 from megatron.interop.adapters.peft_settings import base_of
 from megatron.interop.adapters.peft_source import PeftSource
-from megatron.interop.checkpoint_format import FORMAT_MARKS, detect_format
+from megatron.interop.checkpoint_format import FORMAT_MARKS, detect_format, refuse_objects
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
@@ -34,8 +35,9 @@ def open_checkpoint(
     Raises:
         CheckpointError: there is no checkpoint in it, or it is damaged.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     found = detect_format(folder)
+    refuse_objects(folder, found)
     if found == "native":
         return NativeSource(folder, verify)
     if found in ("torch", "torch_dist"):

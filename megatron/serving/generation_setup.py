@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError
+from megatron.core.files.object_path import as_path
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer
@@ -69,7 +70,7 @@ class ModelRequest:
     told: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not Path(self.folder).is_dir():
+        if not as_path(self.folder).is_dir():
             flag, kind = (
                 ("--load-hf", "a model's folder on this machine")
                 if self.is_hugging_face
@@ -154,7 +155,7 @@ def _folder_of_other_format(request: ModelRequest) -> Path | None:
     from megatron.interop.checkpoint_format import detect_format
     from megatron.training.checkpointing.folder import candidate_folders
 
-    folder = Path(request.folder)
+    folder = as_path(request.folder)
     if request.is_hugging_face:
         if detect_format(folder) != "hf":
             raise CheckpointError(f"--load-hf {folder} is not a Hugging Face model folder: it has no config.json")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron.core.collectives import broadcast_object
 from megatron.core.errors import InputError
+from megatron.core.files.object_path import as_path
 from megatron.training.checkpointing.folder import candidate_folders
 from megatron.training.checkpointing.native import is_release
 from megatron.training.config.checkpoint_arguments import recorded_config
@@ -23,7 +24,7 @@ def recorded_choice(config: RunConfig, runtime: Runtime, field: str) -> str | No
     load, world = config.checkpoint.load, runtime.state.world
     if load is None or config.checkpoint.finetune:
         return None
-    found = _field_of(Path(load), config.checkpoint.ckpt_step, field) if world.is_first else None
+    found = _field_of(as_path(load), config.checkpoint.ckpt_step, field) if world.is_first else None
     agreed: str | None = broadcast_object(found, world)
     return agreed
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.save_plan import SavePlanner
 from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.files.object_path import as_path
 from megatron.core.parallel_state import ParallelState
 from megatron.training.checkpointing.recovery import SaveFolders, one_folder
 from megatron.training.checkpointing.save import CommonState, SaveTarget, save_in_steps
@@ -28,7 +29,7 @@ def save_checkpoint(
         CheckpointWriteError: the checkpoint could not be written, on every rank alike.
     """
     target = SaveTarget(
-        directory=Path(directory),
+        directory=as_path(directory),
         folders=one_folder(state) if folders is None else folders,
         state=state,
         options=options,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.core.config_base import field_docs
-from megatron.core.errors import InputError, MegatronError
+from megatron.core.errors import InputError, MegatronError, StorageError
+from megatron.core.files.object_path import as_path, is_url
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer, unused_flags
 from megatron.core.tokenizers.tiktoken_tokenizer import DEFAULT_NUM_SPECIAL_TOKENS
@@ -22,6 +24,21 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
         self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+
+def stored_folder(text: str) -> Path:
+    """Return the folder that an argument names, on a file system or by a URL in an object store."""
+    try:
+        return as_path(text)
+    except StorageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def local_folder(text: str) -> Path:
+    """Return the folder that an argument names; a URL is refused."""
+    if is_url(text):
+        raise argparse.ArgumentTypeError("no URL can be used here; give a folder of a file system")
+    return Path(text)
 
 
 def exit_status_of(work: Callable[[], None]) -> int:

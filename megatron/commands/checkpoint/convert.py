@@ -5,9 +5,15 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Sequence
-from pathlib import Path
 
-from megatron.commands.arguments.command_line import Parser, add_told_settings, exit_status_of, told_settings
+from megatron.commands.arguments.command_line import (
+    Parser,
+    add_told_settings,
+    exit_status_of,
+    local_folder,
+    stored_folder,
+    told_settings,
+)
 from megatron.conversion.conversion_request import FORMATS, ConversionRequest, Target
 
 _CHECKPOINT_DECIDES = "the checkpoint's own configuration says it"
@@ -46,8 +52,8 @@ def build_parser() -> Parser:
     names = ", ".join(FORMATS)
     parser.add_argument("--loader", default="megatron", metavar="NAME", help=f"format to read: {names} (megatron)")
     parser.add_argument("--saver", default="megatron", metavar="NAME", help=f"format to write: {names} (megatron)")
-    parser.add_argument("--load-dir", required=True, type=Path, metavar="DIR", help="folder of the checkpoint")
-    parser.add_argument("--save-dir", required=True, type=Path, metavar="DIR", help="folder to write the result into")
+    parser.add_argument("--load-dir", required=True, type=stored_folder, metavar="DIR", help="folder of the checkpoint")
+    parser.add_argument("--save-dir", required=True, type=local_folder, metavar="DIR", help="folder for the result")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to convert (the newest)")
     layout = parser.add_argument_group("layout of the result (as the checkpoint's)")
     layout.add_argument("--target-tensor-parallel-size", type=int, metavar="N", help="tensor-parallel size")
@@ -64,7 +70,10 @@ def build_parser() -> Parser:
         "--merge-lora", action="store_true", help="make low-rank adapters part of the weights that they adapt"
     )
     content.add_argument(
-        "--base-model", type=Path, metavar="DIR", help="model that adapters of peft are of (the one that they name)"
+        "--base-model",
+        type=local_folder,
+        metavar="DIR",
+        help="model of peft adapters (the one that they name)",
     )
     dtype = content.add_mutually_exclusive_group()
     dtype.add_argument("--bf16", action="store_true", help="convert the weights to bfloat16 (without optimizer)")

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command, by default on the words of the command line, and return its exit status."""
-    from pathlib import Path
-
-    from megatron.commands.arguments.command_line import Parser, add_told_settings, exit_status_of, told_settings
+    from megatron.commands.arguments.command_line import (
+        Parser,
+        add_told_settings,
+        exit_status_of,
+        stored_folder,
+        told_settings,
+    )
 
     parser = Parser(prog="diff.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument("first", type=Path, metavar="A", help="a run's folder, an iteration's, or a model's")
-    parser.add_argument("second", type=Path, metavar="B", help="another")
+    parser.add_argument("first", type=stored_folder, metavar="A", help="a run's folder, an iteration's, or a model's")
+    parser.add_argument("second", type=stored_folder, metavar="B", help="another")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration of both (the newest of each)")
     parser.add_argument("--weights-only", action="store_true", help="compare neither optimizer state nor progress")
     parser.add_argument(

@@ -5,12 +5,18 @@ from __future__ import annotations
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command, by default on the words of the command line, and return its exit status."""
-    from pathlib import Path
-
-    from megatron.commands.arguments.command_line import Parser, add_told_settings, exit_status_of, told_settings
+    from megatron.commands.arguments.command_line import (
+        Parser,
+        add_told_settings,
+        exit_status_of,
+        stored_folder,
+        told_settings,
+    )
 
     parser = Parser(prog="inspect.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a run's folder, an iteration's, or a model's")
+    parser.add_argument(
+        "directory", type=stored_folder, metavar="DIR", help="a run's folder, an iteration's, or a model's"
+    )
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to list (the newest)")
     parser.add_argument("--config", action="store_true", help="print the whole configuration, not the model's alone")
     parser.add_argument("--no-tensors", action="store_true", help="leave the list of tensors out")

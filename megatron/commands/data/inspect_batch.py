@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.commands.arguments.command_line import Parser, exit_status_of
+from megatron.commands.arguments.command_line import Parser, exit_status_of, stored_folder
 from megatron.core.errors import TokenizerError, TrainingError
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer
@@ -34,7 +34,9 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="folder of the run's checkpoints")
+    parser.add_argument(
+        "--load", type=stored_folder, required=True, metavar="DIR", help="folder of the run's checkpoints"
+    )
     parser.add_argument("--step", type=int, required=True, metavar="N", help="step (iteration) to show, from 1 on")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to go by (the first after the step)")
     parser.add_argument("--metrics-jsonl", type=Path, metavar="FILE", help="metrics of the run (DIR/metrics.jsonl)")

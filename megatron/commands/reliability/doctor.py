@@ -13,9 +13,8 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
-from megatron.commands.arguments.command_line import Parser
+from megatron.commands.arguments.command_line import Parser, local_folder
 from megatron.training.process.refusal import launch_environment_or_exit
 
 
@@ -24,7 +23,9 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="doctor.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--save", type=Path, metavar="DIR", help="folder of checkpoints; 64 MiB are written there")
+    parser.add_argument(
+        "--save", type=local_folder, metavar="DIR", help="folder of checkpoints; 64 MiB are written there"
+    )
     parser.add_argument("--data-path", nargs="+", default=[], metavar="PREFIX", help="prefixes of token files")
     parser.add_argument("--backend", choices=("nccl", "gloo"), help="of several processes (what fits the device)")
     parser.add_argument("--json", action="store_true", help="print JSON in place of lines")

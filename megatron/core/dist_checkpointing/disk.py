@@ -15,7 +15,9 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError, InputError
+from megatron.core.files.object_path import ObjectPath
+from megatron.core.files.object_store import ObjectStoreError
 
 CHUNK_BYTES = 16 * 1024 * 1024
 _ALIGNMENT = 4096
@@ -122,7 +124,9 @@ class SequentialFile:
 
 
 def sync_folder(folder: Path) -> None:
-    """Force a folder's entries (new files, renames) to disk."""
+    """Force a folder's entries (new files, renames) to disk; a store has nothing to be forced."""
+    if isinstance(folder, ObjectPath):
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -132,21 +136,48 @@ def sync_folder(folder: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file and force it to disk."""
+    if isinstance(path, ObjectPath):
+        path.write_bytes(text.encode())
+        return
     with open(path, "w", encoding="utf-8", newline="") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
+def replace_text(path: Path, hidden: Path, text: str) -> None:
+    """Write a small file that is complete or as it was before, under a ``hidden`` name first where it can be renamed.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    if isinstance(path, ObjectPath):
+        write_text(path, text)
+        return
+    write_text(hidden, text)
+    os.rename(hidden, path)
+    sync_folder(path.parent)
+
+
 def write_error(path: Path, failure: OSError, needed_bytes: int = 0) -> CheckpointWriteError:
     """Return the error that says what could not be written, how many bytes it needs and how many there are."""
     need = f"; {needed_bytes} bytes are needed for it" if needed_bytes else ""
     try:
-        free = f", {shutil.disk_usage(path.parent).free} are free"
+        free = "" if isinstance(path, ObjectPath) else f", {shutil.disk_usage(path.parent).free} are free"
     except OSError:
         free = ""
     reason = failure.strerror or os.strerror(failure.errno or 0)
     return CheckpointWriteError(f"cannot write {path}: {reason}{need}{free}")
+
+
+def read_error(message: str, failure: OSError) -> InputError:
+    """Return the error of a file that cannot be read: it is damaged, unless a store did not let anybody look.
+
+    ``message`` ends before the reason.
+    """
+    if isinstance(failure, ObjectStoreError) and not isinstance(failure, FileNotFoundError):
+        return failure
+    return DamagedCheckpointError(f"{message}: {failure.strerror or os.strerror(failure.errno or 0)}")
 
 
 def _open_new(path: Path) -> tuple[int, bool]:

@@ -6,14 +6,13 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.checksum import checksum
-from megatron.core.dist_checkpointing.disk import write_text
+from megatron.core.dist_checkpointing.disk import read_error, write_text
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.files.plain_file import is_plain_name, parse_json, read_plain_text
 from megatron.core.sharding import Box
@@ -83,19 +82,23 @@ def encode_common(common: Mapping[str, Any]) -> str:
     return json.dumps(common)
 
 
-def write_index(folder: Path, index: CheckpointIndex) -> None:
-    """Write ``index.json``: one line a tensor, and the checksum of everything else in it."""
+def index_text(index: CheckpointIndex) -> str:
+    """Return the text of ``index.json``: one line a tensor, and the checksum of everything else in it."""
     tensors = {name: _encode_tensor(index.tensors[name]) for name in sorted(index.tensors)}
     files = {name: _encode_file(index.files[name]) for name in sorted(index.files)}
     # Read back first: what JSON makes of the keys must be what the checksum is of.
     common = json.loads(encode_common(index.common))
     content = {"common": common, "files": files, "tensors": tensors}
-    text = (
+    return (
         f'{{"format_version": {FORMAT_VERSION},\n"checksum": "{_content_checksum(content)}",\n'
         f'"common": {json.dumps(common, sort_keys=True, indent=1)},\n'
         f'"files": {_object_by_line(files)},\n"tensors": {_object_by_line(tensors)}}}\n'
     )
-    write_text(folder / INDEX_FILE, text)
+
+
+def write_index(folder: Path, index: CheckpointIndex) -> None:
+    """Write ``index.json``, the text of `index_text`."""
+    write_text(folder / INDEX_FILE, index_text(index))
 
 
 def read_index(folder: Path) -> CheckpointIndex:
@@ -130,7 +133,7 @@ def read_index_file(folder: Path) -> dict[str, Any]:
         content = parse_json(read_plain_text(path))
         version = int(content.pop("format_version"))
     except OSError as error:
-        raise DamagedCheckpointError(f"{path}: {error.strerror or os.strerror(error.errno or 0)}") from error
+        raise read_error(str(path), error) from error
     except ValueError as error:
         raise DamagedCheckpointError(f"{path}: not readable as JSON ({error})") from error
     except (KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,11 @@ from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredFile, 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, TensorDescription, dtype_of, piece_key
 from megatron.core.dist_checkpointing.save_plan import SavePlan
 from megatron.core.errors import DamagedCheckpointError
-from megatron.core.files.plain_file import open_plain_file, parse_json
+from megatron.core.files.object_path import ObjectPath
+from megatron.core.files.object_store import ObjectStoreError
+from megatron.core.files.plain_file import parse_json
+from megatron.core.files.ranged_file import open_ranged, read_range
+from megatron.core.files.uploaded_file import UploadedFile
 
 _SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -77,14 +81,19 @@ class RankShare:
             return WrittenShare(None, ())
         path = folder / self.file_name
         try:
+            if isinstance(path, ObjectPath):
+                return path.retry(lambda: write_shard(path, self.entries))
             return write_shard(path, self.entries)
         except OSError as failure:
             path.unlink(missing_ok=True)
             raise write_error(path, failure, shard_bytes(self.entries)) from failure
 
 
-def take_share(plan: SavePlan, tensors: Sequence[ShardedTensor], rank: int) -> RankShare:
-    """Return what ``rank``, this one, writes of its tensors according to the plan that was made of them."""
+def take_share(plan: SavePlan, tensors: Sequence[ShardedTensor], rank: int, tag: str = "") -> RankShare:
+    """Return what ``rank``, this one, writes of its tensors according to the plan that was made of them.
+
+    A ``tag`` keeps its file apart from those of other saves.
+    """
     by_name: dict[str, list[ShardedTensor]] = {}
     for tensor in tensors:
         if tensor.is_owner:
@@ -95,15 +104,17 @@ def take_share(plan: SavePlan, tensors: Sequence[ShardedTensor], rank: int) -> R
             views = (tensor.view(box) for tensor in by_name[planned.name])
             values = next(view for view in views if view is not None)
             entries.append(ShardEntry(piece_key(planned.name, planned.global_shape, box), values))
-    return RankShare(shard_name(rank), tuple(entries))
+    return RankShare(shard_name(rank, tag), tuple(entries))
 
 
-def shard_name(rank: int) -> str:
+def shard_name(rank: int, tag: str = "") -> str:
     """Return the name of the file that a rank writes."""
-    return f"shard_{rank:05d}.safetensors"
+    return ".".join((f"shard_{rank:05d}", *filter(None, (tag,)), "safetensors"))
 
 
-def build_index(plan: SavePlan, shares: Sequence[WrittenShare], common: Mapping[str, Any]) -> CheckpointIndex:
+def build_index(
+    plan: SavePlan, shares: Sequence[WrittenShare], common: Mapping[str, Any], tag: str = ""
+) -> CheckpointIndex:
     """Return the index of a checkpoint whose shares, in the order of the ranks, are written; for the first rank."""
     planned: dict[str, TensorDescription] = {}
     pieces: dict[str, list[StoredPiece]] = {}
@@ -117,7 +128,7 @@ def build_index(plan: SavePlan, shares: Sequence[WrittenShare], common: Mapping[
             for box in tensor.boxes:
                 num_bytes = box.num_elements * dtype_of(tensor.dtype).itemsize
                 key = piece_key(name, shape, box)
-                stored.append(StoredPiece(box, shard_name(rank), key, start, num_bytes, next(checksums)))
+                stored.append(StoredPiece(box, shard_name(rank, tag), key, start, num_bytes, next(checksums)))
                 start += num_bytes
     tensors = {
         name: StoredTensor(
@@ -125,7 +136,7 @@ def build_index(plan: SavePlan, shares: Sequence[WrittenShare], common: Mapping[
         )
         for name, tensor in planned.items()
     }
-    files = {shard_name(rank): share.file for rank, share in enumerate(shares) if share.file is not None}
+    files = {shard_name(rank, tag): share.file for rank, share in enumerate(shares) if share.file is not None}
     return CheckpointIndex(tensors, files, common)
 
 
@@ -155,7 +166,8 @@ def write_shard(path: Path, entries: Sequence[ShardEntry]) -> WrittenShare:
         OSError: the file cannot be written.
     """
     header = shard_header(entries)
-    with SequentialFile(path, shard_bytes(entries)) as file:
+    num_bytes = shard_bytes(entries)
+    with UploadedFile(path, num_bytes) if isinstance(path, ObjectPath) else SequentialFile(path, num_bytes) as file:
         file.append(header)
         checksums = tuple(f"{file.append(_bytes_of(entry.values)):08x}" for entry in entries)
     return WrittenShare(StoredFile(file.num_bytes, len(header), checksum(header)), checksums)
@@ -174,10 +186,12 @@ def check_file(path: Path, expected: StoredFile, pieces: Sequence[StoredPiece], 
         DamagedCheckpointError: the file is missing or differs; the message names the pieces that are lost.
     """
     try:
-        with open_plain_file(path) as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            header = file.read(min(expected.header_bytes, num_bytes)) if verify else b""
+        with closing(open_ranged(path)) as file:
+            num_bytes = file.num_bytes
+            header = read_range(file, 0, expected.header_bytes) if verify else b""
     except OSError as error:
+        if isinstance(error, ObjectStoreError) and not isinstance(error, FileNotFoundError):
+            raise
         lost = _name_some({piece.key for piece in pieces})
         raise DamagedCheckpointError(f"{path}: {error.strerror}{lost}") from error
     if num_bytes != expected.num_bytes:
@@ -200,10 +214,10 @@ def _name_some(keys: set[str]) -> str:
 def readable_keys(path: Path) -> set[str]:
     """Return the keys that a safetensors file's own header lists and whose bytes the file reaches."""
     try:
-        with open_plain_file(path) as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            fields = parse_json(file.read(min(length, num_bytes)).decode("utf-8"))
+        with closing(open_ranged(path)) as file:
+            num_bytes = file.num_bytes
+            length = int.from_bytes(read_range(file, 0, _LENGTH_BYTES), "little")
+            fields = parse_json(read_range(file, _LENGTH_BYTES, length).decode("utf-8"))
         data_bytes = num_bytes - _LENGTH_BYTES - length
         return {
             key

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,11 +14,12 @@ import torch
 
 from megatron.core.collectives import all_gather_objects, broadcast_object
 from megatron.core.dist_checkpointing.checksum import join_checksums, partial_checksum
+from megatron.core.dist_checkpointing.disk import read_error
 from megatron.core.dist_checkpointing.index import StoredPiece, StoredTensor
 from megatron.core.dist_checkpointing.load_plan import Cell, PieceRead
 from megatron.core.dist_checkpointing.mapping import dtype_of
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
-from megatron.core.files.plain_file import open_plain_file
+from megatron.core.files.ranged_file import RangedFile, open_ranged, read_range
 from megatron.core.process_group import Group
 from megatron.core.sharding import Box
 
@@ -50,7 +50,7 @@ class ShardReader:
         self.cell_checksums: list[CellChecksum] = []
         self._folder = folder
         self._verify = verify
-        self._open: dict[str, io.FileIO] = {}
+        self._open: dict[str, RangedFile] = {}
         self._piece_bytes: bytes | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -106,19 +106,19 @@ class ShardReader:
                 for _ in runs:
                     pass
         except OSError as error:
-            raise DamagedCheckpointError(
-                f"{self._folder / piece.file}: cannot read {piece.key}: {error.strerror}"
-            ) from error
+            raise read_error(f"{self._folder / piece.file}: cannot read {piece.key}", error) from error
         return self._buffer[:num_bytes].view(dtype).view(cell.box.shape), checksum
 
     def _read_runs(
         self, piece: StoredPiece, data: memoryview, run_bytes: int, starts: Iterable[int]
     ) -> Iterator[tuple[int, memoryview]]:
         """Fill ``data`` run by run; yield where in the piece each one starts, and its bytes."""
+        if self._piece_bytes is None:
+            starts = self._file(piece.file).announce(piece.start, run_bytes, starts)
         for number, start in enumerate(starts):
             run = data[number * run_bytes : (number + 1) * run_bytes]
             if self._piece_bytes is None:
-                received = self._fill(run, piece.file, piece.start + start)
+                received = self._file(piece.file).fill(run, piece.start + start)
             else:
                 part = self._piece_bytes[start : start + run_bytes]
                 run[: len(part)] = part
@@ -128,19 +128,10 @@ class ShardReader:
                 raise DamagedCheckpointError(f"{self._folder / piece.file}: ends within {piece.key}")
             yield start, run
 
-    def _fill(self, data: memoryview, name: str, start: int) -> int:
-        """Read into ``data`` from byte ``start`` on; return how many bytes the file had for it."""
+    def _file(self, name: str) -> RangedFile:
         if name not in self._open:
-            # Closed by __exit__. Unbuffered: bytes go straight into the target, and no others are read.
-            self._open[name] = open_plain_file(self._folder / name)
-        descriptor = self._open[name].fileno()
-        received = 0
-        while received < len(data):
-            count = os.preadv(descriptor, [data[received:]], start + received)
-            if not count:
-                break
-            received += count
-        return received
+            self._open[name] = open_ranged(self._folder / name)  # closed by __exit__
+        return self._open[name]
 
 
 def contiguous_runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[int, Iterable[int]]:
@@ -234,9 +225,8 @@ def _find_senders(folder: Path, files: Sequence[str], world: Group) -> dict[str,
 def _read_bytes(folder: Path, place: _Place) -> bytes | CheckpointError:
     name, start, num_bytes = place
     try:
-        with open_plain_file(folder / name) as file:
-            file.seek(start)
-            return file.read(num_bytes)
+        with closing(open_ranged(folder / name)) as file:
+            return read_range(file, start, num_bytes)
     except OSError as failure:
         return DamagedCheckpointError(f"{folder / name}: {failure.strerror}")
 

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron.core.files.object_path import ObjectPath
+
 MAX_TEXT_BYTES = 1 << 28
 """How large a text file may be that is read as a whole: ten times the largest tokenizer that there is."""
 MAX_DEPTH = 64
@@ -39,15 +41,17 @@ def open_plain_file(path: str | Path) -> io.FileIO:
 
 
 def read_plain_file(path: str | Path, most: int = MAX_TEXT_BYTES) -> bytes:
-    """Return what a file holds.
+    """Return what a file or an object holds.
 
     Raises:
         OSError: it cannot be read, is no file, or has more than ``most`` bytes.
     """
+    if isinstance(path, ObjectPath):
+        _check_size(path, path.store.size(str(path)), most)
+        return path.read_bytes()
     with open_plain_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise OSError(errno.EFBIG, f"it has {size} bytes, and {most} are read at most", str(path))
+        _check_size(path, size, most)
         return file.read(size)  # not most: that much memory would be taken first
 
 
@@ -82,6 +86,11 @@ def parse_json(text: str | bytes) -> Any:
 def is_plain_name(name: object) -> bool:
     """Return whether a value names a file of a folder, and nothing outside it."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+
+
+def _check_size(path: str | Path, size: int, most: int) -> None:
+    if size > most:
+        raise OSError(errno.EFBIG, f"it has {size} bytes, and {most} are read at most", str(path))
 
 
 def _members(value: Any) -> Iterable[Any]:

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.disk import sync_folder, write_text
 from megatron.core.dist_checkpointing.mapping import dtype_name
 from megatron.core.dist_checkpointing.save_plan import MAX_PIECE_BYTES
 from megatron.core.errors import CheckpointError
+from megatron.core.files.local_copy import local_copy
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.sharding import split_box
 from megatron.interop.checkpoint_source import CheckpointSource
@@ -137,7 +138,7 @@ class ModelExport:
 
     def _tokenizer_folder(self) -> Path | None:
         name = self._source.common["tokenizer"]
-        return None if name is None else self._source.folder / name
+        return None if name is None else local_copy(self._source.folder / name)
 
 
 def choose_family(config: GPTConfig, record: ModelRecord | None) -> tuple[Family, ModelRecord | None]:

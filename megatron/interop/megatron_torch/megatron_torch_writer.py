@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.config_base import config_from_dict
 from megatron.core.dist_checkpointing.disk import sync_folder
+from megatron.core.files.local_copy import local_copy
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.sharding import Piece, split_box
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
@@ -48,7 +49,7 @@ def write_megatron_torch(
     needed = sum(info.num_bytes for info in source.tensors.values())
     with new_iteration(Path(directory), iteration, f"about {needed}") as folder:
         if source.common["tokenizer"] is not None:
-            shutil.copytree(source.folder / source.common["tokenizer"], folder / TOKENIZER_FOLDER)
+            shutil.copytree(local_copy(source.folder / source.common["tokenizer"]), folder / TOKENIZER_FOLDER)
         number = 0 if isinstance(iteration, str) else iteration
         _write_ranks(source, folder, number, random_states or {})
     return folder

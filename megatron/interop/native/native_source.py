@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.checksum import checksum
+from megatron.core.dist_checkpointing.disk import read_error
 from megatron.core.dist_checkpointing.index import INDEX_FILE, StoredPiece, StoredTensor, read_index
 from megatron.core.dist_checkpointing.index_check import check_geometry
 from megatron.core.dist_checkpointing.mapping import dtype_of
@@ -17,7 +17,8 @@ from megatron.core.dist_checkpointing.run_state import check_run_state
 from megatron.core.dist_checkpointing.shard_file import check_file
 from megatron.core.dist_checkpointing.state_dict import FLOAT8_PREFIX, RNG_PREFIX
 from megatron.core.errors import DamagedCheckpointError
-from megatron.core.files.plain_file import open_plain_file
+from megatron.core.files.object_path import as_path
+from megatron.core.files.ranged_file import RangedFile, open_ranged
 from megatron.core.sharding import Box, describe_box, uncovered
 from megatron.interop.checkpoint_source import TensorInfo
 
@@ -35,7 +36,7 @@ class NativeSource:
     """
 
     def __init__(self, folder: str | Path, verify: bool = True, with_random_streams: bool = False) -> None:
-        self.folder = Path(folder)
+        self.folder = as_path(folder)
         index = read_index(self.folder)
         check_run_state(self.folder, index.common)
         check_geometry(self.folder, index)
@@ -54,7 +55,7 @@ class NativeSource:
         }
         self.bytes_read = 0
         self._verify = verify
-        self._files: dict[str, io.FileIO] = {}
+        self._files: dict[str, RangedFile] = {}
         self._piece: StoredPiece | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -95,7 +96,7 @@ class NativeSource:
         try:
             received = self._fill(data, piece)
         except OSError as error:
-            raise DamagedCheckpointError(f"{path}: cannot read {piece.key}: {error.strerror}") from error
+            raise read_error(f"{path}: cannot read {piece.key}", error) from error
         if received != piece.num_bytes:
             raise DamagedCheckpointError(f"{path}: ends within {piece.key}")
         if self._verify and checksum(data) != piece.checksum:
@@ -107,14 +108,5 @@ class NativeSource:
     def _fill(self, data: memoryview, piece: StoredPiece) -> int:
         """Fill ``data`` with the piece's bytes; return how many the file had."""
         if piece.file not in self._files:
-            # Closed by close(). Unbuffered: the bytes go straight to their place.
-            self._files[piece.file] = open_plain_file(self.folder / piece.file)
-        file = self._files[piece.file]
-        file.seek(piece.start)
-        received = 0
-        while received < len(data):
-            count = file.readinto(data[received:])
-            if not count:
-                break
-            received += count
-        return received
+            self._files[piece.file] = open_ranged(self.folder / piece.file)  # closed by close()
+        return self._files[piece.file].fill(data, piece.start)

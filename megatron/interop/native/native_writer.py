@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.index import (
     write_index,
 )
 from megatron.core.dist_checkpointing.mapping import dtype_name
+from megatron.core.files.local_copy import local_copy
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.native.streamed_shard import plan_files, write_streamed_shard
@@ -73,5 +74,5 @@ def _copy_tokenizer(source: CheckpointSource, folder: Path) -> bool:
     recorded = source.common["tokenizer"]
     if recorded is None:
         return False
-    shutil.copytree(source.folder / recorded, folder / TOKENIZER_FOLDER)
+    shutil.copytree(local_copy(source.folder / recorded), folder / TOKENIZER_FOLDER)
     return True

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from megatron.core.files.local_copy import local_copy
 from megatron.core.sharding import split_box
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.checkpoint_source import CheckpointSource
@@ -43,7 +44,7 @@ def write_torch_dist(source: CheckpointSource, directory: str | Path, iteration:
     objects = list(plan.random_state_objects(random_states))
     with new_iteration(Path(directory), iteration, f"about {needed}") as folder:
         if source.common["tokenizer"] is not None:
-            shutil.copytree(source.folder / source.common["tokenizer"], folder / TOKENIZER_FOLDER)
+            shutil.copytree(local_copy(source.folder / source.common["tokenizer"]), folder / TOKENIZER_FOLDER)
         written = list(_write_files(source, plan, objects, folder))
         write_shared_files(folder, plan.shared_value(has_random_states=bool(objects)), written)
     return folder

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from megatron.core.collectives import all_gather_objects, broadcast_object, run_on_all_ranks
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
+from megatron.core.files.object_path import as_path
 from megatron.core.parallel_state import ParallelState
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 from megatron.training.checkpointing.folder import (
@@ -108,7 +109,7 @@ def _reason_against_random(directory: Path, options: CheckpointConfig) -> str | 
             f"holds weights that cannot be read ({named}): there is no {TRACKER_FILE} of a run and no config.json of a "
             "Hugging Face model beside them"
         )
-    is_own = options.save is not None and Path(options.save).resolve() == directory.resolve()
+    is_own = options.save is not None and as_path(options.save).resolve() == directory.resolve()
     if is_own or holds_tokenizer(directory):
         return None
     return f"{found}; name the folder that a run saved to, or that holds a model, or that of --save to begin a new run"

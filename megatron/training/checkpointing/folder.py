@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import closing
 from pathlib import Path
 
+from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.core.errors import CheckpointError
-from megatron.core.files.plain_file import open_plain_file
+from megatron.core.files.object_path import ObjectPath
+from megatron.core.files.ranged_file import open_ranged, read_range
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 
@@ -42,6 +45,10 @@ def iteration_of_folder(folder: Path) -> int | None:
 
 def saved_iterations(directory: Path) -> list[int]:
     """Return the iterations that have a folder, oldest first."""
+    if isinstance(directory, ObjectPath):
+        # What has no index there is not there, or not yet.
+        folders = [entry for entry in directory.iterdir() if iteration_of_folder(entry) is not None]
+        return sorted(int(entry.name.removeprefix("iter_")) for entry in folders if (entry / INDEX_FILE).is_file())
     if not os.path.isdir(directory):
         return []
     found = (iteration_of_folder(entry) for entry in directory.iterdir() if entry.is_dir())
@@ -132,8 +139,8 @@ def _tracker_text(path: Path) -> str:
         CheckpointError: it is no file, or cannot be read.
     """
     try:
-        with open_plain_file(path) as file:
-            return file.read(_TRACKER_BYTES).decode("utf-8", errors="replace").strip()
+        with closing(open_ranged(path)) as file:
+            return read_range(file, 0, _TRACKER_BYTES).decode("utf-8", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(path) from None
     except OSError as error:
@@ -165,7 +172,7 @@ def holds_tokenizer(directory: Path) -> bool:
 
 
 def _is_checkpoint(directory: Path) -> bool:
-    if not os.path.isdir(directory):
+    if not (directory.is_dir() if isinstance(directory, ObjectPath) else os.path.isdir(directory)):
         return False
     found = detect_format(directory)
     return found is not None and (found != "hf" or bool(weight_files(directory)))

@@ -23,6 +23,8 @@ from megatron.core.dist_checkpointing.state_dict import (
 from megatron.core.dist_checkpointing.strictness import STRICT, STRICTNESS, Strictness
 from megatron.core.distributed.weight_check import not_finite
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
+from megatron.core.files.local_copy import local_copy
+from megatron.core.files.object_path import as_path
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.huggingface.model_record import MODEL_RECORD
@@ -89,7 +91,7 @@ def load_checkpoint(
         CheckpointError: there is none and random weights are not meant; it is of another model; all are damaged. On
             every rank alike.
     """
-    directory = Path(directory)
+    directory = as_path(directory)
     folders = agree_on_candidates(directory, options.ckpt_step, state, log)
     if not folders:
         refuse_random_weights(directory, options, state)
@@ -128,7 +130,7 @@ def load_model_weights(
         open_stored(folder, state, verify).load(model_tensors(models), (MODEL_PREFIX,), allow_cast=allow_cast)
         return folder
 
-    return first_undamaged(agree_on_required_candidates(Path(directory), ckpt_step, state, log), load, log)
+    return first_undamaged(agree_on_required_candidates(as_path(directory), ckpt_step, state, log), load, log)
 
 
 def read_common(directory: str | Path, ckpt_step: int | None = None, log: Log = print) -> dict[str, Any]:
@@ -145,9 +147,9 @@ def read_common(directory: str | Path, ckpt_step: int | None = None, log: Log = 
     def load(folder: Path) -> dict[str, Any]:
         common = dict(open_stored(folder, alone).index.common)
         tokenizer = common["tokenizer"]
-        return common | {"folder": folder, "tokenizer": None if tokenizer is None else folder / tokenizer}
+        return common | {"folder": folder, "tokenizer": None if tokenizer is None else local_copy(folder / tokenizer)}
 
-    return first_undamaged(agree_on_required_candidates(Path(directory), ckpt_step, alone, log), load, log)
+    return first_undamaged(agree_on_required_candidates(as_path(directory), ckpt_step, alone, log), load, log)
 
 
 def _load_folder(

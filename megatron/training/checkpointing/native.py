@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.strictness import STRICT, Strictness
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.interop.adapters.stored_adapter import NO_ADAPTERS
-from megatron.interop.checkpoint_format import detect_format
+from megatron.interop.checkpoint_format import detect_format, refuse_objects
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.source import HuggingFaceSource
 from megatron.interop.megatron_torch.rank_tree import CHECKPOINT_VERSION
@@ -102,6 +102,7 @@ def open_stored(
         CheckpointError: it is damaged, or not a checkpoint that can be loaded. On every rank alike.
     """
     found = detect_format(folder)
+    refuse_objects(folder, found)
     if found in ("torch", "torch_dist"):
         return open_torch_checkpoint(folder, state, verify, model)
     if found == "torchtitan":

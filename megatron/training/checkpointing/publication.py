@@ -89,21 +89,18 @@ def expired_iterations(
     ]
 
 
-def remove_expired(
+def expired_of(
     directory: Path,
     newest: int,
     keep_last: int | None,
     keep_every: int | None,
-    token: str = "",
     kept: Collection[int] = (),
     on_trial: Collection[int] = (),
 ) -> list[int]:
-    """Remove the checkpoints that the retention rule gives up, and return their iterations.
+    """Return the iterations of the checkpoints in a folder that the retention rule gives up.
 
     The newest one that is known to train stays, and the oldest of those ``on_trial``, which may become the next.
-    A checkpoint of the same iteration that ``newest`` has replaced is removed too. Each is hidden by a rename first, so
-    that no half-removed checkpoint can be loaded. Folders in another format than the one of ``newest`` stay, and those
-    of the iterations ``kept``, which do not count.
+    Folders in another format than the one of ``newest`` stay, and those of the iterations ``kept``, which do not count.
     """
     found = {
         iteration: detect_format(iteration_folder(directory, iteration)) for iteration in saved_iterations(directory)
@@ -115,7 +112,24 @@ def remove_expired(
     ]
     known = newest_known(directory, [iteration for iteration in alike if iteration <= newest])
     next_known = min((iteration for iteration in alike if iteration in on_trial), default=None)
-    expired = expired_iterations(alike, newest, keep_last, keep_every, (known, next_known))
+    return expired_iterations(alike, newest, keep_last, keep_every, (known, next_known))
+
+
+def remove_expired(
+    directory: Path,
+    newest: int,
+    keep_last: int | None,
+    keep_every: int | None,
+    token: str = "",
+    kept: Collection[int] = (),
+    on_trial: Collection[int] = (),
+) -> list[int]:
+    """Remove the checkpoints that the retention rule gives up, see `expired_of`, and return their iterations.
+
+    A checkpoint of the same iteration that ``newest`` has replaced is removed too. Each is hidden by a rename first, so
+    that no half-removed checkpoint can be loaded.
+    """
+    expired = expired_of(directory, newest, keep_last, keep_every, kept, on_trial)
     hidden = [_hidden(directory, newest, token, "replaced")]
     for iteration in expired:
         hidden.append(_hidden(directory, iteration, token, "removing"))

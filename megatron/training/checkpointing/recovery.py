@@ -17,16 +17,19 @@ from megatron.core.dist_checkpointing.checksum import checksum
 from megatron.core.dist_checkpointing.disk import sync_folder
 from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.core.errors import CheckpointError, InputError
+from megatron.core.files.object_path import ObjectPath, as_path
 from megatron.core.parallel_state import ParallelState
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 from megatron.training.checkpointing.choice import Log
 from megatron.training.checkpointing.folder import names_iteration
+from megatron.training.checkpointing.places.object_place import recover_objects
 from megatron.training.checkpointing.publication import PENDING_TRACKER, publish
 from megatron.training.process.folder_owner import FolderOwner, own_folder
 
 _MARK_SUFFIX = ".shared"
 _OLD_MARK_S = 600.0
+_SHARED = "an object store has to be the same for all ranks (memory:// is one process's own)"
 _LEFTOVER = re.compile(r"\.(iter_\d{7,})(?:\.([0-9a-f]+))?\.(saving|replaced|removing)")
 Result = TypeVar("Result")
 
@@ -87,7 +90,7 @@ def prepare_save_directory(directory: str | Path, state: ParallelState, log: Log
         CheckpointError: it cannot be created or written to. On every rank alike.
         FolderInUseError: another run writes there. On every rank alike.
     """
-    directory = Path(directory)
+    directory = as_path(directory)
     folders = _own(directory, _find_folders(directory, state), state, log)
     if not folders.is_shared:
         log(
@@ -114,6 +117,9 @@ def recover(directory: Path, log: Callable[[str], None]) -> None:
     A checkpoint that was complete but not yet in the tracker file is entered there; one that was about to be
     replaced is put back; everything else that is half done is removed.
     """
+    if isinstance(directory, ObjectPath):
+        recover_objects(directory, log)
+        return
     if not directory.is_dir():
         return
     pending = directory / PENDING_TRACKER
@@ -176,13 +182,16 @@ def _find_folders(directory: Path, state: ParallelState) -> SaveFolders:
         return min(int(path.name.split(".")[2]) for path in directory.glob(f".{token}.*{_MARK_SUFFIX}"))
 
     _on_all_ranks(directory, state, enter_first)
-    sees_first = all_gather_objects(mark(0).exists(), state.world)
+    sees_first = all_gather_objects(_on_all_ranks(directory, state, mark(0).exists), state.world)
     leaders = [0] * state.world_size
     if not all(sees_first):
         _on_all_ranks(directory, state, enter)
         leaders = all_gather_objects(_on_all_ranks(directory, state, first_rank_seen), state.world)
     mark(state.rank).unlink(missing_ok=True)
     folders = SaveFolders(tuple(leaders), token)
+    if isinstance(directory, ObjectPath) and not folders.is_shared:
+        other = leaders.index(next(leader for leader in leaders if leader))
+        raise CheckpointError(f"--save {directory}: rank {other} does not see what rank 0 wrote there; {_SHARED}")
     strays = [rank for rank, leader in enumerate(leaders) if not folders.is_leader(leader)]
     error = None
     if strays:

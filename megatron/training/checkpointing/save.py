@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from megatron.core.collectives import broadcast_object, run_on_all_ranks
 from megatron.core.dist_checkpointing.background import BackgroundTask, StagingArea
 from megatron.core.dist_checkpointing.disk import sync_folder, write_error
-from megatron.core.dist_checkpointing.index import INDEX_FILE, encode_common, write_index
+from megatron.core.dist_checkpointing.index import INDEX_FILE, encode_common
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.save_plan import SavePlan, SavePlanner, gather_from_world
 from megatron.core.dist_checkpointing.shard_file import RankShare, WrittenShare, build_index, take_share
@@ -33,12 +32,7 @@ from megatron.interop.huggingface.model_record import MODEL_RECORD
 from megatron.interop.megatron_torch.rank_tree import FLOAT8_SCALING
 from megatron.interop.new_iteration import iteration_folder
 from megatron.training.checkpointing.choice import Log
-from megatron.training.checkpointing.publication import (
-    create_saving_folder,
-    publish,
-    remove_expired,
-    saving_folder,
-)
+from megatron.training.checkpointing.places.save_place import SavePlace, place_of
 from megatron.training.checkpointing.recovery import SaveFolders
 from megatron.training.checkpointing.tokenizer import warn_of_missing_tokenizer, write_tokenizer_files
 from megatron.training.checkpointing.torch_dist_format import TorchDistShare, plan_torch_dist_share
@@ -74,7 +68,7 @@ class SaveTarget:
     The ``planner`` keeps the plan of the native format from one save to the next. With an ``area`` the tensors are
     copied into it first, and may change as soon as the first step has been taken. Checkpoints of the iterations
     ``kept`` are not this run's to remove. The oldest checkpoint ``on_trial``, which is not yet known to train, outlives
-    retention.
+    retention. ``number`` counts the saves of the run.
     """
 
     directory: Path
@@ -86,15 +80,21 @@ class SaveTarget:
     area: StagingArea | None = None
     kept: frozenset[int] = frozenset()
     on_trial: frozenset[int] = frozenset()
+    number: int = 0
 
     @property
     def is_leader(self) -> bool:
         """Return whether this rank does what is done once in its folder."""
         return self.folders.is_leader(self.state.rank)
 
+    @property
+    def place(self) -> SavePlace:
+        """Return where this save is written and published."""
+        return place_of(self.directory, self.folders.token, self.number)
+
     def saving_folder(self, iteration: int) -> Path:
-        """Return the hidden folder that this run writes an iteration's checkpoint into."""
-        return saving_folder(self.directory, iteration, self.folders.token)
+        """Return the folder that this run writes an iteration's checkpoint into."""
+        return self.place.folder(iteration)
 
 
 def save_in_steps(tensors: RunTensors, common: CommonState, target: SaveTarget) -> Iterator[BackgroundTask[Any]]:
@@ -107,7 +107,6 @@ def save_in_steps(tensors: RunTensors, common: CommonState, target: SaveTarget) 
         CheckpointWriteError: the checkpoint could not be written, on every rank alike.
     """
     directory, iteration = target.directory, common.progress.iteration
-    folder = target.saving_folder(iteration)
     content = _plain_content(tensors, common, target)
     target.log(f"saving checkpoint at iteration {iteration:7d} to {directory}")
     try:
@@ -120,7 +119,7 @@ def save_in_steps(tensors: RunTensors, common: CommonState, target: SaveTarget) 
             yield from _native_steps(tensors, common, target, content)
     except MegatronError:
         if target.is_leader:
-            shutil.rmtree(folder, ignore_errors=True)
+            target.place.give_up(iteration)
         raise
     target.log(f"  successfully saved checkpoint at iteration {iteration:7d} to {directory}")
     removing = BackgroundTask(lambda: apply_retention(target, iteration), _THREAD_NAME)
@@ -137,7 +136,7 @@ def _native_steps(
     folder = target.saving_folder(iteration)
     described = _described(tensors, target)
     plan = target.planner.plan(described)
-    share = take_share(plan, described, state.rank)
+    share = take_share(plan, described, state.rank, target.place.tag)
     if target.area is not None:
         share = share.staged(target.area)
     write_tokenizer = common.write_tokenizer if target.is_leader else None
@@ -260,7 +259,7 @@ def _create_folder(target: SaveTarget, iteration: int) -> None:
     if target.is_leader:
         try:
             target.folders.check_owner()
-            create_saving_folder(target.directory, iteration, target.folders.token)
+            target.place.create(iteration)
         except OSError as failure:
             raise write_error(target.saving_folder(iteration), failure) from failure
 
@@ -280,8 +279,7 @@ def _finish_folder(
         return
     folder = target.saving_folder(iteration)
     try:
-        write_index(folder, build_index(plan, shares, content))
-        sync_folder(folder)
+        target.place.finish(iteration, build_index(plan, shares, content, target.place.tag))
         if not target.folders.is_shared:
             # After an interruption the hidden folder itself may have to be found again.
             sync_folder(target.directory)
@@ -295,7 +293,7 @@ def _publish(target: SaveTarget, iteration: int) -> None:
     if target.is_leader:
         try:
             target.folders.check_owner()
-            publish(target.directory, iteration, target.folders.token)
+            target.place.publish(iteration)
         except OSError as failure:
             raise write_error(iteration_folder(target.directory, iteration), failure) from failure
 
@@ -306,8 +304,7 @@ def apply_retention(target: SaveTarget, iteration: int) -> str | None:
         newest, multiple = target.options.num_newest_kept, target.options.kept_multiple
         try:
             target.folders.check_owner()
-            token, kept, on_trial = target.folders.token, target.kept, target.on_trial
-            remove_expired(target.directory, iteration, newest, multiple, token, kept, on_trial)
+            target.place.remove_expired(iteration, newest, multiple, target.kept, target.on_trial)
         except OSError as error:
             return f"WARNING: could not remove an old checkpoint in {target.directory}: {error.strerror}"
     return None

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.disk import CheckpointWriteError
 from megatron.core.dist_checkpointing.save_plan import SavePlanner
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import CheckpointError, TrainingError
+from megatron.core.files.object_path import as_path
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
 from megatron.interop.new_iteration import iteration_folder
@@ -92,7 +93,12 @@ class CheckpointSaver:
         self.finish()
         self._began = time.monotonic()
         self._iteration = common.progress.iteration
-        self._target = replace(self._target, kept=self._target.kept - {self._iteration}, on_trial=on_trial)
+        self._target = replace(
+            self._target,
+            kept=self._target.kept - {self._iteration},
+            on_trial=on_trial,
+            number=self._target.number + 1,
+        )
         self._steps = save_in_steps(tensors, common, self._target)
         self._failure = None
         self._advance()
@@ -190,7 +196,7 @@ def open_saver(options: CheckpointConfig, runtime: Runtime, log: Log) -> Checkpo
             f"--ckpt-format {options.ckpt_format} needs a folder that all machines share, and --save {options.save} is "
             "a folder of its own on each; change --save, or save in the native format and convert"
         )
-    return CheckpointSaver(Path(options.save), folders, runtime, options, log)
+    return CheckpointSaver(as_path(options.save), folders, runtime, options, log)
 
 
 @dataclass(eq=False)
@@ -248,7 +254,8 @@ class RunCheckpoints:
         found = None
         if options.save is not None and self.runtime.is_reporter:
             # Others are of data that it may not have at hand, or of another run.
-            found = newest_known(Path(options.save), self._own.intersection(saved_iterations(Path(options.save))))
+            directory = as_path(options.save)
+            found = newest_known(directory, self._own.intersection(saved_iterations(directory)))
         known: int | None = broadcast_object(found, self.runtime.state.world)
         return known
 
@@ -296,7 +303,7 @@ class RunCheckpoints:
             )
             for change in changes:
                 self.log(f"schedule changed since the checkpoint: {change}")
-        if options.save is not None and not loaded.begins_anew and Path(options.save) == Path(options.load):
+        if options.save is not None and not loaded.begins_anew and as_path(options.save) == as_path(options.load or ""):
             self._trial.begin(loaded.progress.iteration)
             self._own.add(loaded.progress.iteration)
         return TrainState.from_progress(loaded.progress)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.disk import sync_folder, write_error
 from megatron.core.errors import TokenizerError
+from megatron.core.files.object_path import ObjectPath
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.training.checkpointing.choice import Log
 
@@ -22,6 +24,8 @@ def write_tokenizer_files(folder: Path, write_tokenizer: Callable[[Path], None] 
     if write_tokenizer is None:
         return None
     tokenizer = folder / TOKENIZER_FOLDER
+    if isinstance(folder, ObjectPath):
+        return _upload_tokenizer(tokenizer, write_tokenizer)
     try:
         tokenizer.mkdir()
         write_tokenizer(tokenizer)
@@ -34,6 +38,22 @@ def write_tokenizer_files(folder: Path, write_tokenizer: Callable[[Path], None] 
         return str(failure)
     except OSError as failure:
         raise write_error(tokenizer, failure) from failure
+    return None
+
+
+def _upload_tokenizer(target: Path, write_tokenizer: Callable[[Path], None]) -> str | None:
+    """Write the tokenizer into a folder of this machine and copy its files into the store."""
+    with tempfile.TemporaryDirectory(prefix="tokenizer-") as name:
+        local = Path(name) / TOKENIZER_FOLDER
+        local.mkdir()
+        try:
+            write_tokenizer(local)
+            for path in local.iterdir():
+                (target / path.name).write_bytes(path.read_bytes())
+        except TokenizerError as failure:
+            return str(failure)
+        except OSError as failure:
+            raise write_error(target, failure) from failure
     return None
 
 

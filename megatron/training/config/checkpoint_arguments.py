@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 from megatron.core.config_base import IDENTITY, Role, field_specs
 from megatron.core.dist_checkpointing.index import read_index_file
 from megatron.core.errors import CheckpointError, DamagedCheckpointError, TokenizerError
+from megatron.core.files.local_copy import local_copy
+from megatron.core.files.object_path import as_path
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer_file import read_json_object
 from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER, recorded_arguments
@@ -52,13 +53,13 @@ def read_checkpoint_arguments(directory: str, ckpt_step: int | None) -> Checkpoi
     Raises:
         CheckpointError: there is no such folder, or no readable checkpoint where there should be one.
     """
-    if not os.path.exists(directory):
+    if not as_path(directory).exists():
         raise CheckpointError(
             f"--use-checkpoint-args: --load {directory} does not exist; name the folder that a run saved to, or that "
             "holds a model"
         )
     first_error: CheckpointError | None = None
-    folders = candidate_folders(Path(directory), ckpt_step)
+    folders = candidate_folders(as_path(directory), ckpt_step)
     for folder in folders:
         try:
             return CheckpointArguments(folder, _values_of(folder))
@@ -109,8 +110,8 @@ def recorded_config(folder: Path) -> Mapping[str, Any]:
 
 def _tokenizer_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags of the checkpoint's own copy of its tokenizer, or those that its run was given."""
-    record = folder / TOKENIZER_FOLDER / RECORD_FILE
-    if record.is_file():
+    if (folder / TOKENIZER_FOLDER / RECORD_FILE).is_file():
+        record = local_copy(folder / TOKENIZER_FOLDER) / RECORD_FILE
         with contextlib.suppress(TokenizerError):  # it is in the way of nobody who gives another tokenizer
             return recorded_arguments(read_json_object(record), record.parent)
     return dict(config.get("tokenizer", {}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
+from megatron.core.files.object_path import is_url
 
 NATIVE_FORMAT = "safetensors"
 """The name of the native format on the command line."""
@@ -15,7 +16,7 @@ class CheckpointConfig(Config, role="output"):
     """Hold what saving, retention and loading need."""
 
     save: str | None = flag(None, metavar="DIR")
-    """Folder that checkpoints are written to."""
+    """Folder that checkpoints are written to, also s3://, gs:// or az://."""
     save_interval: int | None = flag(None, bounds=POSITIVE)
     """Iterations from one checkpoint to the next; without it only the end of the run is saved."""
     no_save_optim: bool = False
@@ -23,7 +24,7 @@ class CheckpointConfig(Config, role="output"):
     no_save_rng: bool = False
     """Do not save the state of the random number generators."""
     load: str | None = flag(None, metavar="DIR")
-    """Folder that a checkpoint is read from."""
+    """Folder that a checkpoint is read from, also s3://, gs:// or az://."""
     pretrained_checkpoint: str | None = flag(None, metavar="DIR")
     """Folder whose weights a run begins with while the folder of --load holds no checkpoint: --load DIR --finetune."""
     no_load_optim: bool = False
@@ -73,6 +74,11 @@ class CheckpointConfig(Config, role="output"):
     """What tensors mean that the checkpoint lacks (to Megatron, unexpected ones) or has too many. raise_all: both are
     refused. raise_unexpected, assume_ok_unexpected: what it lacks is refused. All others leave what it lacks at its
     initial value and list it; log_all and return_all also list what it has too many."""
+
+    @property
+    def local_save(self) -> str | None:
+        """Return the folder of --save where it is on a file system: what a run reports goes there too."""
+        return None if self.save is None or is_url(self.save) else self.save
 
     @property
     def num_newest_kept(self) -> int | None:

@@ -81,7 +81,7 @@ class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
     seq_length: int = flag(0, role="recipe", bounds=NOT_NEGATIVE, most=2**31 - 1, in_args=True)
     """Number of tokens of one sample."""
     data_path: tuple[str, ...] = flag((), nargs="+", metavar="[WEIGHT] PREFIX", in_args=True)
-    """Data prefixes, or weight and prefix in turn; cut into the three sets by --split."""
+    """Data prefixes, also s3://, gs:// or az://, or weight and prefix in turn; cut into the three sets by --split."""
     train_data_path: tuple[str, ...] = flag((), nargs="+", metavar="[WEIGHT] PREFIX")
     """Data of the training set alone; excludes --data-path and --split."""
     valid_data_path: tuple[str, ...] = flag((), nargs="+", metavar="[WEIGHT] PREFIX")
@@ -97,7 +97,7 @@ class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
     mock_data: bool = False
     """Train on made-up data."""
     data_cache_path: str | None = flag(None, metavar="DIR")
-    """Folder of the index cache; by default beside the data."""
+    """Folder of the index cache, also s3://, gs:// or az://; by default beside the data."""
     mmap_bin_files: bool = flag(True, negative="--no-mmap-bin-files")
     """Map the token files into memory. Off: read the token files with ordinary reads in place of a memory map."""
     num_workers: int = flag(2, bounds=NOT_NEGATIVE, most=2**16)

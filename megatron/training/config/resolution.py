@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron.core.batch_size_rampup import read_batch_size_schedule
 from megatron.core.config_base import field_specs
 from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.files.object_path import as_path
 from megatron.core.fp8.float8_config import Float8Config
 from megatron.core.tensor_parallel.overlap.overlap_file import read_overlap_methods
 from megatron.training.checkpointing.folder import candidate_folders
@@ -213,10 +214,10 @@ def resolve_checkpoint(checkpoint: CheckpointConfig, notes: list[str], problems:
     pretrained, load = checkpoint.pretrained_checkpoint, checkpoint.load
     if pretrained is None or pretrained == load:
         return checkpoint
-    if load is not None and _holds_weights(Path(load)):
+    if load is not None and _holds_weights(as_path(load)):
         notes.append(f"--pretrained-checkpoint {pretrained} is not read: --load {load} holds a checkpoint")
         return checkpoint
-    if not _holds_weights(Path(pretrained)):
+    if not _holds_weights(as_path(pretrained)):
         problems.append(f"--pretrained-checkpoint {pretrained} holds no checkpoint; give a folder that does")
     notes.append(f"--pretrained-checkpoint {pretrained}: the run begins with its weights, at iteration 0")
     return dataclasses.replace(checkpoint, load=pretrained, finetune=True)
@@ -366,8 +367,11 @@ def _offload_notes(config: RunConfig) -> list[str]:
 def _checkpoint_notes(config: RunConfig) -> list[str]:
     """Return a line for each flag that asks something of a save or a load that there will not be."""
     checkpoint = config.checkpoint
+    notes = []
+    if checkpoint.save is not None and checkpoint.local_save is None and config.logging.metrics_jsonl is None:
+        notes = [f"--save {checkpoint.save} takes no metrics.jsonl; give --metrics-jsonl FILE to have one"]
     folders = {"--save DIR": checkpoint.save, "--load DIR": checkpoint.load, "--keep-last N": checkpoint.keep_last}
-    return [
+    return notes + [
         f"{spec.typed(value)} has no effect without {needed}"
         for spec in field_specs(CheckpointConfig)
         if (needed := _IDLE_WITHOUT.get(spec.name)) is not None

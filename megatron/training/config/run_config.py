@@ -123,14 +123,15 @@ class RunConfig:
     @property
     def metrics_jsonl(self) -> str | None:
         """Return the file of the metrics, or None where neither it nor --save is given."""
-        if self.logging.metrics_jsonl is not None or self.checkpoint.save is None:
+        save = self.checkpoint.local_save
+        if self.logging.metrics_jsonl is not None or save is None:
             return self.logging.metrics_jsonl
-        return f"{self.checkpoint.save}/metrics.jsonl"
+        return f"{save}/metrics.jsonl"
 
     @property
     def profile_folder(self) -> str | None:
         """Return the folder of the traces of torch's profiler, or None where none is given."""
-        return self.logging.tensorboard_dir or self.checkpoint.save
+        return self.logging.tensorboard_dir or self.checkpoint.local_save
 
     def flags(self) -> Iterator[tuple[FieldSpec, Any]]:
         """Yield every field that a flag sets, with its value."""

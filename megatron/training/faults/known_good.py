@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.disk import sync_folder, write_text
+from megatron.core.dist_checkpointing.disk import replace_text
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 from megatron.training.checkpointing.folder import saved_iterations
 
@@ -33,9 +32,8 @@ def mark_known(directory: Path, iteration: int, num_finite: int) -> None:
     """
     folder = iteration_folder(directory, iteration)
     hidden = folder / f".{KNOWN_FILE}"
-    write_text(hidden, json.dumps({"iteration": iteration, "finite_iterations_after": num_finite}) + "\n")
-    os.rename(hidden, folder / KNOWN_FILE)
-    sync_folder(folder)
+    text = json.dumps({"iteration": iteration, "finite_iterations_after": num_finite}) + "\n"
+    replace_text(folder / KNOWN_FILE, hidden, text)
 
 
 def point_tracker(directory: Path, iteration: int) -> None:
@@ -44,10 +42,7 @@ def point_tracker(directory: Path, iteration: int) -> None:
     Raises:
         OSError: the file system refuses.
     """
-    hidden = directory / f".{TRACKER_FILE}.rewound"
-    write_text(hidden, str(iteration))
-    os.rename(hidden, directory / TRACKER_FILE)
-    sync_folder(directory)
+    replace_text(directory / TRACKER_FILE, directory / f".{TRACKER_FILE}.rewound", str(iteration))
 
 
 class TrialPeriod:

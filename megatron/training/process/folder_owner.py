@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.files.object_path import ObjectPath
 from megatron.core.files.plain_file import parse_json, read_plain_text
 from megatron.training.process.initialize import elastic_run_id
 from megatron.training.process.launcher import find_launcher
@@ -23,6 +24,7 @@ from megatron.training.process.process_identity import ProcessIdentity, identify
 
 FOLDER_RECORD = ".owner"
 _POLL_INTERVAL_S = 0.2
+_ENDING_S = 30.0
 
 
 class FolderInUseError(ConfigurationError):
@@ -98,7 +100,10 @@ class FolderOwner:
         self._record = record
         self._given = given
         self._released = threading.Event()
-        threading.Thread(target=self._renew, args=(times.renewed_every_s,), name="folder owner", daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._renew, args=(times.renewed_every_s,), name="folder owner", daemon=True
+        )
+        self._thread.start()
 
     def check(self) -> None:
         """See that the folder is still this owner's; to be called before anything in it appears or goes.
@@ -125,6 +130,7 @@ class FolderOwner:
     def release(self) -> None:
         """Give the folder up, for whoever comes next."""
         self._released.set()
+        self._thread.join(_ENDING_S)  # a record that is renewed after its removal would be there again
         if OwnerRecord.read(self._path) == self._record:
             self._path.unlink(missing_ok=True)
 
@@ -132,7 +138,10 @@ class FolderOwner:
         while not self._released.wait(interval_s):
             with contextlib.suppress(OSError):  # `check` says what there is to say
                 if OwnerRecord.read(self._path) == self._record:
-                    os.utime(self._path)
+                    if isinstance(self._path, ObjectPath):
+                        self._path.write_bytes(_encode(self._record))
+                    else:
+                        os.utime(self._path)
 
 
 def own_folder(
@@ -251,10 +260,14 @@ def _numbers(directory: Path, prefix: str) -> set[int]:
     """Return the numbers of the records in a folder."""
     pattern = re.compile(re.escape(prefix) + r"\.(\d{8,})")
     try:
-        found = [pattern.fullmatch(name) for name in os.listdir(directory)]
+        found = [pattern.fullmatch(path.name) for path in directory.iterdir()]
     except FileNotFoundError:
         return set()
     return {int(match.group(1)) for match in found if match}
+
+
+def _encode(record: OwnerRecord) -> bytes:
+    return json.dumps(dataclasses.asdict(record)).encode()
 
 
 def _create(path: Path, record: OwnerRecord) -> None:
@@ -263,7 +276,10 @@ def _create(path: Path, record: OwnerRecord) -> None:
     Raises:
         FileExistsError: somebody has.
     """
-    text = json.dumps(dataclasses.asdict(record)).encode()
+    text = _encode(record)
+    if isinstance(path, ObjectPath):
+        path.create(text)
+        return
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         if os.write(descriptor, text) < len(text):

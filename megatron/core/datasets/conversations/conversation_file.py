@@ -18,6 +18,7 @@ from megatron.core.datasets.conversations.template_choice import choose_template
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset, idx_path, optimal_dtype
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.errors import DataError, InputError
+from megatron.core.files.object_path import as_path
 from megatron.core.tokenizers.tokenizer import Tokenizer
 
 MASK_DTYPE: Final = np.dtype("<u1")
@@ -31,7 +32,7 @@ def mask_prefix(prefix: str | Path) -> str:
 
 def is_raw(prefix: str | Path) -> bool:
     """Tell whether a path is a file of jsonl in place of the prefix of a data set."""
-    return Path(prefix).is_file() and not idx_path(prefix).is_file()
+    return as_path(prefix).is_file() and not idx_path(prefix).is_file()
 
 
 class ConversationFile(IndexedDataset):

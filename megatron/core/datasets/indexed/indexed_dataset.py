@@ -16,6 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.errors import DataError
+from megatron.core.files.local_copy import fetch, machine_cache
+from megatron.core.files.object_path import ObjectPath, as_path, is_url
+from megatron.core.files.read_ahead import ReadAheadFile
 
 INDEX_MAGIC: Final = b"MMIDIDX\x00\x00"
 INDEX_VERSION: Final = 1
@@ -45,12 +48,17 @@ def optimal_dtype(vocab_size: int | None) -> np.dtype[Any]:
 
 def bin_path(prefix: str | Path) -> Path:
     """Return the path of the tokens of a data set."""
-    return Path(f"{prefix}.bin")
+    return as_path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
     """Return the path of the index of a data set."""
-    return Path(f"{prefix}.idx")
+    return as_path(f"{prefix}.idx")
+
+
+def _on_this_machine(path: Path) -> Path:
+    """Return the path itself, or for an object that of a copy, which is fetched once on each machine."""
+    return fetch([path], machine_cache()) / path.name if isinstance(path, ObjectPath) else path
 
 
 class IndexedDataset:
@@ -58,7 +66,8 @@ class IndexedDataset:
 
     Opening checks the header and the sizes of both files in constant time; every read is checked against the size
     of ``.bin``, so a damaged index gives a `DataError`, never data from elsewhere in memory. Instances can be
-    pickled: the copy opens the files again.
+    pickled: the copy opens the files again. Of a data set in an object store ``.idx`` is copied to this machine once,
+    and ``.bin`` read by ranges.
 
     Attributes:
         sequence_lengths: int32 ``[num_sequences]``, in tokens.
@@ -93,19 +102,24 @@ class IndexedDataset:
                     "as in my-corpus_text_document"
                 )
         try:
-            self._read_index(index_file)
-            self._bin_bytes = os.stat(tokens_file).st_size
+            self._read_index(_on_this_machine(index_file))
+            self._bin_bytes = tokens_file.stat().st_size
             self._check_sizes(tokens_file)
             self._token_bytes = self.dtype.itemsize
             self._num_tokens = self._bin_bytes // self._token_bytes
-            self._map = self._map_file(tokens_file) if self.mmap_bin_files and self._bin_bytes else None
-            self._tokens = self._view_tokens() if self.mmap_bin_files else None
-            self._file = None if self.mmap_bin_files else open(tokens_file, "rb", buffering=0)  # noqa: SIM115
+            self._remote = ReadAheadFile(tokens_file) if isinstance(tokens_file, ObjectPath) else None
+            is_mapped = self.mmap_bin_files and self._remote is None
+            self._map = self._map_file(tokens_file) if is_mapped and self._bin_bytes else None
+            self._tokens = self._view_tokens() if is_mapped else None
+            is_read = self._remote is None and not is_mapped
+            self._file = open(tokens_file, "rb", buffering=0) if is_read else None  # noqa: SIM115
         except OSError as error:
             raise DataError(f"data set {self.prefix} cannot be read: {error}") from error
 
     def _find_raw_text(self) -> Path | None:
         """Return what was given instead of a data set, itself or without its suffix."""
+        if is_url(self.prefix):
+            return None
         given = Path(self.prefix)
         named = [given, *(Path(f"{given}{suffix}") for suffix in _RAW_SUFFIXES)]
         return next((path for path in named if path.is_file() and path.suffix not in (".bin", ".idx")), None)
@@ -219,8 +233,11 @@ class IndexedDataset:
             if self._map is not None and self._map.size() < self._bin_bytes:
                 raise self._became_shorter()
             return self._tokens[begin:end]
-        assert self._file is not None
-        raw = os.pread(self._file.fileno(), count * self._token_bytes, begin * self._token_bytes)
+        if self._remote is not None:
+            raw = self._remote.read(begin * self._token_bytes, count * self._token_bytes)
+        else:
+            assert self._file is not None
+            raw = os.pread(self._file.fileno(), count * self._token_bytes, begin * self._token_bytes)
         if len(raw) != count * self._token_bytes:
             raise self._became_shorter()
         return np.frombuffer(raw, self.dtype)

@@ -17,6 +17,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.datasets.indices.mirrored_cache import CacheMirror
+from megatron.core.files.local_copy import machine_cache
+from megatron.core.files.object_path import ObjectPath, as_path
+
 Arrays = Mapping[str, NDArray[Any]]
 
 FORMAT_VERSION: Final = 1
@@ -68,12 +72,18 @@ class IndexCache:
     Any number of processes, on any number of machines, may share a folder without locks: each writes under names of
     its own and renames, so a file under its final name is always whole; whoever renames last replaces equal content.
 
-    ``folder`` None keeps nothing on disk. ``report`` is called with one line for a cache that cannot be used.
+    ``folder`` None keeps nothing on disk; one of an object store is shared by all machines, each of which has its own
+    beside it. ``report`` is called with one line for a cache that cannot be used.
     """
 
     def __init__(self, folder: str | Path | None, report: Callable[[str], None]) -> None:
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else as_path(folder)
         self._report = report
+        self._mirror: CacheMirror | None = None
+        if isinstance(self.folder, ObjectPath):
+            copies = machine_cache()
+            self._mirror = CacheMirror(self.folder, copies, report)
+            self.folder = copies / "GPTDataset_indices"
 
     def load_or_build(
         self,
@@ -95,7 +105,17 @@ class IndexCache:
         files = {name: self.folder / f"{stem}-{name}.npy" for name in names}
         described = self.folder / f"{stem}-description.txt"
         found = self._read(described, files, text, find_damage)
-        return found if found is not None else self._publish(described, files, text, build())
+        if found is None and self._mirror is not None:
+            copies = self._mirror.fetch(described, files)
+            if copies is not None:
+                fetched = {name: copies / path.name for name, path in files.items()}
+                found = self._read(copies / described.name, fetched, text, find_damage)
+        if found is not None:
+            return found
+        built = self._publish(described, files, text, build())
+        if self._mirror is not None and built.files:
+            self._mirror.put(described, files)
+        return built
 
     def remember(self, kind: str, key: Mapping[str, Any], compute: Callable[[], str]) -> str:
         """Return the text that ``compute`` returned when it was last asked with this key.

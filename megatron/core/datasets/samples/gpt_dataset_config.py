@@ -11,6 +11,8 @@ from pathlib import Path
 from megatron.core.datasets.conversations.conversation_file import ConversationOptions
 from megatron.core.datasets.samples.fill_in_the_middle import FillInTheMiddle
 from megatron.core.errors import ConfigurationError
+from megatron.core.files.local_copy import machine_cache
+from megatron.core.files.object_path import as_path, is_url
 
 SPLIT_NAMES = ("train", "valid", "test")
 
@@ -102,7 +104,9 @@ class GPTDatasetConfig:
     def index_folder(self, prefix: str) -> Path:
         """Return where the indices of a data set are kept."""
         if self.path_to_cache:
-            return Path(self.path_to_cache)
+            return as_path(self.path_to_cache)
+        if is_url(prefix):
+            return machine_cache() / "GPTDataset_indices"
         parent = Path(prefix).parent
         # What jsonl was packed to lies among the indices already.
         return parent if parent.name == "GPTDataset_indices" else parent / "cache" / "GPTDataset_indices"

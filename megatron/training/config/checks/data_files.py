@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron.core.datasets.conversations.conversation_file import ConversationFile, is_raw
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
 from megatron.core.datasets.samples.gpt_dataset_config import parse_blend, parse_split, split_boundaries, suggest_split
-from megatron.core.errors import ConfigurationError, DataError
+from megatron.core.errors import ConfigurationError, DataError, StorageError
 from megatron.training.config.checks.check import Check
 from megatron.training.config.data_config import INDEXED_DATASETS, RAW_DATASETS
 from megatron.training.config.data_lists import extra_validation_sets
@@ -80,7 +80,7 @@ def _check_extra_valid(config: RunConfig) -> Iterator[str]:
                 yield f"validation set {extra.name}: the weight of {prefix} is {weight:g}; give a positive weight"
             try:
                 _open(config, prefix)
-            except DataError as error:
+            except (DataError, StorageError) as error:
                 yield f"validation set {extra.name}: {error}"
 
 
@@ -100,7 +100,7 @@ def _check_data_set(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
     """
     try:
         data_set = _open(config, prefix)
-    except DataError as error:
+    except (DataError, StorageError) as error:
         yield f"{name} {prefix}: {error}"
         return
     if data_set is None:

@@ -1,4 +1,4 @@
-"""Checks that the tokenizer's files are given and there, and that the folders of a run are folders."""
+"""Checks that the tokenizer's files are there, and that folders are folders, or URLs where these can be used."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.core.files.object_path import is_url, url_problem
+from megatron.core.files.object_store import PACKAGES
+from megatron.training.config.checkpoint_config import NATIVE_FORMAT
 from megatron.training.config.checks.check import Check
 from megatron.training.config.run_config import RunConfig
+
+_FOLDERS = ("save", "load", "pretrained_checkpoint", "data_cache_path")
+_DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+_TEXTS = ("TEXT", "TOKEN")
 
 
 def _check_byte_pair_files(config: RunConfig) -> Iterator[str]:
@@ -60,9 +67,41 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
         yield f"--metrics-jsonl {config.logging.metrics_jsonl} is a folder; give a file"
 
 
+def _check_urls(config: RunConfig) -> Iterator[str]:
+    for spec, value in config.flags():
+        if spec.options.metavar in _TEXTS or spec.name in _DATA:  # data are opened, which says what is wrong
+            continue
+        for text in value if isinstance(value, tuple) else (value,):
+            if not isinstance(text, str):
+                continue
+            if spec.name in _FOLDERS:
+                problem = url_problem(text)
+                if problem is not None:
+                    yield f"{spec.flags[0]}: {problem}"
+            elif is_url(text) and text.partition("://")[0] in PACKAGES:
+                scheme = text.partition("://")[0]
+                yield f"{spec.flags[0]} {scheme}://...: no object store can be used here; give a local path"
+
+
+def _check_saving(config: RunConfig) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.save is None or checkpoint.local_save is not None or url_problem(checkpoint.save) is not None:
+        return
+    given = f"--save {checkpoint.save}"
+    if checkpoint.ckpt_format != NATIVE_FORMAT:
+        yield (
+            f"--ckpt-format {checkpoint.ckpt_format} is written to a file system only, and {given} is in an object "
+            f"store; give --ckpt-format {NATIVE_FORMAT}, or a folder"
+        )
+    if config.logging.log_progress:
+        yield f"--log-progress appends to a file beside checkpoints, and {given} is in an object store; leave it out"
+
+
 CHECKS = (
     Check(("tokenizer_type",), _check_byte_pair_files),
     Check(("tokenizer_type",), _check_model_file),
     Check(("tokenizer_type", "vocab_size"), _check_null_tokenizer),
     Check((), _check_folders),
+    Check((), _check_urls),
+    Check(("save", "ckpt_format"), _check_saving),
 )

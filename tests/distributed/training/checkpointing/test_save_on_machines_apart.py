@@ -13,9 +13,9 @@ from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
-from megatron.training.checkpointing import save as saving
 from megatron.training.checkpointing.folder import saved_iterations
 from megatron.training.checkpointing.load import load_checkpoint
+from megatron.training.checkpointing.places import save_place
 from megatron.training.checkpointing.publication import publish
 from megatron.training.checkpointing.recovery import prepare_save_directory
 from megatron.training.checkpointing.save import CommonState
@@ -164,7 +164,7 @@ def die_while_publishing(machines: list[str], tp: int, publisher: int | None) ->
         publish(directory, iteration, token)
         os._exit(0)
 
-    saving.publish = publish_or_stop  # type: ignore[attr-defined]
+    save_place.publish = publish_or_stop  # type: ignore[attr-defined]
     save(machines, tp, (20,))
     return "saved"
 

@@ -19,9 +19,9 @@ from megatron.core.errors import TrainingError
 from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.training.checkpointing import save as saving
 from megatron.training.checkpointing.folder import saved_iterations
 from megatron.training.checkpointing.load import load_checkpoint
+from megatron.training.checkpointing.places import save_place
 from megatron.training.checkpointing.save import CommonState
 from megatron.training.checkpointing.saver import CheckpointSaver, open_saver
 from megatron.training.config.checkpoint_config import CheckpointConfig
@@ -196,7 +196,7 @@ def test_a_refusal_to_publish_is_said_too(tmp_path: Path, monkeypatch: pytest.Mo
     def refuse(directory: Path, iteration: int, token: str) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(saving, "publish", refuse)
+    monkeypatch.setattr(save_place, "publish", refuse)
     save(saver, 20)
     assert f"cannot write {tmp_path / 'iter_0000020'}: {os.strerror(errno.EDQUOT)}" in lines[-1]
     assert names(tmp_path) == ["iter_0000010", TRACKER]
@@ -259,7 +259,7 @@ def test_a_checkpoint_known_to_train_lets_older_ones_go(tmp_path: Path, monkeypa
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "remove_expired", refuse)
+        patch.setattr(save_place, "remove_expired", refuse)
         assert saver.note_known(30, 2)
     assert lines[-1] == f"WARNING: could not remove an old checkpoint in {tmp_path}: Permission denied"
     assert newest_known(tmp_path) == 30

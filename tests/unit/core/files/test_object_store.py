@@ -1,0 +1,279 @@
+"""Objects of a store: paths, errors in one line, attempts that are repeated, ranges, and copies on this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.core.errors import InputError, StorageError
+from megatron.core.files import object_store
+from megatron.core.files.local_copy import fetch, local_copy
+from megatron.core.files.object_path import ObjectPath, as_path, url_problem
+from megatron.core.files.object_store import ObjectStoreError, missing_package, open_store, reason_of
+from megatron.core.files.plain_file import read_plain_file
+from megatron.core.files.ranged_file import open_ranged
+from tests.harness.object_faults import MEMORY, Unreachable, empty_memory_store
+
+
+@pytest.fixture(autouse=True)
+def _memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(object_store, "_DELAYS_S", (0.0, 0.0))
+    with empty_memory_store():
+        yield
+
+
+def remote(name: str) -> ObjectPath:
+    path = as_path(f"memory://{name}")
+    assert isinstance(path, ObjectPath)
+    return path
+
+
+def fail_first(monkeypatch: pytest.MonkeyPatch, name: str, times: int, error: Exception) -> list[int]:
+    """Let the first calls of a method fail; return a list that grows by one with each call."""
+    calls: list[int] = []
+    real = getattr(MEMORY, name)
+
+    def method(self, *words, **named):
+        calls.append(len(calls))
+        if len(calls) <= times:
+            raise error
+        return real(self, *words, **named)
+
+    monkeypatch.setattr(MEMORY, name, method)
+    return calls
+
+
+def test_a_path_of_an_object_is_its_url() -> None:
+    path = remote("run/a") / "iter_0000010"
+    assert str(path) == "memory://run/a/iter_0000010"
+    assert (path.name, str(path.parent)) == ("iter_0000010", "memory://run/a")
+    assert pickle.loads(pickle.dumps(path)) == path
+    assert as_path(str(path)) == path
+    assert path.resolve() == path
+    assert hash(path) == hash(as_path(str(path)))
+    assert str(as_path("file:///tmp/a//b/")) == "file:///tmp/a/b"
+    assert as_path("runs/a") == Path("runs/a")
+    assert not isinstance(as_path("runs/a"), ObjectPath)
+
+
+def test_a_path_of_an_object_is_never_taken_for_a_local_one(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = remote("run/a")
+    for use in (
+        path.open,
+        lambda: os.listdir(path),
+        lambda: shutil.rmtree(path),
+        lambda: Path.home() / os.fspath(path),
+    ):
+        with pytest.raises(StorageError, match="memory://run/a is in an object store"):
+            use()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_objects_are_written_listed_read_and_deleted() -> None:
+    folder = remote("run")
+    (folder / "b").write_bytes(b"later")
+    (folder / "deep" / "c").write_bytes(b"xyz")
+    (folder / "b").write_bytes(b"0123456789")
+    assert [path.name for path in folder.iterdir()] == ["b", "deep"]
+    assert [path.name for path in folder.glob("d*")] == ["deep"]
+    assert [path.name for path in folder.glob("b")] == ["b"]
+    assert (folder.is_dir(), folder.is_file(), (folder / "b").is_file(), (folder / "no").exists()) == (
+        True,
+        False,
+        True,
+        False,
+    )
+    assert (folder / "b").read_text() == "0123456789"
+    assert (folder / "b").stat().st_size == 10
+    (folder / "b").unlink()
+    (folder / "b").unlink()
+    folder.remove_folder()
+    folder.remove_folder()
+    assert list(folder.iterdir()) == []
+    with pytest.raises(FileNotFoundError):
+        (folder / "b").read_bytes()
+
+
+def test_an_object_is_created_once() -> None:
+    path = remote("run/index.json")
+    path.create(b"first")
+    with pytest.raises(FileExistsError, match=r"run/index\.json: it is there already"):
+        path.create(b"other")
+    assert path.read_bytes() == b"first"
+
+
+def test_a_creation_whose_answer_was_lost_is_known_for_its_own(monkeypatch) -> None:
+    real = MEMORY.open
+    calls = []
+
+    def open_and_lose(self, path, mode="rb", **named):
+        file = real(self, path, mode, **named)
+        calls.append(mode)
+        if calls == ["xb"]:
+            raise Unreachable("the answer was lost")
+        return file
+
+    monkeypatch.setattr(MEMORY, "open", open_and_lose)
+    remote("run/index.json").create(b"mine")
+    assert calls[:1] == ["xb"]
+    assert remote("run/index.json").read_bytes() == b"mine"
+
+
+def test_of_several_processes_that_create_an_object_one_succeeds(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store/index.json"
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        created = pool.starmap(_create, [(url, number) for number in range(16)])
+    assert sum(created) == 1
+    assert as_path(url).read_bytes() == str(created.index(True)).encode()
+
+
+def _create(url: str, number: int) -> bool:
+    try:
+        as_path(url).store.create(url, str(number).encode())
+    except FileExistsError:
+        return False
+    return True
+
+
+def test_what_may_pass_is_tried_again_and_what_does_not_is_not(monkeypatch) -> None:
+    calls = fail_first(monkeypatch, "pipe_file", 2, Unreachable("reset by peer"))
+    remote("a/b").write_bytes(b"x")
+    assert len(calls) == 3
+    calls = fail_first(monkeypatch, "pipe_file", 1, PermissionError("AccessDenied"))
+    with pytest.raises(PermissionError, match=r"^memory://a/b: AccessDenied$"):
+        remote("a/b").write_bytes(b"y")
+    assert len(calls) == 1
+    fail_first(monkeypatch, "pipe_file", 9, Unreachable("reset by peer"))
+    with pytest.raises(ObjectStoreError, match=r"^memory://a/b: reset by peer$"):
+        remote("a/b").write_bytes(b"z")
+
+
+def test_every_failure_of_a_store_is_input_that_gets_one_line(monkeypatch) -> None:
+    fail_first(monkeypatch, "info", 9, Unreachable("first line\nsecond line"))
+    with pytest.raises(InputError) as caught:
+        remote("a/b").exists()
+    assert str(caught.value) == "memory://a/b: first line second line"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://user:hunter2@host/x failed",
+        "GET https://host/x?X-Amz-Signature=hunter2&Expires=9 failed",
+        "aws_secret_access_key=hunter2 is refused",
+        "Secret: hunter2",
+        "{'AccountKey=hunter2;BlobEndpoint=x'}",
+    ],
+)
+def test_credentials_are_never_told(text: str) -> None:
+    assert "hunter2" not in reason_of(Unreachable(text))
+    assert "***" in reason_of(Unreachable(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("runs/a", None),
+        ("memory://run", None),
+        ("file:///tmp/run", None),
+        ("s3:/bucket/run", "s3:/bucket/run lacks a slash; write s3://"),
+        ("memory:run", "memory:run lacks a slash"),
+        ("S3://bucket/run", "S3:// is not a store that can be used; those are s3://, gs:// and az://"),
+        ("http://host/run", "http:// is not a store"),
+        ("hdfs://name/run", "hdfs:// is not a store"),
+        ("s3://", "s3:// names no bucket; write s3://BUCKET/FOLDER"),
+        ("s3:///run", "s3:///run names no bucket"),
+        ("s3://bucket", None),
+        ("memory://", "memory:// names no folder"),
+        ("s3://key:hunter2@bucket/run", "s3://*** holds a credential or a port"),
+        ("s3://bucket/run?token=hunter2", "holds one of ? #"),
+        ("s3://bucket/*", "holds one of ? #"),
+        ("memory://a/../b", "has a part . or .."),
+        ("memory://a/b\nc", "what cannot be printed"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_told(text: str, problem: str | None, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    found = url_problem(text)
+    assert found is None if problem is None else found is not None and problem in found
+    assert "hunter2" not in str(found)
+    if problem is not None and "://" in text:
+        with pytest.raises(StorageError):
+            as_path(text)
+
+
+def test_a_package_that_is_missing_is_named_with_how_to_get_it(monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert url_problem("gs://bucket/run") == missing_package("gs")
+    monkeypatch.setitem(object_store.PACKAGES, "s3", "no_such_package")
+    with pytest.raises(StorageError, match=r"s3:// needs the package no_such_package.*; run: pip install"):
+        open_store("s3://bucket/run")
+
+
+def test_ranges_that_lie_near_each_other_are_asked_for_together(monkeypatch) -> None:
+    data = bytes(range(251)) * 8000
+    remote("a/b").write_bytes(data)
+    asked = []
+    real = MEMORY.cat_file
+    monkeypatch.setattr(
+        MEMORY, "cat_file", lambda self, path, start, end: asked.append((start, end)) or real(self, path, start, end)
+    )
+    file = open_ranged(remote("a/b"))
+    starts = [0, 1000, 3000, 900_000, 901_000]
+    assert list(file.announce(100, 500, starts)) == starts
+    for start in starts:
+        target = bytearray(500)
+        assert file.fill(memoryview(target), 100 + start) == 500
+        assert target == data[100 + start : 600 + start]
+    assert asked == [(100, 3600), (900_100, 901_600)]
+    target = bytearray(100)
+    assert file.fill(memoryview(target), len(data) - 60) == 60
+    assert target[:60] == data[-60:]
+    assert file.fill(memoryview(target), len(data) + 5) == 0
+
+
+def test_ranges_that_follow_each_other_are_read_ahead(monkeypatch) -> None:
+    data = bytes(range(251)) * 8000
+    remote("a/b").write_bytes(data)
+    asked = []
+    real = MEMORY.cat_file
+    monkeypatch.setattr(MEMORY, "cat_file", lambda *words: asked.append(words[2:]) or real(*words))
+    file = open_ranged(remote("a/b"))
+    for start in range(0, 1_500_000, 10_000):
+        target = bytearray(10_000)
+        assert file.fill(memoryview(target), start) == 10_000
+        assert target == data[start : start + 10_000]
+    assert len(asked) < 8
+
+
+def test_a_long_range_is_read_in_parts(monkeypatch) -> None:
+    monkeypatch.setattr(object_store, "PART_BYTES", 7)
+    remote("a/b").write_bytes(bytes(range(50)))
+    assert remote("a/b").read_bytes() == bytes(range(50))
+    assert read_plain_file(remote("a/b"), 50) == bytes(range(50))
+    with pytest.raises(OSError, match="it has 50 bytes, and 49 are read at most"):
+        read_plain_file(remote("a/b"), 49)
+
+
+def test_objects_are_fetched_once_and_again_when_they_change(tmp_path: Path, monkeypatch) -> None:
+    reads = []
+    real = MEMORY.cat_file
+    monkeypatch.setattr(MEMORY, "cat_file", lambda self, path, *bounds: reads.append(path) or real(self, path, *bounds))
+    objects = [remote("t/a.idx"), remote("t/b.json")]
+    for path in objects:
+        path.write_bytes(path.name.encode())
+    first = fetch(objects, tmp_path)
+    assert sorted(path.name for path in first.iterdir()) == ["a.idx", "b.json"]
+    assert (first / "a.idx").read_text() == "a.idx"
+    assert fetch(objects, tmp_path) == first
+    assert len(reads) == 2
+    objects[0].write_bytes(b"other")
+    assert (fetch(objects, tmp_path) / "a.idx").read_text() == "other"
+    assert local_copy(tmp_path) == tmp_path
