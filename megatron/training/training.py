@@ -24,6 +24,7 @@ from megatron.training.model_setup import TrainingParts
 from megatron.training.process.console import print_line
 from megatron.training.process.exit_warning import ExitWarning
 from megatron.training.process.initialize import Runtime
+from megatron.training.process.restart.restarting import Membership
 from megatron.training.process.signals import ExitRequest
 from megatron.training.reporting.attention_logits import AttentionLogits
 from megatron.training.reporting.layer_norms import format_layer_norms, layer_norm_scalars, measure_layer_norms
@@ -60,6 +61,7 @@ class TrainingRun:
     progress: ProgressLog | None = None
     guard: FaultGuard | None = None
     stragglers: Stragglers | None = None
+    member: Membership | None = None
 
     def log(self, text: str) -> None:
         """Print on the reporting rank."""
@@ -132,6 +134,8 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
         if _is_due(config.checkpoint.save_interval, state.iteration) or reason is not None:
             _save(run)
             saved_iteration = state.iteration
+        if run.member is not None:
+            run.member.end_iteration(run.checkpoints.published)
         line = warning.line(run.checkpoints.last_seconds)
         if line is not None:
             run.log(line)

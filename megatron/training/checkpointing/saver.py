@@ -39,7 +39,8 @@ class CheckpointSaver:
     copy, and `poll`, called between iterations, takes the next step of the save as soon as all ranks' threads are
     through; the next save, and `finish`, wait for it. The threads themselves never communicate.
 
-    ``last_seconds`` is how long the newest complete save took, None before there is one.
+    ``last_seconds`` is how long the newest complete save took, and ``published`` the iteration of the checkpoint that
+    the run would go on from; both are None before there is one.
 
     A checkpoint that the file system does not take is reported and given up: what was saved before is still in place,
     and training goes on. Checkpoints that were there before are never removed, unless the run goes on from them.
@@ -66,6 +67,7 @@ class CheckpointSaver:
         self._iteration = 0
         self._began = 0.0
         self.last_seconds: float | None = None
+        self.published: int | None = None
         self._failure: CheckpointWriteError | None = None
 
     @property
@@ -86,6 +88,11 @@ class CheckpointSaver:
     def close(self) -> None:
         """Let another run have the directory; no save is under way, or what it writes is of no use."""
         self._target.folders.release()
+
+    def wait_for_thread(self) -> None:
+        """Wait until this rank's thread has written what it was given; whatever comes of it."""
+        if self._task is not None:
+            self._task.wait()
 
     def save(self, tensors: RunTensors, common: CommonState, on_trial: frozenset[int] = frozenset()) -> None:
         """Save a checkpoint, or begin to; the oldest of those ``on_trial`` outlives retention."""
@@ -134,6 +141,7 @@ class CheckpointSaver:
         """
         self.finish()
         run_on_all_ranks(lambda: self._point_tracker(iteration), self._state.world)
+        self.published = iteration
 
     def finish(self) -> None:
         """Wait until no save is under way."""
@@ -164,6 +172,7 @@ class CheckpointSaver:
             self._task = next(self._steps, None)
             if self._task is None:
                 self.last_seconds = time.monotonic() - self._began
+                self.published = self._iteration
         except CheckpointWriteError as failure:
             self._task = None
             self._failure = failure
@@ -336,6 +345,11 @@ class RunCheckpoints:
     def last_seconds(self) -> float | None:
         """Return how long the newest complete save took, until it was published; None before there is one."""
         return None if self.saver is None else self.saver.last_seconds
+
+    @property
+    def published(self) -> int | None:
+        """Return the iteration of the checkpoint that the run would go on from, None before it has saved one."""
+        return None if self.saver is None else self.saver.published
 
     def check_last(self) -> None:
         """Refuse to call a run done whose last checkpoint could not be written.

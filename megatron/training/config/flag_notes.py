@@ -170,7 +170,6 @@ _SWITCHES = [
     "--renormalize-blend-weights",
     "--calc-ft-timeouts",
     "--enable-ft-package",
-    "--inprocess-restart",
     "--use-mp-args-from-checkpoint-args",
     "--reuse-grad-buf-for-mxfp8-param-ag",
     "--no-mmap-index-files",

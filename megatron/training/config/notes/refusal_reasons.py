@@ -43,7 +43,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("--adlr-autoresume", f"{_RESTART} (--exit-duration-in-mins ends it in time)"),
     ("--calc-ft-timeouts", _RESTART),
     ("--enable-ft-package", _RESTART),
-    ("--inprocess-restart", _RESTART),
     ("--decrease-batch-size-if-needed", "a batch size that does not divide is refused with the nearest one that does"),
     (
         "--multiple-validation-sets",
