@@ -22,6 +22,7 @@ from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
 from megatron.training.config.argument_block import format_arguments
 from megatron.training.config.run_config import RunConfig
+from megatron.training.continuation import Continuation, find_continuation
 from megatron.training.cpu_matmul import choose_library
 from megatron.training.data.batch_source import BatchSource
 from megatron.training.data.data_plan import DatasetsProvider, sample_targets
@@ -76,6 +77,7 @@ class Application:
     datasets_provider: DatasetsProvider
     forward_step: ForwardStep
     log: Log
+    continuation: Continuation | None = None
 
     def source(
         self,
@@ -140,14 +142,15 @@ def _pretrain_once(
         if member is not None:
             member.links.are_made()
         with _watching(config, runtime):
+            continuation = None
             if member is not None:
-                config = member.resumed(config, runtime)
+                config, continuation = find_continuation(config, runtime, launch, member)
             config = choose_library(config, runtime, log)
             config = choose_tp_overlap(config, runtime, log)
             config = with_transformer_impl(config, runtime, log)
             log(describe_initialized(config, start_time))
-            application = Application(config, runtime, tokenizer, model_provider, datasets_provider, forward_step, log)
-            _run(application, start_time, member)
+            providers = (model_provider, datasets_provider, forward_step)
+            _run(Application(config, runtime, tokenizer, *providers, log, continuation), start_time)
     except InputError as error:
         return refuse_in_run(reasons_of(error), launch)
     except MegatronError as error:
@@ -180,12 +183,12 @@ def with_vocabulary(config: RunConfig, tokenizer: Tokenizer, log: Log) -> RunCon
     return dataclasses.replace(config, model=model)
 
 
-def _run(application: Application, start_time: float, member: Membership | None) -> None:
+def _run(application: Application, start_time: float) -> None:
     with (
         closing(Profiling(application.config, application.runtime, application.log)) as profiling,
         ExitStack() as kept_open,
     ):
-        run, datasets = _set_up(application, profiling, kept_open, member)
+        run, datasets = _set_up(application, profiling, kept_open)
         is_done = False
         try:
             while not is_done:
@@ -203,9 +206,7 @@ def _run(application: Application, start_time: float, member: Membership | None)
                 run.metrics.close()
 
 
-def _set_up(
-    application: Application, profiling: Profiling, kept_open: ExitStack, member: Membership | None
-) -> tuple[TrainingRun, DatasetSplits]:
+def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack) -> tuple[TrainingRun, DatasetSplits]:
     """Build what the run works on, and bring it to where its checkpoint stands."""
     config, runtime, log = application.config, application.runtime, application.log
     log_straggler = config.logging.log_straggler
@@ -226,11 +227,12 @@ def _set_up(
     saver = open_saver(config.checkpoint, runtime, log)
     checkpoints = RunCheckpoints(config, runtime, parts, application.tokenizer, saver, log)
     kept_open.callback(checkpoints.close)
-    if member is not None and saver is not None:
+    continuation = application.continuation
+    if continuation is not None and saver is not None:
         # This process may go on: nothing of it may write into a folder that is brought in order again.
         kept_open.callback(saver.wait_for_thread)
     with timers("load-checkpoint"):
-        train_state = checkpoints.resume()
+        train_state = checkpoints.resume() if continuation is None else continuation.resume(checkpoints)
     runtime.flight.iteration = train_state.iteration
     log(timers.report(runtime.state.world, ["load-checkpoint"]))
     log(format_datetime("after model, optimizer, and learning rate scheduler are built"))
@@ -262,7 +264,7 @@ def _set_up(
         stragglers=None
         if clock is None
         else Stragglers(clock, runtime.state, runtime.device.torch_device, train_state.iteration),
-        member=member,
+        continuation=continuation,
     )
     return run, datasets
 
@@ -307,6 +309,8 @@ def _go_back(application: Application, run: TrainingRun, datasets: DatasetSplits
     config, runtime = application.config, application.runtime
     train_state = run.checkpoints.go_back()
     assert train_state is not None, "the guard has seen that there is such a checkpoint"
+    if application.continuation is not None:
+        application.continuation.forget_copies()
     if run.metrics is not None:
         run.metrics.close()
     counter = run.counter

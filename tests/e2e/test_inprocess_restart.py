@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -18,9 +19,11 @@ from tests.harness.training_run import REPOSITORY, launch_prefix, read_metrics
 
 PATIENCE_S = 120.0
 RESTARTED = "all ranks have met again"
+COPIES = "--non-persistent-save-interval 1 --replication"
 LAYOUTS = {
     "tp2_dp2": "--tensor-model-parallel-size 2 --use-distributed-optimizer --async-save",
     "pp2_dp2": "--pipeline-model-parallel-size 2",
+    "pp2_dp2_copies": f"--pipeline-model-parallel-size 2 --bf16 {COPIES}",
     "dp4_bf16": "--use-distributed-optimizer --overlap-grad-reduce --bf16",
 }
 
@@ -72,12 +75,16 @@ def start(runs: list[Run], folder: Path, nproc: int, *flags: str) -> Run:
 
 def test_a_killed_rank_is_replaced_and_the_figures_stay(tmp_path: Path, runs: list[Run]) -> None:
     flags = "--train-iters 60 --lr-decay-iters 60 --save-interval 10 --use-distributed-optimizer"
-    attacked = start(runs, tmp_path / "attacked", 2, flags)
-    attacked.wait_for("successfully saved checkpoint at iteration      10 ")
+    attacked = start(runs, tmp_path / "attacked", 2, flags, COPIES)
+    attacked.wait_for("iteration       14/")
     before = attacked.launch.ranks()
+    reached = attacked.launch.iteration()
     attacked.kill(0)
-    attacked.wait_for(RESTARTED)
+    attacked.wait_for("going on from the copies in memory")
     after = attacked.launch.ranks()
+    match = re.search(r"going on from the copies in memory, at iteration (\d+)", attacked.launch.text)
+    assert match is not None
+    assert int(match.group(1)) >= reached - 1
     # The other rank has kept its process.
     assert (before[0] == after[0], before[1] == after[1]) == (False, True)
     quiet = fork_training(toy_args(tmp_path / "quiet", "--eval-interval 1000 --keep-last 2", flags), nproc=2).check()

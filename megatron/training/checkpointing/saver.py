@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,10 @@ class CheckpointSaver:
         """Take what is in the directory for this run's own where the checkpoint that it goes on from is there."""
         if folder.parent.resolve() == self._target.directory.resolve():
             self._target = replace(self._target, kept=frozenset())
+
+    def protect(self, iterations: Set[int]) -> None:
+        """Never remove the checkpoints of these iterations."""
+        self._target = replace(self._target, kept=self._target.kept | iterations)
 
     def close(self) -> None:
         """Let another run have the directory; no save is under way, or what it writes is of no use."""
@@ -248,6 +252,12 @@ class RunCheckpoints:
             )
         )
 
+    def go_on(self, model_record: Mapping[str, Any] | None, has_saved: bool) -> None:
+        """Go on, without loading, in a run that passes ``model_record`` on and ``has_saved`` itself."""
+        self.model_record, options = model_record, self.config.checkpoint
+        if options.save is not None and self.saver is not None and (has_saved or options.save == options.load):
+            self.saver.go_on_from(Path(options.save) / "copies")
+
     def newest_known(self) -> int | None:
         """Return the newest checkpoint of ``--save`` that is known to train, as the first rank sees it; collective.
 
@@ -274,7 +284,7 @@ class RunCheckpoints:
         assert options.load is not None
         loaded = load_checkpoint(
             options.load,
-            self._tensors(),
+            self.tensors(),
             self.runtime.state,
             options,
             self.config.to_dict(),
@@ -325,7 +335,7 @@ class RunCheckpoints:
             write_tokenizer=self._write_tokenizer,
         )
         self._trial.begin(train_state.iteration)
-        self.saver.save(self._tensors(), common, self._trial.waiting)
+        self.saver.save(self.tensors(), common, self._trial.waiting)
         if self.saver.has_failed:
             return False
         self._own.add(train_state.iteration)
@@ -369,7 +379,8 @@ class RunCheckpoints:
         check_schedule(state, self.config)
         self.log(describe_schedule_values(state, self.config))
 
-    def _tensors(self) -> RunTensors:
+    def tensors(self) -> RunTensors:
+        """Return what a checkpoint of this moment holds."""
         for chunk in self.parts.ddp_chunks:
             chunk.finish_param_gather()
         return RunTensors(

@@ -1,4 +1,4 @@
-"""Restart without relaunch: whether a rank that dies is replaced in a run that goes on, and how long that may take."""
+"""Restart without relaunch: whether dead ranks are replaced, how long that may take, and which copies are kept."""
 
 from __future__ import annotations
 
@@ -23,3 +23,13 @@ class RestartConfig(Config, role="run"):
     """Seconds that a rank may take to leave the step of a failed run; then it is replaced as well."""
     inprocess_empty_cuda_cache: bool = flag(False, needs="inprocess_restart")
     """Give unused CUDA memory back at each restart."""
+    non_persistent_save_interval: int | None = flag(None, bounds=POSITIVE, needs="inprocess_restart")
+    """Copy what a checkpoint holds into the machines' memory every so many iterations, for restarts: two copies of all
+    that a rank holds."""
+    non_persistent_local_ckpt_dir: str = flag("/dev/shm", metavar="DIR", needs="non_persistent_save_interval")
+    """Folder of each machine that its copies are kept in, in a folder that goes when the launcher ends."""
+    replication: bool = flag(False, needs="non_persistent_save_interval")
+    """Send each copy to another rank, which keeps it too: the machine of a rank may then be lost."""
+    replication_jump: int | None = flag(None, bounds=POSITIVE, needs="replication")
+    """Ranks between a rank and the one that keeps its copy too; by default those of a machine, or 1 where there is
+    one."""

@@ -12,6 +12,7 @@ import mmap
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,6 +22,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.process.console import print_line
 from megatron.training.process.initialize import LaunchEnvironment, MeetingPoint, meeting_point
 from megatron.training.process.process_identity import KEEPER_NAME, name_process
+from megatron.training.process.restart.copy_folder import make_copy_folder
 
 REPLACE = 75
 """Exit status of a worker that asks for a replacement; those of a run that has ended are 0, 1 and 2."""
@@ -67,10 +69,16 @@ class SharedCounts:
 
 @dataclass(frozen=True, eq=False)
 class KeptRank:
-    """Hold what a worker is given by its keeper: which of the rank's workers it is, and the numbers they share."""
+    """Hold what a worker is given by its keeper: which of the rank's workers it is, and the numbers they share.
+
+    ``folder`` is where copies are kept that outlive it; None where there are none. ``started`` is when the keeper
+    began, in seconds of the system's clock.
+    """
 
     num_predecessors: int
     counts: SharedCounts
+    folder: Path | None
+    started: float
 
 
 def keep_rank(config: RunConfig, launch: LaunchEnvironment) -> KeptRank | None:
@@ -78,18 +86,26 @@ def keep_rank(config: RunConfig, launch: LaunchEnvironment) -> KeptRank | None:
 
     The keeper itself never returns: it ends with the status of its last worker. To be called before torch is imported
     and before there are threads that a worker needs.
+
+    Raises:
+        ConfigurationError: the folder of the copies cannot be made.
     """
     if not config.restart.inprocess_restart:
         return None
     point = meeting_point()
     if launch.rank == 0 and launch.world_size > 1 and point is not None and not point.is_kept_by_launcher:
         _start_store(point)
-    return _Keeper(launch.rank).keep()
+    folder = None
+    if config.restart.non_persistent_save_interval is not None:
+        folder = make_copy_folder(Path(config.restart.non_persistent_local_ckpt_dir), (launch.local_rank or 0) == 0)
+    return _Keeper(launch.rank, folder).keep()
 
 
 class _Keeper:
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, folder: Path | None) -> None:
         self._rank = rank
+        self._folder = folder
+        self._started = time.time()
         self._worker = 0
         self._is_ending = False
         self._counts = SharedCounts()
@@ -111,7 +127,7 @@ class _Keeper:
             self._worker = os.fork()
             if self._worker == 0:
                 self._become_worker(keeper)
-                return KeptRank(num_workers, self._counts)
+                return KeptRank(num_workers, self._counts, self._folder, self._started)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDED_ON)
             status = os.waitstatus_to_exitcode(os.waitpid(self._worker, 0)[1])
             worker, self._worker = self._worker, 0

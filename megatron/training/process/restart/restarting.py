@@ -31,7 +31,7 @@ from megatron.training.process.restart.broken_links import (
     open_store,
     store_of,
 )
-from megatron.training.process.restart.keeper import REPLACE, KeptRank, SharedCounts
+from megatron.training.process.restart.keeper import REPLACE, KeptRank
 from megatron.training.process.restart.rendezvous import Generation, Limits, Rendezvous
 
 
@@ -43,22 +43,22 @@ class Membership:
     """
 
     generation: Generation
-    counts: SharedCounts
+    kept: KeptRank
     links: GroupLinks
     store: Any
 
     def end_iteration(self, saved: int | None) -> None:
         """Take note of an iteration that is done, and of the newest checkpoint that the run has published."""
-        self.counts.note_step()
+        self.kept.counts.note_step()
         if saved is not None:
-            self.counts.note_saved(saved)
+            self.kept.counts.note_saved(saved)
 
     def resumed(self, config: RunConfig, runtime: Runtime) -> RunConfig:
         """Return the configuration of this generation: from the run's own newest checkpoint on, where it has one.
 
         Before there is one a run begins as its command line says. Collective.
         """
-        if all(saved is None for saved in all_gather_objects(self.counts.saved, runtime.state.world)):
+        if all(saved is None for saved in all_gather_objects(self.kept.counts.saved, runtime.state.world)):
             return config
         checkpoint = dataclasses.replace(
             config.checkpoint,
@@ -100,7 +100,8 @@ def train_with_restarts(
         links = GroupLinks()
         watch = _GenerationWatch(rendezvous, generation, links, launch.rank, config)
         try:
-            status = attempt(Membership(generation, kept.counts, links, _open_group_store(launch, generation)))
+            store = _open_group_store(launch, generation)
+            status = attempt(Membership(generation, kept, links, store))
             if status == 0:
                 rendezvous.note_done(generation)
             watch.close()

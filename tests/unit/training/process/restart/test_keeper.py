@@ -18,7 +18,7 @@ import dataclasses, os, signal, sys, time
 from types import SimpleNamespace
 from megatron.training.process.initialize import LaunchEnvironment
 from megatron.training.process.restart.keeper import keep_rank
-config = SimpleNamespace(restart=SimpleNamespace(inprocess_restart=True))
+config = SimpleNamespace(restart=SimpleNamespace(inprocess_restart=True, non_persistent_save_interval=None))
 kept = keep_rank(config, LaunchEnvironment(rank=3, world_size=1))
 assert 'torch' not in sys.modules
 deed = sys.argv[1:][min(kept.num_predecessors, len(sys.argv) - 2)]
