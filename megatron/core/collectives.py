@@ -198,8 +198,7 @@ def exchange_bytes(
     if target == group.rank and sent is not None and received is not None:
         received.copy_(sent)
         return
-    outgoing = [] if sent is None else sent.split(_PIECE_BYTES)
-    incoming = [] if received is None else received.split(_PIECE_BYTES)
+    outgoing, incoming = _pieces(sent), _pieces(received)
     entry = group.begin("exchange_bytes", sent if received is None else received)
     for out, into in zip_longest(outgoing, incoming):
         works, landed = [], None
@@ -213,6 +212,11 @@ def exchange_bytes(
         if landed is not None and landed is not into:
             into.copy_(landed)
     group.end(entry)
+
+
+def _pieces(tensor: torch.Tensor | None) -> list[torch.Tensor]:
+    length = 0 if tensor is None else tensor.numel()
+    return [] if tensor is None else [tensor[start : start + _PIECE_BYTES] for start in range(0, length, _PIECE_BYTES)]
 
 
 def broadcast(tensor: torch.Tensor, group: Group, source: int = 0, async_op: bool = False) -> PendingWork | None:

@@ -106,7 +106,7 @@ def pretrain(
     once, without a traceback. With ``--inprocess-restart`` the process is a worker of `keep_rank`, which has returned
     ``kept``; it may then also be `REPLACE` that is returned, for the keeper.
     """
-    start_time = time.time()
+    start_time = time.time() if kept is None else kept.started
 
     def attempt(member: Membership | None) -> int:
         providers = (model_provider, datasets_provider, forward_step)

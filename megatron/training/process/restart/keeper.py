@@ -18,10 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from megatron.core.errors import ConfigurationError
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.console import print_line
 from megatron.training.process.initialize import LaunchEnvironment, MeetingPoint, meeting_point
 from megatron.training.process.process_identity import KEEPER_NAME, name_process
+from megatron.training.process.refusal import reasons_of, refuse_in_run
 from megatron.training.process.restart.copy_folder import make_copy_folder
 
 REPLACE = 75
@@ -85,10 +87,8 @@ def keep_rank(config: RunConfig, launch: LaunchEnvironment) -> KeptRank | None:
     """Become the keeper of this rank, and return in each worker that it starts; None without --inprocess-restart.
 
     The keeper itself never returns: it ends with the status of its last worker. To be called before torch is imported
-    and before there are threads that a worker needs.
-
-    Raises:
-        ConfigurationError: the folder of the copies cannot be made.
+    and before there are threads that a worker needs. Where the folder of the copies cannot be made, the program ends
+    with status 2.
     """
     if not config.restart.inprocess_restart:
         return None
@@ -97,7 +97,11 @@ def keep_rank(config: RunConfig, launch: LaunchEnvironment) -> KeptRank | None:
         _start_store(point)
     folder = None
     if config.restart.non_persistent_save_interval is not None:
-        folder = make_copy_folder(Path(config.restart.non_persistent_local_ckpt_dir), (launch.local_rank or 0) == 0)
+        try:
+            base = Path(config.restart.non_persistent_local_ckpt_dir)
+            folder = make_copy_folder(base, cleans_up=(launch.local_rank or 0) == 0)
+        except ConfigurationError as error:
+            sys.exit(refuse_in_run(reasons_of(error), launch))
     return _Keeper(launch.rank, folder).keep()
 
 
