@@ -45,6 +45,8 @@ class Machines:
         copies = "--non-persistent-save-interval 1"
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "2"]
         command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", self._endpoint, "--rdzv_id", "machines"]
+        # The store is the first one's, which is not lost.
+        command += ["--rdzv_conf", f"is_host={'false' if self.started else 'true'}"]
         command += ["--max-restarts", "5", str(REPOSITORY / "pretrain_gpt.py")]
         command += toy_args(self.folder, FLAGS, copies, *flags, *self._flags)
         self.started.append(Launch(command, self.folder / f"output{len(self.started)}.txt", self.metrics))
