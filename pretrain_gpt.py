@@ -13,6 +13,7 @@ from megatron.training.process.initialize import Runtime
 from megatron.training.process.preflight import prepare_data_or_exit
 from megatron.training.process.process_exit import run_program
 from megatron.training.process.refusal import launch_environment_or_exit
+from megatron.training.process.restart.keeper import keep_rank
 
 if TYPE_CHECKING:
     import torch
@@ -104,10 +105,11 @@ def main(argv: Sequence[str]) -> int:
 
         return explain.main(argv, launch.world_size) if launch.rank == 0 else 0
     config = parse_arguments_or_exit(argv, launch.world_size, launch.rank)
+    kept = keep_rank(config, launch)
     tokenizer = prepare_data_or_exit(config, launch, provide_datasets)
     from megatron.training.pretrain import pretrain
 
-    return pretrain(config, launch, tokenizer, provide_model, provide_datasets, forward_step)
+    return pretrain(config, launch, tokenizer, provide_model, provide_datasets, forward_step, kept)
 
 
 if __name__ == "__main__":

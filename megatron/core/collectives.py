@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from megatron.core.flight.communication import PendingWork
 from megatron.core.process_group import Group
 
 Result = TypeVar("Result")
+_PIECE_BYTES = 1 << 26
 
 # torch 2.13 deprecates the *_tensor names; older releases know only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -196,6 +198,45 @@ def start_ring_exchange(tensor: torch.Tensor, group: Group, received: torch.Tens
     )
     pending = group.end(entry, _Together(tuple(works)))
     return RingExchange(tensor, received, () if pending is None else (pending,))
+
+
+def exchange_bytes(
+    sent: torch.Tensor | None,
+    target: int | None,
+    received: torch.Tensor | None,
+    source: int | None,
+    group: Group,
+    device: torch.device,
+) -> None:
+    """Send bytes to one rank of the group while others come from another one; either side may be None.
+
+    Both are in the machine's memory and travel by way of ``device``, a piece at a time. The two ends of a message give
+    tensors of one size. Who sends to itself has both.
+
+    Shapes: ``sent: [n]``, ``received: [m]`` uint8.
+    """
+    if target == group.rank and sent is not None and received is not None:
+        received.copy_(sent)
+        return
+    outgoing, incoming = _pieces(sent), _pieces(received)
+    entry = group.begin("exchange_bytes", sent if received is None else received)
+    for out, into in zip_longest(outgoing, incoming):
+        works, landed = [], None
+        if out is not None and target is not None:
+            works.append(dist.P2POp(dist.isend, out.to(device), group.ranks[target], group=group.handle))
+        if into is not None and source is not None:
+            landed = into if device.type == "cpu" else torch.empty_like(into, device=device)
+            works.append(dist.P2POp(dist.irecv, landed, group.ranks[source], group=group.handle))
+        for work in dist.batch_isend_irecv(works):
+            work.wait()
+        if landed is not None and landed is not into:
+            into.copy_(landed)
+    group.end(entry)
+
+
+def _pieces(tensor: torch.Tensor | None) -> list[torch.Tensor]:
+    length = 0 if tensor is None else tensor.numel()
+    return [] if tensor is None else [tensor[start : start + _PIECE_BYTES] for start in range(0, length, _PIECE_BYTES)]
 
 
 def broadcast(tensor: torch.Tensor, group: Group, source: int = 0, async_op: bool = False) -> PendingWork | None:

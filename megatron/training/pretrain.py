@@ -22,6 +22,7 @@ from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
 from megatron.training.config.argument_block import format_arguments
 from megatron.training.config.run_config import RunConfig
+from megatron.training.continuation import Continuation, find_continuation
 from megatron.training.cpu_matmul import choose_library
 from megatron.training.data.batch_source import BatchSource
 from megatron.training.data.data_plan import DatasetsProvider, sample_targets
@@ -42,6 +43,8 @@ from megatron.training.process.initialize import (
     shut_down,
 )
 from megatron.training.process.refusal import reasons_of, refuse_in_run
+from megatron.training.process.restart.keeper import REPLACE, KeptRank
+from megatron.training.process.restart.restarting import Membership, train_with_restarts
 from megatron.training.process.signals import ExitRequest
 from megatron.training.reporting.dataset_lines import describe_datasets
 from megatron.training.reporting.log_lines import format_datetime
@@ -74,6 +77,7 @@ class Application:
     datasets_provider: DatasetsProvider
     forward_step: ForwardStep
     log: Log
+    continuation: Continuation | None = None
 
     def source(
         self,
@@ -94,13 +98,39 @@ def pretrain(
     model_provider: ModelProvider,
     datasets_provider: DatasetsProvider,
     forward_step: ForwardStep,
+    kept: KeptRank | None = None,
 ) -> int:
     """Train as configured and return the exit status: 0 done, 2 wrong input, 1 failed.
 
     Tokenizer and data were checked before (see `prepare_data_or_exit`). Errors that are the user's to mend are printed
-    once, without a traceback.
+    once, without a traceback. With ``--inprocess-restart`` the process is a worker of `keep_rank`, which has returned
+    ``kept``; it may then also be `REPLACE` that is returned, for the keeper.
     """
-    start_time = time.time()
+    start_time = time.time() if kept is None else kept.started
+
+    def attempt(member: Membership | None) -> int:
+        providers = (model_provider, datasets_provider, forward_step)
+        return _pretrain_once(config, launch, tokenizer, *providers, start_time, member)
+
+    if not config.restart.inprocess_restart:
+        return attempt(None)
+    try:
+        return train_with_restarts(config, launch, kept, attempt)
+    except MegatronError as error:
+        return refuse_in_run(reasons_of(error), launch, status=2 if isinstance(error, InputError) else 1)
+
+
+def _pretrain_once(
+    config: RunConfig,
+    launch: LaunchEnvironment,
+    tokenizer: Tokenizer,
+    model_provider: ModelProvider,
+    datasets_provider: DatasetsProvider,
+    forward_step: ForwardStep,
+    start_time: float,
+    member: Membership | None,
+) -> int:
+    """Train in one set of process groups; with a ``member`` errors that are no answer to the user are raised."""
     log = _printer(launch)
     try:
         log(f"{_describe_world(config)}\n{describe_precision(config)}")
@@ -108,19 +138,26 @@ def pretrain(
         log(describe_batch_and_tokenizer(config))
         config = with_vocabulary(config, tokenizer, log)
         log("> initializing torch distributed ...")
-        runtime = initialize_runtime(config, launch)
+        runtime = initialize_runtime(config, launch, None if member is None else member.store)
+        if member is not None:
+            member.links.are_made()
         with _watching(config, runtime):
+            continuation = None
+            if member is not None:
+                config, continuation = find_continuation(config, runtime, launch, member)
             config = choose_library(config, runtime, log)
             config = choose_tp_overlap(config, runtime, log)
             config = with_transformer_impl(config, runtime, log)
             log(describe_initialized(config, start_time))
-            application = Application(config, runtime, tokenizer, model_provider, datasets_provider, forward_step, log)
-            _run(application, start_time)
+            providers = (model_provider, datasets_provider, forward_step)
+            _run(Application(config, runtime, tokenizer, *providers, log, continuation), start_time)
     except InputError as error:
         return refuse_in_run(reasons_of(error), launch)
     except MegatronError as error:
         return refuse_in_run(reasons_of(error), launch, status=1)
-    except Exception:  # noqa: BLE001 the last thing that this process prints is what went wrong
+    except Exception:
+        if member is not None:
+            raise
         if is_first_failure():
             traceback.print_exc()
         return 1
@@ -133,7 +170,8 @@ def _watching(config: RunConfig, runtime: Runtime) -> AbstractContextManager[Non
     graphs = config.training.cuda_graph_impl != "none"
     settling = 1 + (config.training.cuda_graph_warmup_steps if graphs else 0)
     seconds, folder = config.initialization.hang_report_seconds, config.checkpoint.local_save
-    return watching(runtime.flight, runtime.state, runtime.device, seconds, folder, settling)
+    leave_with = REPLACE if config.restart.inprocess_restart else 1
+    return watching(runtime.flight, runtime.state, runtime.device, seconds, folder, settling, leave_with)
 
 
 def with_vocabulary(config: RunConfig, tokenizer: Tokenizer, log: Log) -> RunConfig:
@@ -189,8 +227,12 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
     saver = open_saver(config.checkpoint, runtime, log)
     checkpoints = RunCheckpoints(config, runtime, parts, application.tokenizer, saver, log)
     kept_open.callback(checkpoints.close)
+    continuation = application.continuation
+    if continuation is not None and saver is not None:
+        # This process may go on: nothing of it may write into a folder that is brought in order again.
+        kept_open.callback(saver.wait_for_thread)
     with timers("load-checkpoint"):
-        train_state = checkpoints.resume()
+        train_state = checkpoints.resume() if continuation is None else continuation.resume(checkpoints)
     runtime.flight.iteration = train_state.iteration
     log(timers.report(runtime.state.world, ["load-checkpoint"]))
     log(format_datetime("after model, optimizer, and learning rate scheduler are built"))
@@ -222,6 +264,7 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
         stragglers=None
         if clock is None
         else Stragglers(clock, runtime.state, runtime.device.torch_device, train_state.iteration),
+        continuation=continuation,
     )
     return run, datasets
 
@@ -266,6 +309,8 @@ def _go_back(application: Application, run: TrainingRun, datasets: DatasetSplits
     config, runtime = application.config, application.runtime
     train_state = run.checkpoints.go_back()
     assert train_state is not None, "the guard has seen that there is such a checkpoint"
+    if application.continuation is not None:
+        application.continuation.forget_copies()
     if run.metrics is not None:
         run.metrics.close()
     counter = run.counter

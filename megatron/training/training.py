@@ -16,6 +16,7 @@ from megatron.planning.theoretical_memory import describe_theoretical_memory, mo
 from megatron.training.agreement import Agreement, agree_to_exit
 from megatron.training.checkpointing.saver import RunCheckpoints
 from megatron.training.config.run_config import RunConfig
+from megatron.training.continuation import Continuation
 from megatron.training.data.batch_source import BatchSource
 from megatron.training.data.evaluation_sets import EvaluationSet, EvaluationSets
 from megatron.training.evaluation import evaluate
@@ -60,6 +61,7 @@ class TrainingRun:
     progress: ProgressLog | None = None
     guard: FaultGuard | None = None
     stragglers: Stragglers | None = None
+    continuation: Continuation | None = None
 
     def log(self, text: str) -> None:
         """Print on the reporting rank."""
@@ -135,6 +137,8 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
         if _is_due(config.checkpoint.save_interval, state.iteration) or reason is not None:
             _save(run)
             saved_iteration = state.iteration
+        if run.continuation is not None:
+            _end_iteration(run, run.continuation)
         line = warning.line(run.checkpoints.last_seconds)
         if line is not None:
             run.log(line)
@@ -197,15 +201,28 @@ def _save(run: TrainingRun) -> None:
     if run.config.checkpoint.save is None:
         return
     state = run.train_state
-    if run.counter is not None:
-        state.train_data = run.counter.history_at(state.consumed_train_samples).to_dict()
-    if run.guard is not None and (left_out := run.guard.left_out.to_dict()):
-        state.train_data = {**(state.train_data or {}), **left_out}
+    _record_data(run)
     with run.timers("save-checkpoint", log_level=0):
         is_saved = run.checkpoints.save(state)
     _report_time(run, "save-checkpoint")
     if is_saved and run.progress is not None:
         run.progress.save(state, is_async=run.config.checkpoint.async_save)
+
+
+def _record_data(run: TrainingRun) -> None:
+    """Write down in the state what was read of each data set."""
+    state = run.train_state
+    if run.counter is not None:
+        state.train_data = run.counter.history_at(state.consumed_train_samples).to_dict()
+    if run.guard is not None and (left_out := run.guard.left_out.to_dict()):
+        state.train_data = {**(state.train_data or {}), **left_out}
+
+
+def _end_iteration(run: TrainingRun, continuation: Continuation) -> None:
+    """Prepare for a restart after an iteration."""
+    if continuation.is_copied(run.train_state.iteration):
+        _record_data(run)
+    continuation.end_iteration(run.checkpoints, run.train_state)
 
 
 def _compare_replicas(run: TrainingRun) -> None:

@@ -29,6 +29,10 @@ class BackgroundTask(Generic[Result]):
         """Return whether `result` would return, or raise, at once."""
         return not self._thread.is_alive()
 
+    def wait(self) -> None:
+        """Wait for the end of the work, whatever it is."""
+        self._thread.join()
+
     def result(self) -> Result:
         """Wait for the work and return what it returned.
 

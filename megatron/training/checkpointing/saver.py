@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ class CheckpointSaver:
     copy, and `poll`, called between iterations, takes the next step of the save as soon as all ranks' threads are
     through; the next save, and `finish`, wait for it. The threads themselves never communicate.
 
-    ``last_seconds`` is how long the newest complete save took, None before there is one.
+    ``last_seconds`` is how long the newest complete save took, and ``published`` the iteration of the checkpoint that
+    the run would go on from; both are None before there is one.
 
     A checkpoint that the file system does not take is reported and given up: what was saved before is still in place,
     and training goes on. Checkpoints that were there before are never removed, unless the run goes on from them.
@@ -67,6 +68,7 @@ class CheckpointSaver:
         self._iteration = 0
         self._began = 0.0
         self.last_seconds: float | None = None
+        self.published: int | None = None
         self._failure: CheckpointWriteError | None = None
 
     @property
@@ -84,9 +86,18 @@ class CheckpointSaver:
         if folder.parent.resolve() == self._target.directory.resolve():
             self._target = replace(self._target, kept=frozenset())
 
+    def protect(self, iterations: Set[int]) -> None:
+        """Never remove the checkpoints of these iterations."""
+        self._target = replace(self._target, kept=self._target.kept | iterations)
+
     def close(self) -> None:
         """Let another run have the directory; no save is under way, or what it writes is of no use."""
         self._target.folders.release()
+
+    def wait_for_thread(self) -> None:
+        """Wait until this rank's thread has written what it was given; whatever comes of it."""
+        if self._task is not None:
+            self._task.wait()
 
     def save(self, tensors: RunTensors, common: CommonState, on_trial: frozenset[int] = frozenset()) -> None:
         """Save a checkpoint, or begin to; the oldest of those ``on_trial`` outlives retention."""
@@ -140,6 +151,7 @@ class CheckpointSaver:
         """
         self.finish()
         run_on_all_ranks(lambda: self._point_tracker(iteration), self._state.world)
+        self.published = iteration
 
     def finish(self) -> None:
         """Wait until no save is under way."""
@@ -170,6 +182,7 @@ class CheckpointSaver:
             self._task = next(self._steps, None)
             if self._task is None:
                 self.last_seconds = time.monotonic() - self._began
+                self.published = self._iteration
         except CheckpointWriteError as failure:
             self._task = None
             self._failure = failure
@@ -245,6 +258,12 @@ class RunCheckpoints:
             )
         )
 
+    def go_on(self, model_record: Mapping[str, Any] | None, has_saved: bool) -> None:
+        """Go on, without loading, in a run that passes ``model_record`` on and ``has_saved`` itself."""
+        self.model_record, options = model_record, self.config.checkpoint
+        if options.save is not None and self.saver is not None and (has_saved or options.save == options.load):
+            self.saver.go_on_from(Path(options.save) / "copies")
+
     def newest_known(self) -> int | None:
         """Return the newest checkpoint of ``--save`` that is known to train, as the first rank sees it; collective.
 
@@ -272,7 +291,7 @@ class RunCheckpoints:
         assert options.load is not None
         loaded = load_checkpoint(
             options.load,
-            self._tensors(),
+            self.tensors(),
             self.runtime.state,
             options,
             self.config.to_dict(),
@@ -323,7 +342,7 @@ class RunCheckpoints:
             write_tokenizer=self._write_tokenizer,
         )
         self._trial.begin(train_state.iteration)
-        self.saver.save(self._tensors(), common, self._trial.waiting)
+        self.saver.save(self.tensors(), common, self._trial.waiting)
         if self.saver.has_failed:
             return False
         self._own.add(train_state.iteration)
@@ -344,6 +363,11 @@ class RunCheckpoints:
         """Return how long the newest complete save took, until it was published; None before there is one."""
         return None if self.saver is None else self.saver.last_seconds
 
+    @property
+    def published(self) -> int | None:
+        """Return the iteration of the checkpoint that the run would go on from, None before it has saved one."""
+        return None if self.saver is None else self.saver.published
+
     def check_last(self) -> None:
         """Refuse to call a run done whose last checkpoint could not be written.
 
@@ -362,7 +386,8 @@ class RunCheckpoints:
         check_schedule(state, self.config)
         self.log(describe_schedule_values(state, self.config))
 
-    def _tensors(self) -> RunTensors:
+    def tensors(self) -> RunTensors:
+        """Return what a checkpoint of this moment holds."""
         for chunk in self.parts.ddp_chunks:
             chunk.finish_param_gather()
         return RunTensors(

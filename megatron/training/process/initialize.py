@@ -42,6 +42,15 @@ class LaunchEnvironment:
     local_world_size: int = 1
 
 
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Say where the store is that the processes meet at, and whether the launcher keeps it or rank 0 is to."""
+
+    host: str
+    port: int
+    is_kept_by_launcher: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Runtime:
     """Hold what the rest of the run is given of this process: its device, its groups and its random streams.
@@ -99,6 +108,14 @@ def scheduler_job_id() -> str:
 def elastic_run_id() -> str:
     """Return the number that torchrun gave the run; empty where another launcher started the process, or none."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def meeting_point() -> MeetingPoint | None:
+    """Return where the processes meet, None where nothing says it."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if host is None or not port.isdecimal():
+        return None
+    return MeetingPoint(host, int(port), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
 def is_first_failure() -> bool:
@@ -187,8 +204,13 @@ def initialize_device(launch: LaunchEnvironment) -> Device:
     return device
 
 
-def initialize_distributed(launch: LaunchEnvironment, device: Device, backend: str, timeout_minutes: int) -> str | None:
-    """Join the process group unless this process is alone; return a warning where the backend had to be changed."""
+def initialize_distributed(
+    launch: LaunchEnvironment, device: Device, backend: str, timeout_minutes: int, store: Any = None
+) -> str | None:
+    """Join the process group unless this process is alone; return a warning where the backend had to be changed.
+
+    The ranks find each other through ``store``, by default that of the launcher.
+    """
     import torch.distributed as dist
 
     if launch.world_size == 1:
@@ -199,6 +221,7 @@ def initialize_distributed(launch: LaunchEnvironment, device: Device, backend: s
         warning = "WARNING: --distributed-backend nccl needs CUDA, which this machine does not have: using gloo"
     dist.init_process_group(
         backend=backend,
+        store=store,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(minutes=timeout_minutes),
@@ -207,8 +230,11 @@ def initialize_distributed(launch: LaunchEnvironment, device: Device, backend: s
     return warning
 
 
-def initialize_runtime(config: RunConfig, launch: LaunchEnvironment) -> Runtime:
-    """Set up device, process groups and random streams, and say so as Megatron does."""
+def initialize_runtime(config: RunConfig, launch: LaunchEnvironment, store: Any = None) -> Runtime:
+    """Set up device, process groups and random streams, and say so as Megatron does.
+
+    The ranks find each other through ``store``, by default that of the launcher.
+    """
 
     if launch.local_rank is None:
         launch = replace(launch, local_rank=config.initialization.local_rank)
@@ -218,6 +244,7 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment) -> Runtime:
         device,
         config.initialization.distributed_backend,
         config.initialization.distributed_timeout_minutes,
+        store,
     )
     if config.initialization.deterministic_mode:
         device.make_deterministic()

@@ -54,7 +54,7 @@ def die_with_launcher(run_id: str, rank: int) -> None:
 
 
 def _end_after(launcher: int, rank: int) -> None:
-    _wait_for_end(launcher)
+    wait_for_end(launcher)
     deadline = time.monotonic() + GRACE_S
     os.kill(os.getpid(), signal.SIGTERM)
     if rank == 0:
@@ -68,7 +68,7 @@ def _end_after(launcher: int, rank: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _wait_for_end(pid: int) -> None:
+def wait_for_end(pid: int) -> None:
     """Return when a process has ended."""
     try:
         descriptor = os.pidfd_open(pid)

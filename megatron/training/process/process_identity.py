@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ENDED_STATES = ("Z", "X")
+_PR_SET_NAME = 15
+KEEPER_NAME = "rank-keeper"
+"""How the system names the process that starts a rank's worker again when it dies."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,20 @@ def parent_of(pid: int) -> int:
     """Return the number of a process's parent; 0 where it is not known."""
     fields = _status(pid)
     return int(fields[1]) if fields else 0
+
+
+def name_of(pid: int) -> str:
+    """Return the short name that the system has for a process; empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
+    except OSError:
+        return ""
+
+
+def name_process(name: str) -> None:
+    """Give this process a short name, which lists of processes show."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15])
 
 
 def _status(pid: int) -> list[str]:

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron.training.process.process_identity import ProcessIdentity, identify, parent_of
+from megatron.training.process.process_identity import KEEPER_NAME, ProcessIdentity, identify, name_of, parent_of
 
 
 def descendants(root: int) -> list[int]:
@@ -26,9 +26,11 @@ def descendants(root: int) -> list[int]:
 def ranks_of(root: int) -> dict[int, int]:
     """Return the processes of the ranks that a command runs here, by rank.
 
-    A rank is what has ``RANK`` in its environment and whose parent has not. A command that started none is rank 0.
+    A rank is what has ``RANK`` in its environment and whose parent has not, or is a rank's keeper. A command that
+    started none is rank 0.
     """
-    numbers = {pid: number for pid in descendants(root) if (number := _rank_variable(pid)) is not None}
+    processes = [pid for pid in descendants(root) if name_of(pid) != KEEPER_NAME]
+    numbers = {pid: number for pid in processes if (number := _rank_variable(pid)) is not None}
     ranks = {number: pid for pid, number in numbers.items() if parent_of(pid) not in numbers}
     return ranks or {0: root}
 

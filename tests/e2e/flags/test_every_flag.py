@@ -30,6 +30,7 @@ ANSWERED = {
     "--explain": "error: --explain is not answered by this script",  # but by pretrain_gpt.py before it trains
     "--exit-on-missing-checkpoint": "holds no checkpoint",
     "--exit-signal-handler": "--exit-signal-handler has no effect with --exit-signal SIGTERM",
+    "--inprocess-restart": "error: --inprocess-restart: this script has no keeper of its rank",
     "--local-rank": "--local-rank 1 has no effect on a CPU",
     "--no-gradient-accumulation-fusion": "--no-gradient-accumulation-fusion has no effect on a CPU",
     "--no-pin-cpu-grads": "--no-pin-cpu-grads has no effect on a CPU",
@@ -41,7 +42,19 @@ ANSWERED = {
     "--record-memory-history": "--record-memory-history has no effect on a CPU",
 }
 # Their companions are answered so, and with those they have nothing to change.
-OF_ANSWERED = {"--cuda-graph-warmup-steps": "--cuda-graph-impl", "--memory-snapshot-path": "--record-memory-history"}
+OF_ANSWERED = {
+    "--cuda-graph-warmup-steps": "--cuda-graph-impl",
+    "--inprocess-barrier-timeout": "--inprocess-restart",
+    "--inprocess-empty-cuda-cache": "--inprocess-restart",
+    "--inprocess-hard-timeout": "--inprocess-restart",
+    "--inprocess-max-iterations": "--inprocess-restart",
+    "--inprocess-monitor-thread-interval": "--inprocess-restart",
+    "--memory-snapshot-path": "--record-memory-history",
+    "--non-persistent-local-ckpt-dir": "--inprocess-restart",
+    "--non-persistent-save-interval": "--inprocess-restart",
+    "--replication": "--inprocess-restart",
+    "--replication-jump": "--inprocess-restart",
+}
 # Alone they ask for what is done anyway, or for something of checkpoints that there are none of.
 STATED = {
     "--add-qkv-bias",

@@ -46,9 +46,19 @@ def _check_seed(config: RunConfig) -> Iterator[str]:
         yield f"--seed {seed}: NumPy takes seeds up to {_MAX_SEED}"
 
 
+def _check_replication(config: RunConfig) -> Iterator[str]:
+    restart, world_size = config.restart, config.world_size
+    jump = restart.replication_jump or 1
+    if restart.replication and jump % world_size == 0:
+        given = "" if restart.replication_jump is None else f" --replication-jump {jump}"
+        remedy = f"give a jump of 1 to {world_size - 1}" if world_size > 1 else "leave it out"
+        yield f"--replication{given}: with world size {world_size} each rank would send its copy to itself; {remedy}"
+
+
 CHECKS = (
     Check((), _check_bounds),
     Check((), _check_exclusions),
     Check((), _check_needs),
     Check(("seed",), _check_seed),
+    Check(("replication_jump",), _check_replication),
 )

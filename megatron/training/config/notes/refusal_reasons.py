@@ -4,7 +4,10 @@ from __future__ import annotations
 
 _EXPERTS = "layers are dense: leave it and the other --moe and --expert flags out, for a dense model"
 _WATCH = "watch the run by its log, --metrics-jsonl and --timing-log-level"
-_LOCAL_COPIES = "--save-interval N --keep-last M saves often and keeps few; --async-save writes while training goes on"
+_LOCAL_COPIES = (
+    "--non-persistent-save-interval N keeps copies in the machines' memory, of type local, for --inprocess-restart; "
+    " --save-interval N --keep-last M saves often and keeps few"
+)
 _RESTART = "start the run again with the same flags: it goes on from its newest checkpoint"
 
 REASONS: tuple[tuple[str, str], ...] = (
@@ -36,7 +39,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("--adlr-autoresume", f"{_RESTART} (--exit-duration-in-mins ends it in time)"),
     ("--calc-ft-timeouts", _RESTART),
     ("--enable-ft-package", _RESTART),
-    ("--inprocess-restart", _RESTART),
     ("--decrease-batch-size-if-needed", "a batch size that does not divide is refused with the nearest one that does"),
     (
         "--multiple-validation-sets",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -64,8 +65,9 @@ def watching(
     seconds: int | None,
     folder: str | None = None,
     settling: int = 1,
+    leave_with: int = 1,
 ) -> Iterator[None]:
-    """Watch this rank inside the context, on all ranks; a hang ends the process with status 1.
+    """Watch this rank inside the context, on all ranks; a hang ends the process with the status ``leave_with``.
 
     ``seconds`` is ``--hang-report-seconds``, with which 0 watches nothing. Reports are kept in ``folder``, and the
     first ``settling`` iterations may be long. Nothing is watched where the processes have no store to meet at.
@@ -75,7 +77,7 @@ def watching(
         return
     with closing(StackFile()) as stack_file:
         patience = Patience(recorder, seconds, settling)
-        watchdog = _open(recorder, state, device, patience, folder, stack_file.path)
+        watchdog = _open(recorder, state, device, patience, folder, stack_file.path, leave_with)
         is_over = False
         try:
             yield
@@ -92,6 +94,7 @@ def _open(
     patience: Patience,
     folder: str | None,
     stack_file: str,
+    leave_with: int,
 ) -> Watchdog | None:
     store = connect_store()
     told = all_gather_objects((this_process(), uuid.uuid4().hex, store is not None), state.world)
@@ -104,9 +107,10 @@ def _open(
         folder=None if folder is None else Path(folder),
         error_file=launcher_error_file(),
         stack_file=stack_file,
-        count_failure=is_first_failure,
+        count_failure=is_first_failure if leave_with == 1 else lambda: None,
         device=lambda: _describe(device),
         abort=abort_communication,
+        leave=lambda status: os._exit(leave_with),
     )
     return Watchdog(store, recorder, patience, surroundings, min(_LONGEST_BEAT_S, patience.silence_s / _BEATS))
 
