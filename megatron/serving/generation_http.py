@@ -1,4 +1,4 @@
-"""PUT /api over HTTP: one thread a connection, which hands requests to the service and waits for their turn."""
+"""PUT /api over HTTP: one thread a connection, which hands requests to the service and waits for the answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from megatron.core.errors import InputError
 from megatron.core.tensor_parallel.random import stream_seed
 from megatron.serving.generation_api import ApiTranslator, BadRequest, read_body
-from megatron.serving.generation_service import GenerationFailed, JobQueue, ServiceEnding
+from megatron.serving.job_queue import GenerationFailed, JobQueue, ServiceEnding
 
 PATH = "/api"
 MAX_BODY_BYTES = 16 * 1024 * 1024

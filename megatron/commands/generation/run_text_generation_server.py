@@ -113,6 +113,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     model = model_request(arguments)
     end = EndRequest()
     from megatron.core.flight.recorder import FlightRecorder
+    from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
     from megatron.serving.generation_api import ApiTranslator
     from megatron.serving.generation_service import run_service
     from megatron.training.process.hang.watching import watching
@@ -130,8 +131,9 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
             )
             print(f"serving at {server.url}", flush=True)
         jobs = None if server is None else server.jobs
+        continuous = ContinuousEngine(engine, engine.max_batch_size, arguments.max_tokens_to_oom)
         with watching(flight, engine.state, initialize_device(launch), arguments.hang_report_seconds, settling=0):
-            run_service(engine, jobs, lambda: end.asked, flight)
+            run_service(continuous, jobs, lambda: end.asked, flight)
         if server is not None:
             server.stop(_LAST_ANSWERS_S)
     finally:

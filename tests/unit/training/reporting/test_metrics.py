@@ -40,7 +40,9 @@ def test_figures_that_are_not_finite_are_null_within_others_too(tmp_path: Path) 
         checkpoint=SimpleNamespace(save=str(tmp_path)),
     )
     with MetricsWriter(config, Device("cpu"), 0) as metrics:
-        metrics.write({"loss": math.nan, "stragglers": {"factor": math.inf, "milliseconds": {"data": [1.0, -math.inf]}}})
+        metrics.write(
+            {"loss": math.nan, "stragglers": {"factor": math.inf, "milliseconds": {"data": [1.0, -math.inf]}}}
+        )
     assert json.loads(path.read_text()) == {
         "loss": None,
         "stragglers": {"factor": None, "milliseconds": {"data": [1.0, None]}},
