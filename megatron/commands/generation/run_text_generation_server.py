@@ -10,10 +10,9 @@ that the checkpoint was written at; the first process listens. SIGTERM or SIGINT
 from __future__ import annotations
 
 import argparse
-import signal
-from types import FrameType
 from typing import TYPE_CHECKING
 
+from megatron.commands.arguments.end_request import EndRequest
 from megatron.commands.arguments.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.serving.generation_setup import load_engine, open_checkpoint
@@ -23,21 +22,6 @@ if TYPE_CHECKING:
     from megatron.serving.generation_http import GenerationServer
 
 _LAST_ANSWERS_S = 2.0
-
-
-class EndRequest:
-    """Note SIGTERM and SIGINT. Before ``serving`` is set they end the program at once, with status 0."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self.serving = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        if not self.serving:
-            raise SystemExit(0)
 
 
 def build_parser() -> Parser:
