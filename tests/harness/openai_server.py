@@ -66,14 +66,14 @@ def served(
 ) -> Iterator[Served]:
     """Serve a model of characters in float64, whose template ends each answer."""
     tokenizer = write_chat_folder(folder)
-    config = odd_config(vocab_size=tokenizer.vocab_size, max_position_embeddings=200)
+    config = odd_config(vocab_size=tokenizer.vocab_size, max_position_embeddings=600)
     state = describe_parallel_state(0, 1)
     engine = InferenceEngine(build(config, state.tp), state)
     continuous = ContinuousEngine(engine, max_rows, 10_000)
     jobs, metrics = JobQueue(max_waiting), Metrics()
     translator = Translator(tokenizer, config, 500, choose_template(tokenizer, None))
     put_api = PutApi(ApiTranslator(tokenizer, config, 500, max_rows), jobs, 1)
-    application = Application(translator, jobs, put_api, NAME, metrics)
+    application = Application(translator, jobs, put_api, NAME, metrics, lambda line: None)
     server = HttpServer("127.0.0.1", 0)
     server.start(Guard(application.asgi(), limits or Limits(), key, metrics))
     is_over = threading.Event()

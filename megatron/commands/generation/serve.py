@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,7 +158,7 @@ def make_application(
     own = ApiTranslator(translator.tokenizer, translator.config, translator.max_tokens, max_batch_size)
     metrics = Metrics()
     put_api = PutApi(own, jobs, arguments.seed)
-    application = Application(translator, jobs, put_api, model_name(arguments), metrics)
+    application = Application(translator, jobs, put_api, model_name(arguments), metrics, partial(print, flush=True))
     limits = Limits(body_bytes=arguments.max_body_mib * 2**20, requests=arguments.max_connections)
     return Guard(application.asgi(), limits, key, metrics)
 

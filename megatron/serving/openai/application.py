@@ -35,14 +35,23 @@ Json = dict[str, Any]
 
 
 class Application:
-    """Answer OpenAI's requests for one model, and Megatron's PUT /api."""
+    """Answer OpenAI's requests for one model, and Megatron's PUT /api; ``log`` takes a line for each."""
 
-    def __init__(self, translator: Translator, jobs: JobQueue, put_api: PutApi, model: str, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        translator: Translator,
+        jobs: JobQueue,
+        put_api: PutApi,
+        model: str,
+        metrics: Metrics,
+        log: Callable[[str], None],
+    ) -> None:
         self._translator = translator
         self._jobs = jobs
         self._put_api = put_api
         self._model = model
         self._metrics = metrics
+        self._log = log
         self._created = int(time.time())
         self._page = resources.files("megatron.serving.openai").joinpath("page.html").read_text(encoding="utf-8")
         self._policy = _content_policy(self._page)
@@ -101,7 +110,7 @@ class Application:
         """Answer Megatron's own form."""
         status, content, line = await asyncio.to_thread(self._put_api.answer, await request.body())
         if line:
-            print(f"{_client(request)} {status.value} {line}", flush=True)
+            self._log(f"{_client(request)} {status.value} {line}")
         return JSONResponse(content, status.value)
 
     def _description(self) -> Json:
@@ -224,10 +233,9 @@ class Application:
         self._metrics.prompt_tokens += usage["prompt_tokens"]
         self._metrics.generated_tokens += usage["completion_tokens"]
         self._metrics.request_seconds += seconds
-        print(
+        self._log(
             f"{_client(request)} {request.url.path} {usage['prompt_tokens']} tokens of prompts, "
-            f"{usage['completion_tokens']} new tokens, {seconds:.2f} s",
-            flush=True,
+            f"{usage['completion_tokens']} new tokens, {seconds:.2f} s"
         )
 
 

@@ -25,7 +25,7 @@ _MARK = "marked text of an answer"
 
 @dataclasses.dataclass(frozen=True)
 class Translated:
-    """Hold what the engine is asked for, each prompt ``n`` times in a row, and the stops that are looked for in texts."""
+    """Hold what the engine is asked for, each prompt ``n`` times in a row, and the stops looked for in texts."""
 
     request: GenerationRequest
     fields: RequestFields

@@ -36,7 +36,7 @@ News = tuple[int, Progress]
 class RunningBatch:
     """Continue rows together, a token of each running row and some prompt tokens of new ones at every step.
 
-    Row ``i`` has slot ``i`` of the cache. The running rows come first, those whose prompt is not seen whole behind them.
+    Row ``i`` has slot ``i`` of the cache. The running rows come first, those with a prompt not seen whole behind them.
     What follows a prompt does not depend on the other rows, but for the rounding of another size of batch. Every rank
     makes the same calls.
     """
