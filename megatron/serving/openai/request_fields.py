@@ -252,10 +252,10 @@ def _message(item: Any) -> Message:
         raise bad_value("messages", "objects with role and content", item)
     content = item.get("content")
     if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+        are_texts = [isinstance(part, dict) and part.get("type") == "text" for part in content]
+        texts = [part.get("text") for part, is_text in zip(content, are_texts, strict=True) if is_text]
+        is_all_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+        content = "".join(texts) if is_all_text else None
     if not isinstance(content, str):
         raise bad_value("messages", "objects whose content is a string, or parts of type text", item)
     return {"role": _unicode("messages", role), "content": _unicode("messages", content)}

@@ -169,9 +169,9 @@ class RunningBatch:
             return
         values = torch.zeros(len(places), 1 + 2 * width, dtype=torch.float64, device=self.staged.device)
         if logits is not None:
-            number, column, token = torch.tensor(places, device=logits.device).unbind(1)
+            in_group, columns, tokens = torch.tensor(places, device=logits.device).unbind(1)
             vocab_size, tp = self.staged.model.config.vocab_size, self.staged.state.tp
-            values = values_of_tokens(gather_logits(logits[column, number], vocab_size, tp), token, width)
+            values = values_of_tokens(gather_logits(logits[columns, in_group], vocab_size, tp), tokens, width)
         self.staged.share(values, logits)
         for (number, _, _), numbers in zip(places, values.tolist(), strict=True):
             rows[number].values.append(read_value(numbers, rows[number].request.num_alternatives))
