@@ -22,6 +22,7 @@ class Row:
         self.text = list(request.prompts[prompt])
         self.prompt_length = len(self.text)
         self.num_seen = 0
+        self.has_failed = False
         self.values: list[TokenValue] = []
         self.generator = torch.Generator(device)
         self.generator.manual_seed(stream_seed(request.sampling.seed, "sampling", (prompt,)))

@@ -69,7 +69,7 @@ class RunningBatch:
         if self.num_running < len(self.rows):
             self._see_prompts(news, ended)
         for row in ended:
-            self._release(self.rows.index(row))
+            self._release(self.rows.index(row), is_spoilt=row.has_failed)
         self.staged.finish()
         return news
 
@@ -144,6 +144,7 @@ class RunningBatch:
         for row, numbers in zip(rows, chosen.tolist(), strict=True):
             token = int(numbers[0])
             if token < 0:
+                row.has_failed = True
                 news.append((row.job, PromptFailed(row.prompt, self._failure(row, token))))
                 ended.append(row)
                 continue
@@ -196,10 +197,12 @@ class RunningBatch:
             self._cache.swap(one, other, max(rows[one].num_seen, rows[other].num_seen))
             rows[one], rows[other] = rows[other], rows[one]
 
-    def _release(self, slot: int) -> None:
+    def _release(self, slot: int, *, is_spoilt: bool = False) -> None:
         """Take a row out; the last running row takes its slot, and the last of all the slot of that one."""
-        self._cache.clear(slot)
-        if slot < self.num_running:
+        is_running = slot < self.num_running
+        if is_spoilt or not is_running:
+            self._cache.clear(slot)
+        if is_running:
             self.num_running -= 1
             slot = self._move(self.num_running, slot)
         self._move(len(self.rows) - 1, slot)
