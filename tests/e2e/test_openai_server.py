@@ -166,7 +166,7 @@ def test_what_cannot_be_answered_is_said_in_openais_form(server: Served) -> None
         ("POST", "/v1/completions", {"prompt": [128 + 50]}, 400, "prompt 1 of 1 has token 178, the model knows 0..134"),
         ("POST", "/v1/completions", {"prompt": "a", "logit_bias": {"999": 1}}, 400, "there is a bias of token 999"),
         ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "\ufdd2"}]}, 400, "a message holds"),
-        ("POST", "/v1/embeddings", {"input": "a"}, 404, "POST /v1/embeddings: there is nothing here"),
+        ("POST", "/v1/embeddings", {"input": "a"}, 404, "POST /v1/embeddings: Not Found"),
         ("DELETE", "/v1/models", None, 405, "DELETE /v1/models: Method Not Allowed"),
         ("GET", "/v1/models/other", None, 404, "there is no model 'other' here"),
     ):

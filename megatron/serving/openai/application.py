@@ -11,12 +11,12 @@ import re
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
+from http import HTTPStatus
 from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from starlette.exceptions import HTTPException
 
 from megatron.core.errors import InputError
 from megatron.serving.job_queue import GenerationFailed, JobQueue, QueueFull, ServiceEnding
@@ -72,7 +72,8 @@ class Application:
         for method, path, endpoint in routes:
             app.add_api_route(path, endpoint, methods=[method], response_model=None)
         app.add_exception_handler(ApiError, _answer_error)
-        app.add_exception_handler(HTTPException, _answer_unknown)
+        app.add_exception_handler(HTTPStatus.NOT_FOUND, _answer_unknown)
+        app.add_exception_handler(HTTPStatus.METHOD_NOT_ALLOWED, _answer_unknown)
         app.add_exception_handler(Exception, _answer_failure)
         return app
 
@@ -271,11 +272,9 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_unknown(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    said = "there is nothing here" if error.status_code == 404 else str(error.detail)
-    return JSONResponse(
-        ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {said}").content(), error.status_code
-    )
+    status = HTTPStatus(getattr(error, "status_code", HTTPStatus.NOT_FOUND))
+    said = f"{request.method} {request.url.path[:200]}: {status.phrase}; docs/serving.md lists what is answered"
+    return JSONResponse(ApiError(status, said).content(), status)
 
 
 async def _answer_failure(request: Request, error: Exception) -> Response:

@@ -57,7 +57,6 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "flash_attn_interface": ("megatron/core/kernels/flash_attn.py",),
     "transformer_engine": ("megatron/core/kernels/transformer_engine.py",),
     "fastapi": ("megatron/serving/openai/application.py",),
-    "starlette": ("megatron/serving/openai/application.py",),
     "uvicorn": ("megatron/serving/openai/http_server.py",),
     "jinja2": ("megatron/core/datasets/conversations/chat_template.py",),
     "triton": ("megatron/core/kernels/triton_programs/", "megatron/dry_run/pretended/triton.py"),
