@@ -21,8 +21,11 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed: no uvic
 from megatron.commands.generation import chat
 from megatron.core.inference.request import GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.serving.openai import http_server
 from megatron.serving.openai.guard import Limits
+from tests.e2e.test_text_generation import GPT2_SHAPE, expected_text, save
 from tests.harness.openai_server import NAME, Served, served
+from tests.unit.core.datasets.conversations.small_chat import write_chat_folder
 
 GREEDY = SamplingConfig(greedy=True)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer secret\r\n"
@@ -262,6 +265,14 @@ def _send_raw(server: Served, rest: bytes) -> int:
         return int(connection.recv(1000).split()[1])
 
 
+def test_a_connection_without_a_request_is_closed(server: Served, monkeypatch) -> None:
+    monkeypatch.setattr(http_server, "_FIRST_REQUEST_S", 0.2)
+    with socket.create_connection(server.address, timeout=30.0) as silent:
+        silent.sendall(b"GET /hea")
+        assert silent.recv(100) == b""
+    assert server.ask("GET", "/health")[0] == 200
+
+
 def test_who_waits_when_the_server_ends_is_told(tmp_path) -> None:
     with ThreadPoolExecutor(2) as pool:
         with served(tmp_path, max_rows=1) as server:
@@ -282,6 +293,23 @@ def test_a_chat_in_the_terminal_streams_and_goes_on_after_an_error(server: Serve
     assert out == f"{printable}\n{printable}\n"
     assert err.startswith("error: status 400: a prompt of ")
     assert err.count("\n") == 1
+
+
+def test_a_chat_with_a_checkpoint_needs_no_server(tmp_path, monkeypatch, capsys) -> None:
+    tokenizer = write_chat_folder(tmp_path / "tokenizer")
+    flags = f"{GPT2_SHAPE} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/tokenizer"
+    save(tmp_path / "run", flags)
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n" + "x" * 50 + "\n"))
+    words = ["--load", str(tmp_path / "run"), "--temperature", "0", "--max-tokens", "6"]
+    status = chat.main(words)
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    prompt = "<|user|>hi<|assistant|>"
+    answer = expected_text(flags, prompt, 6).removeprefix(prompt)
+    assert out == "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in answer) + "\n"
+    assert err.startswith("error: a prompt of ")
+    assert len(tokenizer.tokenize(prompt)) == 4
 
 
 @pytest.mark.parametrize(

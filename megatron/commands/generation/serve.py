@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron.serving.openai.http_server import HttpServer
     from megatron.serving.openai.translator import Translator
 
+_SWITCH_S = 0.0005
 _HERE = ("127.0.0.1", "localhost", "::1")
 
 
@@ -194,6 +195,8 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
         engine = load_engine(checkpoint, launch, flight)
         end.serving = True
         if server is not None and jobs is not None:
+            # The loop of tokens must not keep the threads of HTTP waiting, who have little to do and often.
+            sys.setswitchinterval(_SWITCH_S)
             server.start(make_application(arguments, translator, jobs, key, engine.max_batch_size))
             if key is None and arguments.host not in _HERE:
                 print("whoever reaches this address may use the model; --api-key lets in who has it", file=sys.stderr)

@@ -26,10 +26,11 @@ from megatron.serving.openai.choice_text import ChoiceText
 from megatron.serving.openai.metrics import CONTENT_TYPE, Metrics
 from megatron.serving.openai.request_fields import RequestFields, read_chat, read_completion
 from megatron.serving.openai.running_answer import ClientLeft, RunningAnswer
-from megatron.serving.openai.translator import Translator
+from megatron.serving.openai.translator import Translated, Translator
 from megatron.serving.put_api import PutApi
 
 _CLIENT_LEFT = 499
+_SHORT_BODY = 20_000
 _OF_STREAMS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Json = dict[str, Any]
 
@@ -132,7 +133,7 @@ class Application:
     async def _answer(self, request: Request, fields: RequestFields) -> Response:
         self._check_model(fields.model)
         begin = time.monotonic()
-        asked = await asyncio.to_thread(self._translator.translate, fields, self._put_api.next_seed())
+        asked = await self._translated(request, fields)
         answer = RunningAnswer(self._jobs, asked, self._translator.tokenizer)
         forms = AnswerForms(
             self._translator.tokenizer,
@@ -162,6 +163,13 @@ class Application:
         finally:
             if not is_handed_over:
                 self._close(request, answer, begin)
+
+    async def _translated(self, request: Request, fields: RequestFields) -> Translated:
+        """Return what the engine is asked for; a long text is tokenized in a thread, so that others need not wait."""
+        seed = self._put_api.next_seed()
+        if len(await request.body()) <= _SHORT_BODY:
+            return self._translator.translate(fields, seed)
+        return await asyncio.to_thread(self._translator.translate, fields, seed)
 
     def _whole(self, answer: RunningAnswer, forms: AnswerForms) -> Json:
         """Return a whole answer, once all choices have ended."""

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron.serving.openai.guard import Application
 
 _KEEP_ALIVE_S = 60
+_FIRST_REQUEST_S = 30.0
 _LAST_ANSWERS_S = 2
 _BACKLOG = 512
 _ROUND_S = 0.01
+
+
+class _Connection(H11Protocol):
+    """Close a connection on which no request has come in time: it would take up a place for nothing."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override, unused-ignore]
+        """Begin to wait for the first request."""
+        super().connection_made(transport)
+        self.loop.call_later(_FIRST_REQUEST_S, self._close_silent)
+
+    def _close_silent(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
 
 
 class HttpServer:
@@ -45,6 +61,7 @@ class HttpServer:
         """Begin to take requests, and return once they are taken."""
         config = uvicorn.Config(
             application,
+            http=_Connection,
             lifespan="off",
             ws="none",
             log_config=None,

@@ -1,4 +1,4 @@
-"""Beam search, the rule against repeated n-grams and the repetition penalty give the texts and scores of transformers, at any layout."""
+"""Beam search and the rules against repetition give the texts and scores of transformers, at any layout."""
 
 from __future__ import annotations
 
