@@ -28,7 +28,8 @@ class _Connection(H11Protocol):
         self.loop.call_later(_FIRST_REQUEST_S, self._close_silent)
 
     def _close_silent(self) -> None:
-        if self.cycle is None:
+        is_silent = self.cycle is None  # as typed, it is never None
+        if is_silent:
             self.transport.close()
 
 
