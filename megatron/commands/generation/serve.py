@@ -8,8 +8,8 @@ is answered too. The page is at the address that is printed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,9 +159,15 @@ def make_application(
     own = ApiTranslator(translator.tokenizer, translator.config, translator.max_tokens, max_batch_size)
     metrics = Metrics()
     put_api = PutApi(own, jobs, arguments.seed)
-    application = Application(translator, jobs, put_api, model_name(arguments), metrics, partial(print, flush=True))
+    application = Application(translator, jobs, put_api, model_name(arguments), metrics, log_line)
     limits = Limits(body_bytes=arguments.max_body_mib * 2**20, requests=arguments.max_connections)
     return Guard(application.asgi(), limits, key, metrics)
+
+
+def log_line(line: str) -> None:
+    """Print a line, if anybody still reads them: a closed pipe must not fail a request."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
 
 
 def model_name(arguments: argparse.Namespace) -> str:
