@@ -10,6 +10,7 @@ from megatron.training.process.process_exit import run_program
 COMMANDS = {
     "adopt": "adopt",
     "calibrate": "planning.calibrate",
+    "chat": "generation.chat",
     "checkpoint.convert": "checkpoint.convert",
     "checkpoint.diff": "checkpoint.diff",
     "checkpoint.inspect": "checkpoint.inspect",
@@ -26,6 +27,7 @@ COMMANDS = {
     "read_flight": "reliability.read_flight",
     "report_theoretical_memory": "planning.report_theoretical_memory",
     "run_text_generation_server": "generation.run_text_generation_server",
+    "serve": "generation.serve",
     "text_generation_cli": "generation.text_generation_cli",
     "verify_parallelism": "reliability.verify_parallelism",
     "visualize_pipeline": "planning.visualize_pipeline",

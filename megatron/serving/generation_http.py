@@ -1,4 +1,4 @@
-"""PUT /api over HTTP: one thread a connection, which hands requests to the service and waits for their turn."""
+"""PUT /api over HTTP: one thread a connection, which hands requests to the service and waits for the answer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import socketserver
 import sys
 import threading
 import time
-import traceback
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import count
 from typing import Any
 
-from megatron.core.errors import InputError
-from megatron.core.tensor_parallel.random import stream_seed
-from megatron.serving.generation_api import ApiTranslator, BadRequest, read_body
-from megatron.serving.generation_service import GenerationFailed, JobQueue, ServiceEnding
+from megatron.serving.generation_api import ApiTranslator
+from megatron.serving.job_queue import JobQueue
+from megatron.serving.put_api import PutApi
 
 PATH = "/api"
 MAX_BODY_BYTES = 16 * 1024 * 1024
@@ -27,8 +24,6 @@ _IDLE_CONNECTION_S = 60.0
 
 class GenerationServer(ThreadingHTTPServer):
     """Take requests for one model; made before the model is loaded, so that a taken port is known at once.
-
-    Requests without ``random_seed`` draw from streams that follow from ``seed`` and their number.
 
     Raises:
         OSError: the port cannot be had.
@@ -44,10 +39,8 @@ class GenerationServer(ThreadingHTTPServer):
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler, bind_and_activate=False)
         self.server_bind()
-        self.translator: ApiTranslator | None = None
+        self.api: PutApi | None = None
         self.jobs = JobQueue()
-        self.seed = 0
-        self._numbers = count()
         self._answering = 0
         self._changed = threading.Condition()
 
@@ -64,8 +57,7 @@ class GenerationServer(ThreadingHTTPServer):
 
     def start(self, translator: ApiTranslator, seed: int) -> None:
         """Begin to take requests."""
-        self.translator = translator
-        self.seed = seed
+        self.api = PutApi(translator, self.jobs, seed)
         self.server_activate()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
 
@@ -76,10 +68,6 @@ class GenerationServer(ThreadingHTTPServer):
         with self._changed:
             self._changed.wait_for(lambda: self._answering == 0, timeout_s)
         self.server_close()
-
-    def next_seed(self) -> int:
-        """Return the seed of a request that brings none."""
-        return stream_seed(self.seed, "request", (next(self._numbers),))
 
     def begin_answer(self) -> None:
         """Count a request that must leave before the end."""
@@ -114,7 +102,8 @@ class _Handler(BaseHTTPRequestHandler):
             body = self._read_body()
             if body is None:
                 return
-            status, content, line = self._answer(body)
+            assert self.server.api is not None, "requests are taken once there is a model"
+            status, content, line = self.server.api.answer(body)
             self._send(status, content)
             if line:
                 print(f"{self.client_address[0]} {status.value} {line}, {time.monotonic() - start:.2f} s", flush=True)
@@ -147,28 +136,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = False
             return self.rfile.read(int(length))
         return None
-
-    def _answer(self, body: bytes) -> tuple[HTTPStatus, Any, str]:
-        """Return status, content and a line for the log."""
-        translator = self.server.translator
-        assert translator is not None, "requests are taken once there is a model"
-        try:
-            api = read_body(body)
-            asked = translator.generation_request(api, self.server.next_seed())
-            given = self.server.jobs.submit(asked)
-            answer = translator.answer(asked, api, given)
-        except BadRequest as error:
-            return HTTPStatus.BAD_REQUEST, str(error), f"refused: {error}"
-        except ServiceEnding as error:
-            return HTTPStatus.SERVICE_UNAVAILABLE, str(error), str(error)
-        except (InputError, GenerationFailed) as error:
-            return HTTPStatus.INTERNAL_SERVER_ERROR, str(error), str(error)
-        except Exception as error:  # noqa: BLE001 - the client is told, and the next request is another
-            traceback.print_exc()
-            line = f"the server failed at this request: {type(error).__name__}"
-            return HTTPStatus.INTERNAL_SERVER_ERROR, line, line
-        num_new = sum(len(continuation.tokens) for continuation in given)
-        return HTTPStatus.OK, answer, "" if api.no_log else f"{len(api.prompts)} prompts, {num_new} new tokens"
 
     def _send(self, status: HTTPStatus, content: Any) -> None:
         body = json.dumps(content).encode() + b"\n"

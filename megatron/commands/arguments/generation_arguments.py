@@ -23,9 +23,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(refuse([f"{message}; see --help"], launch_environment_or_exit().rank))
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare where the model comes from and how it is sharded."""
-    model = parser.add_mutually_exclusive_group(required=True)
+def add_model_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Declare where the model comes from, which may be ``required``, and how it is sharded."""
+    model = parser.add_mutually_exclusive_group(required=required)
     model.add_argument(
         "--load",
         metavar="DIR",

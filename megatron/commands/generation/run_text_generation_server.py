@@ -10,10 +10,9 @@ that the checkpoint was written at; the first process listens. SIGTERM or SIGINT
 from __future__ import annotations
 
 import argparse
-import signal
-from types import FrameType
 from typing import TYPE_CHECKING
 
+from megatron.commands.arguments.end_request import EndRequest
 from megatron.commands.arguments.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.serving.generation_setup import load_engine, open_checkpoint
@@ -23,21 +22,6 @@ if TYPE_CHECKING:
     from megatron.serving.generation_http import GenerationServer
 
 _LAST_ANSWERS_S = 2.0
-
-
-class EndRequest:
-    """Note SIGTERM and SIGINT. Before ``serving`` is set they end the program at once, with status 0."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self.serving = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        if not self.serving:
-            raise SystemExit(0)
 
 
 def build_parser() -> Parser:
@@ -113,6 +97,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     model = model_request(arguments)
     end = EndRequest()
     from megatron.core.flight.recorder import FlightRecorder
+    from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
     from megatron.serving.generation_api import ApiTranslator
     from megatron.serving.generation_service import run_service
     from megatron.training.process.hang.watching import watching
@@ -130,8 +115,9 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
             )
             print(f"serving at {server.url}", flush=True)
         jobs = None if server is None else server.jobs
+        continuous = ContinuousEngine(engine, engine.max_batch_size, arguments.max_tokens_to_oom)
         with watching(flight, engine.state, initialize_device(launch), arguments.hang_report_seconds, settling=0):
-            run_service(engine, jobs, lambda: end.asked, flight)
+            run_service(continuous, jobs, lambda: end.asked, flight)
         if server is not None:
             server.stop(_LAST_ANSWERS_S)
     finally:

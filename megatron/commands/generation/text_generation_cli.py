@@ -49,6 +49,13 @@ def build_parser() -> Parser:
     sampling.add_argument(
         "--no-repeat-ngram-size", type=int, default=0, metavar="N", help="repeat no run of N tokens (0: any may repeat)"
     )
+    sampling.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="divides the logits of tokens that the text has already, above 1 so that they come less (1.0)",
+    )
     beams = parser.add_argument_group("beam search: the likeliest texts, nothing is drawn")
     beams.add_argument("--num-beams", type=int, default=1, metavar="N", help="texts followed at once (1: no search)")
     beams.add_argument(
@@ -79,6 +86,7 @@ def check_sampling(arguments: argparse.Namespace) -> SamplingConfig:
         top_p=arguments.top_p,
         seed=arguments.seed,
         no_repeat_ngram_size=arguments.no_repeat_ngram_size,
+        repetition_penalty=arguments.repetition_penalty,
     )
     problems = list(sampling.problems())
     if arguments.num_beams < 1:

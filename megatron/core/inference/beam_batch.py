@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from megatron.core.errors import InputError
 from megatron.core.inference.beam_search import BeamSearch, Candidate
 from megatron.core.inference.prompt_batch import PromptBatch
 from megatron.core.inference.request import Continuation, GenerationRequest
-from megatron.core.inference.sampling import forbid_pairs, forbid_repeats
+from megatron.core.inference.sampling import forbid_pairs, forbid_repeats, penalize
 from megatron.core.inference.staged_model import StagedModel
 from megatron.core.precision import arithmetic_dtype
 
@@ -44,6 +44,16 @@ class BeamBatch(PromptBatch):
         Raises:
             InputError: the logits are not finite, or no text is left.
         """
+        for _ in self.steps():
+            pass
+        return self.results()
+
+    def steps(self) -> Iterator[None]:
+        """Search one token further at each step, until all searches have ended.
+
+        Raises:
+            InputError: the logits are not finite.
+        """
         logits = self.see_prompts()
         rows = [prompt for prompt in range(len(self.numbers)) for _ in range(self.num_beams)]
         if logits is not None:
@@ -58,7 +68,15 @@ class BeamBatch(PromptBatch):
             if all(search.is_done for search in self.searches):
                 break
             self._follow(rows)
+            yield
         self.staged.finish()
+
+    def results(self) -> dict[int, Continuation]:
+        """Return the continuation of each prompt by its number, once all searches have ended.
+
+        Raises:
+            InputError: no text is left.
+        """
         return {number: self._continuation(search) for number, search in zip(self.numbers, self.searches, strict=True)}
 
     def _continuation(self, search: BeamSearch) -> Continuation:
@@ -112,8 +130,10 @@ class BeamBatch(PromptBatch):
             for number, search in zip(self.numbers, self.searches, strict=True)
             for text in search.texts
         ]
-        allowed = forbid_pairs(log_probabilities, [text[-1] for text in texts], self.request.never)
-        allowed = forbid_repeats(allowed, texts, self.request.sampling.no_repeat_ngram_size)
+        sampling, num_new = self.request.sampling, len(self.searches[0].texts[0])
+        allowed = penalize(log_probabilities, texts, num_new, sampling)
+        allowed = forbid_pairs(allowed, [text[-1] for text in texts], self.request.never)
+        allowed = forbid_repeats(allowed, texts, sampling.no_repeat_ngram_size)
         before = [score for search in self.searches for score in search.scores]
         sums = allowed + torch.tensor(before, dtype=allowed.dtype, device=allowed.device)[:, None]
         found = sums.view(len(self.numbers), -1).topk(count, dim=-1)

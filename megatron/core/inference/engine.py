@@ -74,7 +74,7 @@ class InferenceEngine:
         self.model = model
         self.state = state
         self.max_batch_size = max_batch_size
-        self._staged = StagedModel(model, state, links)
+        self.staged = StagedModel(model, state, links)
 
     def generate(
         self,
@@ -116,7 +116,7 @@ class InferenceEngine:
         is_cancelled: Callable[[], bool] | None,
     ) -> None:
         for numbers in batches_of_like_length(request.prompts, self.max_batch_size):
-            batch = SampledBatch(self._staged, request, numbers, is_cancelled)
+            batch = SampledBatch(self.staged, request, numbers, is_cancelled)
             for number, token in batch.run():
                 results[number].tokens.append(token)
                 if on_token is not None:
@@ -134,7 +134,7 @@ class InferenceEngine:
         assert request.beams is not None
         prompts_at_once = max(1, self.max_batch_size // request.beams.num_beams)
         for numbers in batches_of_like_length(request.prompts, prompts_at_once):
-            for number, continuation in BeamBatch(self._staged, request, numbers, is_cancelled).run().items():
+            for number, continuation in BeamBatch(self.staged, request, numbers, is_cancelled).run().items():
                 results[number] = continuation
                 if on_token is not None:
                     for token in continuation.tokens:

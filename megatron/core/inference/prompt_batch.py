@@ -69,10 +69,7 @@ class PromptBatch:
 
     def share(self, values: torch.Tensor, logits: torch.Tensor | None) -> None:
         """Give every rank what the first rank of the last stage, which has ``logits``, wrote into ``values``."""
-        if logits is not None:
-            # All ranks chose from the same bytes; but a GPU's sums may differ in their last bit from rank to rank.
-            broadcast(values, self.state.tp)
-        broadcast(values, self.state.pp, source=self.state.pp.size - 1)
+        self.staged.share(values, logits)
 
     def not_finite(self, row: int, step: int) -> InputError:
         """Return what to report of a row whose logits are not finite at a step."""

@@ -49,8 +49,10 @@ class GenerationRequest:
     """Hold prompts and how each of them is to be continued.
 
     ``max_new_tokens`` is 0 where only the log-probabilities of the prompts are wanted. ``never`` are pairs of which
-    the second token is not chosen behind the first. With ``beams`` the likeliest texts are searched for and nothing is
-    drawn: of ``sampling`` only ``no_repeat_ngram_size`` counts.
+    the second token is not chosen behind the first. ``bias`` has (token, addend to its logit) pairs. With ``beams`` the
+    likeliest texts are searched for and nothing is drawn: of ``sampling`` only ``no_repeat_ngram_size`` and
+    ``repetition_penalty`` count. ``log_probabilities`` are those of the prompt and of what follows;
+    ``new_log_probabilities`` ask for the latter alone, and ``num_alternatives`` for the likeliest tokens beside each.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -58,7 +60,10 @@ class GenerationRequest:
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
     stop: StopRule = StopRule()
     never: TokenPairs = TokenPairs()
+    bias: tuple[tuple[int, float], ...] = ()
     log_probabilities: bool = False
+    new_log_probabilities: bool = False
+    num_alternatives: int = 0
     beams: BeamConfig | None = None
 
 
@@ -89,6 +94,9 @@ def check_request(config: GPTConfig, request: GenerationRequest) -> None:
     count = request.max_new_tokens
     if count < 0 or (count == 0 and not request.log_probabilities):
         raise InputError(f"{count} tokens to generate is not positive; ask for at least one")
+    for token, _ in request.bias:
+        if not 0 <= token < config.vocab_size:
+            raise InputError(f"there is a bias of token {token}, and the model knows 0..{config.vocab_size - 1}")
     for number, prompt in enumerate(request.prompts, start=1):
         _check_prompt(config, prompt, count, f"prompt {number} of {len(request.prompts)}")
 
@@ -97,10 +105,14 @@ def _beam_problems(config: GPTConfig, request: GenerationRequest) -> list[str]:
     if request.beams is None:
         return []
     problems = list(request.beams.problems(config.vocab_size, len(request.stop.end_tokens)))
-    drawn = dataclasses.replace(request.sampling, no_repeat_ngram_size=0, seed=SamplingConfig.seed, greedy=False)
+    drawn = dataclasses.replace(
+        request.sampling, no_repeat_ngram_size=0, repetition_penalty=1.0, seed=SamplingConfig.seed, greedy=False
+    )
     if drawn != SamplingConfig():
         problems.append("beams draw nothing: leave out temperature, top_k and top_p, or the beams")
-    if request.log_probabilities:
+    if request.bias:
+        problems.append("beams take no bias of tokens: leave one of them out")
+    if request.log_probabilities or request.new_log_probabilities:
         problems.append("beams give scores in place of log-probabilities: ask for one of them")
     if request.stop.closing_tokens or request.stop.closing_pairs != TokenPairs():
         problems.append("beams end at an end token alone: do not stop at the end of a line, or leave the beams out")

@@ -9,7 +9,7 @@ import torch
 from megatron.core.errors import InputError
 from megatron.core.inference.prompt_batch import PromptBatch
 from megatron.core.inference.request import GenerationRequest
-from megatron.core.inference.sampling import choose_tokens, forbid_pairs, forbid_repeats
+from megatron.core.inference.sampling import add_bias, choose_tokens, forbid_pairs, forbid_repeats, penalize
 from megatron.core.inference.staged_model import StagedModel
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.tensor_parallel.random import stream_seed
@@ -101,7 +101,10 @@ class SampledBatch(PromptBatch):
             chosen[0] = torch.where(finite, 0, _NOT_FINITE)
             return
         sampling = self.request.sampling
-        allowed = forbid_pairs(logits, last, self.request.never)
+        allowed = add_bias(logits, [self.request.bias] * len(last))
+        num_new = [len(text) - len(self.request.prompts[n]) for n, text in zip(self.numbers, self.texts, strict=True)]
+        allowed = penalize(allowed, self.texts, num_new, sampling)
+        allowed = forbid_pairs(allowed, last, self.request.never)
         allowed = forbid_repeats(allowed, self.texts, sampling.no_repeat_ngram_size)
         left = allowed.isfinite().any(dim=-1)
         if not bool(left.all()):

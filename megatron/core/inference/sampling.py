@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -64,6 +65,44 @@ def repeating_tokens(text: Sequence[int], size: int) -> list[int]:
     tail = list(text[len(text) - size + 1 :])
     starts = range(len(text) - size + 1)
     return sorted({text[start + size - 1] for start in starts if list(text[start : start + size - 1]) == tail})
+
+
+def penalize(
+    logits: torch.Tensor, texts: Sequence[Sequence[int]], num_new: int | Sequence[int], sampling: SamplingConfig
+) -> torch.Tensor:
+    """Return the logits with those of tokens lowered that a row's text has already.
+
+    The repetition penalty is that of Keskar et al. 2019, https://arxiv.org/abs/1909.05858, and counts the prompt; the
+    others count the last ``num_new`` tokens of each text, which have been generated. Shapes: ``[b, v] -> [b, v]``.
+    """
+    if not sampling.has_penalty:
+        return logits
+    logits = logits.clone()
+    counts = [num_new] * len(texts) if isinstance(num_new, int) else num_new
+    for row, text, count in zip(logits, texts, counts, strict=True):
+        if sampling.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted(set(text)), device=logits.device)
+            values, factor = row[seen], sampling.repetition_penalty
+            row[seen] = torch.where(values > 0.0, values / factor, values * factor)
+        if generated := Counter(text[len(text) - count :]):
+            place = torch.tensor(list(generated), device=logits.device)
+            times = torch.tensor(list(generated.values()), device=logits.device)
+            row[place] -= sampling.presence_penalty + sampling.frequency_penalty * times
+    return logits
+
+
+def add_bias(logits: torch.Tensor, biases: Sequence[tuple[tuple[int, float], ...]]) -> torch.Tensor:
+    """Return the logits with each row's (token, addend) pairs added.
+
+    Shapes: ``[b, v] -> [b, v]``.
+    """
+    if not any(biases):
+        return logits
+    logits = logits.clone()
+    for row, bias in zip(logits, biases, strict=True):
+        for token, addend in bias:
+            row[token] += addend
+    return logits
 
 
 def token_probabilities(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:

@@ -8,6 +8,9 @@ import sys
 
 MIN_TEMPERATURE = 2.0**-126
 """The smallest normal number of float32: one below it may be 0 to a kernel."""
+MAX_REPETITION_PENALTY = 100.0
+MAX_PENALTY = 2.0
+"""The largest that OpenAI's API takes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,13 @@ class SamplingConfig:
     """Seed of the draws."""
     no_repeat_ngram_size: int = 0
     """No run of so many tokens comes twice in a text, its prompt included; 0 lets all repeat."""
+    repetition_penalty: float = 1.0
+    """Divides the logits above 0 of tokens that a text has, its prompt included, and multiplies those below; 1 changes
+    nothing."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that have been generated."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time that it has been generated."""
 
     def at_step(self, step: int) -> SamplingConfig:
         """Return how the token with this number, from 0, is chosen."""
@@ -42,6 +52,11 @@ class SamplingConfig:
         # Not down to 0, which would draw from all tokens.
         lowest = max(self.top_p_bound, sys.float_info.min)
         return dataclasses.replace(self, top_p=max(self.top_p * self.top_p_decay**step, lowest))
+
+    @property
+    def has_penalty(self) -> bool:
+        """Tell whether a token's past in its text counts."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     def problems(self) -> tuple[str, ...]:
         """Return what is wrong with the values, one line each."""
@@ -67,6 +82,14 @@ class SamplingConfig:
             found.append(f"--top-p-decay {self.top_p_decay:g} needs --top-p")
         if self.no_repeat_ngram_size < 0:
             found.append(f"--no-repeat-ngram-size {self.no_repeat_ngram_size} is negative; 0 lets all repeat")
+        if not 0.0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
+            found.append(
+                f"--repetition-penalty {self.repetition_penalty:g} is not above 0 and at most "
+                f"{MAX_REPETITION_PENALTY:g}; 1 lets all repeat"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(getattr(self, name)) <= MAX_PENALTY:
+                found.append(f"{name} {getattr(self, name):g} is not between -{MAX_PENALTY:g} and {MAX_PENALTY:g}")
         if self.seed < 0:
             found.append(f"--seed {self.seed} is negative")
         if self.greedy and (self.temperature, self.top_k, self.top_p) != (1.0, 0, 0.0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron.core.collectives import broadcast
 from megatron.core.errors import ConfigurationError
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -61,6 +62,13 @@ class StagedModel:
             return output
         self._out.send(output.contiguous())
         return None
+
+    def share(self, values: torch.Tensor, logits: torch.Tensor | None) -> None:
+        """Give every rank what the first rank of the last stage, which has ``logits``, wrote into ``values``."""
+        if logits is not None:
+            # All ranks chose from the same bytes; but a GPU's sums may differ in their last bit from rank to rank.
+            broadcast(values, self.state.tp)
+        broadcast(values, self.state.pp, source=self.state.pp.size - 1)
 
     def finish(self) -> None:
         """Wait until everything that was sent has left."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -12,11 +12,13 @@ import torch.distributed as dist
 
 from megatron.core.errors import TrainingError
 from megatron.core.flight.recorder import FlightRecorder
-from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import Continuation, GenerationRequest
+from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
+from megatron.core.inference.continuous.progress import NewToken, Progress, PromptEnded
+from megatron.core.inference.request import GenerationRequest
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
-from megatron.serving.generation_service import GenerationFailed, JobQueue, run_service
+from megatron.serving.generation_service import run_service
+from megatron.serving.job_queue import GenerationFailed, JobQueue
 from tests.harness.distributed import run_distributed
 
 GOOD, BAD, ONE_RANK_IS_BAD = 1, 2, 3
@@ -25,16 +27,36 @@ GOOD, BAD, ONE_RANK_IS_BAD = 1, 2, 3
 class Engine:
     """Stand in for a model that continues a prompt with itself, and fails at some."""
 
+    has_room = True
+    room = 1
+
     def __init__(self, tp: int) -> None:
         self.state = create_parallel_state(ParallelSizes(tp=tp))
         self.model = torch.nn.Linear(1, 1)
+        self.requests: dict[int, GenerationRequest] = {}
 
-    def generate(self, request: GenerationRequest, is_cancelled: Callable[[], bool]) -> Sequence[Continuation]:
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.requests)
+
+    def add(self, job: int, request: GenerationRequest) -> None:
+        self.requests[job] = request
+
+    def drop(self, jobs: Sequence[int]) -> None:
+        for job in jobs:
+            self.requests.pop(job, None)
+
+    def reset(self) -> None:
+        self.requests.clear()
+
+    def step(self) -> list[tuple[int, Progress]]:
         """Answer or fail."""
+        ((job, request),) = self.requests.items()
         kind = request.prompts[0][0]
         if kind == BAD or (kind == ONE_RANK_IS_BAD and dist.get_rank() == 1):
             raise RuntimeError("probability tensor contains either inf, nan or element < 0")
-        return [Continuation(tokens=list(prompt)) for prompt in request.prompts]
+        self.requests.clear()
+        return [(job, NewToken(0, kind, None)), (job, PromptEnded(0, "length"))]
 
 
 def serve(tp: int, kinds: Sequence[int]) -> list[str]:
@@ -57,7 +79,7 @@ def serve(tp: int, kinds: Sequence[int]) -> list[str]:
     if jobs is not None:
         threading.Thread(target=ask, daemon=True).start()
     try:
-        run_service(cast(InferenceEngine, cast(Any, Engine(tp))), jobs, is_asked_to_end.is_set, FlightRecorder())
+        run_service(cast(ContinuousEngine, cast(Any, Engine(tp))), jobs, is_asked_to_end.is_set, FlightRecorder())
         answers.append("ended")
     except TrainingError as error:
         answers.append(str(error))

@@ -59,6 +59,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "transformer_engine": ("megatron/core/kernels/transformer_engine.py",),
     "fsspec": ("megatron/core/files/object_store.py",),
     "s3fs": ("megatron/core/files/object_store.py",),
+    "fastapi": ("megatron/serving/openai/application.py",),
+    "uvicorn": ("megatron/serving/openai/http_server.py",),
     "jinja2": ("megatron/core/datasets/conversations/chat_template.py",),
     "triton": ("megatron/core/kernels/triton_programs/", "megatron/dry_run/pretended/triton.py"),
     # What it computes is compared with: in tests, and after a conversion where that is asked for.

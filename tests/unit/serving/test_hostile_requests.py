@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from megatron.core.inference.continuous.progress import NewToken, PromptEnded, PromptSearched
 from megatron.core.inference.request import Continuation
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.serving.generation_api import ApiTranslator, BadRequest, read_body
 from megatron.serving.generation_http import GenerationServer
+from megatron.serving.job_queue import Job
 from tests.harness.bounded import bad_cases
 from tests.harness.mutations import VALUES, mutated_json
 from tests.unit.core.inference.small_models import odd_config
@@ -50,10 +52,18 @@ def server(translator: ApiTranslator) -> Iterator[GenerationServer]:
     server.start(translator, seed=1)
 
     def answer() -> None:
+        begun: list[Job] = []
         while True:
-            job = server.jobs.next(0.1)
-            if job is not None:
-                job.finish([Continuation(tokens=[7]) for _ in job.request.prompts])
+            server.jobs.take(lambda: True, begun.append, 0.1)
+            for job in begun:
+                prompts = range(len(job.request.prompts))
+                job.listener(
+                    [each for n in prompts for each in (NewToken(n, 7, None), PromptEnded(n, "length"))]
+                    if job.request.beams is None
+                    else [PromptSearched(n, Continuation(tokens=[7])) for n in prompts]
+                )
+                server.jobs.finish([job.number])
+            begun.clear()
 
     threading.Thread(target=answer, daemon=True).start()
     yield server

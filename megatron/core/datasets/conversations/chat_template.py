@@ -74,8 +74,7 @@ class ChatTemplate:
         Raises:
             DataError: the template fails (its line is named), or its text does not show where the answers are.
         """
-        if _RESERVED.search(json.dumps([conversation.messages, conversation.tools], ensure_ascii=False)):
-            raise DataError("a message holds one of the noncharacters U+FDD0, U+FDD1 and U+FDD2; take it out")
+        _refuse_reserved(conversation)
         text = self._fill(conversation.messages, conversation)
         if self._has_marks:
             return _take_marks(text)
@@ -87,8 +86,14 @@ class ChatTemplate:
         return RenderedConversation(text, tuple(answers))
 
     def render_prompt(self, messages: Sequence[Message]) -> str:
-        """Return the text that the assistant goes on from."""
-        text = self._fill(messages, Conversation(tuple(messages)), add_generation_prompt=True)
+        """Return the text that the assistant goes on from.
+
+        Raises:
+            DataError: the template fails.
+        """
+        conversation = Conversation(tuple(messages))
+        _refuse_reserved(conversation)
+        text = self._fill(messages, conversation, add_generation_prompt=True)
         return _take_marks(text).text
 
     def _begin(self, conversation: Conversation, number: int, text: str) -> int:
@@ -134,6 +139,11 @@ class ChatTemplate:
             said = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
             raise DataError(f"{self.name}{line}: {said}") from error
         return text
+
+
+def _refuse_reserved(conversation: Conversation) -> None:
+    if _RESERVED.search(json.dumps([conversation.messages, conversation.tools], ensure_ascii=False)):
+        raise DataError("a message holds one of the noncharacters U+FDD0, U+FDD1 and U+FDD2; take it out")
 
 
 def _take_marks(text: str) -> RenderedConversation:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.conversations.chat_template import END_OF_DOCUMENT, ChatTemplate, RenderedConversation
-from megatron.core.datasets.conversations.conversation import read_conversations
+from megatron.core.datasets.conversations.conversation import Message, read_conversations
 from megatron.core.errors import DataError
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_record import PATH_ARGUMENTS
@@ -43,6 +43,15 @@ class ConversationEncoder:
             TokenizerError: a text cannot be encoded.
         """
         return [self._encode(self.template.render(conversation)) for conversation in read_conversations(line)]
+
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens that the assistant goes on from.
+
+        Raises:
+            DataError: the template fails.
+            TokenizerError: a text cannot be encoded.
+        """
+        return next(self._tokenize([self.template.render_prompt(messages)]))
 
     def describe(self) -> dict[str, str]:
         """Return what the tokens of a line depend on, as digests of the tokenizer and of the template."""

@@ -1,4 +1,4 @@
-"""Beam search and the rule against repeated n-grams give the texts and scores of transformers, at any layout."""
+"""Beam search and the rules against repetition give the texts and scores of transformers, at any layout."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
     "first ones": {"num_beams": 4, "early_stopping": True},
     "long texts": {"num_beams": 2, "length_penalty": 2.0, "early_stopping": "never", "no_repeat_ngram_size": 3},
     "greedy": {"num_beams": 1, "no_repeat_ngram_size": 1},
+    "penalized texts": {"num_beams": 3, "repetition_penalty": 1.7},
+    "penalized": {"num_beams": 1, "repetition_penalty": 1.4},
 }
 Texts = list[list[tuple[list[int], float]]]
 """Of each prompt the finished texts with their scores, the best first."""
@@ -61,11 +63,11 @@ def their_texts(model: Any, end: int, settings: dict[str, Any]) -> Texts:
 
 def request_of(end: int, settings: dict[str, Any]) -> GenerationRequest:
     rest = dict(settings)
-    size = rest.pop("no_repeat_ngram_size", 0)
+    size, penalty = rest.pop("no_repeat_ngram_size", 0), rest.pop("repetition_penalty", 1.0)
     return GenerationRequest(
         prompts=PROMPTS,
         max_new_tokens=NEW_TOKENS,
-        sampling=SamplingConfig(greedy=True, no_repeat_ngram_size=size),
+        sampling=SamplingConfig(greedy=True, no_repeat_ngram_size=size, repetition_penalty=penalty),
         stop=StopRule(end_tokens=frozenset((end,))),
         beams=BeamConfig(**rest) if rest["num_beams"] > 1 else None,
     )

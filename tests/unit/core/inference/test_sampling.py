@@ -10,6 +10,7 @@ from megatron.core.inference.sampling import (
     forbid_pairs,
     keep_top_k,
     keep_top_p,
+    penalize,
     token_probabilities,
 )
 from megatron.core.inference.sampling_config import SamplingConfig
@@ -130,3 +131,16 @@ def test_forbidden_tokens_are_minus_infinity_behind_their_first_token_only(logit
     changed = (result != before).nonzero().tolist()
     assert changed == [[0, 2], [0, 80], [2, 2], [2, 80]]
     assert torch.equal(logits, before)
+
+
+def test_penalties_count_what_each_row_has_and_leave_the_logits_alone(logits: torch.Tensor) -> None:
+    sampling = SamplingConfig(presence_penalty=0.5, frequency_penalty=0.25)
+    texts = [[1, 2, 3, 3, 7], [9], [4, 4, 4], [5, 6], [8, 8]]
+    before = logits.clone()
+    given = penalize(logits, texts, [3, 0, 3, 1, 1], sampling)
+    expected = logits.clone()
+    for row, token, times in ((0, 3, 2), (0, 7, 1), (2, 4, 3), (3, 6, 1), (4, 8, 1)):
+        expected[row, token] -= 0.5 + 0.25 * times
+    torch.testing.assert_close(given, expected)
+    assert torch.equal(logits, before)
+    assert penalize(logits, texts, 0, SamplingConfig()) is logits

@@ -1,0 +1,1 @@
+"""Requests that run together: each joins when it comes and leaves when it has ended."""

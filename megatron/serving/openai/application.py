@@ -1,0 +1,300 @@
+"""The application: which path is answered by what."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import re
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator
+from http import HTTPStatus
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+
+from megatron.core.errors import InputError
+from megatron.serving.job_queue import GenerationFailed, JobQueue, QueueFull, ServiceEnding
+from megatron.serving.openai.answer_forms import AnswerForms, usage_of
+from megatron.serving.openai.api_error import ApiError
+from megatron.serving.openai.choice_text import ChoiceText
+from megatron.serving.openai.metrics import CONTENT_TYPE, Metrics
+from megatron.serving.openai.request_fields import RequestFields, read_chat, read_completion
+from megatron.serving.openai.running_answer import ClientLeft, RunningAnswer
+from megatron.serving.openai.translator import Translated, Translator
+from megatron.serving.put_api import PutApi
+
+_CLIENT_LEFT = 499
+_SHORT_BODY = 20_000
+_OF_STREAMS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+Json = dict[str, Any]
+
+
+class Application:
+    """Answer OpenAI's requests for one model, and Megatron's PUT /api; ``log`` takes a line for each."""
+
+    def __init__(
+        self,
+        translator: Translator,
+        jobs: JobQueue,
+        put_api: PutApi,
+        model: str,
+        metrics: Metrics,
+        log: Callable[[str], None],
+    ) -> None:
+        self._translator = translator
+        self._jobs = jobs
+        self._put_api = put_api
+        self._model = model
+        self._metrics = metrics
+        self._log = log
+        self._created = int(time.time())
+        self._page = resources.files("megatron.serving.openai").joinpath("page.html").read_text(encoding="utf-8")
+        self._policy = _content_policy(self._page)
+
+    def asgi(self) -> FastAPI:
+        """Return what a server of ASGI runs."""
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        routes: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+            ("POST", "/v1/completions", self.complete),
+            ("POST", "/v1/chat/completions", self.chat),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{name:path}", self.model),
+            ("GET", "/health", self.health),
+            ("GET", "/metrics", self.metrics),
+            ("GET", "/", self.page),
+            ("PUT", "/api", self.put),
+        )
+        for method, path, endpoint in routes:
+            app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        app.add_exception_handler(ApiError, _answer_error)
+        app.add_exception_handler(HTTPStatus.NOT_FOUND, _answer_unknown)
+        app.add_exception_handler(HTTPStatus.METHOD_NOT_ALLOWED, _answer_unknown)
+        app.add_exception_handler(Exception, _answer_failure)
+        return app
+
+    async def complete(self, request: Request) -> Response:
+        """Answer /v1/completions."""
+        return await self._answer(request, read_completion(await request.body()))
+
+    async def chat(self, request: Request) -> Response:
+        """Answer /v1/chat/completions."""
+        return await self._answer(request, read_chat(await request.body()))
+
+    async def models(self) -> Json:
+        """List the one model."""
+        return {"object": "list", "data": [self._description()]}
+
+    async def model(self, name: str) -> Json:
+        """Describe the one model."""
+        self._check_model(name)
+        return self._description()
+
+    async def health(self) -> Json:
+        """Tell that requests are taken."""
+        return {"status": "ok"}
+
+    async def metrics(self) -> Response:
+        """Show what has been done."""
+        return Response(self._metrics.text(*self._jobs.counts()), media_type=CONTENT_TYPE)
+
+    async def page(self) -> Response:
+        """Show the page."""
+        headers = {"Content-Security-Policy": self._policy, "X-Content-Type-Options": "nosniff"}
+        return HTMLResponse(self._page, headers=headers)
+
+    async def put(self, request: Request) -> Response:
+        """Answer Megatron's own form."""
+        status, content, line = await asyncio.to_thread(self._put_api.answer, await request.body())
+        if line:
+            self._log(f"{_client(request)} {status.value} {line}")
+        return JSONResponse(content, status.value)
+
+    def _description(self) -> Json:
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "megatron",
+            "max_model_len": min(self._translator.max_tokens, self._translator.config.max_position_embeddings),
+        }
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._model):
+            raise ApiError(
+                404, f"there is no model {name[:200]!r} here; there is {self._model!r}", code="model_not_found"
+            )
+
+    async def _answer(self, request: Request, fields: RequestFields) -> Response:
+        self._check_model(fields.model)
+        begin = time.monotonic()
+        asked = await self._translated(request, fields)
+        answer = RunningAnswer(self._jobs, asked, self._translator.tokenizer)
+        forms = AnswerForms(
+            self._translator.tokenizer,
+            self._model,
+            is_chat=fields.is_chat,
+            num_alternatives=fields.num_alternatives,
+        )
+        is_handed_over = False
+        try:
+            with _as_api_errors():
+                answer.start(request.receive)
+                changes = answer.changes()
+                # What fails at once gets a status of its own, also where it was to be a stream.
+                first = await anext(changes)
+                self._metrics.first_tokens += 1
+                self._metrics.first_token_seconds += time.monotonic() - begin
+                if fields.stream:
+                    is_handed_over = True
+                    parts = self._stream(request, answer, forms, first, changes, begin)
+                    return StreamingResponse(parts, media_type="text/event-stream", headers=_OF_STREAMS)
+                async for _ in changes:
+                    pass
+            return JSONResponse(self._whole(answer, forms))
+        except ClientLeft:
+            self._metrics.clients_left += 1
+            return Response(status_code=_CLIENT_LEFT)
+        finally:
+            if not is_handed_over:
+                self._close(request, answer, begin)
+
+    async def _translated(self, request: Request, fields: RequestFields) -> Translated:
+        """Return what the engine is asked for; a long text is tokenized in a thread, so that others need not wait."""
+        seed = self._put_api.next_seed()
+        if len(await request.body()) <= _SHORT_BODY:
+            return self._translator.translate(fields, seed)
+        return await asyncio.to_thread(self._translator.translate, fields, seed)
+
+    def _whole(self, answer: RunningAnswer, forms: AnswerForms) -> Json:
+        """Return a whole answer, once all choices have ended."""
+        if answer.found:
+            self._write_beams(answer)
+        choices = []
+        for index, choice in enumerate(answer.choices):
+            text, tokens = choice.take()
+            choices.append(forms.choice(index, text, tokens, choice.reason))
+        return forms.whole(choices, _usage(answer))
+
+    def _write_beams(self, answer: RunningAnswer) -> None:
+        """Put the best texts of each prompt in the place of its choice."""
+        choices = []
+        for prompt, found in sorted(answer.found.items()):
+            for text in found[: answer.asked.fields.n]:
+                choice = ChoiceText(self._translator.tokenizer, answer.asked.prompts[prompt], ())
+                for token in text.tokens:
+                    choice.add(token, None)
+                choice.end("length" if text.end_token is None else "stop")
+                choices.append(choice)
+        answer.choices = choices
+
+    async def _stream(
+        self,
+        request: Request,
+        answer: RunningAnswer,
+        forms: AnswerForms,
+        first: set[int],
+        changes: AsyncIterator[set[int]],
+        begin: float,
+    ) -> AsyncIterator[bytes]:
+        """Yield the chunks of a stream, as events."""
+        silent = set(range(len(answer.choices)))
+        open_choices = set(silent)
+        has_values = answer.asked.fields.num_alternatives is not None
+        try:
+            try:
+                with _as_api_errors():
+                    changed: set[int] | None = first
+                    while changed is not None:
+                        events = []
+                        for index in sorted(changed & open_choices):
+                            choice = answer.choices[index]
+                            text, tokens = choice.take()
+                            if text or (tokens and has_values) or choice.reason is not None:
+                                is_first = index in silent
+                                silent.discard(index)
+                                events.append(forms.chunk(index, text, tokens, choice.reason, is_first=is_first))
+                            if choice.reason is not None:
+                                open_choices.discard(index)
+                        if events:
+                            yield b"".join(map(_event, events))
+                        changed = await anext(changes, None)
+            except ApiError as error:
+                yield _event(error.content())
+            else:
+                if answer.asked.fields.include_usage:
+                    yield _event(forms.usage_chunk(_usage(answer)))
+            yield b"data: [DONE]\n\n"
+        except ClientLeft:
+            self._metrics.clients_left += 1
+        finally:
+            self._close(request, answer, begin)
+
+    def _close(self, request: Request, answer: RunningAnswer, begin: float) -> None:
+        answer.close()
+        seconds = time.monotonic() - begin
+        usage = _usage(answer)
+        self._metrics.prompt_tokens += usage["prompt_tokens"]
+        self._metrics.generated_tokens += usage["completion_tokens"]
+        self._metrics.request_seconds += seconds
+        self._log(
+            f"{_client(request)} {request.url.path} {usage['prompt_tokens']} tokens of prompts, "
+            f"{usage['completion_tokens']} new tokens, {seconds:.2f} s"
+        )
+
+
+def _usage(answer: RunningAnswer) -> Json:
+    return usage_of(sum(map(len, answer.asked.prompts)), sum(choice.num_tokens for choice in answer.choices))
+
+
+def _event(content: Json) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
+
+
+def _client(request: Request) -> str:
+    return "?" if request.client is None else str(request.client.host)
+
+
+@contextlib.contextmanager
+def _as_api_errors() -> Iterator[None]:
+    """Give what the engine and the queue raise its status."""
+    try:
+        yield
+    except QueueFull as error:
+        raise ApiError(429, str(error), code="queue_full") from error
+    except ServiceEnding as error:
+        raise ApiError(503, str(error)) from error
+    except (InputError, GenerationFailed) as error:
+        raise ApiError(500, str(error)) from error
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+    return JSONResponse(error.content(), error.status, headers)
+
+
+async def _answer_unknown(request: Request, error: Exception) -> Response:
+    status = HTTPStatus(getattr(error, "status_code", HTTPStatus.NOT_FOUND))
+    said = f"{request.method} {request.url.path[:200]}: {status.phrase}; docs/serving.md lists what is answered"
+    return JSONResponse(ApiError(status, said).content(), status)
+
+
+async def _answer_failure(request: Request, error: Exception) -> Response:
+    traceback.print_exception(error)
+    return JSONResponse(ApiError(500, f"the server failed at this request: {type(error).__name__}").content(), 500)
+
+
+def _content_policy(page: str) -> str:
+    """Return what the page may do: run its own script, and talk to this server."""
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )

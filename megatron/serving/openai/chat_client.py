@@ -1,0 +1,107 @@
+"""Conversations with a server of OpenAI's API, whose answers come piece by piece."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from megatron.core.errors import InputError
+
+_TIMEOUT_S = 600.0
+_LONGEST_LINE = 2**24
+
+
+class ChatFailed(Exception):
+    """Report an answer that a server does not give, or not to its end; the conversation can go on."""
+
+
+class ChatClient:
+    """Ask one server. ``fields`` are further ones of every request, such as ``temperature``.
+
+    Raises:
+        InputError: the address is none.
+    """
+
+    def __init__(self, url: str, key: str | None, fields: Mapping[str, Any]) -> None:
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise InputError(f"--url {url} is no address: {error}; give one such as http://127.0.0.1:8000") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InputError(f"--url {url} is no address; give one such as http://127.0.0.1:8000")
+        self._url = url
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._host, self._port = parts.hostname, port
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._fields = dict(fields)
+
+    def model(self) -> str:
+        """Return the name of the first model of the server, which is asked for from now on if none is named.
+
+        Raises:
+            InputError: nobody answers there, or not as such a server does.
+        """
+        try:
+            with self._response("GET", "/v1/models", None) as response:
+                found = [str(entry["id"]) for entry in json.loads(response.read(_LONGEST_LINE))["data"]]
+        except (OSError, http.client.HTTPException) as error:
+            raise InputError(f"no server answers at {self._url}: {error}; start one with the command serve") from error
+        except ChatFailed as error:
+            raise InputError(f"the server at {self._url} refuses: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"what answers at {self._url} is no server of OpenAI's API: {error!r}") from error
+        if not found:
+            raise InputError(f"the server at {self._url} has no model")
+        name: str = self._fields.setdefault("model", found[0])
+        return name
+
+    def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
+        """Yield the pieces of the answer; whoever stops early ends it on the server too.
+
+        Raises:
+            ChatFailed: the server refuses, fails or leaves.
+        """
+        body = json.dumps({**self._fields, "messages": list(messages), "stream": True})
+        try:
+            with self._response("POST", "/v1/chat/completions", body) as response:
+                while line := response.readline(_LONGEST_LINE):
+                    if not line.startswith(b"data: "):
+                        continue
+                    data = line[len(b"data: ") :].strip()
+                    if data == b"[DONE]":
+                        return
+                    chunk = json.loads(data)
+                    if "error" in chunk:
+                        raise ChatFailed(chunk["error"]["message"])
+                    for choice in chunk["choices"]:
+                        yield choice["delta"].get("content") or ""
+        except (OSError, http.client.HTTPException) as error:
+            raise ChatFailed(f"the server at {self._url} left: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ChatFailed(f"the server at {self._url} says what cannot be read: {error!r}") from error
+        raise ChatFailed(f"the server at {self._url} left before the end of the answer")
+
+    @contextlib.contextmanager
+    def _response(self, method: str, path: str, body: str | None) -> Iterator[http.client.HTTPResponse]:
+        connection = self._kind(self._host, self._port, timeout=_TIMEOUT_S)
+        with contextlib.closing(connection):
+            connection.request(method, self._path + path, body, self._headers)
+            response = connection.getresponse()
+            if response.status != http.client.OK:
+                raise ChatFailed(_reason(response))
+            yield response
+
+
+def _reason(response: http.client.HTTPResponse) -> str:
+    text = response.read(_LONGEST_LINE).decode(errors="replace")
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        text = str(json.loads(text)["error"]["message"])
+    return f"status {response.status}: {text[:500]}"

@@ -1,0 +1,134 @@
+"""What stands before the application: the key, and limits on bodies, on their time, and on requests at once."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.serving.openai.api_error import ApiError
+from megatron.serving.openai.metrics import Metrics
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = ("/", "/health")
+"""What is shown without a key."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Hold what a server takes at most."""
+
+    body_bytes: int = 16 * 1024 * 1024
+    body_seconds: float = 30.0
+    requests: int = 512
+
+
+class Guard:
+    """Refuse requests without the key, too many at once, and bodies that are too long or come too slowly.
+
+    The application is given the body whole.
+    """
+
+    def __init__(self, application: Application, limits: Limits, api_key: str | None, metrics: Metrics) -> None:
+        self._application = application
+        self._limits = limits
+        self._key = None if api_key is None else f"Bearer {api_key}".encode()
+        self._num_requests = 0
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request pass, or answer it."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._application(scope, receive, send)
+            return
+        send = self._counting(send)
+        if self._num_requests >= self._limits.requests:
+            await _refuse(send, ApiError(503, f"{self._limits.requests} requests are open already; try again later"))
+            return
+        self._num_requests += 1
+        try:
+            self._check_key(scope)
+            body = await self._body(scope, receive)
+        except ApiError as error:
+            await _refuse(send, error)
+        else:
+            if body is not None:
+                await self._application(scope, _replay(body, receive), send)
+        finally:
+            self._num_requests -= 1
+
+    def _counting(self, send: Send) -> Send:
+        async def count(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.requests[message["status"]] += 1
+            await send(message)
+
+        return count
+
+    def _check_key(self, scope: Scope) -> None:
+        if self._key is None or scope["path"] in OPEN_PATHS:
+            return
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) != 1 or not hmac.compare_digest(given[0], self._key):
+            raise ApiError(401, "the key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key")
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """Return the whole body, or None where the client leaves in the middle of it."""
+        most = self._limits.body_bytes
+        lengths = [value for name, value in scope["headers"] if name == b"content-length"]
+        if lengths and (len(lengths[0]) > 20 or int(lengths[0]) > most):
+            raise ApiError(413, f"the body has {lengths[0][:20].decode()} bytes; at most {most} are taken")
+        try:
+            return await asyncio.wait_for(_read(receive, most), self._limits.body_seconds)
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"the body did not come within {self._limits.body_seconds:g} s") from None
+
+
+async def _read(receive: Receive, most: int) -> bytes | None:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if len(body) > most:
+            raise ApiError(413, f"the body has more than {most} bytes; at most these are taken")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return what gives the body once, and then what comes after it."""
+    is_given = False
+
+    async def again() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+async def _refuse(send: Send, error: ApiError) -> None:
+    body = json.dumps(error.content()).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        # What is left of a body must not be taken for the next request.
+        (b"connection", b"close"),
+    ]
+    if error.status in (429, 503):
+        headers.append((b"retry-after", b"1"))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,50 @@
+"""Conversations with a model in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from megatron.core.errors import InputError
+from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
+from megatron.core.inference.continuous.progress import NewToken, PromptEnded, PromptFailed
+from megatron.serving.openai.api_error import ApiError
+from megatron.serving.openai.chat_client import ChatFailed
+from megatron.serving.openai.request_fields import RequestFields
+from megatron.serving.openai.translator import Translator
+
+
+class LocalChat:
+    """Answer with one model; ``fields`` are those of every request, ``seed`` is that of the first answer."""
+
+    def __init__(self, engine: ContinuousEngine, translator: Translator, fields: Mapping[str, object]) -> None:
+        self._engine = engine
+        self._translator = translator
+        self._fields = fields
+
+    def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
+        """Yield the pieces of the answer.
+
+        Raises:
+            ChatFailed: the model cannot answer.
+        """
+        try:
+            fields = RequestFields(messages=tuple(messages), **self._fields)  # type: ignore[arg-type]
+            asked = self._translator.translate(fields, default_seed=len(messages))
+        except ApiError as error:
+            raise ChatFailed(str(error)) from error
+        (text,) = asked.choice_texts(self._translator.tokenizer)
+        self._engine.add(0, asked.request)
+        try:
+            while text.reason is None:
+                for _, happened in self._engine.step():
+                    if isinstance(happened, PromptFailed):
+                        raise ChatFailed(str(happened.error))
+                    if isinstance(happened, NewToken):
+                        text.add(happened.token, None)
+                    elif isinstance(happened, PromptEnded):
+                        text.end(happened.reason)
+                yield text.take()[0]
+        except InputError as error:
+            raise ChatFailed(str(error)) from error
+        finally:
+            self._engine.drop([0])

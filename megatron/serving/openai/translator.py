@@ -1,0 +1,178 @@
+"""From the fields of a request to what the engine is asked for: tokens, the choice of the next one, and ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections.abc import Sequence
+
+from megatron.core.datasets.conversations.chat_template import END_OF_DOCUMENT, ChatTemplate
+from megatron.core.datasets.conversations.conversation import ASSISTANT, Conversation
+from megatron.core.datasets.conversations.conversation_encoder import ConversationEncoder
+from megatron.core.errors import DataError, InputError
+from megatron.core.inference.beam_config import BeamConfig
+from megatron.core.inference.request import GenerationRequest, StopRule, check_request
+from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.serving.openai.api_error import ApiError
+from megatron.serving.openai.choice_text import ChoiceText
+from megatron.serving.openai.request_fields import Message, Prompt, RequestFields
+
+_MARK = "marked text of an answer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Translated:
+    """Hold what the engine is asked for, each prompt ``n`` times in a row, and the stops looked for in texts."""
+
+    request: GenerationRequest
+    fields: RequestFields
+    prompts: tuple[tuple[int, ...], ...]
+    stops: tuple[str, ...]
+
+    def choice_texts(self, tokenizer: Tokenizer) -> list[ChoiceText]:
+        """Return an empty text for every prompt of the request to the engine."""
+        return [ChoiceText(tokenizer, prompt, self.stops) for prompt in self.request.prompts]
+
+
+class Translator:
+    """Translate requests for one model; safe in several threads.
+
+    ``template`` is None where the model has no chat template; ``why_no_template`` says what to do then. ``max_tokens``
+    limits a prompt with the tokens behind it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        config: GPTConfig,
+        max_tokens: int,
+        template: ChatTemplate | None,
+        why_no_template: str = "",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.config = config
+        self.max_tokens = max_tokens
+        self.template = template
+        self._why_no_template = why_no_template
+        self._encoder = None if template is None else ConversationEncoder(tokenizer, template)
+        self._lock = threading.Lock()
+        self._ends = frozenset() if tokenizer.eod_id is None else frozenset((tokenizer.eod_id,))
+        self._chat_end, self._chat_stop = (None, None) if template is None else self._end_of_answers(template)
+
+    def translate(self, fields: RequestFields, default_seed: int) -> Translated:
+        """Return what the engine is asked for.
+
+        Raises:
+            ApiError: the model or the tokenizer cannot do it.
+        """
+        with self._lock:
+            try:
+                prompts = (
+                    (self._conversation(fields.messages),)
+                    if fields.is_chat
+                    else tuple(self._tokens(prompt) for prompt in fields.prompts)
+                )
+                max_new = self._max_new(fields, max(map(len, prompts)))
+                request = self._request(fields, prompts, max_new, default_seed)
+                check_request(self.config, request)
+            except InputError as error:
+                raise ApiError(400, "; ".join(str(error).splitlines())) from error
+        stops = fields.stop
+        if fields.is_chat and self._chat_stop is not None and not fields.ignore_eos:
+            stops = (*stops, self._chat_stop)
+        return Translated(request, fields, prompts, stops)
+
+    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return prompt
+        ids = tuple(self.tokenizer.tokenize(prompt)) if prompt else ()
+        if not ids and self.tokenizer.eod_id is not None:
+            # A text of nothing begins as a document does.
+            return (self.tokenizer.eod_id,)
+        return ids
+
+    def _conversation(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        if self._encoder is None:
+            raise ApiError(400, self._why_no_template)
+        return tuple(self._encoder.encode_prompt(messages))
+
+    def _max_new(self, fields: RequestFields, longest: int) -> int:
+        """Return how many tokens may follow; refuse a text that is longer than what is taken."""
+        limit = self.max_tokens
+        if fields.max_tokens is None:
+            context = min(limit, self.config.max_position_embeddings)
+            return max(context - longest, 1)
+        if longest + fields.max_tokens > limit:
+            raise ApiError(
+                400,
+                f"a prompt of {longest} tokens with {fields.max_tokens} behind it is {longest + fields.max_tokens} "
+                f"tokens; at most {limit} are taken: shorten it, lower max_tokens, or start the server with a larger "
+                "--max-tokens-to-oom",
+                code="context_length_exceeded",
+            )
+        return fields.max_tokens
+
+    def _request(
+        self, fields: RequestFields, prompts: tuple[tuple[int, ...], ...], max_new: int, default_seed: int
+    ) -> GenerationRequest:
+        ends = self._ends
+        if fields.is_chat and self._chat_end is not None:
+            ends |= {self._chat_end}
+        has_beams = fields.num_beams > 1
+        has_values = fields.num_alternatives is not None
+        return GenerationRequest(
+            prompts=prompts if has_beams else tuple(prompt for prompt in prompts for _ in range(fields.n)),
+            max_new_tokens=max_new,
+            sampling=_sampling(fields, default_seed),
+            stop=StopRule(end_tokens=frozenset() if fields.ignore_eos else ends),
+            bias=fields.bias,
+            log_probabilities=has_values and fields.echo,
+            new_log_probabilities=has_values,
+            num_alternatives=min(fields.num_alternatives or 0, self.config.vocab_size),
+            beams=BeamConfig(
+                num_beams=fields.num_beams,
+                length_penalty=float(fields.length_penalty),
+                early_stopping=fields.early_stopping,
+            )
+            if has_beams
+            else None,
+        )
+
+    def _end_of_answers(self, template: ChatTemplate) -> tuple[int | None, str | None]:
+        """Return the token, or else the text, by which a template ends an answer; neither where it has no such end."""
+        messages = ({"role": "user", "content": "text"}, {"role": ASSISTANT, "content": _MARK})
+        try:
+            text = template.render(Conversation(messages)).text
+        except DataError:  # some want other roles, or tell at each request what they want
+            return None, None
+        end = text.rpartition(_MARK)[2].strip()
+        if END_OF_DOCUMENT in end:
+            return None, None
+        try:
+            ids = self.tokenizer.tokenize(end)[len(self.tokenizer.tokenize("")) :] if end else []
+        except InputError:
+            return None, None
+        return (ids[0], None) if len(ids) == 1 else (None, end or None)
+
+
+def _sampling(fields: RequestFields, default_seed: int) -> SamplingConfig:
+    if fields.num_beams > 1:
+        return SamplingConfig(
+            no_repeat_ngram_size=fields.no_repeat_ngram_size, repetition_penalty=float(fields.repetition_penalty)
+        )
+    greedy = fields.temperature == 0.0 or fields.top_k == 1
+    return SamplingConfig(
+        greedy=greedy,
+        temperature=1.0 if greedy else float(fields.temperature),
+        top_k=0 if greedy else max(fields.top_k, 0),
+        # 0 keeps the likeliest token; the configuration's own 0 keeps all.
+        top_p=0.0 if greedy or fields.top_p == 1.0 else max(float(fields.top_p), sys.float_info.min),
+        seed=default_seed if fields.seed is None else fields.seed % 2**63,
+        no_repeat_ngram_size=fields.no_repeat_ngram_size,
+        repetition_penalty=float(fields.repetition_penalty),
+        presence_penalty=float(fields.presence_penalty),
+        frequency_penalty=float(fields.frequency_penalty),
+    )

@@ -1,0 +1,182 @@
+"""Requests that run together give what each gives alone, whenever they come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from megatron.core.device import Device
+from megatron.core.errors import InputError
+from megatron.core.inference.beam_config import BeamConfig
+from megatron.core.inference.continuous import running_batch
+from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
+from megatron.core.inference.continuous.gathered_answer import GatheredAnswer
+from megatron.core.inference.continuous.progress import NewToken, PromptFailed, PromptSeen
+from megatron.core.inference.engine import InferenceEngine
+from megatron.core.inference.request import Continuation, GenerationRequest, StopRule, TokenPairs
+from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.tensor_parallel.random import RngStreams
+from megatron.verification.cells import BASE_FLAGS, FAMILY_SHAPES, SHAPES
+from megatron.verification.run_cell import resolve_cell
+from tests.unit.core.inference.small_models import build, odd_config, whole_logits
+
+ALONE = describe_parallel_state(0, 1)
+GREEDY = SamplingConfig(greedy=True)
+REQUESTS = (
+    GenerationRequest(prompts=((3, 1, 4), (15, 92, 6, 53, 58)), max_new_tokens=9, sampling=GREEDY),
+    GenerationRequest(prompts=((9,),), max_new_tokens=20, sampling=SamplingConfig(temperature=1.7, seed=5)),
+    GenerationRequest(prompts=((79, 32, 38, 46, 2, 6, 43, 38),), max_new_tokens=4, log_probabilities=True),
+    GenerationRequest(prompts=((3, 1, 4), (9,), (9,)), max_new_tokens=12, sampling=SamplingConfig(top_k=60, top_p=0.9)),
+    GenerationRequest(prompts=((7, 8),), max_new_tokens=0, log_probabilities=True),
+    GenerationRequest(
+        prompts=((5, 5, 5),),
+        max_new_tokens=14,
+        sampling=SamplingConfig(top_p=0.9, top_p_decay=0.9, no_repeat_ngram_size=2, repetition_penalty=1.3),
+        never=TokenPairs(first=frozenset(range(101)), second=frozenset((3, 4, 5))),
+        bias=((17, 2.5), (18, -100.0)),
+    ),
+    GenerationRequest(
+        prompts=((11, 12),),
+        max_new_tokens=10,
+        sampling=SamplingConfig(no_repeat_ngram_size=2, repetition_penalty=1.2),
+        beams=BeamConfig(num_beams=3),
+    ),
+    GenerationRequest(
+        prompts=((2, 71), (8,)),
+        max_new_tokens=15,
+        sampling=SamplingConfig(temperature=2.0, presence_penalty=1.0, frequency_penalty=0.7, seed=9),
+        stop=StopRule(end_tokens=frozenset(range(50)), closing_tokens=frozenset(range(50, 60))),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> InferenceEngine:
+    return InferenceEngine(build(odd_config(), ALONE.tp), ALONE)
+
+
+def run_together(
+    engine: InferenceEngine, requests: Mapping[int, GenerationRequest], max_rows: int, max_tokens: int = 10_000
+) -> dict[int, list[Continuation]]:
+    """Add each request before the step of its number, and step until all have ended."""
+    continuous = ContinuousEngine(engine, max_rows, max_tokens)
+    answers = {step: GatheredAnswer(request) for step, request in requests.items()}
+    for step in range(1000):
+        if step in requests:
+            continuous.add(step, requests[step])
+        for job, happened in continuous.step():
+            answers[job].add(happened)
+        if all(answer.is_whole for answer in answers.values()):
+            break
+    assert not continuous.is_busy
+    return {step: answer.continuations() for step, answer in answers.items()}
+
+
+def check_equal(found: list[Continuation], expected: list[Continuation]) -> None:
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.log_probabilities == (other.log_probabilities and pytest.approx(other.log_probabilities, abs=1e-12))
+        assert [text.tokens for text in one.hypotheses] == [text.tokens for text in other.hypotheses]
+
+
+@pytest.mark.parametrize(("max_rows", "max_tokens", "pause"), [(16, 10_000, 1), (3, 10_000, 2), (4, 50, 1)])
+def test_requests_that_come_one_after_the_other_give_what_each_gives_alone(
+    engine: InferenceEngine, max_rows: int, max_tokens: int, pause: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So few that the prompts are shown in parts, and some of them together.
+    monkeypatch.setattr(running_batch, "_PROMPT_TOKENS_AT_ONCE", 6)
+    monkeypatch.setattr(running_batch, "_SCORED_TOKENS_AT_ONCE", 3)
+    found = run_together(engine, {pause * n: request for n, request in enumerate(REQUESTS)}, max_rows, max_tokens)
+    for number, request in enumerate(REQUESTS):
+        check_equal(found[pause * number], engine.generate(request))
+
+
+@pytest.mark.parametrize("shape", FAMILY_SHAPES)
+def test_rows_of_unequal_length_change_no_probability_of_a_family(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running_batch, "_SCORED_TOKENS_AT_ONCE", 4)
+    config = resolve_cell((*BASE_FLAGS, *SHAPES[shape]), 1, "float64").model
+    model = GPTModel(config, ALONE.tp, RngStreams(Device("cpu"), 1, ALONE.place), seed=3)
+    # Longer and shorter than the window of 5.
+    prompts = ((1, 2, 3), (5, 6, 7, 8, 9, 10, 11, 12, 13), (4,))
+    requests = {
+        2 * n: GenerationRequest(prompts=(prompt,), max_new_tokens=10, log_probabilities=True)
+        for n, prompt in enumerate(prompts)
+    }
+    found = run_together(InferenceEngine(model, ALONE), requests, max_rows=4)
+    for step, request in requests.items():
+        text = torch.tensor([[*request.prompts[0], *found[step][0].tokens]])
+        logits = whole_logits(model, text)[:-1, 0, : config.vocab_size]
+        expected = logits.log_softmax(dim=-1).gather(1, text[0, 1:, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(found[step][0].log_probabilities, dtype=torch.float64), expected)
+
+
+def test_alternatives_are_the_likeliest_tokens_and_hold_the_chosen_ones_value(engine: InferenceEngine) -> None:
+    request = GenerationRequest(
+        prompts=((3, 1, 4, 1),), max_new_tokens=2, sampling=GREEDY, log_probabilities=True, num_alternatives=2
+    )
+    continuous = ContinuousEngine(engine, 4, 1000)
+    continuous.add(0, request)
+    continuous.add(1, GenerationRequest(prompts=((5,),), max_new_tokens=2, new_log_probabilities=True))
+    news = [*continuous.step(), *continuous.step()]
+    assert [happened.value.alternatives for job, happened in news if job == 1 and isinstance(happened, NewToken)] == [
+        (),
+        (),
+    ]
+    values = [value for job, seen in news if job == 0 and isinstance(seen, PromptSeen) for value in seen.values]
+    new = [happened for job, happened in news if job == 0 and isinstance(happened, NewToken)]
+    text = torch.tensor([[3, 1, 4, 1, *(each.token for each in new)]])
+    known = whole_logits(engine.model, text)[:-1, 0, :101].log_softmax(-1)
+    for value, expected, token in zip([*values, *(each.value for each in new)], known, text[0, 1:], strict=True):
+        best = expected.topk(2)
+        assert [token for token, _ in value.alternatives] == best.indices.tolist()
+        assert [number for _, number in value.alternatives] == pytest.approx(best.values.tolist())
+        assert value.log_probability == pytest.approx(float(expected[token]))
+    # Bit by bit: whoever asks whether a token was the likeliest compares the two numbers.
+    assert [each.value.log_probability for each in new] == [each.value.alternatives[0][1] for each in new]
+
+
+def test_who_leaves_is_gone_at_the_next_step_and_disturbs_nobody(engine: InferenceEngine) -> None:
+    expected = engine.generate(REQUESTS[1])
+    continuous = ContinuousEngine(engine, 21, 10_000)
+    for job in range(20):
+        continuous.add(job, GenerationRequest(prompts=((job,),), max_new_tokens=30, sampling=GREEDY))
+    for _ in range(5):
+        continuous.step()
+    assert continuous.num_rows == 20
+    continuous.drop(range(20))
+    assert continuous.num_rows == 0
+    continuous.add(20, REQUESTS[1])
+    answer = GatheredAnswer(REQUESTS[1])
+    for num_steps in range(1, 100):
+        for job, happened in continuous.step():
+            assert job == 20
+            answer.add(happened)
+        if num_steps == 1:
+            assert len(answer.continuations()[0].tokens) == 1
+        if answer.is_whole:
+            break
+    check_equal(answer.continuations(), expected)
+
+
+def test_a_row_that_is_not_finite_fails_alone(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = engine.staged.forward
+
+    def spoil(tokens: torch.Tensor, *rest: torch.Tensor, **options: bool) -> torch.Tensor | None:
+        logits = forward(tokens, *rest, **options)
+        logits[:, (tokens == 13).any(dim=1)] = torch.nan
+        return logits
+
+    monkeypatch.setattr(engine.staged, "forward", spoil)
+    continuous = ContinuousEngine(engine, 4, 1000)
+    continuous.add(0, GenerationRequest(prompts=((12, 13),), max_new_tokens=5, sampling=GREEDY))
+    continuous.add(1, GenerationRequest(prompts=((12, 14),), max_new_tokens=1, sampling=GREEDY))
+    news = continuous.step()
+    (failed,) = [happened for job, happened in news if job == 0 and isinstance(happened, PromptFailed)]
+    assert isinstance(failed.error, InputError)
+    assert "not finite at position 1" in str(failed.error)
+    assert len([job for job, happened in news if job == 1 and isinstance(happened, NewToken)]) == 1
+    assert not continuous.is_busy
