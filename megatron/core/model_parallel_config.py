@@ -21,7 +21,7 @@ class ModelParallelConfig(Config, in_args=True):
     """Number of pipeline stages over which the layers are spread."""
     context_parallel_size: int = flag(1, role="layout", bounds=POSITIVE)
     """Number of processes over which each sequence is split."""
-    expert_model_parallel_size: int = flag(1, role="layout", bounds=POSITIVE)
+    expert_model_parallel_size: int = flag(1, role="layout", bounds=POSITIVE, needs="num_experts")
     """Number of processes over which the experts of a layer are spread; they may be data-, context- and tensor-parallel
     ranks of one another."""
     expert_tensor_parallel_size: int | None = flag(None, role="layout", bounds=POSITIVE, needs="num_experts")
