@@ -120,14 +120,13 @@ class MainGrad:
         if not self._defer(self._add_grouped_matmul_now, grad, x, counts, library):
             self._add_grouped_matmul_now(grad, x, counts, library)
 
-    def _add_grouped_matmul_now(
-        self, grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int], library: str
-    ) -> None:
+    def _add_grouped_matmul_now(self, grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int], library: str) -> None:
         if grad.is_cuda:
             self._add_now(grouped_gradient(grad, x, counts, library))
             return
         self._begin()
-        for total, left, right in zip(self.tensor, grad.split(list(counts)), x.split(list(counts))):
+        sizes = list(counts)
+        for total, left, right in zip(self.tensor, grad.split_with_sizes(sizes), x.split_with_sizes(sizes)):
             if not len(left):
                 if self.is_empty:
                     total.zero_()

@@ -48,8 +48,8 @@ class ParallelSizes:
 
     Neighbouring ranks share a tensor-parallel group. One copy of the model takes ``pp * cp * tp`` ranks.
 
-    Experts have a factorisation of their own of a stage's ``dp * cp * tp`` ranks: ``ep`` of them hold different experts,
-    and ``etp`` cut each of these (None: as many as ``tp``). What is left are replicas of experts.
+    Experts have a factorisation of their own of a stage's ``dp * cp * tp`` ranks: ``ep`` of them hold different
+    experts, and ``etp`` cut each of these (None: as many as ``tp``). What is left are replicas of experts.
     """
 
     pp: int = 1

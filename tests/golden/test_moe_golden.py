@@ -32,11 +32,15 @@ def moe_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of our configuration that a reference model is of."""
     shape = config["transformer_config"]
     given = {name: value for name, value in shape.items() if name.startswith("moe_") and name != "moe_grouped_gemm"}
-    return model_settings(config) | given | {
-        "num_experts": shape["num_moe_experts"],
-        "moe_router_load_balancing_type": (shape["moe_router_load_balancing_type"],),
-        "moe_aux_loss_coeff": (shape["moe_aux_loss_coeff"],),
-    }
+    return (
+        model_settings(config)
+        | given
+        | {
+            "num_experts": shape["num_moe_experts"],
+            "moe_router_load_balancing_type": (shape["moe_router_load_balancing_type"],),
+            "moe_aux_loss_coeff": (shape["moe_aux_loss_coeff"],),
+        }
+    )
 
 
 def reference_tensor(reference: Any, kind: str, spec: ParamSpec) -> np.ndarray:

@@ -29,8 +29,8 @@ _DTYPES: tuple[torch.dtype, ...] = (
 class TensorDescription:
     """Say which boxes of a global tensor one rank holds; it carries no values and travels between ranks.
 
-    ``is_owner`` is False for a copy that another rank of the same model replica saves. ``is_expert`` says whose replicas
-    hold equal boxes (see `ParamSpec`).
+    ``is_owner`` is False for a copy that another rank of the same model replica saves. ``is_expert`` says whose
+    replicas hold equal boxes (see `ParamSpec`).
     """
 
     name: str

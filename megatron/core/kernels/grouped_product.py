@@ -26,15 +26,13 @@ def grouped_product(
         result: torch.Tensor = torch._grouped_mm(x, weight.transpose(1, 2), offs=_ends(counts, x.device))
         return result
     output = x.new_empty(len(x), weight.shape[1])
-    for rows, into, of_group in zip(x.split(list(counts)), output.split(list(counts)), weight):
+    for rows, into, of_group in zip(x.split_with_sizes(list(counts)), output.split_with_sizes(list(counts)), weight):
         if len(rows):
             linear_into(into, rows, of_group, library=library)
     return output
 
 
-def grouped_gradient(
-    grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int], library: str = "auto"
-) -> torch.Tensor:
+def grouped_gradient(grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int], library: str = "auto") -> torch.Tensor:
     """Return ``grad[group].T @ x[group]``: the gradient of the weight of `grouped_product`.
 
     Shapes: ``grad: [n, out]``, ``x: [n, in]``, counts that sum to n ``-> [groups, out, in]``.
@@ -43,7 +41,7 @@ def grouped_gradient(
         result: torch.Tensor = torch._grouped_mm(grad.t(), x, offs=_ends(counts, x.device))
         return result
     total = x.new_empty(len(counts), grad.shape[1], x.shape[1])
-    for into, rows, of_group in zip(total, grad.split(list(counts)), x.split(list(counts))):
+    for into, rows, of_group in zip(total, grad.split_with_sizes(list(counts)), x.split_with_sizes(list(counts))):
         if len(rows):
             into.copy_(product(rows.t(), of_group, library))
         else:

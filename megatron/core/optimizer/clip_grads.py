@@ -15,7 +15,6 @@ from megatron.core.distributed.param_and_grad_buffer import GradSegment, ParamAn
 from megatron.core.distributed.param_layout import PARAM_ALIGNMENT, parts_of_range
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import arithmetic_dtype
-from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, spec_of
 from megatron.core.timers import Timers
 

@@ -67,6 +67,18 @@ class LoadReport:
     shares: tuple[tuple[float, ...], ...]
     dropped: float
 
+    def by_layer(self) -> dict[str, list[float]]:
+        """Return the shares of each layer, by its number from 1."""
+        return {str(layer + 1): list(shares) for layer, shares in zip(self.layers, self.shares)}
+
+    def scalars(self) -> dict[str, float | None]:
+        """Return each expert's share by its TensorBoard tag."""
+        return {
+            f"expert-load/layer-{layer + 1}/expert-{expert}": share
+            for layer, shares in zip(self.layers, self.shares)
+            for expert, share in enumerate(shares)
+        }
+
     def numbers(self) -> dict[str, float]:
         """Return what is reported of it as plain numbers by name."""
         flat = [share for shares in self.shares for share in shares]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megatron.core.transformer.mlp import ACTIVATIONS
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import Box, ParamSpec, Piece
 from megatron.core.tensor_parallel.layers import make_parameter
+from megatron.core.transformer.mlp import ACTIVATIONS
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.grouped_linear import grouped_linear
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -64,9 +64,7 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Return the products; ``counts`` are the rows of each of this rank's experts."""
-        return grouped_linear(
-            x, self.weight, self.bias, counts, adds_bias=self.adds_bias, library=self.product_library
-        )
+        return grouped_linear(x, self.weight, self.bias, counts, adds_bias=self.adds_bias, library=self.product_library)
 
 
 class GroupedExperts(nn.Module):

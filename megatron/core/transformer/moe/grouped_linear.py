@@ -29,7 +29,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.bias_receiver = None if bias is None else Receiver.of(bias)
         output = grouped_product(x, weight, counts, library)
         if bias is not None and adds_bias:
-            for group, of_group in zip(output.split(counts), bias):
+            for group, of_group in zip(output.split_with_sizes(counts), bias):
                 group += of_group
         return output
 
@@ -45,7 +45,9 @@ class _GroupedLinear(torch.autograd.Function):
             ctx.main_grad.add_grouped_matmul(grad, x, counts, library)
         elif needs_weight_grad:
             weight_grad = grouped_gradient(grad, x, counts, library)
-        bias_grad = torch.stack([rows.sum(dim=0) for rows in grad.split(counts)]) if needs_bias_grad else None
+        bias_grad = None
+        if needs_bias_grad:
+            bias_grad = torch.stack([rows.sum(dim=0) for rows in grad.split_with_sizes(counts)])
         return x_grad, weight_grad, bias_grad, None, None, None
 
 

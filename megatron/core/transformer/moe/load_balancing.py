@@ -52,7 +52,7 @@ def router_losses(
     Shapes: ``logits: [n, experts]``, ``sequences: [n]``.
     """
     kinds = config.moe_aux_losses
-    losses = []
+    losses: list[AuxiliaryLoss] = []
     if kinds:
         losses += _balancing_losses(logits, sequences, batch_size, num_tokens, config, groups, tally)
     if config.moe_z_loss_coeff:

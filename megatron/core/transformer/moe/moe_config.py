@@ -17,7 +17,7 @@ class MoEConfig(Config, in_args=True):
     num_experts: int | None = flag(None, role="shape", bounds=POSITIVE)
     """Number of experts of a layer; by default every feed-forward is dense."""
     moe_layer_freq: str = flag("1", metavar="N", role="shape", needs="num_experts", seen_as="moe_layers")
-    """Which layers have experts: every Nth beginning with the first, or a list with a 1 or 0 for each: ([0]+[1]*3)*4."""
+    """Which layers have experts: every Nth from the first on, or a list with a 1 or 0 for each: ([0]+[1]*3)*4."""
     moe_ffn_hidden_size: int = flag(0, role="shape", bounds=NOT_NEGATIVE, needs="num_experts")
     """Width of one expert; by default that of a dense feed-forward layer."""
     moe_shared_expert_intermediate_size: int | None = flag(None, role="shape", bounds=POSITIVE, needs="num_experts")
@@ -74,9 +74,7 @@ class MoEConfig(Config, in_args=True):
         "probs", choices=("probs", "position"), role="meaning", needs="moe_expert_capacity_factor"
     )
     """Which tokens a full expert keeps: those with the largest weights, or the first."""
-    moe_pad_expert_input_to_capacity: bool = flag(
-        False, role="run", needs="moe_expert_capacity_factor", in_args=False
-    )
+    moe_pad_expert_input_to_capacity: bool = flag(False, role="run", needs="moe_expert_capacity_factor", in_args=False)
     """Give every expert as many rows as its capacity, some of them empty."""
     moe_token_dispatcher_type: str = flag(
         "allgather",

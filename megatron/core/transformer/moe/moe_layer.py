@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.layer_output import LayerOutput
+from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
@@ -17,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.exchange import gather_copies
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
+from megatron.core.transformer.moe.expert_load import ExpertLoads
 from megatron.core.transformer.moe.experts import GroupedExperts
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.routing import expert_capacity
@@ -122,3 +125,17 @@ class MoELayer(nn.Module):
 
 def _nothing() -> None:
     """Do nothing while tokens travel."""
+
+
+def loads_of(models: Sequence[nn.Module], config: TransformerConfig, state: ParallelState) -> ExpertLoads | None:
+    """Return what counts the load of a model's experts, of which this rank has some; None where it has no experts."""
+    layers = [number for number, has_experts in enumerate(config.moe_layers) if has_experts]
+    if not layers:
+        return None
+    routers = {
+        int(name.split(".")[name.split(".").index("layers") + 1]): module.router
+        for model in models
+        for name, module in model.named_modules()
+        if isinstance(module, MoELayer)
+    }
+    return ExpertLoads(dict(routers), layers, config, state)

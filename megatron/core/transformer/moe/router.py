@@ -105,10 +105,11 @@ class TopKRouter(BiasedRouter):
         if num_empty:
             indices = F.pad(indices, (0, 0, 0, num_empty), value=self.num_experts)
             weights, positions = F.pad(weights, (0, 0, 0, num_empty)), F.pad(positions, (0, num_empty), value=-1)
-        everything: tuple[torch.Tensor, ...] = (indices, weights, positions)
         for group in (self.groups.tp, self.groups.cp):
-            everything = tuple(all_gather_first_dim(tensor, group) for tensor in everything)
+            indices, weights, positions = (
+                all_gather_first_dim(tensor, group) for tensor in (indices, weights, positions)
+            )
         policy = self.config.moe_token_drop_policy
-        is_kept = kept_choices(*everything, self.num_experts + 1, capacity, policy)
+        is_kept = kept_choices(indices, weights, positions, self.num_experts + 1, capacity, policy)
         first = (self.groups.cp.rank * self.groups.tp.size + self.groups.tp.rank) * rows.num_rows
         return is_kept[first : first + rows.num_real]

@@ -58,8 +58,8 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
     is_softmax = model.moe_router_score_function == "softmax"
     if topk == 1 and is_softmax and not model.moe_router_pre_softmax:
         yield (
-            "--moe-router-topk 1: a softmax over one expert is 1 whatever its logit, and the router learns nothing; add "
-            "--moe-router-pre-softmax"
+            "--moe-router-topk 1: a softmax over one expert is 1 whatever its logit, and the router learns nothing; "
+            "add --moe-router-pre-softmax"
         )
     if model.moe_router_enable_expert_bias and is_softmax:
         yield (
@@ -72,15 +72,18 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
     if experts % groups:
         yield (
             f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}; "
-            f"numbers of groups that work: {divisors(experts, 64)}"
+            f"groups that work: {divisors(experts, 64)}"
         )
     elif group_topk > groups:
-        yield f"--moe-router-group-topk {group_topk} is greater than --moe-router-num-groups {groups}; give up to {groups}"
+        yield (
+            f"--moe-router-group-topk {group_topk} is greater than --moe-router-num-groups {groups}; values from 1 to "
+            f"{groups} work"
+        )
     elif topk % group_topk or topk // group_topk > experts // groups:
         works = [n for n in range(1, groups + 1) if topk % n == 0 and topk // n <= experts // groups]
         yield (
-            f"--moe-router-topk {topk} experts cannot be spread evenly over --moe-router-group-topk {group_topk} groups "
-            f"of {experts // groups} experts; numbers of groups that work: {', '.join(map(str, works)) or 'none'}"
+            f"--moe-router-topk {topk} experts cannot be spread evenly over --moe-router-group-topk {group_topk} "
+            f"groups of {experts // groups} experts; groups that work: {', '.join(map(str, works)) or 'none'}"
         )
 
 
@@ -116,9 +119,7 @@ def _check_dispatch(config: RunConfig) -> Iterator[str]:
             f"{model.moe_expert_capacity_factor}; use --moe-token-dispatcher-type alltoall"
         )
     if model.moe_shared_expert_overlap:
-        yield (
-            f"{given} cannot be overlapped by --moe-shared-expert-overlap; use --moe-token-dispatcher-type alltoall"
-        )
+        yield (f"{given} cannot be overlapped by --moe-shared-expert-overlap; use --moe-token-dispatcher-type alltoall")
 
 
 def _check_beside_experts(config: RunConfig) -> Iterator[str]:
