@@ -33,7 +33,8 @@ EXPERT_SHAPES: dict[str, tuple[str, ...]] = {
         *("--moe-shared-expert-intermediate-size", "16"),
     ),
     "dropping": (
-        *SHAPES["llama"],
+        # Positions are learned: with rotary ones two equal tokens at the start of a sequence weigh the same.
+        *("--swiglu", "--disable-bias-linear"),
         *_EXPERTS,
         *("--moe-expert-capacity-factor", "0.75", "--moe-shared-expert-intermediate-size", "16"),
         *("--moe-shared-expert-gate", "--moe-router-load-balancing-type", "none", "--moe-token-dispatcher-type"),
