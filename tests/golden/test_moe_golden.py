@@ -21,7 +21,11 @@ from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, spec_of
 from tests.golden.test_model_golden import model_settings
+from tests.golden.test_training_golden import FLAGS as DENSE_FLAGS
+from tests.golden.test_training_golden import FOLDER as DENSE_FOLDER
 from tests.harness.closeness import assert_gradients_close, assert_tensors_close
+from tests.harness.faults import Faults
+from tests.harness.forked_training import fork_training
 from tests.harness.toy_model import load_global_weights, make_model
 
 FOLDER = Path(__file__).parent / "moe"
@@ -128,3 +132,42 @@ def test_ten_steps_of_experts_meet_reference_numbers(name: str) -> None:
     reference = np.load(FOLDER / f"{name}.npz")
     np.testing.assert_allclose(losses, reference["train/loss"], rtol=TOLERANCE, atol=0.0)
     np.testing.assert_allclose(norms, reference["train/grad_norm"], rtol=TOLERANCE, atol=0.0)
+
+
+FLAGS = """
+    --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --ffn-hidden-size 48 --group-query-attention
+    --num-query-groups 2 --swiglu --normalization RMSNorm --norm-epsilon 1e-6 --position-embedding-type rope
+    --untie-embeddings-and-output-weights --disable-bias-linear
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "layout"),
+    [
+        pytest.param(1, "", id="one-process", marks=pytest.mark.long),
+        pytest.param(
+            2,
+            "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+            "--sequence-parallel --moe-token-dispatcher-type alltoall",
+            id="tp2-ep2",
+        ),
+    ],
+)
+def test_training_of_experts_meets_reference_numbers(num_processes: int, layout: str, tmp_path: Path) -> None:
+    reference, ours = np.load(FOLDER / "mixtral_init.npz"), {}
+    experts = sorted({name.split(".local_experts.")[0] for name in reference.files if ".local_experts." in name})
+    for name in experts:
+        for kind in ("linear_fc1.weight", "linear_fc2.weight"):
+            ours[f"{name}.{kind}"] = np.stack([reference[f"{name}.local_experts.{i}.{kind}"] for i in range(8)])
+    ours |= {name: reference[name] for name in reference.files if ".local_experts." not in name}
+    np.savez(tmp_path / "weights.npz", **ours)
+    files = ["--data-path", DENSE_FOLDER / "t_u16", "--data-cache-path", tmp_path / "cache"]
+    args = [*DENSE_FLAGS.split(), *FLAGS.split(), *files, "--metrics-jsonl", tmp_path / "metrics.jsonl"]
+    weights = Faults(weights=str(tmp_path / "weights.npz"))
+    iterations = fork_training([*args, *layout.split()], num_processes, weights).check().iterations()
+    expected = [json.loads(line) for line in (FOLDER / "mixtral.jsonl").read_text().splitlines()]
+    assert len(iterations) == len(expected) == 10
+    for mine, theirs in zip(iterations, expected):
+        assert mine["lm_loss"] == pytest.approx(theirs["loss"]["lm loss"], rel=TOLERANCE, abs=0.0)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=TOLERANCE, abs=0.0)
