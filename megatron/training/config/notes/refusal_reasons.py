@@ -9,7 +9,7 @@ _RESTART = "start the run again with the same flags: it goes on from its newest 
 
 REASONS: tuple[tuple[str, str], ...] = (
     ("--moe-", _EXPERTS),
-    ("--expert-", _EXPERTS),
+    ("--overlap-moe-", _EXPERTS),
     ("--mtp-", "a model predicts one token; leave it out"),
     ("--multi-latent-attention", "attention has keys and values of their own; leave it out, for another model"),
     ("--use-legacy-models", "there is one implementation of each model; leave it out"),

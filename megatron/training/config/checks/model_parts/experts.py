@@ -138,6 +138,13 @@ def _check_beside_experts(config: RunConfig) -> Iterator[str]:
             f"{given} --cuda-graph-impl local cannot record layers whose experts are given another number of tokens "
             "each time; use --cuda-graph-impl none"
         )
+    if model.cpu_offloading:
+        yield f"{given} --cpu-offloading is not built for layers of experts; leave it out"
+    if config.optimizer.offload_fraction and config.optimizer.optimizer_offload_policy == "auto":
+        yield (
+            f"{given} --optimizer-offload-policy auto does not know how much memory experts need; use "
+            "--optimizer-offload-policy static"
+        )
     if checkpoint.save is not None and checkpoint.ckpt_format != NATIVE_FORMAT:
         yield (
             f"{given} --ckpt-format {checkpoint.ckpt_format} is not built for experts; use --ckpt-format "
