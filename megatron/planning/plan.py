@@ -100,5 +100,6 @@ def refuse_experts(model: GPTConfig) -> None:
     if model.num_experts is not None:
         raise ConfigurationError(
             f"--num-experts {model.num_experts}: activations, time and traffic of experts follow from what tokens "
-            "choose, and are not planned; tools/report_theoretical_memory.py has their parameters, or leave --num-experts out"
+            "choose, and are not planned; tools/report_theoretical_memory.py has their parameters, or leave "
+            "--num-experts out"
         )
