@@ -82,7 +82,7 @@ class Trained:
 def main() -> None:
     """Measure, and print a line for each model and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=2, metavar="N", help="sequences of 512 tokens a step (2)")
+    parser.add_argument("--batch", type=int, default=4, metavar="N", help="sequences of 512 tokens a step (4)")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps that count (5)")
     arguments = parser.parse_args()
     models = {"dense": Trained(), "experts": Trained(**_EXPERTS)}

@@ -50,7 +50,7 @@ WRONG = [
     ),
     (f"{EIGHT} --lora-rank 2 --load somewhere --finetune", "low-rank adapters of a model with experts are not built"),
     (f"{EIGHT} --bf16 --fp8-format hybrid", "products of experts are not built in fp8"),
-    (f"{EIGHT} --save somewhere --ckpt-format torch", "--ckpt-format torch is not built for experts"),
+    (f"{EIGHT} --save somewhere --ckpt-format torch", "--ckpt-format torch cannot hold a model with --num-experts 8"),
     (f"{EIGHT} --cpu-offloading --cpu-offloading-num-layers 1", "--cpu-offloading is not built for layers of experts"),
     ("--recompute-granularity selective --recompute-modules moe", "has no effect without --num-experts"),
     ("--moe-router-topk 4", "--moe-router-topk 4 has no effect without --num-experts N; add it"),
