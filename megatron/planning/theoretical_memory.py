@@ -28,8 +28,9 @@ _MEGABYTE = 1024 * 1024
 class ModelSize:
     """Hold numbers of parameters: of the whole model, and of one tensor-parallel rank of each pipeline stage.
 
-    ``trained`` are those of the shards that have gradients and an optimizer's state: all, or low-rank adapters;
-    ``matrices`` are those of them that lie between the embeddings and the output layer.
+    ``trained`` are those of the shards that have gradients and an optimizer's state: all, or low-rank adapters.
+    ``matrices`` are those of them that lie between the embeddings and the output layer, and ``experts`` those that are
+    replicated over the experts' data-parallel ranks.
     """
 
     block: int
@@ -37,6 +38,7 @@ class ModelSize:
     shards: tuple[int, ...]
     trained: tuple[int, ...]
     matrices: tuple[int, ...]
+    experts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,13 @@ class TheoreticalMemory:
 def model_size(config: RunConfig) -> ModelSize:
     """Return how many parameters a configuration's model has, all ranks' copies of one counted once."""
     model, layout = config.model, config.stage_layout
-    whole = dataclasses.replace(model, tensor_model_parallel_size=1, sequence_parallel=False)
+    whole = dataclasses.replace(
+        model,
+        tensor_model_parallel_size=1,
+        sequence_parallel=False,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
+    )
     block = StageContents(tuple(range(model.num_layers)), has_embedding=False, has_loss=False)
     # A tied output layer is counted with the embedding that it shares.
     ends = StageContents((), has_embedding=True, has_loss=True)
@@ -65,18 +73,25 @@ def model_size(config: RunConfig) -> ModelSize:
         sum(p.size for chunk in chunks for p in chunk_parameters(model, chunk) if p.is_matrix and p.is_trained)
         for chunks in stages
     )
-    return ModelSize(_count(whole, block) + num_norm, embedding, tuple(shards), tuple(trained), tuple(matrices))
+    experts = (sum(_count_experts(model, chunk) for chunk in chunks) for chunks in stages)
+    return ModelSize(
+        _count(whole, block) + num_norm, embedding, tuple(shards), tuple(trained), tuple(matrices), tuple(experts)
+    )
 
 
 def theoretical_memory(config: RunConfig) -> TheoreticalMemory:
     """Return what weights, gradients, the optimizer's state and activations take on the most loaded rank."""
     size = model_size(config)
-    weight = ELEMENT_BYTES[config.model.params_dtype]
+    weight, sizes = ELEMENT_BYTES[config.model.params_dtype], config.parallel_sizes
+    of_kind = {
+        is_expert: _bytes_a_trained_parameter(config, replicas)
+        for is_expert, replicas in ((False, sizes.num_replicas), (True, sizes.num_expert_replicas))
+    }
+    of_expert = of_kind[True] - of_kind[False]
+    of_matrix = _bytes_a_trained_parameter(config, sizes.num_replicas, is_matrix=True)
     weights = max(
-        count * weight
-        + (trained - matrices) * _bytes_a_trained_parameter(config)
-        + matrices * _bytes_a_trained_parameter(config, is_matrix=True)
-        for count, trained, matrices in zip(size.shards, size.trained, size.matrices)
+        count * weight + (trained - matrices) * of_kind[False] + matrices * of_matrix + experts * of_expert
+        for count, trained, matrices, experts in zip(size.shards, size.trained, size.matrices, size.experts)
     )
     return TheoreticalMemory(weights, _activation_bytes(config))
 
@@ -106,12 +121,15 @@ def _count(model: GPTConfig, chunk: StageContents, *, trained_only: bool = False
     return sum(parameter.size for parameter in parameters if parameter.is_trained or not trained_only)
 
 
-def _bytes_a_trained_parameter(config: RunConfig, *, is_matrix: bool = False) -> float:
+def _count_experts(model: GPTConfig, chunk: StageContents) -> int:
+    return sum(parameter.size for parameter in chunk_parameters(model, chunk) if parameter.is_expert)
+
+
+def _bytes_a_trained_parameter(config: RunConfig, replicas: int, *, is_matrix: bool = False) -> float:
     """Return the bytes of a gradient, and its share of main parameter and moments."""
     ddp = config.ddp
     gradient: float = ELEMENT_BYTES[ddp.grad_dtype(config.model.params_dtype)]
     state: float = state_bytes(config.optimizer, is_matrix=is_matrix)
-    replicas = config.parallel_sizes.num_replicas
     if ddp.shards_over(replicas):
         state /= replicas
         gradient /= replicas if ddp.shards_gradients else 1
@@ -121,10 +139,11 @@ def _bytes_a_trained_parameter(config: RunConfig, *, is_matrix: bool = False) ->
 def _activation_bytes(config: RunConfig) -> float | None:
     """Return the bytes that the first stage keeps for its backward passes.
 
-    None where the tensor-parallel ranks hold copies, or the layers recompute all that they keep.
+    None where the tensor-parallel ranks hold copies, the layers recompute all that they keep, or tokens choose experts.
     """
     model, sizes = config.model, config.parallel_sizes
-    if (sizes.tp > 1 and not model.sequence_parallel) or model.recompute_granularity != "selective":
+    has_copies = sizes.tp > 1 and not model.sequence_parallel
+    if has_copies or model.recompute_granularity != "selective" or model.num_experts:
         return None
     element, h = ELEMENT_BYTES[model.params_dtype], model.hidden_size
     tokens = config.data.seq_length // sizes.cp * config.training.micro_batch_size

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.overlap.linear_overlap import linear_overlap
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "squared_relu": lambda x: F.relu(x).square(),
@@ -37,7 +37,7 @@ class MLP(nn.Module):
         num_stacked = 2 if config.is_gated else 1
         self.kind = config.activation
         self.is_gated = config.is_gated
-        self.activation = _gate(config) if config.is_gated else _ACTIVATIONS[config.activation]
+        self.activation = activation_of(config)
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
             config.ffn_hidden_size * num_stacked,
@@ -70,7 +70,7 @@ class MLP(nn.Module):
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.linear_fc1.bias
-        has_program = not self.is_gated and self.activation is _ACTIVATIONS[self.kind]
+        has_program = not self.is_gated and self.activation is ACTIVATIONS[self.kind]
         if not has_program or bias is None or not bias.requires_grad or not runs_on_triton(x, bias):
             return self.activation(self.linear_fc1(x))
         from megatron.core.kernels.triton_programs.activation import activate_with_bias
@@ -78,6 +78,9 @@ class MLP(nn.Module):
         return activate_with_bias(self.linear_fc1(x, gives_bias_gradient=False), bias, self.activation, self.kind)
 
 
-def _gate(config: TransformerConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+def activation_of(config: TransformerConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what is computed between the two products: shapes ``[..., ffn] -> [..., ffn]``, gated from twice that."""
+    if not config.is_gated:
+        return ACTIVATIONS[config.activation]
     offset, limit = config.glu_linear_offset, config.activation_func_clamp_value
     return partial(gated_activation, kind=config.activation, offset=offset, limit=limit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_EXPERTS = "layers are dense: leave it and the other --moe and --expert flags out, for a dense model"
+_EXPERTS = "leave it out: experts are built without it (docs/mixture_of_experts.md)"
 _WATCH = "watch the run by its log, --metrics-jsonl and --timing-log-level"
 _LOCAL_COPIES = (
     "--non-persistent-save-interval N keeps copies in the machines' memory, of type local, for --inprocess-restart; "
@@ -12,7 +12,7 @@ _RESTART = "start the run again with the same flags: it goes on from its newest 
 
 REASONS: tuple[tuple[str, str], ...] = (
     ("--moe-", _EXPERTS),
-    ("--expert-", _EXPERTS),
+    ("--overlap-moe-", _EXPERTS),
     ("--mtp-", "a model predicts one token; leave it out"),
     ("--multi-latent-attention", "attention has keys and values of their own; leave it out, for another model"),
     ("--use-legacy-models", "there is one implementation of each model; leave it out"),
