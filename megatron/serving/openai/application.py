@@ -167,7 +167,7 @@ class Application:
     async def _translated(self, request: Request, fields: RequestFields) -> Translated:
         """Return what the engine is asked for; a long text is tokenized in a thread, so that others need not wait."""
         seed = self._put_api.next_seed()
-        if len(await request.body()) <= _SHORT_BODY:
+        if len(await request.body()) <= _SHORT_BODY and not self._translator.is_busy:
             return self._translator.translate(fields, seed)
         return await asyncio.to_thread(self._translator.translate, fields, seed)
 

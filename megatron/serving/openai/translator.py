@@ -62,6 +62,11 @@ class Translator:
         self._ends = frozenset() if tokenizer.eod_id is None else frozenset((tokenizer.eod_id,))
         self._chat_end, self._chat_stop = (None, None) if template is None else self._end_of_answers(template)
 
+    @property
+    def is_busy(self) -> bool:
+        """Tell whether another thread translates, for which `translate` would wait."""
+        return self._lock.locked()
+
     def translate(self, fields: RequestFields, default_seed: int) -> Translated:
         """Return what the engine is asked for.
 
