@@ -17,7 +17,6 @@ from megatron.core.pipeline_parallel.stage_layout import StageLayout, plan_stage
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.data_config import DataConfig, TokenizerConfig
 from megatron.training.config.logging_config import LoggingConfig
-from megatron.training.config.restart_config import RestartConfig
 from megatron.training.config.training_config import (
     InitializationConfig,
     SchedulerConfig,
@@ -25,6 +24,7 @@ from megatron.training.config.training_config import (
     ValidationConfig,
 )
 from megatron.training.faults.fault_config import FaultConfig
+from megatron.training.process.restart.restart_config import RestartConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

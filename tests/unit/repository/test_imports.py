@@ -85,6 +85,7 @@ TORCH_FREE_PATTERNS = (
     "megatron/training/process/preflight.py",
     "megatron/training/process/refusal.py",
     "megatron/training/process/restart/keeper.py",
+    "megatron/training/process/restart/restart_config.py",
     "megatron/training/config/*.py",
     "megatron/training/config/checks/*.py",
     "megatron/training/faults/fault_c*.py",
