@@ -148,7 +148,7 @@ def _has_room(
     """Return whether what a sharding holds between steps fits, or note that it does not."""
     choice, usable = dataclasses.replace(layout, sharding=sharding), usable_bytes(gpu)
     states = _states(found, Plan.of(choice.apply(config)), choice, implementation)
-    least = max(state.weights + state.gradients + state.optimizer for state in states) + HOPPER_MACHINES.held_bytes
+    least = max(state.total for state in states) + HOPPER_MACHINES.held_bytes
     if least > usable:
         reason = f"weights, gradients and optimizer alone need {least // _MIB} of {usable // _MIB} MiB"
         found.dropped.append(Dropped(choice, "oom", reason))

@@ -152,10 +152,6 @@ def activation_parts(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> tu
     """
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
     num_offloaded = [_num_offloaded(model, chunk) for chunk in chunks]
-    kept = [
-        _kept_by(model, _of(layers, chunk)) - _kept_by(model, _of(layers, chunk)[:number])
-        for chunk, number in zip(chunks, num_offloaded)
-    ]
     most = largest(layers)
     again = most.whole - most.kept
     if model.recompute_granularity == "full":
@@ -163,7 +159,14 @@ def activation_parts(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> tu
     again += min(max(num_offloaded), 2) * most.kept
     num_ends = (1 if model.lora_rank else 2) * chunks[-1].has_loss
     ends = num_ends * plan.num_rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
-    return _most_in_flight(plan, stage, kept), again, ends
+    return _most_in_flight(plan, stage, kept_of_chunks(plan, stage, layers)), again, ends
+
+
+def kept_of_chunks(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> Sequence[int]:
+    """Return what the layers of each of a stage's chunks keep of one micro-batch on the device."""
+    model, chunks = plan.model, plan.stage_layout.chunks(stage)
+    own = [(_of(layers, chunk), _num_offloaded(model, chunk)) for chunk in chunks]
+    return [_kept_by(model, several) - _kept_by(model, several[:number]) for several, number in own]
 
 
 def _most_in_flight(plan: Plan, stage: int, sizes: Sequence[int]) -> int:

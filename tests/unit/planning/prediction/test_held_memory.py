@@ -16,6 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pretrain_gpt
 from megatron.core.device import Device
+from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
 from megatron.core.timers import Timers
 from megatron.planning.activation_memory import activation_parts, layer_bytes
 from megatron.planning.plan import Plan
@@ -126,9 +128,18 @@ def held_by_step(config: RunConfig, rank: int, data: str) -> Held:
         )
         with closing(make_source(config, runtime, data)) as source, counter, hooks:
             step.run(TrainState(), source, config.training.global_batch_size, None)
-        gradients = [buffer.grad_data for chunk in parts.ddp_chunks for buffer in chunk.grad_buffers]
+        buffers = [buffer for chunk in parts.ddp_chunks for buffer in chunk.grad_buffers]
+        gradients = _size(buffer.grad_data for buffer in buffers) + sum(_pool_bytes(buffer) for buffer in buffers)
         held = list(parts.optimizer.held_tensors())
-        return Held(_size(parameters), _size(gradients), _size(held), kept.most, counter.get_total_flops())
+        return Held(_size(parameters), gradients, _size(held), kept.most, counter.get_total_flops())
+
+
+def _pool_bytes(buffer: ParamAndGradBuffer) -> int:
+    """Return the memory of full buckets, through which gradients go that are sharded."""
+    if not isinstance(buffer, ShardedGradBuffer):
+        return 0
+    most = max(bucket.num_elements for bucket in buffer.layout.buckets)
+    return buffer.pool.num_allocated * most * buffer.grad_data.element_size()
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:
