@@ -171,6 +171,8 @@ def kept_of_chunks(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> Sequ
 
 def _most_in_flight(plan: Plan, stage: int, sizes: Sequence[int]) -> int:
     """Return the most of a stage's passes that wait for their backward passes, where those of its chunks have sizes."""
+    if len(set(sizes)) == 1:
+        return sizes[0] * plan.most_passes_in_flight(stage)
     in_flight = most = 0
     for kind, _, chunk in plan.warm_up_actions(stage):
         if kind is Pass.FORWARD:

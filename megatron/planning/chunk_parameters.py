@@ -63,7 +63,7 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
         return [ChunkParameter(size, copies) for size, copies in adapter_parameters(model, name)]
 
     def base(*parameters: ChunkParameter) -> list[ChunkParameter]:
-        return [replace(parameter, is_trained=not model.lora_rank) for parameter in parameters]
+        return [replace(parameter, is_trained=False) for parameter in parameters] if model.lora_rank else [*parameters]
 
     layer = [
         *base(*before, *linear(h, queries, of_cut_tokens, model.add_bias_linear)),
@@ -88,9 +88,8 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
     first = [vocabulary, *positions] if chunk.has_embedding else []
     last = [*norm(h), *output] if chunk.has_loss else []
     float8_layers = model.float8_layers(model.num_layers)
+    in_half = [replace(parameter, is_sent_in_float8=False) for parameter in layer]
     layers = [
-        parameter if number in float8_layers else replace(parameter, is_sent_in_float8=False)
-        for number in chunk.layer_numbers
-        for parameter in layer
+        parameter for number in chunk.layer_numbers for parameter in (layer if number in float8_layers else in_half)
     ]
     return [*base(*first), *layers, *base(*last)]

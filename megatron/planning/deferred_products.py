@@ -6,6 +6,7 @@ gradient of what it gave. Frozen weights put nothing off, the adapters beside th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,10 +22,14 @@ from megatron.planning.plan import Plan
 
 @dataclass(frozen=True)
 class Deferred:
-    """Hold what is there at the fullest moment beside what layers keep, and how many output layers wait at once."""
+    """Hold what is there at the fullest moment beside what layers keep, and how many output layers wait at once.
+
+    ``of_layer`` are the operands of the layer that has most.
+    """
 
     num_bytes: int = 0
     num_outputs: int = 0
+    of_layer: int = 0
 
 
 def deferred_products(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> Deferred:
@@ -34,18 +39,21 @@ def deferred_products(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> D
     micro-batch.
     """
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
-    actions = _actions(plan, stage, len(chunks))
-    if all(action.kind in (Pass.FORWARD, Pass.BACKWARD) for action in actions):
+    if not (
+        plan.pipeline_schedule == "zero-bubble" or model.delay_wgrad_compute or model.defer_embedding_wgrad_compute
+    ):
         return Deferred()
+    actions = _actions(plan, stage, len(chunks))
     kept = kept_of_chunks(plan, stage, layers)
     float8_layers = model.float8_layers(model.num_layers)
     output = 0 if model.lora_rank else plan.num_tokens * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
-    operands = [
-        sum(_layer_operands(plan, in_float8=number in float8_layers) for number in chunk.layer_numbers)
-        for chunk in chunks
+    of_layers = [
+        [_layer_operands(plan, in_float8=number in float8_layers) for number in chunk.layer_numbers] for chunk in chunks
     ]
+    operands = [sum(several) for several in of_layers]
     operands[-1] += output * chunks[-1].has_loss
-    return _fullest(actions, kept, operands, output * chunks[-1].has_loss)
+    most, num_outputs = _fullest(actions, kept, operands, output * chunks[-1].has_loss)
+    return Deferred(most, num_outputs, max(itertools.chain(*of_layers), default=0))
 
 
 def _actions(plan: Plan, stage: int, num_chunks: int) -> Sequence[Action]:
@@ -87,8 +95,8 @@ def _widths(model: GPTConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def _fullest(actions: Sequence[Action], kept: Sequence[int], operands: Sequence[int], output: int) -> Deferred:
-    """Return what is more at the fullest moment than where nothing waits."""
+def _fullest(actions: Sequence[Action], kept: Sequence[int], operands: Sequence[int], output: int) -> tuple[int, int]:
+    """Return what is more at the fullest moment than where nothing waits, and the most output layers that wait."""
     late = {action.microbatch for action in actions if action.kind is Pass.OUTPUT_WEIGHT}
     last = len(kept) - 1
     in_flight = most_kept = waiting = most = outputs = most_outputs = 0
@@ -112,4 +120,4 @@ def _fullest(actions: Sequence[Action], kept: Sequence[int], operands: Sequence[
             )
         most_kept, most = max(most_kept, in_flight), max(most, in_flight + waiting)
         most_outputs = max(most_outputs, outputs)
-    return Deferred(most - most_kept, most_outputs)
+    return most - most_kept, most_outputs

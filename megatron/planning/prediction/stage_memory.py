@@ -49,11 +49,11 @@ class StageState:
     """Hold what a rank of a stage has between steps: it follows from the layout, not from batches or recompute.
 
     Frozen parameters have weights, and neither gradients nor state. ``gradient_pool`` is the memory of full buckets,
-    through which gradients go that are sharded.
+    through which gradients go that are sharded, ``gathered_bytes`` what trained weights are where they are gathered.
     """
 
     parameters: int
-    trained_parameters: int
+    gathered_bytes: int
     weights: int
     gradients: int
     gradient_pool: int
@@ -68,7 +68,8 @@ class StageState:
 def stage_state(plan: Plan, stage: int, implementation: Implementation) -> StageState:
     """Return what a stage's ranks hold between steps."""
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
-    num_trained = num_frozen = num_elements = pool = 0
+    num_trained = num_frozen = num_elements = pool = gathered = 0
+    element = ELEMENT_BYTES[model.params_dtype]
     replicas = plan.parallel_sizes.num_replicas
     for chunk in chunks:
         parameters = chunk_parameters(model, chunk)
@@ -76,11 +77,11 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
         sizes = [parameter.size for parameter in trained]
         tied = [index for index, parameter in enumerate(trained) if parameter.is_tied]
         num_trained += sum(sizes)
+        gathered += sum(each.size * (1 if each.is_sent_in_float8 else element) for each in trained)
         num_frozen += sum(parameter.size for parameter in parameters if not parameter.is_trained)
         layout = plan_buckets(sizes, tied, plan.ddp, replicas)
         num_elements += layout.num_elements
         pool += _pooled_elements(layout, plan)
-    element = ELEMENT_BYTES[model.params_dtype]
     is_sharded = plan.ddp.shards_over(replicas)
     # Weights that are gathered lie in a flat buffer, with its padding.
     weights = (num_frozen + (num_elements if is_sharded else num_trained)) * element
@@ -95,7 +96,7 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
     state = num_trained // (replicas if is_sharded else 1)
     return StageState(
         parameters=num_trained + num_frozen,
-        trained_parameters=num_trained,
+        gathered_bytes=gathered,
         weights=weights,
         gradients=gradients,
         gradient_pool=pool * gradient if shards_gradients else 0,
@@ -122,6 +123,8 @@ def stage_memory(
     kept, again, ends = activation_parts(plan, stage, layers)
     deferred = deferred_products(plan, stage, layers)
     logits = plan.num_logits * (element + implementation.wide_logit_bytes) if chunks[-1].has_loss else 0
+    # The operands of a layer that is computed again are among what it is computed to.
+    again -= min(again, deferred.of_layer)
     again += element * _feed_forward_gradients(plan)
     if not implementation.has_flash_attention:
         scores = score_elements(model, plan.seq_length, plan.micro_batch_size)
@@ -137,8 +140,8 @@ def stage_memory(
         optimizer=state.optimizer,
         activations=kept,
         logits=logits * max(1, deferred.num_outputs),
-        # The logits have gone when the first layer's backward pass begins.
-        buffers=max(ends, again - logits) + deferred.num_bytes,
+        # The logits have gone when the first layer's backward pass begins, unless the output layer's weight waits.
+        buffers=max(ends, again - (0 if deferred.num_outputs else logits)) + deferred.num_bytes,
     )
 
 
