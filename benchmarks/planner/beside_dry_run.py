@@ -62,11 +62,12 @@ def layout_cases() -> Iterator[LayoutCase]:
     """Yield distinct layouts of all three models."""
     for tp, pp, more in itertools.product((1, 2), (1, 2), ((), FULL)):
         yield _case("345M", (*GPT2_345M, *COMMON), (tp, pp, 1), tp * pp, 8 * pp, more)
+    yield _case("345M", (*GPT2_345M, *COMMON), (1, 1, 1), 4, 64, (*SHARDED, "--overlap-grad-reduce"))
     eight = (*LLAMA_8B, *COMMON, "--num-layers", "8")
     for tp, pp, cp, more in (
         *((2, 1, 1, more) for more in ((), AGAIN, FULL, BLOCK, (*FP8, *TENSORWISE), ADAPTERS, SHARDED)),
         *((tp, 1, 1, ()) for tp in (1, 4)),
-        (2, 1, 2, ()),
+        *((2, 1, 2, more) for more in ((), ("--cp-comm-type", "all_gather"))),
         *((1, 2, 1, more) for more in ((), AGAIN, ("--decoder-last-pipeline-num-layers", "3"))),
         (1, 2, 1, ("--pipeline-model-parallel-layout", "Ettt|tttttL")),
         (1, 4, 1, ()),

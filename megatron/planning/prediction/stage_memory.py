@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.distributed.param_layout import ParamLayout, plan_buckets
+from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planning.activation_memory import LayerBytes, activation_parts, layer_bytes
 from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
@@ -81,7 +82,7 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
         num_frozen += sum(parameter.size for parameter in parameters if not parameter.is_trained)
         layout = plan_buckets(sizes, tied, plan.ddp, replicas)
         num_elements += layout.num_elements
-        pool += _pooled_elements(layout, plan)
+        pool += _pooled_elements(layout, plan, chunk)
     is_sharded = plan.ddp.shards_over(replicas)
     # Weights that are gathered lie in a flat buffer, with its padding.
     weights = (num_frozen + (num_elements if is_sharded else num_trained)) * element
@@ -145,12 +146,14 @@ def stage_memory(
     )
 
 
-def _pooled_elements(layout: ParamLayout, plan: Plan) -> int:
-    """Return the elements of full buckets that a chunk keeps where its gradients are sharded: one is filled while
-    another is reduced.
+def _pooled_elements(layout: ParamLayout, plan: Plan, chunk: StageContents) -> int:
+    """Return the elements of full buckets that a chunk keeps where its gradients are sharded.
+
+    One is filled while another is reduced. That of weights that embedding and output layer share is open all the while.
     """
+    is_shared = chunk.has_embedding and chunk.has_loss and not plan.model.untie_embeddings_and_output_weights
     most = max((bucket.num_elements for bucket in layout.buckets), default=0)
-    return most * min(len(layout.buckets), 2 if plan.ddp.overlap_grad_reduce else 1)
+    return most * min(len(layout.buckets), (2 if plan.ddp.overlap_grad_reduce else 1) + is_shared)
 
 
 def _feed_forward_gradients(plan: Plan) -> int:

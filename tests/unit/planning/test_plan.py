@@ -161,3 +161,16 @@ def test_megatron_has_no_zero_bubble_schedule() -> None:
     assert prediction.outcome == "error"
     assert "megatron-te has no zero-bubble schedule; use 1f1b or interleaved" in (prediction.reason or "")
     assert predict(plan, OURS, H100).outcome == "ok"
+
+
+def test_keys_and_values_that_are_gathered_are_kept_whole() -> None:
+    def kept(flags: str) -> int:
+        shape = "--pipeline-model-parallel-size 1 --context-parallel-size 4 --seq-length 64 --global-batch-size 8"
+        return predict(plan_of(f"{shape} --max-position-embeddings 64 {flags}"), OURS, H100).stages[0].activations
+
+    plan = plan_of("--global-batch-size 8")
+    both = 3 * 2 * (64 // 4) * plan.model.kv_projection_size * 2
+    assert kept("--cp-comm-type all_gather") - kept("--cp-comm-type p2p") == 8 * both
+    assert kept(f"--cp-comm-type{' p2p' * 7} all_gather") - kept("--cp-comm-type p2p") == both
+    again = "--recompute-granularity selective --cp-comm-type"
+    assert kept(f"{again} all_gather") == kept(f"{again} p2p")

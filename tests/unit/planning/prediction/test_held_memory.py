@@ -40,6 +40,7 @@ SIZES = (
 )
 FULL = ("full", "uniform", "1")
 BLOCK = ("full", "block", "1")
+NORMS = ("selective", "layernorm")
 LAYOUTS = (
     *(("gpt2", Layout(tp=tp, sequence_parallel=sp)) for tp, sp in ((1, False), (2, False), (2, True), (4, True))),
     *(("gpt2", Layout(pp=pp, virtual_stages=v)) for pp, v in ((2, 1), (4, 1), (2, 2))),
@@ -62,8 +63,15 @@ LAYOUTS = (
     ("llama", Layout(pp=4, recompute=FULL)),
     ("llama", Layout(pp=4, virtual_stages=1, schedule="zero-bubble")),
     ("llama", Layout(tp=2, sequence_parallel=True, recompute=("selective",))),
+    *(("llama", Layout(recompute=NORMS, tp=tp, sequence_parallel=tp > 1)) for tp in (1, 2)),
+    ("llama", Layout(tp=2, sequence_parallel=True, recompute=MODULES)),
+    ("llama", Layout(cp=2, pp=2, recompute=NORMS)),
+    ("llama", Layout(cp=2, tp=2, sequence_parallel=True)),
+    ("llama", Layout(cp=4, recompute=FULL)),
+    ("gpt2", Layout(cp=2)),
+    ("gpt2", Layout(cp=2, dp=2, sharding="optim", recompute=("selective",))),
 )
-FEW = (2, 8, 13, 22, 24)
+FEW = (2, 8, 13, 22, 24, len(LAYOUTS) - 5)
 """Layouts of every kind, which the default tests take."""
 
 
