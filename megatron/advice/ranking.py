@@ -13,7 +13,7 @@ from megatron.planning.prediction.links import GPUS_A_MACHINE
 
 _MIB = 2**20
 _DAY = 86400
-_HEADS = "tp  pp  cp  dp vpp  schedule     micro  recompute  sharding     prec.   MFU %  TFLOP/s   ms/step   tokens/s"
+_HEADS = "tp  pp  cp  dp vpp  schedule       micro  recompute  sharding     prec.   MFU %  TFLOP/s   ms/step   tokens/s"
 
 
 def describe_ranking(found: Search, shown: Sequence[Candidate], train_tokens: int | None) -> Iterator[str]:
@@ -66,7 +66,7 @@ def _row(each: Candidate, train_tokens: int | None) -> str:
     choice, days = each.choice, _days(each, train_tokens)
     row = (
         f"{choice.tp:2} {choice.pp:3} {choice.cp:3} {each.config.data_parallel_size:3} {choice.chunks:3}  "
-        f"{each.config.pipeline_schedule:11} {choice.micro_batch_size:6}  {choice.recompute:9}  {choice.sharding:11}  "
+        f"{each.config.pipeline_schedule:13} {choice.micro_batch_size:6}  {choice.recompute:9}  {choice.sharding:11}  "
         f"{choice.precision:5}  {100 * each.mfu:6.1f} {each.prediction.tflops:8.1f} {1e3 * each.seconds:9.1f} "
         f"{each.tokens_per_second:10.0f}"
     )

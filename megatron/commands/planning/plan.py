@@ -161,6 +161,9 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     write_json()
     table = "\n".join(describe_ranking(found, found.ranked[:top], tokens))
     print(table)
+    searched = [flag for flag in SEARCHED_FLAGS if has_flag(training_flags, flag)]
+    if searched:
+        print(f"searched, and not taken as given: {', '.join(searched)}")
     best = _best(
         found, words, arguments.gpus, functools.partial(verify_fitting_plan, gpu=gpu) if arguments.verify else None
     )

@@ -88,7 +88,11 @@ def test_uneven_and_zero_bubble_layouts_are_ranked_with_their_names(
     assert fastest["pipeline_schedule"] == "zero-bubble"
 
 
-def test_megatron_is_not_offered_a_zero_bubble_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+def test_megatron_is_not_offered_a_zero_bubble_schedule_and_searched_flags_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = (*MODEL, "--gpus", "4", "--precision", "bf16", "--implementation", "megatron-te", "--top", "500")
-    assert main([*words]) == 0
-    assert "zero-bubble" not in capsys.readouterr().out
+    assert main([*words, "--pipeline-schedule", "1f1b", "--bf16"]) == 0
+    printed = capsys.readouterr().out
+    assert "zero-bubble" not in printed
+    assert "\nsearched, and not taken as given: --pipeline-schedule, --bf16\n" in printed
