@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,14 +18,21 @@ from megatron.training.config.run_config import RunConfig
 
 RECOMPUTES = ("none", "selective", "full")
 """From the fastest to the one that keeps least."""
+ZERO_BUBBLE = "zero-bubble"
 SEARCHED_FLAGS = (*LAYOUT_FLAGS, *RECOMPUTE_FLAGS, *SHARDING_FLAGS, *PRECISION_FLAGS, "--micro-batch-size")
+
+
+def layout_of(split: Sequence[int]) -> str:
+    """Return layers by global stage in the notation of --pipeline-model-parallel-layout."""
+    return f"E{'|'.join(f't*{count}' for count in split)}L"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """Hold what is chosen; ``counts_ends`` lets the embedding and the loss count as a layer each.
 
-    ``sharding`` is of the replicas: no_shard, optim or optim_grads. ``precision`` is bf16 or fp8.
+    ``sharding`` is of the replicas: no_shard, optim or optim_grads. ``precision`` is bf16 or fp8. ``split`` has the
+    layers of every global stage, and is empty where they are spread evenly; ``schedule`` is empty for the usual one.
     """
 
     tp: int
@@ -36,6 +44,8 @@ class Choice:
     recompute: str
     sharding: str
     precision: str
+    split: tuple[int, ...] = ()
+    schedule: str = ""
 
     def apply(self, config: RunConfig) -> RunConfig:
         """Return the configuration of a run with this choice; the checks have still to see it."""
@@ -47,6 +57,8 @@ class Choice:
             context_parallel_size=self.cp,
             sequence_parallel=self.tp > 1,
             num_virtual_stages_per_pipeline_rank=self.chunks if self.chunks > 1 else None,
+            pipeline_model_parallel_layout=layout_of(self.split) if self.split else None,
+            pipeline_schedule=self.schedule or None,
             num_layers_per_virtual_pipeline_stage=None,
             account_for_embedding_in_pipeline_split=self.counts_ends,
             account_for_loss_in_pipeline_split=self.counts_ends,
@@ -72,10 +84,31 @@ class Choice:
     def describe(self) -> str:
         """Return the choice on one line."""
         ends = ", embedding and loss counted" if self.counts_ends else ""
+        split = f", layers {self.describe_split()}" if self.split else ""
+        schedule = f", {self.schedule}" if self.schedule else ""
         return (
-            f"tp {self.tp} pp {self.pp} cp {self.cp} vpp {self.chunks}{ends}, micro-batch {self.micro_batch_size}, "
-            f"recompute {self.recompute}, {self.sharding}, {self.precision}"
+            f"tp {self.tp} pp {self.pp} cp {self.cp} vpp {self.chunks}{ends}{split}{schedule}, "
+            f"micro-batch {self.micro_batch_size}, recompute {self.recompute}, {self.sharding}, {self.precision}"
         )
+
+    def describe_split(self) -> str:
+        """Return how layers are spread: evenly, with the ends counted as layers, or how many each stage has."""
+        if not self.split:
+            return "ends counted" if self.counts_ends else "even"
+        runs = [(count, len(list(several))) for count, several in itertools.groupby(self.split)]
+        return " ".join(f"{count}x{times}" if times > 1 else str(count) for count, times in runs)
+
+    def _split_flags(self) -> Iterator[str]:
+        """Yield the shortest flags of the split: of its ends, where the others are equal."""
+        if not self.split:
+            return
+        first, *middle, last = self.split
+        if self.chunks > 1 or len(set(middle)) != 1:
+            yield from ("--pipeline-model-parallel-layout", layout_of(self.split))
+            return
+        for flag, count in (("first", first), ("last", last)):
+            if count != middle[0]:
+                yield from (f"--decoder-{flag}-pipeline-num-layers", str(count))
 
     def _flags(self) -> Iterator[str]:
         yield "--bf16"
@@ -92,6 +125,9 @@ class Choice:
                 yield from (flag, str(size))
         if self.tp > 1:
             yield "--sequence-parallel"
+        yield from self._split_flags()
+        if self.schedule:
+            yield from ("--pipeline-schedule", self.schedule)
         if self.counts_ends:
             yield from ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
         if self.recompute != "none":

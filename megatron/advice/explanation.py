@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.advice.changes import Change
 from megatron.advice.data_need import DataNeed, data_need
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.action import StagePlace
@@ -22,6 +20,9 @@ from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.prediction import Prediction, predict, usable_bytes
 from megatron.planning.theoretical_memory import ModelSize, model_size
 from megatron.training.config.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from megatron.advice.changes import Change
 
 _DRAWN_ROUNDS = 4
 """Rounds of a schedule that are simulated: later ones repeat them."""
@@ -121,10 +122,6 @@ class Explanation:
             "notes": list(self.notes),
             "changes": [dataclasses.asdict(change) for change in changes],
         }
-
-    def to_json_text(self, changes: Sequence[Change] = ()) -> str:
-        """Return everything as the text of a JSON file."""
-        return json.dumps(self.to_json(changes), indent=1) + "\n"
 
 
 def explain(config: RunConfig, notes: Sequence[str], gpu: Gpu, implementation: Implementation) -> Explanation:

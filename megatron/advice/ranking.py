@@ -13,12 +13,12 @@ from megatron.planning.prediction.links import GPUS_A_MACHINE
 
 _MIB = 2**20
 _DAY = 86400
-_HEADS = "tp  pp  cp  dp vpp  micro  recompute  sharding     prec.   MFU %  TFLOP/s   ms/step   tokens/s"
+_HEADS = "tp  pp  cp  dp vpp  schedule       micro  recompute  sharding     prec.   MFU %  TFLOP/s   ms/step   tokens/s"
 
 
 def describe_ranking(found: Search, shown: Sequence[Candidate], train_tokens: int | None) -> Iterator[str]:
     """Yield the table; its columns are fixed, and days are there where a number of tokens is given."""
-    yield f"rank  {_HEADS}" + ("      days" if train_tokens else "") + "  MiB left"
+    yield f"rank  {_HEADS}" + ("      days" if train_tokens else "") + "  MiB left  layers"
     for number, each in enumerate(shown, 1):
         yield f"{number:4}  {_row(each, train_tokens)}"
     yield ""
@@ -44,6 +44,7 @@ def ranking_json(found: Search, train_tokens: int | None) -> dict[str, Any]:
         "ranked": [
             dataclasses.asdict(each.choice)
             | {
+                "pipeline_schedule": each.config.pipeline_schedule,
                 "ms_per_step": 1e3 * each.seconds,
                 "tokens_per_second": each.tokens_per_second,
                 "tflops_per_gpu": each.prediction.tflops,
@@ -64,11 +65,14 @@ def ranking_json(found: Search, train_tokens: int | None) -> dict[str, Any]:
 def _row(each: Candidate, train_tokens: int | None) -> str:
     choice, days = each.choice, _days(each, train_tokens)
     row = (
-        f"{choice.tp:2} {choice.pp:3} {choice.cp:3} {each.config.data_parallel_size:3} {choice.chunks:3} "
-        f"{choice.micro_batch_size:6}  {choice.recompute:9}  {choice.sharding:11}  {choice.precision:5}  "
-        f"{100 * each.mfu:6.1f} {each.prediction.tflops:8.1f} {1e3 * each.seconds:9.1f} {each.tokens_per_second:10.0f}"
+        f"{choice.tp:2} {choice.pp:3} {choice.cp:3} {each.config.data_parallel_size:3} {choice.chunks:3}  "
+        f"{each.config.pipeline_schedule:13} {choice.micro_batch_size:6}  {choice.recompute:9}  {choice.sharding:11}  "
+        f"{choice.precision:5}  {100 * each.mfu:6.1f} {each.prediction.tflops:8.1f} {1e3 * each.seconds:9.1f} "
+        f"{each.tokens_per_second:10.0f}"
     )
-    return row + ("" if days is None else f"{days:10.1f}") + f"{each.margin_bytes // _MIB:10}"
+    return (
+        row + ("" if days is None else f"{days:10.1f}") + f"{each.margin_bytes // _MIB:10}  {choice.describe_split()}"
+    )
 
 
 def _days(each: Candidate, train_tokens: int | None) -> float | None:

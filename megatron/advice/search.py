@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron.advice.choice import RECOMPUTES, Choice
+from megatron.advice.balanced_split import balanced_splits
+from megatron.advice.choice import RECOMPUTES, ZERO_BUBBLE, Choice
 from megatron.core.errors import ConfigurationError
+from megatron.core.pipeline_parallel.stage_layout import StageLayout
 from megatron.planning.activation_memory import layer_bytes
 from megatron.planning.gpu import Gpu
 from megatron.planning.plan import Plan
@@ -80,12 +83,12 @@ def search(
 ) -> Search:
     """Return what becomes of every layout of a configuration's model and global batch on its number of ranks."""
     found = Search()
-    for layout in _layouts(config, precisions):
+    for layout in _layouts(config, precisions, has_zero_bubble=implementation.schedules_zero_bubble):
         _try_layout(found, config, layout, gpu, implementation, find_problems)
     return found
 
 
-def _layouts(config: RunConfig, precisions: Sequence[str]) -> Iterator[Choice]:
+def _layouts(config: RunConfig, precisions: Sequence[str], *, has_zero_bubble: bool) -> Iterator[Choice]:
     """Yield a choice for each layout and precision, with the smallest micro-batch and no recompute."""
     world, layers = config.world_size, config.model.num_layers
     for tp in _divisors(world, GPUS_A_MACHINE):
@@ -94,19 +97,28 @@ def _layouts(config: RunConfig, precisions: Sequence[str]) -> Iterator[Choice]:
                 counts_ends = layers % pp != 0 and (layers + 2) % pp == 0
                 per_rank = (layers + 2 * counts_ends) // pp
                 chunk_numbers = _divisors(per_rank, _MOST_CHUNKS) if pp > 1 else [1]
-                for chunks in chunk_numbers:
-                    for precision in precisions:
-                        yield Choice(
-                            tp=tp,
-                            pp=pp,
-                            cp=cp,
-                            chunks=chunks,
-                            counts_ends=counts_ends,
-                            micro_batch_size=1,
-                            recompute=RECOMPUTES[0],
-                            sharding="optim" if world > tp * pp else "no_shard",
-                            precision=precision,
-                        )
+                even = per_rank if per_rank * pp == layers else 0
+                splits = list(balanced_splits(config.model, pp, even))
+                cuts: list[tuple[int, tuple[int, ...], str]] = []
+                if even or counts_ends or not splits:
+                    cuts += [(chunks, (), "") for chunks in chunk_numbers]
+                cuts += [(len(split) // pp, split, "") for split in splits]
+                if pp > 1 and has_zero_bubble:
+                    cuts += [(1, split, ZERO_BUBBLE) for chunks, split, _ in list(cuts) if chunks == 1]
+                for (chunks, split, schedule), precision in itertools.product(cuts, precisions):
+                    yield Choice(
+                        tp=tp,
+                        pp=pp,
+                        cp=cp,
+                        chunks=chunks,
+                        counts_ends=counts_ends and not split,
+                        micro_batch_size=1,
+                        recompute=RECOMPUTES[0],
+                        sharding="optim" if world > tp * pp else "no_shard",
+                        precision=precision,
+                        split=split,
+                        schedule=schedule,
+                    )
 
 
 def _try_layout(
@@ -148,7 +160,7 @@ def _has_room(
     """Return whether what a sharding holds between steps fits, or note that it does not."""
     choice, usable = dataclasses.replace(layout, sharding=sharding), usable_bytes(gpu)
     states = _states(found, Plan.of(choice.apply(config)), choice, implementation)
-    least = max(state.weights + state.gradients + state.optimizer for state in states) + HOPPER_MACHINES.held_bytes
+    least = max(state.total for state in states) + HOPPER_MACHINES.held_bytes
     if least > usable:
         reason = f"weights, gradients and optimizer alone need {least // _MIB} of {usable // _MIB} MiB"
         found.dropped.append(Dropped(choice, "oom", reason))
@@ -157,7 +169,7 @@ def _has_room(
 
 def _states(found: Search, plan: Plan, choice: Choice, implementation: Implementation) -> Sequence[StageState]:
     """Return what the stages hold between steps; ranks with the same weights share it whichever axis they are of."""
-    key = choice.tp, choice.pp, choice.chunks, choice.counts_ends, choice.sharding, choice.precision
+    key = choice.tp, choice.pp, choice.chunks, choice.counts_ends, choice.split, choice.sharding, choice.precision
     if key not in found.states:
         stages = range(plan.parallel_sizes.pp)
         found.states[key] = [stage_state(plan, stage, implementation) for stage in stages]
@@ -171,7 +183,8 @@ def _try_batches(
 
     Returns the sizes that need no recompute.
     """
-    states, roomy = _states(found, Plan.of(layout.apply(config)), layout, implementation), set[int]()
+    plan, roomy = Plan.of(layout.apply(config)), set[int]()
+    states = _states(found, plan, layout, implementation)
     for size in sizes:
         fits = None
         for recompute in RECOMPUTES:
@@ -179,7 +192,7 @@ def _try_batches(
             if fits is not None:
                 found.dropped.append(Dropped(choice, "slower", f"recompute {fits} fits already"))
                 continue
-            if _try_choice(found, config, choice, gpu, implementation, states):
+            if _try_choice(found, config, choice, gpu, implementation, states, plan.stage_layout):
                 fits = recompute
         if fits is None:
             break
@@ -195,10 +208,11 @@ def _try_choice(
     gpu: Gpu,
     implementation: Implementation,
     states: Sequence[StageState],
+    stage_layout: StageLayout,
 ) -> bool:
     """Predict one choice and return whether it fits."""
     applied = choice.apply(config)
-    plan = Plan.of(applied)
+    plan = Plan.of(applied, stage_layout)
     found.num_predicted += 1
     # The first stage has the most in flight: most choices that do not fit are seen there.
     layers = layer_bytes(plan, implementation.saved)
@@ -209,7 +223,7 @@ def _try_choice(
         found.dropped.append(Dropped(choice, "oom", reason))
         return False
     # Between the second stage and the last, layers are as many and less is in flight.
-    looked_at = sorted({0, min(1, choice.pp - 1), choice.pp - 1})
+    looked_at = sorted({0, min(1, choice.pp - 1), choice.pp - 1, *_uneven_stages(plan, choice)})
     prediction = predict(plan, implementation, gpu, states=states, looked_at=looked_at, layers=layers)
     if prediction.time is None or prediction.used_bytes is None:
         kind = "oom" if prediction.outcome == "oom" else "refused"
@@ -232,6 +246,17 @@ def _try_choice(
         )
     )
     return True
+
+
+def _uneven_stages(plan: Plan, choice: Choice) -> Iterator[int]:
+    """Yield the stages between that can be the fullest: the first with more layers, and what defers most."""
+    if choice.schedule == ZERO_BUBBLE:
+        yield max(0, choice.pp - 2)
+    if choice.split:
+        layers = [
+            sum(len(chunk.layer_numbers) for chunk in plan.stage_layout.chunks(stage)) for stage in range(choice.pp)
+        ]
+        yield from (layers.index(count) for count in set(layers))
 
 
 def _divides(config: RunConfig, plan: Plan, size: int) -> bool:

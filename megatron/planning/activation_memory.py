@@ -87,6 +87,7 @@ def saved_bytes(
         "norm numbers": num_norms * rows * wide * (2 if config.normalization == "LayerNorm" else 1),
         "norm outputs": norm_outputs,
         "query, key, value": tokens * (heads + 2 * groups) * width * element,
+        "gathered keys and values": _gathered(config, layer_number or 0) * 2 * tokens * groups * width * element,
         "attention numbers": 0 if "core_attn" in modules else tokens * heads * wide,
         "attention output": tokens * heads * width * element if has_output else 0,
         "feed-forward": 0 if "mlp" in modules else tokens * (fc1_width + fc2.is_whole * ffn) * element,
@@ -95,6 +96,12 @@ def saved_bytes(
         "adapters": sum(layer.adapters for layer in layers),
     }
     return {name: size for name, size in parts.items() if size}
+
+
+def _gathered(config: TransformerConfig, layer_number: int) -> int:
+    """Return how many other ranks' keys and values a layer keeps beside its own."""
+    is_gathered = config.context_parallel_size > 1 and config.cp_exchange(layer_number) == "all_gather"
+    return config.context_parallel_size - 1 if is_gathered and "core_attn" not in config.recomputed_modules else 0
 
 
 def offloaded_bytes(config: RunConfig) -> int:
@@ -130,12 +137,17 @@ def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> Sequence[LayerBy
     """Return what each layer keeps of one micro-batch, with the recompute that is configured and without."""
     models = plan.model, dataclasses.replace(plan.model, recompute_granularity=None)
     float8_layers = plan.model.float8_layers(plan.model.num_layers)
-    of_kind: dict[bool, LayerBytes] = {}
-    for number in range(plan.model.num_layers):
-        if (number in float8_layers) not in of_kind:
+    has_ranks = plan.model.context_parallel_size > 1
+    kinds = [
+        (number in float8_layers, plan.model.cp_exchange(number) if has_ranks else "")
+        for number in range(plan.model.num_layers)
+    ]
+    of_kind: dict[tuple[bool, str], LayerBytes] = {}
+    for number, kind in enumerate(kinds):
+        if kind not in of_kind:
             sizes = (saved(model, plan.seq_length, plan.micro_batch_size, number) for model in models)
-            of_kind[number in float8_layers] = LayerBytes(*(sum(parts.values()) for parts in sizes))
-    return [of_kind[number in float8_layers] for number in range(plan.model.num_layers)]
+            of_kind[kind] = LayerBytes(*(sum(parts.values()) for parts in sizes))
+    return [of_kind[kind] for kind in kinds]
 
 
 def largest(layers: Sequence[LayerBytes]) -> LayerBytes:
@@ -152,10 +164,6 @@ def activation_parts(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> tu
     """
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
     num_offloaded = [_num_offloaded(model, chunk) for chunk in chunks]
-    kept = [
-        _kept_by(model, _of(layers, chunk)) - _kept_by(model, _of(layers, chunk)[:number])
-        for chunk, number in zip(chunks, num_offloaded)
-    ]
     most = largest(layers)
     again = most.whole - most.kept
     if model.recompute_granularity == "full":
@@ -163,11 +171,20 @@ def activation_parts(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> tu
     again += min(max(num_offloaded), 2) * most.kept
     num_ends = (1 if model.lora_rank else 2) * chunks[-1].has_loss
     ends = num_ends * plan.num_rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
-    return _most_in_flight(plan, stage, kept), again, ends
+    return _most_in_flight(plan, stage, kept_of_chunks(plan, stage, layers)), again, ends
+
+
+def kept_of_chunks(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> Sequence[int]:
+    """Return what the layers of each of a stage's chunks keep of one micro-batch on the device."""
+    model, chunks = plan.model, plan.stage_layout.chunks(stage)
+    own = [(_of(layers, chunk), _num_offloaded(model, chunk)) for chunk in chunks]
+    return [_kept_by(model, several) - _kept_by(model, several[:number]) for several, number in own]
 
 
 def _most_in_flight(plan: Plan, stage: int, sizes: Sequence[int]) -> int:
     """Return the most of a stage's passes that wait for their backward passes, where those of its chunks have sizes."""
+    if len(set(sizes)) == 1:
+        return sizes[0] * plan.most_passes_in_flight(stage)
     in_flight = most = 0
     for kind, _, chunk in plan.warm_up_actions(stage):
         if kind is Pass.FORWARD:

@@ -82,7 +82,7 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
         return [ChunkParameter(size, copies, is_matrix=True) for size, copies in adapter_parameters(model, name)]
 
     def base(*parameters: ChunkParameter) -> list[ChunkParameter]:
-        return [replace(parameter, is_trained=not model.lora_rank) for parameter in parameters]
+        return [replace(parameter, is_trained=False) for parameter in parameters] if model.lora_rank else [*parameters]
 
     attention = [
         *base(*before, *linear(h, queries, of_cut_tokens, model.add_bias_linear)),
@@ -117,9 +117,13 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
     first = [vocabulary, *positions] if chunk.has_embedding else []
     last = [*norm(h), *output] if chunk.has_loss else []
     float8_layers, has_experts = model.float8_layers(model.num_layers), model.moe_layers
+    whole = {kind: (*attention, *feed_forwards[kind], *base(*after)) for kind in set(has_experts)}
+    in_half = {
+        kind: tuple(replace(parameter, is_sent_in_float8=False) for parameter in layer) for kind, layer in whole.items()
+    }
     layers = [
-        parameter if number in float8_layers else replace(parameter, is_sent_in_float8=False)
+        parameter
         for number in chunk.layer_numbers
-        for parameter in (*attention, *feed_forwards[has_experts[number]], *base(*after))
+        for parameter in (whole if number in float8_layers else in_half)[has_experts[number]]
     ]
     return [*base(*first), *layers, *base(*last)]

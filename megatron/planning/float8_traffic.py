@@ -32,6 +32,11 @@ def fills_blocks(model: TransformerConfig, num_rows: int) -> bool:
     return not length or num_rows % length == 0
 
 
+def gathers_gradients(model: TransformerConfig) -> bool:
+    """Return whether row-parallel layers scatter their outputs themselves, and gather gradients in fp8."""
+    return model.fp8_recipe in ("delayed", "tensorwise") and model.fp8_wgrad
+
+
 @dataclass(frozen=True)
 class Float8LayerEnds:
     """Count what layers send where they enter and leave their two tensor-parallel regions.
@@ -46,7 +51,7 @@ class Float8LayerEnds:
     def add(self, add: Add, entered: int, left: int, backward: int) -> None:
         """Add what so many layers send that enter, leave the second region, and run backward."""
         self._add_inputs(add, 2 * entered)
-        add("reduce_scatter", self.hidden_bytes, entered + (entered if self._scatters_in_product else left))
+        add("reduce_scatter", self.hidden_bytes, entered + (entered if gathers_gradients(self.model) else left))
         self._add_inputs_again(add, 2 * backward)
         for is_column in (False, True):
             self.add_gradient(add, 2 * backward, is_column=is_column)
@@ -56,14 +61,14 @@ class Float8LayerEnds:
         if is_column:
             add("reduce_scatter", self.hidden_bytes, count)
             return
-        add("all_gather", self._rounded if self._scatters_in_product else self.hidden_bytes, count)
-        if self._scatters_in_product and self.model.fp8_recipe == "tensorwise":
+        add("all_gather", self._rounded if gathers_gradients(self.model) else self.hidden_bytes, count)
+        if gathers_gradients(self.model) and self.model.fp8_recipe == "tensorwise":
             add("all_reduce", 4, count)
 
     def add_feed_forwards(self, add: Add, count: int) -> None:
         """Add what so many feed-forwards send that run forward again, up to what the backward pass needs."""
         self._add_inputs(add, count)
-        add("reduce_scatter", self.hidden_bytes, count if self._scatters_in_product else 0)
+        add("reduce_scatter", self.hidden_bytes, count if gathers_gradients(self.model) else 0)
 
     def _add_inputs(self, add: Add, count: int) -> None:
         """Add what goes to the products of column-parallel layers."""
@@ -101,8 +106,3 @@ class Float8LayerEnds:
     @property
     def _rounded(self) -> int:
         return self.tokens * self.model.hidden_size
-
-    @property
-    def _scatters_in_product(self) -> bool:
-        """Return whether row-parallel layers scatter their outputs themselves, and gather gradients in fp8."""
-        return self.model.fp8_recipe in ("delayed", "tensorwise") and self.model.fp8_wgrad

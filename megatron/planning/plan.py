@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_sizes import ParallelSizes
-from megatron.core.pipeline_parallel.action import Action
+from megatron.core.pipeline_parallel.action import Action, Pass
 from megatron.core.pipeline_parallel.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.stage_layout import StageLayout
 
@@ -37,8 +38,8 @@ class Plan:
     global_batch_size: int
 
     @staticmethod
-    def of(config: RunConfig) -> Plan:
-        """Return what a run's configuration says of it.
+    def of(config: RunConfig, stage_layout: StageLayout | None = None) -> Plan:
+        """Return what a run's configuration says of it; ``stage_layout`` is its own, where that is known already.
 
         Raises:
             ConfigurationError: the model has experts, whose memory and time depend on what tokens choose.
@@ -49,7 +50,7 @@ class Plan:
             ddp=config.ddp,
             optimizer=config.optimizer,
             parallel_sizes=config.parallel_sizes,
-            stage_layout=config.stage_layout,
+            stage_layout=stage_layout or config.stage_layout,
             pipeline_schedule=config.pipeline_schedule,
             seq_length=config.data.seq_length,
             micro_batch_size=config.training.micro_batch_size,
@@ -78,13 +79,20 @@ class Plan:
 
     def warm_up_actions(self, stage: int) -> Sequence[Action]:
         """Return a stage's actions of one step; of many rounds of micro-batches only the first."""
+        return _actions(*self._cut_schedule(stage))
+
+    def most_passes_in_flight(self, stage: int) -> int:
+        """Return the most passes of a stage's chunks that wait for their backward passes at once."""
+        return _most_passes(*self._cut_schedule(stage))
+
+    def _cut_schedule(self, stage: int) -> _Schedule:
         pp, layout, group = self.parallel_sizes.pp, self.stage_layout, self._group_size
         round_size, num_microbatches = max(group or 0, pp), self.num_microbatches
         if num_microbatches % round_size == 0:
             num_microbatches = min(num_microbatches, _ROUNDS * round_size)
         elif num_microbatches > _MOST_ROUNDS * round_size:
             num_microbatches = _MOST_ROUNDS * round_size + num_microbatches % round_size
-        return SCHEDULES[self.pipeline_schedule](pp, stage, num_microbatches, layout.num_chunks, group)
+        return self.pipeline_schedule, pp, stage, num_microbatches, layout.num_chunks, group
 
     @property
     def _group_size(self) -> int | None:
@@ -103,3 +111,22 @@ def refuse_experts(model: GPTConfig) -> None:
             "choose, and are not planned; tools/report_theoretical_memory.py has their parameters, or leave "
             "--num-experts out"
         )
+
+
+_Schedule = tuple[str, int, int, int, int, int | None]
+"""Name, pipeline size, stage, micro-batches, chunks, and group size of interleaved chunks."""
+
+
+# A search asks for the same lists thousands of times.
+@functools.lru_cache(maxsize=1024)
+def _actions(name: str, *schedule: Any) -> Sequence[Action]:
+    return SCHEDULES[name](*schedule)
+
+
+@functools.lru_cache(maxsize=1024)
+def _most_passes(*schedule: Any) -> int:
+    in_flight = most = 0
+    for kind, _, _ in _actions(*schedule):
+        in_flight += (kind is Pass.FORWARD) - (kind in (Pass.BACKWARD, Pass.BACKWARD_INPUT))
+        most = max(most, in_flight)
+    return most

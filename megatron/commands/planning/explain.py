@@ -9,6 +9,7 @@ Where the configuration is refused or too large, the cheapest changes that would
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,13 @@ from megatron.commands.arguments.planned_run import (
     read_planned_run,
     write_text,
 )
+from megatron.commands.arguments.verified_plan import (
+    HELP,
+    check_agreement,
+    describe_verified,
+    prepare_to_verify,
+    verify_plan,
+)
 from megatron.core.errors import ConfigurationError
 from megatron.planning.prediction.implementations import find_implementation
 
@@ -33,7 +41,8 @@ def build_parser(world_size: int) -> Parser:
     """Declare the flags beside those of a training."""
     parser = Parser(
         prog="explain.py",
-        usage="%(prog)s TRAINING-FLAGS [--world-size N] [--gpu TYPE] [--implementation NAME] [--json] [--html FILE]",
+        usage="%(prog)s TRAINING-FLAGS [--world-size N] [--gpu TYPE] [--implementation NAME] [--json] [--html FILE] "
+        "[--verify]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -44,6 +53,7 @@ def build_parser(world_size: int) -> Parser:
     add_platform(parser)
     parser.add_argument("--json", action="store_true", help="print JSON in place of text")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to this file")
+    parser.add_argument("--verify", action="store_true", help=HELP)
     return parser
 
 
@@ -66,6 +76,8 @@ def report(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     check_world_size("--world-size", arguments.world_size)
     gpu, implementation = find_platform(arguments.gpu), find_implementation(arguments.implementation)
     where = arguments.world_size, read_planned_run, gpu, implementation
+    if arguments.verify:
+        prepare_to_verify(implementation)
     try:
         parsed = read_planned_run(words, arguments.world_size)
     except ConfigurationError as error:
@@ -74,7 +86,17 @@ def report(arguments: argparse.Namespace, words: Sequence[str]) -> None:
             print(f"would run with {line}", file=sys.stderr)
         raise error
     explanation = explain(parsed.config, parsed.notes, gpu, implementation)
+    if arguments.verify and explanation.prediction.outcome == "error":
+        raise ConfigurationError(f"--verify: there is nothing to run: {explanation.prediction.reason}")
     changes = () if explanation.prediction.outcome == "ok" else find_changes(words, *where)
     if arguments.html is not None:
         write_text("--html", arguments.html, to_page(explanation, changes))
-    sys.stdout.write(explanation.to_json_text(changes) if arguments.json else to_text(explanation, changes))
+    verified = verify_plan(parsed.config, gpu) if arguments.verify else ()
+    if arguments.json:
+        more = {"verified": [each.to_json() for each in verified]} if arguments.verify else {}
+        print(json.dumps(explanation.to_json(changes) | more, indent=1))
+    else:
+        sys.stdout.write(to_text(explanation, changes))
+        if arguments.verify:
+            print("\n" + "\n".join(describe_verified(verified)))
+    check_agreement(verified)

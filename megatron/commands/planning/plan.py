@@ -17,8 +17,10 @@ import argparse
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.advice.changes import find_changes
 from megatron.advice.choice import SEARCHED_FLAGS, Choice
@@ -26,11 +28,18 @@ from megatron.advice.explanation import explain
 from megatron.advice.page import to_page
 from megatron.advice.preset import preset_names, preset_words
 from megatron.advice.ranking import describe_ranking, launch_command, ranking_json
-from megatron.advice.search import Candidate, Search, search
+from megatron.advice.search import Search, search
 from megatron.advice.text_report import describe_changes
 from megatron.advice.training_words import has_flag
 from megatron.commands.arguments.command_line import Parser, exit_status_of
 from megatron.commands.arguments.planned_run import check_world_size, find_platform, read_planned_run, write_text
+from megatron.commands.arguments.verified_plan import (
+    HELP,
+    check_agreement,
+    describe_verified,
+    prepare_to_verify,
+    verify_fitting_plan,
+)
 from megatron.core.errors import ConfigurationError
 from megatron.planning.gpu import GPUS
 from megatron.planning.prediction.evaluation import describe_errors, evaluate
@@ -39,9 +48,13 @@ from megatron.planning.prediction.measured_runs import read_runs
 from megatron.training.config.arguments import ParsedArguments, without_flags
 from megatron.training.config.checks.run_checks import find_problems
 
+if TYPE_CHECKING:
+    from megatron.dry_run.verified_stage import VerifiedStage
+    from megatron.training.config.run_config import RunConfig
+
 _DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", "ours"
 _DEFAULT_PRECISION, _DEFAULT_TOP = "both", 10
-_OF_PLANS = ("model_preset", "gpus", "precision", "train_tokens", "top", "json", "html")
+_OF_PLANS = ("model_preset", "gpus", "precision", "train_tokens", "top", "json", "html", "verify")
 """Arguments that --evaluate has no use for."""
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _ITERATIONS = 1000
@@ -52,12 +65,22 @@ _PARSED_RANKS = 5
 """How many of the best choices are tried as command lines until one is taken."""
 
 
+@dataclass(frozen=True)
+class _Best:
+    """Hold the choice that is proposed, what its command line parses to, and what a dry run said of it."""
+
+    choice: Choice
+    parsed: ParsedArguments
+    command: str
+    verified: tuple[VerifiedStage, ...]
+
+
 def build_parser() -> Parser:
     """Declare the flags."""
     parser = Parser(
         prog="plan.py",
         usage="%(prog)s [--model-preset NAME] [TRAINING-FLAGS] --gpus N [--gpu TYPE] [--precision bf16|fp8|both] "
-        "[--train-tokens N]\n   or: %(prog)s --evaluate RUNS.json [--output PREDICTIONS.json] [--gpu TYPE]",
+        "[--train-tokens N] [--verify]\n   or: %(prog)s --evaluate RUNS.json [--output PREDICTIONS.json] [--gpu TYPE]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -69,6 +92,7 @@ def build_parser() -> Parser:
     parser.add_argument("--top", type=int, metavar="N", help="layouts that are printed (10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every choice and its fate to this file")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page on the best layout to this file")
+    parser.add_argument("--verify", action="store_true", default=None, help=HELP)
     parser.add_argument("--evaluate", type=Path, metavar="FILE", help="predict the runs of this file")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the predictions of --evaluate to this file")
     parser.add_argument(
@@ -112,6 +136,8 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     check_world_size("--gpus", arguments.gpus)
     gpu = find_platform(arguments.gpu or _DEFAULT_GPU)
     implementation = find_implementation(arguments.implementation or _DEFAULT_IMPLEMENTATION)
+    if arguments.verify:
+        prepare_to_verify(implementation)
     tokens = None if arguments.train_tokens is None else _number(arguments.train_tokens)
     if arguments.precision == "fp8" and not gpu.float8_flops:
         raise ConfigurationError(f"--precision fp8: {gpu.name} has no products in fp8; use --precision bf16")
@@ -126,21 +152,38 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     precision = arguments.precision or _DEFAULT_PRECISION
     precisions = both if precision == "both" else (precision,)
     found = search(config, gpu, implementation, precisions, functools.partial(find_problems, needs_files=False))
-    if arguments.json is not None:
-        write_text("--json", arguments.json, json.dumps(ranking_json(found, tokens), indent=1) + "\n")
+    ranking = ranking_json(found, tokens)
+
+    def write_json() -> None:
+        if arguments.json is not None:
+            write_text("--json", arguments.json, json.dumps(ranking, indent=1) + "\n")
+
+    write_json()
     table = "\n".join(describe_ranking(found, found.ranked[:top], tokens))
     print(table)
-    best, parsed, command = _best(found, words, arguments.gpus)
-    if best is None or parsed is None:
+    searched = [flag for flag in SEARCHED_FLAGS if has_flag(training_flags, flag)]
+    if searched:
+        print(f"searched, and not taken as given: {', '.join(searched)}")
+    best = _best(
+        found, words, arguments.gpus, functools.partial(verify_fitting_plan, gpu=gpu) if arguments.verify else None
+    )
+    if best is None:
         changes = find_changes(_leanest(words, arguments.gpus), arguments.gpus, read_planned_run, gpu, implementation)
         told = "; ".join(describe_changes(changes)) or "no single change helps: use more GPUs or more memory"
         raise ConfigurationError(f"no layout fits {arguments.gpus} x {gpu.name}; what would: {told}")
-    print(f"\nthe best, {best.choice.describe()}:\n{command}")
-    for note in parsed.notes:
+    print(f"\nthe best, {best.choice.describe()}:\n{best.command}")
+    for note in best.parsed.notes:
         print(note)
+    if arguments.verify:
+        ranking["verified"] = [each.to_json() for each in best.verified]
+        write_json()
+        comparison = "\n".join(describe_verified(best.verified))
+        print(f"\n{comparison}")
+        table += f"\n\n{comparison}"
     if arguments.html is not None:
-        explanation = explain(parsed.config, parsed.notes, gpu, implementation)
+        explanation = explain(best.parsed.config, best.parsed.notes, gpu, implementation)
         write_text("--html", arguments.html, to_page(explanation, (), table))
+    check_agreement(best.verified)
 
 
 def evaluate_file(arguments: argparse.Namespace) -> None:
@@ -203,20 +246,27 @@ def _leanest(words: Sequence[str], world_size: int) -> tuple[str, ...]:
     return choice.words(words)
 
 
-def _best(found: Search, words: Sequence[str], world_size: int) -> tuple[Candidate | None, ParsedArguments | None, str]:
-    """Return the fastest choice whose command line the training's own parser takes, what it parses to, the command."""
+def _best(
+    found: Search, words: Sequence[str], world_size: int, verify: Callable[[RunConfig], Sequence[VerifiedStage]] | None
+) -> _Best | None:
+    """Return the fastest choice whose command line the training's own parser takes and whose dry run fits, or None.
+
+    Raises:
+        ConfigurationError: none of the first few is taken; why.
+    """
     problems: list[str] = []
     for each in found.ranked[:_PARSED_RANKS]:
         chosen = each.choice.words(words)
         try:
             parsed = read_planned_run(chosen, world_size)
+            verified = () if verify is None else tuple(verify(parsed.config))
         except ConfigurationError as error:
             problems += error.problems
         else:
-            return each, parsed, launch_command(chosen, world_size)
+            return _Best(each.choice, parsed, launch_command(chosen, world_size), verified)
     if problems:
         raise ConfigurationError(problems)
-    return None, None, ""
+    return None
 
 
 def _number(text: str) -> int:

@@ -203,12 +203,13 @@ class _Rank:
 def simulate(
     schedule: Sequence[Sequence[Action]],
     num_chunks: int = 1,
-    durations: Durations | None = None,
+    durations: Durations | Sequence[Durations] | None = None,
     rules: MessageRules | None = None,
 ) -> Timeline:
     """Return when every rank runs its actions, each as early as its messages and its order allow.
 
-    ``schedule`` holds the list of every rank. The time is linear in the number of actions: a rank runs until it
+    ``schedule`` holds the list of every rank, and ``durations`` may be given for each; messages then take as long as
+    the first rank's. The time is linear in the number of actions: a rank runs until it
     waits, and what it waits for wakes it up.
 
     Raises:
@@ -216,16 +217,17 @@ def simulate(
             a message is not the one that its receiver expects, or a backward pass has no forward pass.
     """
     rules = rules or MessageRules()
-    durations = durations or Durations()
+    several = durations if isinstance(durations, Sequence) else [durations or Durations()] * len(schedule)
     assert rules.receives_ahead >= 1, "a rank that waits for a message has posted its receive"
     pp = len(schedule)
-    links = [_Link(rules, durations.transfer if pp > 1 else 0.0) for _ in range(2 * pp)]
+    links = [_Link(rules, several[0].transfer if pp > 1 else 0.0) for _ in range(2 * pp)]
     allowed = sends_in_flight(pp, schedule[0]) if rules.sends_in_flight == "enough" else rules.sends_in_flight
     ranks = [_Rank(StagePlace(pp, rank, num_chunks), actions, links, allowed) for rank, actions in enumerate(schedule)]
-    times = durations.by_pass()
+    times = [each.by_pass() for each in several]
     to_run = ranks[::-1]
     while to_run:
-        to_run += to_run.pop().run(times)
+        rank = to_run.pop()
+        to_run += rank.run(times[rank.place.rank])
     waits = [wait for wait in (rank.describe_wait() for rank in ranks) if wait is not None]
     if waits:
         raise ScheduleError(f"{len(waits)} of {pp} ranks wait for each other: {'; '.join(waits)}")

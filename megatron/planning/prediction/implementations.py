@@ -37,7 +37,8 @@ class Implementation:
 
     ``wide_logit_bytes`` are those of one logit at the fullest moment beside the model's own type,
     ``half_gradient_bytes`` those of an fp16 model's gradient while layers run. Beside fp8 a program may keep no weights
-    in 16 bits. One without flash attention has its scores in memory.
+    in 16 bits. One without flash attention has its scores in memory. ``follows_recipes`` says that casts to fp8 and
+    exchanges are those of the run's recipe here, and not transformer-engine's.
     """
 
     name: str
@@ -56,6 +57,8 @@ class Implementation:
     offloads_in_pipelines: bool = False
     offloads_beside_recompute: bool = False
     takes_any_microbatches: bool = False
+    follows_recipes: bool = False
+    schedules_zero_bubble: bool = False
 
 
 _PUBLISHED = FittedTimes(pass_share=0.85, backward_share=1.0, ring_share=0.85)
@@ -97,6 +100,7 @@ TORCHTITAN = Implementation(
     attention_on_hopper="flash",
     is_rotation_fused=False,
     takes_any_microbatches=True,
+    schedules_zero_bubble=True,
 )
 OURS = Implementation(
     name="ours",
@@ -108,6 +112,8 @@ OURS = Implementation(
     offloads_in_pipelines=True,
     offloads_beside_recompute=True,
     takes_any_microbatches=True,
+    follows_recipes=True,
+    schedules_zero_bubble=True,
 )
 OURS_ON_CPU = dataclasses.replace(OURS, name="ours-cpu", saved=saved_on_cpu)
 

@@ -10,13 +10,17 @@ from dataclasses import dataclass
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planning.activation_memory import LayerBytes
+from megatron.planning.adapter_traffic import add_adapters
+from megatron.planning.float8_traffic import Float8LayerEnds
 from megatron.planning.gpu import AttentionRate, Gpu
 from megatron.planning.plan import Plan
+from megatron.planning.prediction.float8_work import float8_cast_bytes
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import (
     Product,
     adapter_products,
     attention_flops,
+    fused_cast_bytes,
     key_value_width,
     layer_products,
     loss_bytes,
@@ -36,7 +40,10 @@ _HALF, _WIDE_SUM = 2, 8
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Hold the seconds of a layer and a micro-batch by part; ``again`` is what is computed a second time."""
+    """Hold the seconds of a layer and a micro-batch by part; ``again`` is what is computed a second time.
+
+    ``forward`` and ``weight_gradients`` are the forward pass and the products of weights' gradients within the parts.
+    """
 
     products: float
     attention: float
@@ -46,6 +53,8 @@ class LayerTime:
     again: float
     offload: float
     floor: float = 0.0
+    forward: float = 0.0
+    weight_gradients: float = 0.0
 
     @property
     def total(self) -> float:
@@ -63,15 +72,18 @@ def layer_time(plan: Plan, gpu: Gpu, implementation: Implementation, kept: Layer
     half = _peak(plan.model, gpu)
     peak = gpu.float8_flops if in_float8 else half
     forward, backward = _attention(plan, gpu, implementation)
-    passed = passed_bytes(
-        *(plan, implementation.is_rotation_fused, implementation.has_flash_attention), in_float8=in_float8
-    )
-    rates = [*((each, peak) for each in products), *((each, half) for each in adapter_products(plan.model))]
+    passed = passed_bytes(plan, implementation.is_rotation_fused, implementation.has_flash_attention)
+    if in_float8:
+        passed += _cast_bytes(plan, implementation)
+    # Products of weights' gradients may stay in 16 bits.
+    of_weights = half if in_float8 and implementation.follows_recipes and not plan.model.fp8_wgrad else peak
+    rates = [(each, (peak, of_weights)) for each in products]
+    rates += [(each, (half, half)) for each in adapter_products(plan.model)]
     parts = [(_product(product, plan.num_tokens, rate, gpu), product.passes) for product, rate in rates]
     computed = sum(seconds for seconds, _ in parts)
     once = sum(seconds / passes for seconds, passes in parts)
     passes = passed / (gpu.memory_bandwidth * implementation.times.pass_share)
-    exchanged = _tensor_parallel(plan, gpu, in_float8=in_float8)
+    exchanged = _tensor_parallel(plan, gpu, implementation, in_float8=in_float8)
     ring = _ring(plan, gpu)
     return LayerTime(
         products=computed,
@@ -82,6 +94,8 @@ def layer_time(plan: Plan, gpu: Gpu, implementation: Implementation, kept: Layer
         again=_again(plan.model, once + (passes + exchanged) / 3 + forward, forward, once),
         offload=_offload(plan, gpu, kept, once + passes / 3 + forward),
         floor=_LAUNCHES * _LAUNCH_S,
+        forward=once + (passes + exchanged) / 3 + forward,
+        weight_gradients=0.0 if plan.model.lora_rank else once,
     )
 
 
@@ -89,7 +103,7 @@ def output_layer_time(plan: Plan, gpu: Gpu) -> float:
     """Return the time of the output layer and the loss, which are in the model's own precision also beside fp8."""
     model, t = plan.model, plan.parallel_sizes.tp
     output = Product(model.hidden_size, model.padded_vocab_size // t, is_trained=not model.lora_rank)
-    seconds = _product(output, plan.num_tokens, _peak(model, gpu), gpu)
+    seconds = _product(output, plan.num_tokens, (_peak(model, gpu),) * 2, gpu)
     seconds += loss_bytes(plan) / (gpu.memory_bandwidth * MEMORY_SHARE)
     message = plan.num_tokens * model.hidden_size * _HALF
     # Its input is gathered for each product of its weight or of that's gradient, and its gradient scattered.
@@ -100,11 +114,20 @@ def _peak(model: GPTConfig, gpu: Gpu) -> float:
     return gpu.half_flops if model.params_dtype in ("bfloat16", "float16") else gpu.single_flops
 
 
-def _product(product: Product, tokens: int, peak: float, gpu: Gpu) -> float:
-    """Return the time of a linear layer's product and of its gradients."""
-    flops = product.passes * 2.0 * tokens * product.size
+def _cast_bytes(plan: Plan, implementation: Implementation) -> float:
+    """Return the bytes of making a layer's operands in fp8."""
+    if implementation.follows_recipes:
+        return float8_cast_bytes(plan.model, plan.num_tokens, plan.num_rows)
+    return fused_cast_bytes(plan)
+
+
+def _product(product: Product, tokens: int, peaks: tuple[float, float], gpu: Gpu) -> float:
+    """Return the time of a linear layer's product and of its gradients, the weight's at the second rate."""
+    flops, (peak, of_weights) = 2.0 * tokens * product.size, peaks
     written = _HALF * tokens * (product.columns + product.inner) + _WIDE_SUM * product.size * product.is_trained
-    return flops / (peak * gpu.product_share) + written / (gpu.memory_bandwidth * MEMORY_SHARE)
+    computed = product.passes * flops / (peak * gpu.product_share)
+    computed += product.is_trained * flops * (1 / of_weights - 1 / peak) / gpu.product_share
+    return computed + written / (gpu.memory_bandwidth * MEMORY_SHARE)
 
 
 def _attention(plan: Plan, gpu: Gpu, implementation: Implementation) -> tuple[float, float]:
@@ -121,18 +144,31 @@ def _attention(plan: Plan, gpu: Gpu, implementation: Implementation) -> tuple[fl
     return forward, backward
 
 
-def _tensor_parallel(plan: Plan, gpu: Gpu, *, in_float8: bool) -> float:
-    """Return the time of a layer's ten exchanges: in fp8, the six that gather carry 8 bits.
+def _tensor_parallel(plan: Plan, gpu: Gpu, implementation: Implementation, *, in_float8: bool) -> float:
+    """Return the time of a layer's ten exchanges, and of those of its adapters: in fp8, the six that gather carry 8
+    bits, or what the recipe sends here.
 
-    Two of the six are for weights' gradients, which frozen weights do not have. What adapters exchange is narrow, and
-    not counted.
+    Two of the six are for weights' gradients, which frozen weights do not have.
     """
-    links, size = Links(gpu, plan.parallel_sizes), plan.num_tokens * plan.model.hidden_size
-    if not plan.model.sequence_parallel:
-        return 8 * links.tensor_parallel_seconds(size * _HALF)
+    links, model = Links(gpu, plan.parallel_sizes), plan.model
+    size = plan.num_tokens * model.hidden_size
+    sent = [0.0]
+
+    def add(operation: str, num_bytes: int, count: int) -> None:
+        rounds = 2 if operation == "all_reduce" else 1
+        sent.append(count * rounds * links.tensor_parallel_seconds(num_bytes))
+
+    if model.lora_rank:
+        add_adapters(add, model, plan.num_tokens * model.lora_rank * _HALF, 1, 1)
+    if not model.sequence_parallel:
+        return sum(sent) + 8 * links.tensor_parallel_seconds(size * _HALF)
+    if in_float8 and implementation.follows_recipes:
+        Float8LayerEnds(model, plan.num_tokens, size * _HALF).add(add, 1, 1, 1)
+        return sum(sent)
     gathered = 1 if in_float8 else _HALF
-    gathers = 4 if plan.model.lora_rank else 6
-    return gathers * links.tensor_parallel_seconds(size * gathered) + 4 * links.tensor_parallel_seconds(size * _HALF)
+    gathers = 4 if model.lora_rank else 6
+    sent.append(gathers * links.tensor_parallel_seconds(size * gathered))
+    return sum(sent) + 4 * links.tensor_parallel_seconds(size * _HALF)
 
 
 def _ring(plan: Plan, gpu: Gpu) -> float:

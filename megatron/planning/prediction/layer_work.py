@@ -78,8 +78,8 @@ def megatron_step_flops(plan: Plan) -> float:
     return 3.0 * plan.global_batch_size * (model.forward_flops_per_sequence(s) + unused_half)
 
 
-def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool, *, in_float8: bool) -> float:
-    """Return the bytes that a layer's passes over memory read and write."""
+def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool) -> float:
+    """Return the bytes that a layer's passes over memory read and write, casts to fp8 left out."""
     model, tokens, rows = plan.model, plan.num_tokens, plan.num_rows
     t, h = plan.parallel_sizes.tp, model.hidden_size
     queries, keys = model.query_projection_size // t, key_value_width(model)
@@ -95,8 +95,6 @@ def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool,
         total += rows * h * 2 * 2
     if not has_flash_attention:
         total += score_elements(model, plan.seq_length, plan.micro_batch_size) * _SCORE_BYTES
-    if in_float8:
-        total += _cast_bytes(tokens, rows, h, (queries, keys, ffn, gates), has_weight_gradients=not model.lora_rank)
     return total
 
 
@@ -111,11 +109,14 @@ def loss_bytes(plan: Plan) -> float:
     return float(plan.num_logits * _LOSS_BYTES)
 
 
-def _cast_bytes(
-    tokens: int, rows: int, h: int, widths: tuple[int, int, int, int], *, has_weight_gradients: bool
-) -> float:
-    """Return the bytes of making fp8 operands: norms write fp8 at once, others are read in 16 bits and written."""
-    queries, keys, ffn, gates = widths
+def fused_cast_bytes(plan: Plan) -> float:
+    """Return the bytes of making fp8 operands as transformer-engine does: norms write fp8 at once, others are read in
+    16 bits and written.
+    """
+    model, tokens, rows = plan.model, plan.num_tokens, plan.num_rows
+    t, h, has_weight_gradients = plan.parallel_sizes.tp, model.hidden_size, not model.lora_rank
+    queries, keys = model.query_projection_size // t, key_value_width(model)
+    ffn, gates = model.ffn_hidden_size // t, 2 if model.is_gated else 1
     inputs = 3 * tokens * (queries + ffn) - 2 * rows * h
     transposed = 2 * tokens * (2 * h + queries + ffn) if has_weight_gradients else 0
     # Gradients are read in 16 bits and written as they are, and once more transposed for the weights' gradients.

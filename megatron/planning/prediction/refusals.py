@@ -61,6 +61,11 @@ def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> It
     is_recomputed = model.recompute_granularity is not None
     if model.cpu_offloading and is_recomputed and not implementation.offloads_beside_recompute:
         yield f"{implementation.name} offloads or recomputes activations; leave out one"
+    if plan.pipeline_schedule == "zero-bubble" and not implementation.schedules_zero_bubble:
+        yield (
+            f"{implementation.name} has no zero-bubble schedule; use 1f1b or interleaved, or the implementation "
+            f"{OURS.name}"
+        )
     if plan.stage_layout.num_chunks > 1 and pp == 1:
         yield "virtual stages need pp of 2 or more; leave out vpp or raise pp"
     if model.fp8_format is None:

@@ -15,11 +15,11 @@ _WIDE = 4
 def saved_on_cpu(
     model: GPTConfig, seq_length: int, micro_batch_size: int, layer_number: int | None = None
 ) -> Mapping[str, int]:
-    """Return by part what one layer keeps of one micro-batch, without context parallelism, norms of queries, and norms
-    that are computed again.
+    """Return by part what one layer keeps of one micro-batch, norms of queries left out.
 
-    To what fused kernels keep come: the input of each RMSNorm in float32, and what it is before its weight; the gate
-    behind its activation; and queries and keys before their rotation, as the values lie between them.
+    To what fused kernels keep come: the input of each RMSNorm in float32, and what it is before its weight, in place of
+    the stream unless the norm's output is computed again from that; the gate behind its activation; and queries and
+    keys before their rotation, as the values lie between them.
     """
     parts = dict(saved_bytes(model, seq_length, micro_batch_size, layer_number))
     if model.recompute_granularity == "full":
@@ -28,8 +28,9 @@ def saved_on_cpu(
     tokens = seq_length // model.context_parallel_size * micro_batch_size
     rows = tokens // t if model.sequence_parallel else tokens
     modules = model.recomputed_modules
-    if model.normalization == "RMSNorm" and "layernorm" not in modules:
-        parts["norms in float32"] = 2 * rows * model.hidden_size * _WIDE
+    if model.normalization == "RMSNorm":
+        before_weight = element if "layernorm" in modules else 0
+        parts["norms in float32"] = 2 * rows * model.hidden_size * (_WIDE + before_weight)
     if model.is_gated and "mlp" not in modules:
         parts["gate"] = tokens * (model.ffn_hidden_size // t) * element
     if model.position_embedding_type == "rope":

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.distributed.param_layout import plan_buckets
+from megatron.core.distributed.param_layout import ParamLayout, plan_buckets
+from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planning.activation_memory import LayerBytes, activation_parts, layer_bytes
 from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
+from megatron.planning.deferred_products import deferred_products
 from megatron.planning.optimizer_memory import state_bytes
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
@@ -47,20 +49,28 @@ class StageMemory:
 class StageState:
     """Hold what a rank of a stage has between steps: it follows from the layout, not from batches or recompute.
 
-    Frozen parameters have weights, and neither gradients nor state.
+    Frozen parameters have weights, and neither gradients nor state. ``gradient_pool`` is the memory of full buckets,
+    through which gradients go that are sharded, ``gathered_bytes`` what trained weights are where they are gathered.
     """
 
     parameters: int
-    trained_parameters: int
+    gathered_bytes: int
     weights: int
     gradients: int
+    gradient_pool: int
     optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Return all bytes together."""
+        return self.weights + self.gradients + self.gradient_pool + self.optimizer
 
 
 def stage_state(plan: Plan, stage: int, implementation: Implementation) -> StageState:
     """Return what a stage's ranks hold between steps."""
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
-    num_trained = num_frozen = num_elements = 0
+    num_trained = num_frozen = num_elements = pool = gathered = 0
+    element = ELEMENT_BYTES[model.params_dtype]
     replicas = plan.parallel_sizes.num_replicas
     for chunk in chunks:
         parameters = chunk_parameters(model, chunk)
@@ -68,9 +78,11 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
         sizes = [parameter.size for parameter in trained]
         tied = [index for index, parameter in enumerate(trained) if parameter.is_tied]
         num_trained += sum(sizes)
+        gathered += sum(each.size * (1 if each.is_sent_in_float8 else element) for each in trained)
         num_frozen += sum(parameter.size for parameter in parameters if not parameter.is_trained)
-        num_elements += plan_buckets(sizes, tied, plan.ddp, replicas).num_elements
-    element = ELEMENT_BYTES[model.params_dtype]
+        layout = plan_buckets(sizes, tied, plan.ddp, replicas)
+        num_elements += layout.num_elements
+        pool += _pooled_elements(layout, plan, chunk)
     is_sharded = plan.ddp.shards_over(replicas)
     # Weights that are gathered lie in a flat buffer, with its padding.
     weights = (num_frozen + (num_elements if is_sharded else num_trained)) * element
@@ -80,13 +92,15 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
         copied = num_layers * sum(product.size for product in layer_products(model))
         weights += (_FLOAT8_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
     gradient = _gradient_bytes(plan, implementation)
-    gradients = num_elements * gradient // (replicas if plan.ddp.shards_gradients and is_sharded else 1)
+    shards_gradients = plan.ddp.shards_gradients and is_sharded
+    gradients = num_elements * gradient // (replicas if shards_gradients else 1)
     state = num_trained // (replicas if is_sharded else 1)
     return StageState(
         parameters=num_trained + num_frozen,
-        trained_parameters=num_trained,
+        gathered_bytes=gathered,
         weights=weights,
         gradients=gradients,
+        gradient_pool=pool * gradient if shards_gradients else 0,
         optimizer=round(state * state_bytes(plan.optimizer) * (1.0 - plan.optimizer.offload_fraction)),
     )
 
@@ -106,8 +120,12 @@ def stage_memory(
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
     state = state or stage_state(plan, stage, implementation)
     element = ELEMENT_BYTES[model.params_dtype]
-    kept, again, ends = activation_parts(plan, stage, layers or layer_bytes(plan, implementation.saved))
+    layers = layers or layer_bytes(plan, implementation.saved)
+    kept, again, ends = activation_parts(plan, stage, layers)
+    deferred = deferred_products(plan, stage, layers)
     logits = plan.num_logits * (element + implementation.wide_logit_bytes) if chunks[-1].has_loss else 0
+    # The operands of a layer that is computed again are among what it is computed to.
+    again -= min(again, deferred.of_layer)
     again += element * _feed_forward_gradients(plan)
     if not implementation.has_flash_attention:
         scores = score_elements(model, plan.seq_length, plan.micro_batch_size)
@@ -119,13 +137,23 @@ def stage_memory(
     return StageMemory(
         parameters=state.parameters,
         weights=state.weights,
-        gradients=state.gradients,
+        gradients=state.gradients + state.gradient_pool,
         optimizer=state.optimizer,
         activations=kept,
-        logits=logits,
-        # The logits have gone when the first layer's backward pass begins.
-        buffers=max(ends, again - logits),
+        logits=logits * max(1, deferred.num_outputs),
+        # The logits have gone when the first layer's backward pass begins, unless the output layer's weight waits.
+        buffers=max(ends, again - (0 if deferred.num_outputs else logits)) + deferred.num_bytes,
     )
+
+
+def _pooled_elements(layout: ParamLayout, plan: Plan, chunk: StageContents) -> int:
+    """Return the elements of full buckets that a chunk keeps where its gradients are sharded.
+
+    One is filled while another is reduced. That of weights that embedding and output layer share is open all the while.
+    """
+    is_shared = chunk.has_embedding and chunk.has_loss and not plan.model.untie_embeddings_and_output_weights
+    most = max((bucket.num_elements for bucket in layout.buckets), default=0)
+    return most * min(len(layout.buckets), (2 if plan.ddp.overlap_grad_reduce else 1) + is_shared)
 
 
 def _feed_forward_gradients(plan: Plan) -> int:

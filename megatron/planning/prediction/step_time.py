@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.planning.activation_memory import LayerBytes
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.gpu import Gpu
@@ -18,8 +20,8 @@ _UPDATE_BYTES = 30
 """Bytes that an update reads and writes of a parameter: gradient, main parameter, two moments, weight."""
 _EXCHANGE_SHARE = 0.2
 """What an exchange beside products costs of its own time, as it takes multiprocessors from them: assumed."""
-_FILLED_BUBBLE = 1 / 3
-"""What is left of the bubble where gradients of weights are put off."""
+_SIMULATED_ROUNDS = 3
+"""Rounds of micro-batches after which one more takes every stage as long as the slowest."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,11 @@ def step_time(
         for chunks in chunks_of
     ]
     slowest, pp = max(seconds), len(seconds)
-    bubble = (pp - 1) / plan.stage_layout.num_chunks * sum(seconds) / pp
-    if plan.pipeline_schedule == "zero-bubble":
-        bubble *= _FILLED_BUBBLE
+    num_layers = {len(chunk.layer_numbers) for chunks in chunks_of for chunk in chunks}
+    if plan.pipeline_schedule == "zero-bubble" or (plan.pipeline_schedule == "1f1b" and len(num_layers) > 1):
+        bubble = _simulated_bubble(plan, layers, seconds, output)
+    else:
+        bubble = (pp - 1) / plan.stage_layout.num_chunks * sum(seconds) / pp
     message = plan.num_rows * plan.model.hidden_size * ELEMENT_BYTES[plan.model.params_dtype]
     num_chunks = plan.stage_layout.num_chunks
     is_exposed = implementation.waits_for_neighbours and num_chunks == 1
@@ -83,6 +87,29 @@ def step_time(
         exposed_data_parallel=max(_exposed(plan, links, stage, slowest) for stage in stages),
         update=max(stage.optimizer for stage in stages) / 12 * _UPDATE_BYTES / (gpu.memory_bandwidth * MEMORY_SHARE),
     )
+
+
+def _simulated_bubble(plan: Plan, layers: Mapping[bool, LayerTime], seconds: Sequence[float], output: float) -> float:
+    """Return what a step with one chunk a rank takes beyond the slowest stage's passes, by its list of actions.
+
+    ``seconds`` are of one micro-batch on each stage. The output layer's passes are taken to be equally long.
+    """
+    float8_layers = plan.model.float8_layers(plan.model.num_layers)
+    durations = []
+    for stage, total in enumerate(seconds):
+        (chunk,) = plan.stage_layout.chunks(stage)
+        own = [layers[number in float8_layers] for number in chunk.layer_numbers]
+        at_end = output / 3 * chunk.has_loss
+        forward = sum(layer.forward for layer in own) + at_end
+        weight = sum(layer.weight_gradients for layer in own) + at_end * (not plan.model.lora_rank)
+        inputs = max(0.0, total - forward - weight)
+        durations.append(
+            Durations(forward=forward, backward=inputs + weight, backward_input=inputs, backward_weight=weight)
+        )
+    pp = len(seconds)
+    some = min(plan.num_microbatches, _SIMULATED_ROUNDS * pp)
+    timeline = simulate(build_schedule(plan.pipeline_schedule, pp, some), 1, durations)
+    return timeline.makespan - some * max(seconds)
 
 
 def _chunk(plan: Plan, layers: Mapping[bool, LayerTime], numbers: Sequence[int]) -> float:
@@ -108,7 +135,7 @@ def _chunk(plan: Plan, layers: Mapping[bool, LayerTime], numbers: Sequence[int])
 def _exposed(plan: Plan, links: Links, stage: StageState, slowest: float) -> float:
     """Return what reducing gradients and gathering parameters takes beside the passes that hide it."""
     ddp = plan.ddp
-    weights = stage.trained_parameters * ELEMENT_BYTES[plan.model.params_dtype]
+    weights = stage.gathered_bytes
     replicas, rounds = plan.parallel_sizes.num_replicas, 1
     if ddp.shards_gradients and ddp.shards_over(replicas):
         # Each micro-batch's gradients are reduced, the whole of them to a shard.

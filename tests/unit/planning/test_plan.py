@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.pipeline_parallel.action import Action, Pass
-from megatron.core.pipeline_parallel.schedules import SCHEDULES
+from megatron.core.pipeline_parallel.schedules import SCHEDULES, build_schedule
+from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.planning.activation_memory import activation_bytes
 from megatron.planning.gpu import H100
 from megatron.planning.plan import Plan
@@ -112,9 +113,64 @@ def test_frozen_weights_have_two_products_and_no_gradients_to_reduce_or_weights_
     adapted = predict(plan_of(f"{shape} --lora-rank 8 --load somewhere --finetune"), OURS, H100)
     assert plain.time is not None
     assert adapted.time is not None
-    for part in ("products", "tensor_parallel"):
-        assert 0.6 < getattr(adapted.time.layer, part) / getattr(plain.time.layer, part) < 0.81
+    assert 0.6 < adapted.time.layer.products / plain.time.layer.products < 0.81
+    # Two of ten exchanges are left out, and the adapters' narrow ones come to them.
+    assert 0.8 < adapted.time.layer.tensor_parallel / plain.time.layer.tensor_parallel < 1.3
     assert adapted.time.layer.attention == plain.time.layer.attention
     assert adapted.time.exposed_data_parallel < 0.02 * plain.time.exposed_data_parallel
     assert adapted.time.update < 0.01 * plain.time.update
     assert adapted.stages[0].optimizer < 0.01 * plain.stages[0].optimizer < plain.stages[0].weights
+
+
+LONG = (
+    "--num-layers 16 --pipeline-model-parallel-size 4 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 "
+    "--max-position-embeddings 2048 --use-distributed-optimizer"
+)
+
+
+@pytest.mark.parametrize("flags", ["", "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 3"])
+def test_the_bubble_of_stages_of_unlike_lengths_is_that_of_their_action_lists(flags: str) -> None:
+    plan = plan_of(f"{LONG} {flags} --global-batch-size 32")
+    time = predict(plan, OURS, H100).time
+    assert time is not None
+    numbers = [len(plan.stage_layout.contents(stage).layer_numbers) for stage in range(4)]
+    seconds = [time.layer.total * number + time.output_layer * (stage == 3) for stage, number in enumerate(numbers)]
+    durations = [Durations(forward=total / 3, backward=2 * total / 3) for total in seconds]
+    timeline = simulate(build_schedule("1f1b", 4, 32), 1, durations)
+    assert time.busy + time.bubble == pytest.approx(timeline.makespan, rel=0.015)
+
+
+def test_a_zero_bubble_is_that_of_its_action_lists_and_less_with_more_to_put_off() -> None:
+    def bubble(flags: str) -> float:
+        time = predict(plan_of(f"{LONG} {flags}"), OURS, H100).time
+        assert time is not None
+        return time.bubble
+
+    whole = bubble("--global-batch-size 48")
+    filled = bubble("--pipeline-schedule zero-bubble --global-batch-size 48")
+    assert 0 < filled < 0.6 * whole
+    assert filled == pytest.approx(bubble("--pipeline-schedule zero-bubble --global-batch-size 12"))
+    frozen = "--lora-rank 8 --load somewhere --finetune --global-batch-size 48"
+    # Frozen weights leave nothing to put off.
+    assert bubble(f"{frozen} --pipeline-schedule zero-bubble") == pytest.approx(bubble(frozen), rel=0.25)
+
+
+def test_megatron_has_no_zero_bubble_schedule() -> None:
+    plan = plan_of("--pipeline-schedule zero-bubble --global-batch-size 8")
+    prediction = predict(plan, MEGATRON_TE, H100)
+    assert prediction.outcome == "error"
+    assert "megatron-te has no zero-bubble schedule; use 1f1b or interleaved" in (prediction.reason or "")
+    assert predict(plan, OURS, H100).outcome == "ok"
+
+
+def test_keys_and_values_that_are_gathered_are_kept_whole() -> None:
+    def kept(flags: str) -> int:
+        shape = "--pipeline-model-parallel-size 1 --context-parallel-size 4 --seq-length 64 --global-batch-size 8"
+        return predict(plan_of(f"{shape} --max-position-embeddings 64 {flags}"), OURS, H100).stages[0].activations
+
+    plan = plan_of("--global-batch-size 8")
+    both = 3 * 2 * (64 // 4) * plan.model.kv_projection_size * 2
+    assert kept("--cp-comm-type all_gather") - kept("--cp-comm-type p2p") == 8 * both
+    assert kept(f"--cp-comm-type{' p2p' * 7} all_gather") - kept("--cp-comm-type p2p") == both
+    again = "--recompute-granularity selective --cp-comm-type"
+    assert kept(f"{again} all_gather") == kept(f"{again} p2p")

@@ -16,6 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pretrain_gpt
 from megatron.core.device import Device
+from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
 from megatron.core.timers import Timers
 from megatron.planning.activation_memory import activation_parts, layer_bytes
 from megatron.planning.plan import Plan
@@ -38,6 +40,7 @@ SIZES = (
 )
 FULL = ("full", "uniform", "1")
 BLOCK = ("full", "block", "1")
+NORMS = ("selective", "layernorm")
 LAYOUTS = (
     *(("gpt2", Layout(tp=tp, sequence_parallel=sp)) for tp, sp in ((1, False), (2, False), (2, True), (4, True))),
     *(("gpt2", Layout(pp=pp, virtual_stages=v)) for pp, v in ((2, 1), (4, 1), (2, 2))),
@@ -60,8 +63,15 @@ LAYOUTS = (
     ("llama", Layout(pp=4, recompute=FULL)),
     ("llama", Layout(pp=4, virtual_stages=1, schedule="zero-bubble")),
     ("llama", Layout(tp=2, sequence_parallel=True, recompute=("selective",))),
+    *(("llama", Layout(recompute=NORMS, tp=tp, sequence_parallel=tp > 1)) for tp in (1, 2)),
+    ("llama", Layout(tp=2, sequence_parallel=True, recompute=MODULES)),
+    ("llama", Layout(cp=2, pp=2, recompute=NORMS)),
+    ("llama", Layout(cp=2, tp=2, sequence_parallel=True)),
+    ("llama", Layout(cp=4, recompute=FULL)),
+    ("gpt2", Layout(cp=2)),
+    ("gpt2", Layout(cp=2, dp=2, sharding="optim", recompute=("selective",))),
 )
-FEW = (2, 8, 13, 22, 24)
+FEW = (2, 8, 13, 22, 24, len(LAYOUTS) - 5)
 """Layouts of every kind, which the default tests take."""
 
 
@@ -126,9 +136,18 @@ def held_by_step(config: RunConfig, rank: int, data: str) -> Held:
         )
         with closing(make_source(config, runtime, data)) as source, counter, hooks:
             step.run(TrainState(), source, config.training.global_batch_size, None)
-        gradients = [buffer.grad_data for chunk in parts.ddp_chunks for buffer in chunk.grad_buffers]
+        buffers = [buffer for chunk in parts.ddp_chunks for buffer in chunk.grad_buffers]
+        gradients = _size(buffer.grad_data for buffer in buffers) + sum(_pool_bytes(buffer) for buffer in buffers)
         held = list(parts.optimizer.held_tensors())
-        return Held(_size(parameters), _size(gradients), _size(held), kept.most, counter.get_total_flops())
+        return Held(_size(parameters), gradients, _size(held), kept.most, counter.get_total_flops())
+
+
+def _pool_bytes(buffer: ParamAndGradBuffer) -> int:
+    """Return the memory of full buckets, through which gradients go that are sharded."""
+    if not isinstance(buffer, ShardedGradBuffer):
+        return 0
+    most = max(bucket.num_elements for bucket in buffer.layout.buckets)
+    return buffer.pool.num_allocated * most * buffer.grad_data.element_size()
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:

@@ -1,0 +1,154 @@
+"""Compare the peak of memory that the closed forms give with that of a dry run on a pretended H100, layout by layout.
+
+    python benchmarks/planner/beside_dry_run.py --output benchmarks/results/planner_beside_dry_run_DATE
+
+Models are GPT-2 345M, Llama-3.1 8B with eight layers, and Llama-3.1 70B with four layers a stage. Of each layout the
+first rank of the first and of the last stage is run. Nothing is measured: both figures are predictions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu_dry_run.run import COMMON, FP8, GPT2_345M, LLAMA_8B, TENSORWISE
+from megatron.dry_run.pretended_cuda import load_pretended_cuda
+from megatron.dry_run.vocabulary import with_known_vocabulary
+from megatron.planning.gpu import H100
+from megatron.training.config.arguments import resolve_arguments
+from megatron.training.config.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from megatron.dry_run.verified_stage import VerifiedStage
+
+LLAMA_70B = (
+    *(*LLAMA_8B, "--num-layers", "80", "--hidden-size", "8192", "--num-attention-heads", "64"),
+    *("--ffn-hidden-size", "28672"),
+)
+AGAIN = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "layernorm")
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+BLOCK = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "3")
+ZERO_BUBBLE = ("--pipeline-schedule", "zero-bubble")
+SHARDED = ("--data-parallel-sharding-strategy", "optim_grads")
+TWO_CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
+ADAPTERS = ("--lora-rank", "16", "--load", "somewhere", "--finetune")
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """Name a command line and the pipeline stages that are run."""
+
+    name: str
+    flags: tuple[str, ...]
+    world_size: int
+    stages: tuple[int, ...]
+
+    def config(self) -> RunConfig:
+        """Return what the command line resolves to."""
+        return with_known_vocabulary(resolve_arguments(self.flags, self.world_size, needs_files=False).config)
+
+
+def layout_cases() -> Iterator[LayoutCase]:
+    """Yield distinct layouts of all three models."""
+    for tp, pp, more in itertools.product((1, 2), (1, 2), ((), FULL)):
+        yield _case("345M", (*GPT2_345M, *COMMON), (tp, pp, 1), tp * pp, 8 * pp, more)
+    yield _case("345M", (*GPT2_345M, *COMMON), (1, 1, 1), 4, 64, (*SHARDED, "--overlap-grad-reduce"))
+    eight = (*LLAMA_8B, *COMMON, "--num-layers", "8")
+    for tp, pp, cp, more in (
+        *((2, 1, 1, more) for more in ((), AGAIN, FULL, BLOCK, (*FP8, *TENSORWISE), ADAPTERS, SHARDED)),
+        *((tp, 1, 1, ()) for tp in (1, 4)),
+        *((2, 1, 2, more) for more in ((), ("--cp-comm-type", "all_gather"))),
+        *((1, 2, 1, more) for more in ((), AGAIN, ("--decoder-last-pipeline-num-layers", "3"))),
+        (1, 2, 1, ("--pipeline-model-parallel-layout", "Ettt|tttttL")),
+        (1, 4, 1, ()),
+        *((2, 2, 1, more) for more in (TWO_CHUNKS, (*TWO_CHUNKS, *SHARDED), ("--delay-wgrad-compute",))),
+        *((2, 2, 1, (*ZERO_BUBBLE, *more)) for more in ((), FULL, FP8)),
+        (1, 4, 1, ZERO_BUBBLE),
+    ):
+        yield _case("8B", eight, (tp, pp, cp), 8, 4 * 8 // (tp * pp * cp), more)
+    seventy = (*LLAMA_70B, *COMMON)
+    for tp, pp, more in (
+        *((8, 1, more) for more in ((), FULL)),
+        (8, 2, ()),
+        (4, 2, AGAIN),
+        (8, 2, ZERO_BUBBLE),
+        (4, 2, SHARDED),
+    ):
+        layers = ("--num-layers", str(4 * pp))
+        yield _case("70B", (*seventy, *layers), (tp, pp, 1), 16, 8, more)
+
+
+def _case(
+    model: str, flags: Sequence[str], sizes: tuple[int, int, int], world_size: int, batch: int, more: Sequence[str]
+) -> LayoutCase:
+    tp, pp, cp = sizes
+    layout = ("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp))
+    layout += ("--context-parallel-size", str(cp), *(("--sequence-parallel",) if tp > 1 else ()))
+    told = " ".join(word.removeprefix("--") for word in more)
+    return LayoutCase(
+        name=f"{model} tp {tp} pp {pp} cp {cp} of {world_size} {told}".strip(),
+        flags=(*flags, *layout, "--global-batch-size", str(batch), *more),
+        world_size=world_size,
+        stages=tuple(sorted({0, pp - 1})),
+    )
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="write PREFIX.json and PREFIX.md", metavar="PREFIX")
+    arguments = parser.parse_args()
+    load_pretended_cuda()
+    results = [(case, verified) for case in layout_cases() for verified in _verified(case)]
+    errors = [abs(verified.memory_error) for _, verified in results]
+    summary = (
+        f"{len({case.name for case, _ in results})} layouts, {len(results)} ranks: memory is {_percent(max(errors))} "
+        f"off at worst, {_percent(sum(errors) / len(errors))} on average; "
+        f"{sum(not verified.unlike for _, verified in results)} send as planned"
+    )
+    print(summary)
+    if arguments.output is not None:
+        rows = [{"layout": case.name, "flags": case.flags, **verified.to_json()} for case, verified in results]
+        arguments.output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+        table = "\n".join(_row(case, verified) for case, verified in results)
+        head = "| layout | stage | closed forms, MiB | dry run, MiB | error | sent |\n|---|---:|---:|---:|---:|---|"
+        text = f"# Memory in closed form beside dry runs\n\n{summary}\n\n{head}\n{table}\n"
+        arguments.output.with_suffix(".md").write_text(text)
+
+
+def _verified(case: LayoutCase) -> Iterator[VerifiedStage]:
+    import pretrain_gpt
+    from megatron.dry_run.verified_stage import verify_stage
+
+    config = case.config()
+    for stage in case.stages:
+        start = time.monotonic()
+        verified = verify_stage(config, stage, H100, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
+        print(f"{_row(case, verified)} {time.monotonic() - start:.1f} s", flush=True)
+        yield verified
+
+
+def _row(case: LayoutCase, verified: VerifiedStage) -> str:
+    sent = "as planned" if not verified.unlike else "; ".join(name for name, _, _ in verified.unlike)
+    return (
+        f"| {case.name} | {verified.stage} | {verified.planned.total // _MIB} | {verified.peak_bytes // _MIB} | "
+        f"{100 * verified.memory_error:+.2f} % | {sent} |"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+if __name__ == "__main__":
+    main()

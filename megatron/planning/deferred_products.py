@@ -1,0 +1,123 @@
+"""What weight gradients that are put off keep until their turn: the operands of their products, in bytes.
+
+An operand is what a linear layer took, gathered where a sequence is cut over the tensor-parallel ranks, and the whole
+gradient of what it gave. Frozen weights put nothing off, the adapters beside them keep their input.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.pipeline_parallel.action import Action, Pass, StagePlace
+from megatron.core.pipeline_parallel.schedules import with_deferred_grads
+from megatron.planning.activation_memory import LayerBytes, kept_of_chunks
+from megatron.planning.closed_forms import ELEMENT_BYTES
+from megatron.planning.float8_traffic import fills_blocks
+from megatron.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """Hold what is there at the fullest moment beside what layers keep, and how many output layers wait at once.
+
+    ``of_layer`` are the operands of the layer that has most.
+    """
+
+    num_bytes: int = 0
+    num_outputs: int = 0
+    of_layer: int = 0
+
+
+def deferred_products(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> Deferred:
+    """Return what a stage keeps of weight gradients that come later than the rest of their backward passes.
+
+    ``layers`` is what `layer_bytes` returned. Logits are left out: each output layer that waits has those of one
+    micro-batch.
+    """
+    model, chunks = plan.model, plan.stage_layout.chunks(stage)
+    if not (
+        plan.pipeline_schedule == "zero-bubble" or model.delay_wgrad_compute or model.defer_embedding_wgrad_compute
+    ):
+        return Deferred()
+    actions = _actions(plan, stage, len(chunks))
+    kept = kept_of_chunks(plan, stage, layers)
+    float8_layers = model.float8_layers(model.num_layers)
+    output = 0 if model.lora_rank else plan.num_tokens * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
+    of_layers = [
+        [_layer_operands(plan, in_float8=number in float8_layers) for number in chunk.layer_numbers] for chunk in chunks
+    ]
+    operands = [sum(several) for several in of_layers]
+    operands[-1] += output * chunks[-1].has_loss
+    most, num_outputs = _fullest(actions, kept, operands, output * chunks[-1].has_loss)
+    return Deferred(most, num_outputs, max(itertools.chain(*of_layers), default=0))
+
+
+def _actions(plan: Plan, stage: int, num_chunks: int) -> Sequence[Action]:
+    model = plan.model
+    return with_deferred_grads(
+        plan.warm_up_actions(stage),
+        StagePlace(plan.parallel_sizes.pp, stage, num_chunks),
+        delays=model.delay_wgrad_compute,
+        defers=model.defer_embedding_wgrad_compute,
+        max_microbatches=model.wgrad_deferral_limit,
+    )
+
+
+def _layer_operands(plan: Plan, *, in_float8: bool) -> int:
+    """Return the operands of one layer's weight gradients of a micro-batch: inputs and gradients of its four products.
+
+    Scales of operands in fp8 are not counted.
+    """
+    model, tokens = plan.model, plan.num_tokens
+    widths = _widths(model)
+    if model.lora_rank:
+        adapted = sum(widths[name][0] for name in model.adapted_parts)
+        return tokens * adapted * ELEMENT_BYTES[model.params_dtype]
+    is_rounded = in_float8 and model.fp8_wgrad and fills_blocks(model, plan.num_rows)
+    element = 1 if is_rounded else ELEMENT_BYTES[model.params_dtype]
+    return tokens * element * sum(inner + columns for inner, columns in widths.values())
+
+
+def _widths(model: GPTConfig) -> dict[str, tuple[int, int]]:
+    """Return what each linear layer takes and gives on one tensor-parallel rank."""
+    t, h = model.tensor_model_parallel_size, model.hidden_size
+    queries, ffn = model.query_projection_size // t, model.ffn_hidden_size // t
+    keys = key_value_heads_of_rank(model.num_query_groups, t) * model.kv_channels
+    return {
+        "linear_qkv": (h, queries + 2 * keys),
+        "linear_proj": (queries, h),
+        "linear_fc1": (h, ffn * (2 if model.is_gated else 1)),
+        "linear_fc2": (ffn, h),
+    }
+
+
+def _fullest(actions: Sequence[Action], kept: Sequence[int], operands: Sequence[int], output: int) -> tuple[int, int]:
+    """Return what is more at the fullest moment than where nothing waits, and the most output layers that wait."""
+    late = {action.microbatch for action in actions if action.kind is Pass.OUTPUT_WEIGHT}
+    last = len(kept) - 1
+    in_flight = most_kept = waiting = most = outputs = most_outputs = 0
+    for kind, microbatch, chunk in actions:
+        leaves_output = kind is Pass.BACKWARD and chunk == last and microbatch in late
+        if kind is Pass.FORWARD:
+            in_flight += kept[chunk]
+        elif kind in (Pass.BACKWARD, Pass.BACKWARD_INPUT):
+            in_flight -= kept[chunk]
+        if kind is Pass.BACKWARD_INPUT:
+            waiting += operands[chunk]
+        elif kind is Pass.BACKWARD_WEIGHT:
+            waiting -= operands[chunk]
+        elif leaves_output:
+            waiting += output
+        elif kind is Pass.OUTPUT_WEIGHT:
+            waiting -= output
+        if chunk == last:
+            outputs += (kind is Pass.BACKWARD_INPUT or leaves_output) - (
+                kind in (Pass.BACKWARD_WEIGHT, Pass.OUTPUT_WEIGHT)
+            )
+        most_kept, most = max(most_kept, in_flight), max(most, in_flight + waiting)
+        most_outputs = max(most_outputs, outputs)
+    return most - most_kept, most_outputs
