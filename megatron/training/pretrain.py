@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
@@ -41,13 +40,14 @@ from megatron.training.process.initialize import (
     scheduler_job_id,
     shut_down,
 )
-from megatron.training.process.refusal import reasons_of, refuse_in_run
+from megatron.training.process.refusal import reasons_of, refuse_in_run, report_failure
 from megatron.training.process.signals import ExitRequest
 from megatron.training.reporting.dataset_lines import describe_datasets
 from megatron.training.reporting.log_lines import format_datetime
 from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.reporting.profiling import Profiling
 from megatron.training.reporting.progress_log import ProgressLog
+from megatron.training.reporting.run_record import RunRecord
 from megatron.training.reporting.startup_lines import (
     describe_batch_and_tokenizer,
     describe_buckets,
@@ -74,6 +74,7 @@ class Application:
     datasets_provider: DatasetsProvider
     forward_step: ForwardStep
     log: Log
+    launch: LaunchEnvironment = dataclasses.field(default_factory=LaunchEnvironment)
 
     def source(
         self,
@@ -114,15 +115,17 @@ def pretrain(
             config = choose_tp_overlap(config, runtime, log)
             config = with_transformer_impl(config, runtime, log)
             log(describe_initialized(config, start_time))
-            application = Application(config, runtime, tokenizer, model_provider, datasets_provider, forward_step, log)
+            application = Application(
+                config, runtime, tokenizer, model_provider, datasets_provider, forward_step, log, launch
+            )
             _run(application, start_time)
     except InputError as error:
         return refuse_in_run(reasons_of(error), launch)
     except MegatronError as error:
         return refuse_in_run(reasons_of(error), launch, status=1)
-    except Exception:  # noqa: BLE001 the last thing that this process prints is what went wrong
+    except Exception as error:  # noqa: BLE001 the last thing that this process prints is what went wrong
         if is_first_failure():
-            traceback.print_exc()
+            report_failure(error, launch)
         return 1
     shut_down()
     return 0
@@ -192,6 +195,8 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
     with timers("load-checkpoint"):
         train_state = checkpoints.resume()
     runtime.flight.iteration = train_state.iteration
+    if runtime.is_reporter and config.checkpoint.save is not None:
+        kept_open.callback(RunRecord(config, application.launch, train_state.iteration, log).close)
     log(timers.report(runtime.state.world, ["load-checkpoint"]))
     log(format_datetime("after model, optimizer, and learning rate scheduler are built"))
     log("> building train, validation, and test datasets ...")

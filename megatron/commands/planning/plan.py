@@ -24,7 +24,6 @@ from megatron.advice.changes import find_changes
 from megatron.advice.choice import SEARCHED_FLAGS, Choice
 from megatron.advice.explanation import explain
 from megatron.advice.page import to_page
-from megatron.advice.preset import preset_names, preset_words
 from megatron.advice.ranking import describe_ranking, launch_command, ranking_json
 from megatron.advice.search import Candidate, Search, search
 from megatron.advice.text_report import describe_changes
@@ -38,6 +37,7 @@ from megatron.planning.prediction.implementations import IMPLEMENTATIONS, find_i
 from megatron.planning.prediction.measured_runs import read_runs
 from megatron.training.config.arguments import ParsedArguments, without_flags
 from megatron.training.config.checks.run_checks import find_problems
+from megatron.training.config.sources.preset import preset_names, preset_words
 
 _DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", "ours"
 _DEFAULT_PRECISION, _DEFAULT_TOP = "both", 10

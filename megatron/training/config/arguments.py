@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import re
@@ -35,11 +34,16 @@ from megatron.training.config.foreign_flags import foreign_flags
 from megatron.training.config.notes.refusal_reasons import VALUE_REASONS
 from megatron.training.config.resolution import resolve, resolve_checkpoint
 from megatron.training.config.run_config import RunConfig, command_line_fields, config_parts
+from megatron.training.config.sources.config_words import with_sources
+from megatron.training.config.sources.printed_config import format_config
 from megatron.training.config.table_flags import TABLE_PREFIX, cut_at_documents, packing_notes, table_flags
 from megatron.training.config.tokenizer_choice import choose_tokenizer
 from megatron.training.config.unknown_flags import foreign_answer, switch_with_value, unknown_flags
 from megatron.training.process.refusal import refuse
 
+_PRINTED = (
+    "Printed by --print-config for {} process(es), to be given as --config FILE. What is at its default is a comment."
+)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _PATHS = ("FILE", "DIR", "PATH", "[WEIGHT] PREFIX")
 _MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 3800
@@ -73,7 +77,7 @@ def parse_arguments(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> 
         for note in parsed.notes:
             print(note, file=sys.stderr if print_config else sys.stdout, flush=True)
         if print_config:
-            print(json.dumps(parsed.config.to_dict(), indent=2))
+            print(format_config(parsed.config, (_PRINTED.format(world_size),)), end="")
     if print_config:
         sys.exit(0)
     return parsed.config
@@ -98,6 +102,7 @@ def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool
     Raises:
         ConfigurationError: with every problem of the command line.
     """
+    argv = with_sources(argv)
     given, extras, problems = _parse_words(argv)
     problems += unknown_flags(extras, all_flags(), argv)
     notes, refused = table_flags(given)

@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel.stage_layout import StageLayout, plan_stage
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.data_config import DataConfig, TokenizerConfig
 from megatron.training.config.logging_config import LoggingConfig
+from megatron.training.config.sources.source_config import SourceConfig
 from megatron.training.config.training_config import (
     InitializationConfig,
     SchedulerConfig,
@@ -55,6 +56,7 @@ class RunConfig:
     logging: LoggingConfig
     initialization: InitializationConfig
     faults: FaultConfig = dataclasses.field(default_factory=FaultConfig)
+    sources: SourceConfig = dataclasses.field(default_factory=SourceConfig)
     world_size: int = 1
 
     @property

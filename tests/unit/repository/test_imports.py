@@ -27,6 +27,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/training/process/initialize.py",
         "megatron/core/device.py",
         "megatron/interop/huggingface/parallelize.py",
+        "megatron/commands/training/rank_launcher.py",
     ),
     "os.getenv": ("megatron/training/process/initialize.py", "megatron/core/device.py"),
     "torch.cuda": (
@@ -50,6 +51,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/training/process/initialize.py",
         "megatron/verification/collective_recorder.py",
         "megatron/verification/worker_pool.py",
+        "megatron/commands/training/rank_launcher.py",
     ),
     # Optional or heavy packages: each is known to one file, so that its absence is handled in one place.
     "apex": ("megatron/core/kernels/apex.py",),
