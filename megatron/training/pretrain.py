@@ -19,7 +19,7 @@ from megatron.core.errors import ConfigurationError, InputError, MegatronError, 
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
-from megatron.training.config.argument_block import format_arguments
+from megatron.training.config.argument_block import format_arguments, summarize
 from megatron.training.config.run_config import RunConfig
 from megatron.training.cpu_matmul import choose_library
 from megatron.training.data.batch_source import BatchSource
@@ -43,6 +43,7 @@ from megatron.training.process.initialize import (
 from megatron.training.process.refusal import reasons_of, refuse_in_run, report_failure
 from megatron.training.process.signals import ExitRequest
 from megatron.training.reporting.dataset_lines import describe_datasets
+from megatron.training.reporting.live_line import LiveLine, is_terminal
 from megatron.training.reporting.log_lines import format_datetime
 from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.reporting.profiling import Profiling
@@ -105,7 +106,7 @@ def pretrain(
     log = _printer(launch)
     try:
         log(f"{_describe_world(config)}\n{describe_precision(config)}")
-        log(format_arguments(config))
+        _log_arguments(config, log)
         log(describe_batch_and_tokenizer(config))
         config = with_vocabulary(config, tokenizer, log)
         log("> initializing torch distributed ...")
@@ -129,6 +130,16 @@ def pretrain(
         return 1
     shut_down()
     return 0
+
+
+def _log_arguments(config: RunConfig, log: Log) -> None:
+    """Print the arguments: all of them, or on a terminal a few."""
+    asks = config.logging.log_arguments
+    log(format_arguments(config) if asks or not is_terminal() else summarize(config))
+    if asks and not is_terminal():
+        log("--log-arguments has no effect: all arguments are printed wherever standard output is no terminal")
+    if config.checkpoint.save is None and not config.training.skip_train:
+        log("WARNING: --save is not given: nothing will be left of this run but its log")
 
 
 def _watching(config: RunConfig, runtime: Runtime) -> AbstractContextManager[None]:
@@ -174,6 +185,7 @@ def _run(application: Application, start_time: float) -> None:
 def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack) -> tuple[TrainingRun, DatasetSplits]:
     """Build what the run works on, and bring it to where its checkpoint stands."""
     config, runtime, log = application.config, application.runtime, application.log
+    live = kept_open.enter_context(LiveLine(config, runtime.flight, runtime.is_reporter))
     log_straggler = config.logging.log_straggler
     clock = PartsClock(runtime.flight, runtime.device.torch_device) if log_straggler else None
     timers = Timers(
@@ -227,6 +239,7 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
         stragglers=None
         if clock is None
         else Stragglers(clock, runtime.state, runtime.device.torch_device, train_state.iteration),
+        live=live,
     )
     return run, datasets
 

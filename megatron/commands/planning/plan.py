@@ -115,7 +115,8 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     tokens = None if arguments.train_tokens is None else _number(arguments.train_tokens)
     if arguments.precision == "fp8" and not gpu.float8_flops:
         raise ConfigurationError(f"--precision fp8: {gpu.name} has no products in fp8; use --precision bf16")
-    preset = preset_words(arguments.model_preset) if arguments.model_preset else ()
+    typed = {word.partition("=")[0] for word in training_flags}
+    preset = without_flags(preset_words(arguments.model_preset), typed) if arguments.model_preset else ()
     if not has_flag(training_flags, "--global-batch-size", "--step-batch-size-schedule"):
         raise ConfigurationError("--global-batch-size is missing; give the number of samples of one step")
     words = _complete((*preset, *training_flags), tokens)

@@ -34,8 +34,6 @@ from megatron.training.config.foreign_flags import foreign_flags
 from megatron.training.config.notes.refusal_reasons import VALUE_REASONS
 from megatron.training.config.resolution import resolve, resolve_checkpoint
 from megatron.training.config.run_config import RunConfig, command_line_fields, config_parts
-from megatron.training.config.sources.config_words import with_sources
-from megatron.training.config.sources.printed_config import format_config
 from megatron.training.config.table_flags import TABLE_PREFIX, cut_at_documents, packing_notes, table_flags
 from megatron.training.config.tokenizer_choice import choose_tokenizer
 from megatron.training.config.unknown_flags import foreign_answer, switch_with_value, unknown_flags
@@ -77,6 +75,8 @@ def parse_arguments(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> 
         for note in parsed.notes:
             print(note, file=sys.stderr if print_config else sys.stdout, flush=True)
         if print_config:
+            from megatron.training.config.sources.printed_config import format_config
+
             print(format_config(parsed.config, (_PRINTED.format(world_size),)), end="")
     if print_config:
         sys.exit(0)
@@ -102,7 +102,10 @@ def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool
     Raises:
         ConfigurationError: with every problem of the command line.
     """
-    argv = with_sources(argv)
+    if any(word.startswith(("--config", "--model-preset")) for word in argv):
+        from megatron.training.config.sources.config_words import with_sources
+
+        argv = with_sources(argv)
     given, extras, problems = _parse_words(argv)
     problems += unknown_flags(extras, all_flags(), argv)
     notes, refused = table_flags(given)

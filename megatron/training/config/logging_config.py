@@ -13,6 +13,8 @@ class LoggingConfig(Config, role="output"):
 
     log_interval: int = flag(100, bounds=POSITIVE)
     """Iterations from one log line to the next."""
+    log_arguments: bool = False
+    """Print all arguments on a terminal too, where a summary stands for them; files and pipes always get them all."""
     log_throughput: bool = False
     """Log the floating-point throughput of each GPU."""
     log_params_norm: bool = False

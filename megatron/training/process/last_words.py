@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -58,6 +57,8 @@ def repeat_last(lines: Sequence[str]) -> None:
 
     Nothing happens without torchrun, and where its standard error is another.
     """
+    import subprocess  # here alone: help and good command lines are answered without it
+
     launcher = None if is_own_launcher() else find_launcher(elastic_run_id())
     if launcher is None or not _shares_stderr(launcher):
         return
