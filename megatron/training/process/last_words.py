@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -12,26 +11,28 @@ from pathlib import Path
 
 from megatron.training.process.initialize import elastic_run_id, launcher_error_file
 from megatron.training.process.launcher import find_launcher
+from megatron.training.process.process_identity import parent_of
 
 OWN_RUN_ID = "megatron-"
 """How the number of a run begins whose ranks ``megatron train`` has started: it says last what went wrong."""
 
-# torchrun prints its report of a failed process at its very end. What it was is printed once more, when the process has
-# given up its memory: that is after its last word, and before anybody who waits for it goes on.
-_REPEATER = """
+# torchrun prints its report of a failed process at its very end. What it was is printed when torchrun has given up its
+# memory: that is after its last word, and before anybody who waits for its end goes on.
+_SPEAKER = """
 import sys, time
-words, deadline = sys.stdin.read(), time.monotonic() + 60
+words, deadline = sys.stdin.read(), time.monotonic() + float(sys.argv[2])
 while time.monotonic() < deadline:
     try:
         with open(f"/proc/{sys.argv[1]}/cmdline", "rb") as file:
-            if file.read(1):
-                time.sleep(0.001)
-                continue
+            if not file.read(1):
+                break
     except OSError:
-        pass
-    sys.stderr.write(words)
-    break
+        break
+    time.sleep(0.001)
+sys.stderr.write(words)
 """
+_LATEST_S = 10.0
+"""How long words wait for the end of a torchrun that waits for other ranks."""
 
 
 def is_own_launcher() -> bool:
@@ -52,27 +53,30 @@ def leave_reason(reason: str) -> bool:
     return True
 
 
-def repeat_last(lines: Sequence[str]) -> None:
-    """Have lines that were printed to standard error printed there again when torchrun has made its own report.
+def say_last(lines: Sequence[str]) -> bool:
+    """Have lines printed to standard error when torchrun has made its own report; return whether they will be.
 
-    Nothing happens without torchrun, and where its standard error is another.
+    They will not be without torchrun, where its standard error is another, and where its end is that of a container.
     """
     import subprocess  # here alone: help and good command lines are answered without it
 
     launcher = None if is_own_launcher() else find_launcher(elastic_run_id())
-    if launcher is None or not _shares_stderr(launcher):
-        return
-    with contextlib.suppress(OSError, ValueError):  # the lines have been printed once
-        repeater = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _REPEATER, str(launcher)],
+    if launcher is None or min(launcher, parent_of(launcher)) <= 1 or not _shares_stderr(launcher):
+        return False
+    try:
+        speaker = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _SPEAKER, str(launcher), str(_LATEST_S)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
         )
-        assert repeater.stdin is not None
-        repeater.stdin.write("".join(f"{line}\n" for line in lines))
-        repeater.stdin.close()
+        assert speaker.stdin is not None
+        with speaker.stdin as words:
+            words.write("".join(f"{line}\n" for line in lines))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _shares_stderr(pid: int) -> bool:
