@@ -19,6 +19,9 @@ _CONFIG, _PRESET = "--config", "--model-preset"
 _OWN = ("config", "print_config", "explain")
 """Fields that say what is done with a command line, and that no file can give."""
 
+_OTHER_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+"""Fields that ask for another tokenizer, for which no setting of an earlier one holds."""
+
 
 @dataclasses.dataclass
 class _FileWords:
@@ -101,7 +104,8 @@ def _replaced(flag: str) -> Collection[str]:
         return (flag,)
     names = {spec.name, *spec.options.excludes}
     names |= {other.name for other in specs.values() if spec.name in other.options.excludes}
-    names |= {name for group in (PRECISION, TOKENIZER) if spec.name in group for name in group}
+    groups = ((PRECISION, PRECISION), (_OTHER_TOKENIZER, TOKENIZER))
+    names |= {name for deciding, group in groups if spec.name in deciding for name in group}
     return {specs[name].flags[0] for name in names if name in specs and specs[name].flags}
 
 

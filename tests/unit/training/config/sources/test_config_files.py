@@ -95,6 +95,8 @@ def test_a_preset_is_a_model_that_flags_and_files_change(name: str, tmp_path: Pa
 def test_a_preset_gives_its_tokenizer_only_where_none_is_given() -> None:
     config = resolve(f"{RUN} --model-preset gpt2-345m --tokenizer-type HuggingFaceTokenizer --tokenizer-model x").config
     assert config.tokenizer.vocab_size is None
+    config = resolve(f"{RUN} --model-preset gpt2-345m --vocab-size 99").config
+    assert (config.tokenizer.tokenizer_type, config.tokenizer.vocab_size) == ("NullTokenizer", 99)
 
 
 def test_sequences_are_as_long_as_the_positions_and_micro_batches_hold_one_sample() -> None:
