@@ -24,7 +24,6 @@ from megatron.training.process.launcher import die_with_launcher
 # torchrun ends the others within a fraction of a second of rank 0: this is how late rank 0 may be on a busy machine.
 _WAIT_FOR_REPORT_S = 5.0
 _MOST_SHOWN = 4000
-_WRONG_INPUT = 2
 
 
 def launch_environment_or_exit() -> LaunchEnvironment:
@@ -58,7 +57,7 @@ def refuse(reasons: Sequence[str], rank: int, status: int = 2) -> int:
     print, and exit with the same status where torchrun ends them meanwhile.
     """
     if rank == 0:
-        _say([f"error: {one_line(reason)}" for reason in reasons], status)
+        _say([f"error: {one_line(reason)}" for reason in reasons])
         return status
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
@@ -76,7 +75,7 @@ def refuse_in_run(reasons: Sequence[str], launch: LaunchEnvironment, status: int
         return refuse(reasons, launch.rank, status)
     status = refuse(reasons, launch.rank, status)
     if launch.world_size > 1 and is_first_failure():
-        _say([f"error: rank {launch.rank}: {reason}" for reason in reasons], status)
+        _say([f"error: rank {launch.rank}: {reason}" for reason in reasons])
     return status
 
 
@@ -88,17 +87,19 @@ def report_failure(error: Exception, launch: LaunchEnvironment) -> None:
     say_last([line])
 
 
-def _say(lines: Sequence[str], status: int) -> None:
+def _say(lines: Sequence[str]) -> None:
     """Print lines as the last ones of the run.
 
     Where ``megatron train`` watches it, that is left to it. torchrun's report comes between lines that are printed at
-    once and the end: those of a wrong command line wait for it, and those of a run that failed are printed again.
+    once and the end: those of a wrong command line or wrong data wait for it, and those of a run that had begun are
+    printed again.
     """
     if is_own_launcher() and leave_reason("\n".join(lines)):
         return
-    if status == _WRONG_INPUT and say_last(lines):
+    has_begun = "torch" in sys.modules
+    if not has_begun and say_last(lines):
         return
     for line in lines:
         print_line(line, sys.stderr)
-    if status != _WRONG_INPUT:
+    if has_begun:
         say_last(lines)
