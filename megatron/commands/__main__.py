@@ -1,48 +1,104 @@
-"""Run a command by its name, wherever the package is installed: ``python -m megatron.commands NAME …``."""
+"""Run a command by its name: ``megatron NAME …``, or ``python -m megatron.commands NAME …`` from a checkout."""
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib
+import importlib.metadata
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
 from megatron.training.process.process_exit import run_program
 
 COMMANDS = {
-    "adopt": "adopt",
-    "calibrate": "planning.calibrate",
+    "train": "training.train",
+    "preprocess": "data.preprocess_data",
+    "generate": "generation.text_generation_cli",
+    "serve": "generation.serve",
     "chat": "generation.chat",
+    "convert": "checkpoint.convert",
+    "inspect": "checkpoint.inspect",
+    "plan": "planning.plan",
+    "verify": "reliability.verify_parallelism",
+    "doctor": "reliability.doctor",
+    "adopt": "adopt",
+    # By the names of the scripts in tools/.
+    "calibrate": "planning.calibrate",
     "checkpoint.convert": "checkpoint.convert",
     "checkpoint.diff": "checkpoint.diff",
     "checkpoint.inspect": "checkpoint.inspect",
     "clean_dataset": "data.clean_dataset",
-    "doctor": "reliability.doctor",
     "explain": "planning.explain",
     "gpu_dry_run": "planning.gpu_dry_run",
     "inject_faults": "reliability.inject_faults",
     "inspect_batch": "data.inspect_batch",
     "inspect_dataset": "data.inspect_dataset",
     "merge_datasets": "data.merge_datasets",
-    "plan": "planning.plan",
     "preprocess_data": "data.preprocess_data",
     "read_flight": "reliability.read_flight",
     "report_theoretical_memory": "planning.report_theoretical_memory",
     "run_text_generation_server": "generation.run_text_generation_server",
-    "serve": "generation.serve",
     "text_generation_cli": "generation.text_generation_cli",
     "verify_parallelism": "reliability.verify_parallelism",
     "visualize_pipeline": "planning.visualize_pipeline",
 }
 """Where each command is, by its name."""
 
+_HELP = ("-h", "--help")
+_COMPLETION = "--print-completion"
+
 
 def main() -> int:
     """Run the command that the first word names on the words that follow, and return its exit status."""
-    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
-        print(f"usage: python -m megatron.commands NAME …, NAME one of {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
-    status: int = importlib.import_module(f"megatron.commands.{COMMANDS[sys.argv[1]]}").main(sys.argv[2:])
-    return status
+    words = sys.argv[1:]
+    if words and words[0] in COMMANDS:
+        module = importlib.import_module(f"megatron.commands.{COMMANDS[words[0]]}")
+        status: int = module.main(words[1:])
+        return status
+    if words and words[0] in _HELP:
+        print(_overview())
+        return 0
+    if words == ["--version"]:
+        print(importlib.metadata.version("megatron-gpt"))
+        return 0
+    if words and words[0] == _COMPLETION:
+        from megatron.commands.arguments.completion import print_completion
+
+        return print_completion(words[1:], COMMANDS)
+    print(_usage(words), file=sys.stderr)
+    return 2
+
+
+def run() -> NoReturn:
+    """Be the installed command ``megatron``."""
+    run_program(main)
+
+
+def _program() -> str:
+    return "python -m megatron.commands" if Path(sys.argv[0]).name == "__main__.py" else "megatron"
+
+
+def _usage(words: Sequence[str]) -> str:
+    """Return one line on what can be typed in place of words that name no command."""
+    usage = f"usage: {_program()} NAME …, NAME one of {', '.join(COMMANDS)}"
+    if not words:
+        return usage
+    nearest = difflib.get_close_matches(words[0], COMMANDS, n=1)
+    return f"{usage}; there is no {words[0]!r}" + (f", did you mean {nearest[0]}?" if nearest else "")
+
+
+def _overview() -> str:
+    """Return what each command does: the first sentence of its file, which is not imported for that."""
+    lines = [f"usage: {_program()} NAME …   ({_program()} NAME --help says more)", ""]
+    for name, place in COMMANDS.items():
+        source = (Path(__file__).parent / (place.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+        first = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+        lines.append(f"  {name:<28}{first}")
+    return "\n".join([*lines, "", f"{_program()} {_COMPLETION} bash|zsh prints what completes these names in a shell"])
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.datasets.blended_dataset_builder import DatasetSplits
@@ -20,7 +18,6 @@ from megatron.core.errors import ConfigurationError, InputError, MegatronError, 
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
-from megatron.training.config.argument_block import format_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.continuation import Continuation, find_continuation
 from megatron.training.cpu_matmul import choose_library
@@ -39,23 +36,25 @@ from megatron.training.process.initialize import (
     has_run_failed,
     initialize_runtime,
     is_first_failure,
-    scheduler_job_id,
     shut_down,
 )
-from megatron.training.process.refusal import reasons_of, refuse_in_run
+from megatron.training.process.refusal import reasons_of, refuse_in_run, report_failure
 from megatron.training.process.restart.keeper import REPLACE, KeptRank
 from megatron.training.process.restart.restarting import Membership, train_with_restarts
 from megatron.training.process.signals import ExitRequest
 from megatron.training.reporting.dataset_lines import describe_datasets
+from megatron.training.reporting.live_line import LiveLine
 from megatron.training.reporting.log_lines import format_datetime
 from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.reporting.profiling import Profiling
-from megatron.training.reporting.progress_log import ProgressLog
+from megatron.training.reporting.progress_log import open_progress
+from megatron.training.reporting.run_record import RunRecord
 from megatron.training.reporting.startup_lines import (
     describe_batch_and_tokenizer,
     describe_buckets,
     describe_initialized,
     describe_precision,
+    log_arguments,
 )
 from megatron.training.reporting.stragglers import PartsClock, Stragglers
 from megatron.training.tp_overlap import choose_tp_overlap
@@ -77,6 +76,7 @@ class Application:
     datasets_provider: DatasetsProvider
     forward_step: ForwardStep
     log: Log
+    launch: LaunchEnvironment = dataclasses.field(default_factory=LaunchEnvironment)
     continuation: Continuation | None = None
 
     def source(
@@ -134,7 +134,7 @@ def _pretrain_once(
     log = _printer(launch)
     try:
         log(f"{_describe_world(config)}\n{describe_precision(config)}")
-        log(format_arguments(config))
+        log_arguments(config, log)
         log(describe_batch_and_tokenizer(config))
         config = with_vocabulary(config, tokenizer, log)
         log("> initializing torch distributed ...")
@@ -150,16 +150,16 @@ def _pretrain_once(
             config = with_transformer_impl(config, runtime, log)
             log(describe_initialized(config, start_time))
             providers = (model_provider, datasets_provider, forward_step)
-            _run(Application(config, runtime, tokenizer, *providers, log, continuation), start_time)
+            _run(Application(config, runtime, tokenizer, *providers, log, launch, continuation), start_time)
     except InputError as error:
         return refuse_in_run(reasons_of(error), launch)
     except MegatronError as error:
         return refuse_in_run(reasons_of(error), launch, status=1)
-    except Exception:
+    except Exception as error:
         if member is not None:
             raise
         if is_first_failure():
-            traceback.print_exc()
+            report_failure(error, launch)
         return 1
     shut_down()
     return 0
@@ -209,6 +209,7 @@ def _run(application: Application, start_time: float) -> None:
 def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack) -> tuple[TrainingRun, DatasetSplits]:
     """Build what the run works on, and bring it to where its checkpoint stands."""
     config, runtime, log = application.config, application.runtime, application.log
+    live = kept_open.enter_context(LiveLine(config, runtime.flight, runtime.is_reporter))
     log_straggler = config.logging.log_straggler
     clock = PartsClock(runtime.flight, runtime.device.torch_device) if log_straggler else None
     timers = Timers(
@@ -234,6 +235,8 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
     with timers("load-checkpoint"):
         train_state = checkpoints.resume() if continuation is None else continuation.resume(checkpoints)
     runtime.flight.iteration = train_state.iteration
+    if runtime.is_reporter and config.checkpoint.local_save is not None:
+        kept_open.callback(RunRecord(config, application.launch, train_state.iteration, log).close)
     log(timers.report(runtime.state.world, ["load-checkpoint"]))
     log(format_datetime("after model, optimizer, and learning rate scheduler are built"))
     log("> building train, validation, and test datasets ...")
@@ -257,7 +260,7 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
         timers=timers,
         checkpoints=checkpoints,
         profiling=profiling,
-        progress=_open_progress(config, runtime, train_state),
+        progress=open_progress(config, runtime, train_state),
         guard=None
         if datasets.train is None
         else _make_guard(application, parts, checkpoints, datasets.train, train_state),
@@ -265,18 +268,9 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
         if clock is None
         else Stragglers(clock, runtime.state, runtime.device.torch_device, train_state.iteration),
         continuation=continuation,
+        live=live,
     )
     return run, datasets
-
-
-def _open_progress(config: RunConfig, runtime: Runtime, train_state: TrainState) -> ProgressLog | None:
-    """Return the progress log of the reporting rank, with the start of this job in it; None where there is none."""
-    if not config.logging.log_progress or config.checkpoint.save is None or not runtime.is_reporter:
-        return None
-    folder, seq_length = Path(config.checkpoint.save), config.data.seq_length
-    progress = ProgressLog(folder, config.world_size, scheduler_job_id(), seq_length)
-    progress.start(train_state)
-    return progress
 
 
 def _train_and_evaluate(application: Application, run: TrainingRun, datasets: DatasetSplits, start_time: float) -> bool:

@@ -28,10 +28,12 @@ from megatron.training.process.initialize import Runtime
 from megatron.training.process.signals import ExitRequest
 from megatron.training.reporting.attention_logits import AttentionLogits
 from megatron.training.reporting.layer_norms import format_layer_norms, layer_norm_scalars, measure_layer_norms
+from megatron.training.reporting.live_line import LiveLine
 from megatron.training.reporting.log_lines import (
     IntervalAverage,
     StepReport,
     format_evaluation,
+    format_first_step,
     format_memory,
     format_step,
 )
@@ -62,6 +64,7 @@ class TrainingRun:
     guard: FaultGuard | None = None
     stragglers: Stragglers | None = None
     continuation: Continuation | None = None
+    live: LiveLine | None = None
 
     def log(self, text: str) -> None:
         """Print on the reporting rank."""
@@ -114,6 +117,8 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
             if run.guard is not None and not report.is_skipped:
                 run.guard.accepted(report)
             average.add(report)
+            if run.live is not None:
+                run.live.step(report)
             _write_metrics(run, report)
             if _is_due(config.training.check_weight_hash_across_dp_replicas_interval, state.iteration):
                 _compare_replicas(run)
@@ -125,8 +130,11 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
                 average, first_log = IntervalAverage(), False
                 if run.guard is not None:
                     run.guard.log_variation()
-            elif with_memory:
-                _log_memory(run)
+            else:
+                if run.runtime.flight.iterations_done == 1:
+                    run.log(format_first_step(report, config.train_iters, config.logging.log_throughput))
+                if with_memory:
+                    _log_memory(run)
         warning.look()
         if is_evaluation_due(config, state.iteration):
             if agreement.signal_received and warning.seconds is not None:
@@ -157,6 +165,8 @@ def evaluate_and_report(run: TrainingRun, evaluation_sets: Sequence[EvaluationSe
     for chosen in evaluation_sets:
         count = chosen.num_microbatches
         begin = _evaluation_counter(run, count) if is_verbose else lambda microbatch: None
+        if run.live is not None:
+            begin = _drawn(begin, run.live, count)
         with run.timers("evaluate", log_level=0), chosen.open_source() as source:
             lm_loss = evaluate(run.config, run.runtime, run.parts, run.forward_step, source, count, begin)
         _report_time(run, "evaluate")
@@ -190,6 +200,16 @@ def _evaluation_counter(run: TrainingRun, num_microbatches: int) -> Callable[[in
             run.log(f"Evaluating iter {microbatch // per_iteration + 1}/{-(-num_microbatches // per_iteration)}")
 
     return begin
+
+
+def _drawn(begin: Callable[[int], None], live: LiveLine, total: int) -> Callable[[int], None]:
+    """Return what does the same as each micro-batch begins, and draws how many are done."""
+
+    def begin_and_draw(microbatch: int) -> None:
+        begin(microbatch)
+        live.show(microbatch, total)
+
+    return begin_and_draw
 
 
 def _report_time(run: TrainingRun, name: str) -> None:

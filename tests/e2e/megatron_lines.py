@@ -74,7 +74,7 @@ BEFORE = {
 }
 DURING = {
     "iteration": rf" \[{DATE}\] iteration +\d+/ +\d+ \| consumed samples: +\d+ \| elapsed time per iteration \(ms\): "
-    rf"\d+\.\d \|( throughput per GPU \(TFLOP/s/GPU\): \d+\.\d \|)? learning rate: {EXPONENT} \| global batch size: +"
+    rf"\d+\.\d \|( throughput per GPU \(TFLOP/s/GPU\): \d+\.\d+ \|)? learning rate: {EXPONENT} \| global batch size: +"
     rf"\d+ \|( lm loss: {EXPONENT} \|)? loss scale: \d+\.\d \|( grad norm: \d+\.\d{{3}} \|)?( num zeros: \d+ \|)?"
     r"( params norm: \d+\.\d{3} \|)?( max attention logit: -?\d+\.\d{3} \|)? number of skipped iterations: +\d+ \|"
     r" number of nan iterations: +\d+ \|",

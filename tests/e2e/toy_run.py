@@ -62,5 +62,5 @@ def newest(folder: Path) -> Path:
 
 def leftovers(folder: Path) -> list[str]:
     """Return the names in a run's folder that are neither a checkpoint nor a file that belongs there."""
-    expected = ("iter_", "latest_checkpointed_iteration.txt", "metrics.jsonl")
+    expected = ("iter_", "latest_checkpointed_iteration.txt", "metrics.jsonl", "run_record")
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith(expected))

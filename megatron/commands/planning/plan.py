@@ -26,7 +26,6 @@ from megatron.advice.changes import find_changes
 from megatron.advice.choice import SEARCHED_FLAGS, Choice
 from megatron.advice.explanation import explain
 from megatron.advice.page import to_page
-from megatron.advice.preset import preset_names, preset_words
 from megatron.advice.ranking import describe_ranking, launch_command, ranking_json
 from megatron.advice.search import Search, search
 from megatron.advice.text_report import describe_changes
@@ -47,6 +46,7 @@ from megatron.planning.prediction.implementations import IMPLEMENTATIONS, find_i
 from megatron.planning.prediction.measured_runs import read_runs
 from megatron.training.config.arguments import ParsedArguments, without_flags
 from megatron.training.config.checks.run_checks import find_problems
+from megatron.training.config.sources.preset import preset_names, preset_words
 
 if TYPE_CHECKING:
     from megatron.dry_run.verified_stage import VerifiedStage
@@ -141,7 +141,8 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     tokens = None if arguments.train_tokens is None else _number(arguments.train_tokens)
     if arguments.precision == "fp8" and not gpu.float8_flops:
         raise ConfigurationError(f"--precision fp8: {gpu.name} has no products in fp8; use --precision bf16")
-    preset = preset_words(arguments.model_preset) if arguments.model_preset else ()
+    typed = {word.partition("=")[0] for word in training_flags}
+    preset = without_flags(preset_words(arguments.model_preset), typed) if arguments.model_preset else ()
     if not has_flag(training_flags, "--global-batch-size", "--step-batch-size-schedule"):
         raise ConfigurationError("--global-batch-size is missing; give the number of samples of one step")
     words = _complete((*preset, *training_flags), tokens)

@@ -328,10 +328,7 @@ class RunCheckpoints:
         return TrainState.from_progress(loaded.progress)
 
     def save(self, train_state: TrainState) -> bool:
-        """Save a checkpoint of this moment, or with ``--async-save`` begin to; nothing without ``--save``.
-
-        Return whether that has come about, as far as it is known.
-        """
+        """Save a checkpoint, or with ``--async-save`` begin to; return whether that has come about, as far as known."""
         if self.saver is None:
             return False
         common = CommonState(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import re
@@ -40,6 +39,9 @@ from megatron.training.config.tokenizer_choice import choose_tokenizer
 from megatron.training.config.unknown_flags import foreign_answer, switch_with_value, unknown_flags
 from megatron.training.process.refusal import refuse
 
+_PRINTED = (
+    "Printed by --print-config for {} process(es), to be given as --config FILE. What is at its default is a comment."
+)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _PATHS = ("FILE", "DIR", "PATH", "[WEIGHT] PREFIX")
 _MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 3800
@@ -73,7 +75,9 @@ def parse_arguments(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> 
         for note in parsed.notes:
             print(note, file=sys.stderr if print_config else sys.stdout, flush=True)
         if print_config:
-            print(json.dumps(parsed.config.to_dict(), indent=2))
+            from megatron.training.config.sources.printed_config import format_config
+
+            print(format_config(parsed.config, (_PRINTED.format(world_size),)), end="")
     if print_config:
         sys.exit(0)
     return parsed.config
@@ -98,6 +102,10 @@ def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool
     Raises:
         ConfigurationError: with every problem of the command line.
     """
+    if any(word.startswith(("--config", "--model-preset")) for word in argv):
+        from megatron.training.config.sources.config_words import with_sources
+
+        argv = with_sources(argv)
     given, extras, problems = _parse_words(argv)
     problems += unknown_flags(extras, all_flags(), argv)
     notes, refused = table_flags(given)

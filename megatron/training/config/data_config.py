@@ -79,7 +79,7 @@ class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
     """Hold the data paths, the split and what becomes of document boundaries."""
 
     seq_length: int = flag(0, role="recipe", bounds=NOT_NEGATIVE, most=2**31 - 1, in_args=True)
-    """Number of tokens of one sample."""
+    """Number of tokens of one sample; by default --max-position-embeddings, where it is given."""
     data_path: tuple[str, ...] = flag((), nargs="+", metavar="[WEIGHT] PREFIX", in_args=True)
     """Data prefixes, also s3://, gs:// or az://, or weight and prefix in turn; cut into the three sets by --split."""
     train_data_path: tuple[str, ...] = flag((), nargs="+", metavar="[WEIGHT] PREFIX")

@@ -13,6 +13,8 @@ class LoggingConfig(Config, role="output"):
 
     log_interval: int = flag(100, bounds=POSITIVE)
     """Iterations from one log line to the next."""
+    log_arguments: bool = False
+    """Print all arguments on a terminal too, where a summary stands for them; files and pipes always get them all."""
     log_throughput: bool = False
     """Log the floating-point throughput of each GPU."""
     log_params_norm: bool = False
@@ -77,7 +79,7 @@ class LoggingConfig(Config, role="output"):
     memory_snapshot_path: str = flag("snapshot.pickle", metavar="FILE", where=("record_memory_history", True))
     """File of the memory history, which pytorch.org/memory_viz draws; where several ranks write, NAME-rankN."""
     print_config: bool = False
-    """Print the resolved configuration as JSON and end."""
+    """Print the resolved configuration as a file that --config reads back, in TOML with comments, and end."""
     explain: bool = False
     """Print what the configuration does, needs and costs, and end; the flags of tools/explain.py say where it would run
     (--world-size N, --gpu TYPE) and what is written (--json, --html FILE)."""

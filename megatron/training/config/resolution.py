@@ -94,6 +94,8 @@ def _resolve_data(config: RunConfig, problems: list[str]) -> RunConfig:
         data = dataclasses.replace(data, split=data.split.strip("'\" "))
     elif not data.has_data_per_split:
         data = dataclasses.replace(data, split=DEFAULT_SPLIT)
+    if data.seq_length == 0:
+        data = dataclasses.replace(data, seq_length=config.model.max_position_embeddings)
     return dataclasses.replace(config, data=data)
 
 

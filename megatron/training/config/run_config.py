@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel.stage_layout import StageLayout, plan_stage
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.data_config import DataConfig, TokenizerConfig
 from megatron.training.config.logging_config import LoggingConfig
+from megatron.training.config.sources.source_config import SourceConfig
 from megatron.training.config.training_config import (
     InitializationConfig,
     SchedulerConfig,
@@ -57,6 +58,7 @@ class RunConfig:
     initialization: InitializationConfig
     faults: FaultConfig = dataclasses.field(default_factory=FaultConfig)
     restart: RestartConfig = dataclasses.field(default_factory=RestartConfig)
+    sources: SourceConfig = dataclasses.field(default_factory=SourceConfig)
     world_size: int = 1
 
     @property

@@ -12,7 +12,7 @@ from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config,
 class TrainingConfig(Config, role="run"):
     """Hold batch sizes, the run's length and the reasons to end it early."""
 
-    micro_batch_size: int = flag(bounds=POSITIVE, most=2**24, in_args=True)
+    micro_batch_size: int = flag(1, bounds=POSITIVE, most=2**24, in_args=True)
     """Number of samples of one forward pass on one data-parallel rank."""
     global_batch_size: int = flag(0, bounds=NOT_NEGATIVE, most=2**31 - 1, in_args=True)
     """Number of samples of one iteration over all ranks; by default micro batch size x data-parallel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
@@ -17,6 +18,7 @@ from megatron.training.process.initialize import (
     is_first_failure,
     read_launch_environment,
 )
+from megatron.training.process.last_words import is_own_launcher, leave_reason, say_last
 from megatron.training.process.launcher import die_with_launcher
 
 # torchrun ends the others within a fraction of a second of rank 0: this is how late rank 0 may be on a busy machine.
@@ -55,8 +57,7 @@ def refuse(reasons: Sequence[str], rank: int, status: int = 2) -> int:
     print, and exit with the same status where torchrun ends them meanwhile.
     """
     if rank == 0:
-        for reason in reasons:
-            print_line(f"error: {one_line(reason)}", sys.stderr)
+        _say([f"error: {one_line(reason)}" for reason in reasons])
         return status
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
@@ -74,6 +75,31 @@ def refuse_in_run(reasons: Sequence[str], launch: LaunchEnvironment, status: int
         return refuse(reasons, launch.rank, status)
     status = refuse(reasons, launch.rank, status)
     if launch.world_size > 1 and is_first_failure():
-        for reason in reasons:
-            print_line(f"error: rank {launch.rank}: {reason}", sys.stderr)
+        _say([f"error: rank {launch.rank}: {reason}" for reason in reasons])
     return status
+
+
+def report_failure(error: Exception, launch: LaunchEnvironment) -> None:
+    """Print the traceback of a fault of the program, and have the launcher name the error last."""
+    traceback.print_exc()
+    line = f"error: rank {launch.rank}: {type(error).__name__}: {one_line(str(error))} (its traceback is above)"
+    leave_reason(line)
+    say_last([line])
+
+
+def _say(lines: Sequence[str]) -> None:
+    """Print lines as the last ones of the run.
+
+    Where ``megatron train`` watches it, that is left to it. torchrun's report comes between lines that are printed at
+    once and the end: those of a wrong command line or wrong data wait for it, and those of a run that had begun are
+    printed again.
+    """
+    if is_own_launcher() and leave_reason("\n".join(lines)):
+        return
+    has_begun = "torch" in sys.modules
+    if not has_begun and say_last(lines):
+        return
+    for line in lines:
+        print_line(line, sys.stderr)
+    if has_begun:
+        say_last(lines)

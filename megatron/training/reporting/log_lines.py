@@ -90,7 +90,7 @@ def format_step(step: StepReport, average: IntervalAverage, train_iters: int, lo
         f" elapsed time per iteration (ms): {average.elapsed_s * 1000.0 / average.num_iterations:.1f} |",
     ]
     if log_throughput:
-        parts.append(f" throughput per GPU (TFLOP/s/GPU): {average.tflops_seconds / average.elapsed_s:.1f} |")
+        parts.append(f" throughput per GPU (TFLOP/s/GPU): {_tflops(average.tflops_seconds / average.elapsed_s)} |")
         if step.mfu is not None:
             parts.append(f" MFU: {100.0 * average.mfu_seconds / average.elapsed_s:.1f}% |")
     parts.append(f" learning rate: {step.next_learning_rate:.6E} |")
@@ -110,6 +110,18 @@ def format_step(step: StepReport, average: IntervalAverage, train_iters: int, lo
     parts.append(f" number of skipped iterations: {average.num_skipped:3d} |")
     parts.append(f" number of nan iterations: {average.num_nan:3d} |")
     return "".join(parts)
+
+
+def format_first_step(step: StepReport, train_iters: int, log_throughput: bool) -> str:
+    """Return the line of the first iteration of a run, where ``--log-interval`` gives it none; no average counts it."""
+    average = IntervalAverage()
+    average.add(step)
+    return format_step(step, average, train_iters, log_throughput)
+
+
+def _tflops(value: float) -> str:
+    """Return a throughput as Megatron prints it, and with two digits that say something where that would be 0.0."""
+    return f"{value:.1f}" if value >= 0.05 or value <= 0.0 else f"{value:.{1 - math.floor(math.log10(value))}f}"
 
 
 def format_memory(rank: int, iteration: int, device: Device, with_device: bool = False) -> str:

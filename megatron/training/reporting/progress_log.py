@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from megatron.training.config.run_config import RunConfig
 from megatron.training.process.console import print_line
+from megatron.training.process.initialize import Runtime, scheduler_job_id
 from megatron.training.train_state import TrainState
 
 PROGRESS_FILE = "progress.txt"
@@ -97,3 +99,13 @@ class ProgressLog:
                 file.write(line)
         except OSError as error:
             print_line(f"WARNING: cannot write {self.folder / PROGRESS_FILE}: {error.strerror}")
+
+
+def open_progress(config: RunConfig, runtime: Runtime, train_state: TrainState) -> ProgressLog | None:
+    """Return the progress log of the reporting rank, with the start of this job in it; None where there is none."""
+    if not config.logging.log_progress or config.checkpoint.save is None or not runtime.is_reporter:
+        return None
+    folder, seq_length = Path(config.checkpoint.save), config.data.seq_length
+    progress = ProgressLog(folder, config.world_size, scheduler_job_id(), seq_length)
+    progress.start(train_state)
+    return progress

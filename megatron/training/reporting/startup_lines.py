@@ -7,12 +7,14 @@ long ones only with ``--log-megatron-lines``.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import spec_of
+from megatron.training.config.argument_block import format_arguments, summarize
 from megatron.training.config.run_config import RunConfig
+from megatron.training.reporting.live_line import is_terminal
 from megatron.training.reporting.log_lines import format_datetime
 
 _FEW_BUCKETS = 8
@@ -79,3 +81,13 @@ def _describe_chunk(chunk: DistributedDataParallel, everything: bool) -> Iterato
             yield f"Params for bucket {number} ({count} elements, {bucket.layout.num_elements} padded size):"
             if everything:
                 yield from (f"\tmodule.{spec_of(parameter).name}" for parameter in parameters)
+
+
+def log_arguments(config: RunConfig, log: Callable[[str], None]) -> None:
+    """Print the arguments: all of them, or on a terminal a few."""
+    asks = config.logging.log_arguments
+    log(format_arguments(config) if asks or not is_terminal() else summarize(config))
+    if asks and not is_terminal():
+        log("--log-arguments has no effect: all arguments are printed wherever standard output is no terminal")
+    if config.checkpoint.save is None and not config.training.skip_train:
+        log("WARNING: --save is not given: nothing will be left of this run but its log")

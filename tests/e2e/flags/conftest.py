@@ -26,6 +26,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (folder / "list.txt").write_text(str(DATA))
     (folder / "lists.json").write_text(json.dumps({key: [str(DATA)] for key in ("train", "valid", "test")}))
     (folder / "overlap.yaml").write_text("qkv_fprop:\n  method: bulk\n")
+    (folder / "run.toml").write_text("hidden_dropout = 0.4\n")
     turns = [{"prompt": "one two"[:length], "completion": "three"} for length in (3, 7, 5, 1)]
     (folder / "chat.jsonl").write_text("".join(json.dumps(turn) + "\n" for turn in turns))
     run = toy_args(folder / "trained", PLAIN, "--save-interval 1 --norm-epsilon 1e-3")

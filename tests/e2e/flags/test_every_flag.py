@@ -31,6 +31,7 @@ ANSWERED = {
     "--exit-on-missing-checkpoint": "holds no checkpoint",
     "--exit-signal-handler": "--exit-signal-handler has no effect with --exit-signal SIGTERM",
     "--inprocess-restart": "error: --inprocess-restart: this script has no keeper of its rank",
+    "--log-arguments": "--log-arguments has no effect: all arguments are printed",
     "--local-rank": "--local-rank 1 has no effect on a CPU",
     "--no-gradient-accumulation-fusion": "--no-gradient-accumulation-fusion has no effect on a CPU",
     "--no-pin-cpu-grads": "--no-pin-cpu-grads has no effect on a CPU",

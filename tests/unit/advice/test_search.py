@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron.advice.choice import Choice
-from megatron.advice.preset import preset_names, preset_words
 from megatron.advice.ranking import launch_command
 from megatron.commands.arguments.planned_run import read_planned_run
 from megatron.commands.planning.plan import main
@@ -19,9 +18,16 @@ from megatron.planning.prediction.implementations import OURS
 from megatron.planning.prediction.prediction import predict
 from megatron.planning.theoretical_memory import model_size
 from megatron.training.config.arguments import resolve_arguments
+from megatron.training.config.sources.preset import preset_names, preset_words
 
 ROWS = {"llama3.1-8b": 8.030e9, "llama3.1-70b": 70.554e9, "llama3.1-405b": 405.85e9, "qwen2.5-7b": 7.616e9}
-PUBLISHED = ROWS | {"qwen2.5-14b": 14.770e9, "qwen2.5-72b": 72.706e9, "gpt2-345m": 354.8e6, "gpt3-175b": 175e9}
+PUBLISHED = ROWS | {
+    "qwen2.5-14b": 14.770e9,
+    "qwen2.5-72b": 72.706e9,
+    "gpt2-345m": 354.8e6,
+    "gpt3-175b": 175e9,
+    "gpt2-1.5b": 1.5576e9,
+}
 _RUN = "--seq-length 1024 --global-batch-size 48 --micro-batch-size 1 --train-iters 5 --lr 1e-4"
 RUN = _RUN.split()
 
@@ -127,7 +133,7 @@ def test_a_choice_as_flags_is_the_choice_as_configuration() -> None:
     [
         ([], "--gpus is missing"),
         (["--gpus", "0"], "--gpus 0 is not between"),
-        (["--gpus", "8", "--model-preset", "llama9"], "--model-preset llama9 is not known; possible: gpt2-345m"),
+        (["--gpus", "8", "--model-preset", "llama9"], "--model-preset llama9 is not known; possible: gpt2-1.5b, gpt2"),
         (["--gpus", "8", "--train-tokens", "many"], "--train-tokens many is not a number of tokens"),
         (["--gpus", "8", "--top", "0"], "--top 0 is not positive"),
         (["--gpus", "8"], "--global-batch-size is missing"),

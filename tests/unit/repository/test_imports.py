@@ -27,6 +27,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/training/process/initialize.py",
         "megatron/core/device.py",
         "megatron/interop/huggingface/parallelize.py",
+        "megatron/commands/training/rank_launcher.py",
     ),
     "os.getenv": ("megatron/training/process/initialize.py", "megatron/core/device.py"),
     "torch.cuda": (
@@ -51,6 +52,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/training/process/restart/broken_links.py",
         "megatron/verification/collective_recorder.py",
         "megatron/verification/worker_pool.py",
+        "megatron/commands/training/rank_launcher.py",
     ),
     # Optional or heavy packages: each is known to one file, so that its absence is handled in one place.
     "apex": ("megatron/core/kernels/apex.py",),

@@ -352,15 +352,16 @@ def test_flags_of_other_tokenizers_are_named() -> None:
     )
 
 
-def test_print_config_prints_json_that_reads_back_and_ends_with_status_0(
-    capsys: pytest.CaptureFixture[str],
+def test_print_config_prints_what_reads_back_and_ends_with_status_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_arguments([*MINIMAL, "--print-config", "--use-mcore-models"])
     assert ended.value.code == 0
     printed = capsys.readouterr()
-    config = RunConfig.from_dict(json.loads(printed.out))
-    assert config.model == config_of("").model
+    path = tmp_path / "run.toml"
+    path.write_text(printed.out)
+    assert resolve_arguments(["--config", str(path)], 1).config.model == config_of("").model
     assert "--use-mcore-models has no effect" in printed.err
 
 

@@ -256,7 +256,7 @@ def test_each_wrong_configuration_makes_one_line(flags: str, world_size: int, me
     assert "\n" not in problems[0]
 
 
-@pytest.mark.parametrize("flag", ["--num-layers", "--hidden-size", "--num-attention-heads", "--micro-batch-size"])
+@pytest.mark.parametrize("flag", ["--num-layers", "--hidden-size", "--num-attention-heads"])
 def test_a_missing_required_flag_makes_one_line(flag: str) -> None:
     assert problems_of(without(flag)) == (f"{flag} is missing; it has no default",)
 

@@ -1,0 +1,1 @@
+"""Training from one command: its ranks are started, watched and ended here."""

@@ -1,0 +1,190 @@
+"""The ranks of a run on this machine: started together, watched, and ended with one message."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.errors import ConfigurationError
+from megatron.training.process.console import print_line
+from megatron.training.process.last_words import OWN_RUN_ID
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import PContext
+
+_POLL_S = 0.1
+_BY_SIGNAL = 128
+_STOPPING = "stopping after this step, with a checkpoint where --save is given; Ctrl-C once more ends the run at once"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Hold how many ranks a run has, and which of them are this machine's.
+
+    ``master_port`` 0 is any port that is free, which a run on one machine can take.
+    """
+
+    nproc: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks on all machines."""
+        return self.nproc * self.nnodes
+
+
+class Stop:
+    """Answer signals that end a run: the first lets the ranks save and end, a second Ctrl-C ends them at once.
+
+    A scheduler may send SIGTERM several times: only Ctrl-C counts as a second word.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self.received: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            self._send(signal.SIGKILL)
+            os._exit(_BY_SIGNAL + number)
+        if self.received is None:
+            self.received = number
+            if number == signal.SIGINT:
+                print_line(f"\n{_STOPPING}", sys.stderr)
+            self._send(signal.SIGTERM)
+
+    def _send(self, number: int) -> None:
+        for pid in self._pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+
+def launch(script: Path, words: Sequence[str], place: Place) -> int:
+    """Run a script as the ranks of this machine and return the exit status of the first that failed, or 0.
+
+    The last line on the screen says why it failed. A run that a signal has ended has the status 0 where its ranks saved
+    and ended as they should.
+
+    Raises:
+        ConfigurationError: the ranks cannot meet at the address that was given.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
+    logging.disable(logging.ERROR)  # the library tells of each process that it ends
+    store = _open_store(place)
+    if store is not None:
+        place = Place(place.nproc, place.nnodes, place.node_rank, place.master_addr, store.port)
+    run_id = OWN_RUN_ID + uuid.uuid4().hex
+    with tempfile.TemporaryDirectory(prefix="megatron-train-") as folder:
+        ranks = range(place.nproc)
+        context = start_processes(
+            name="rank",
+            entrypoint=sys.executable,
+            args={rank: ("-u", str(script), *words) for rank in ranks},
+            envs={rank: _environment(place, rank, run_id) for rank in ranks},
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        return _watch(context, place)
+
+
+def _watch(context: PContext, place: Place) -> int:
+    pids = context.pids()
+    stop, result = Stop(tuple(pids.values())), None
+    while result is None:
+        time.sleep(_POLL_S)
+        # Whoever is still there when it is asked for the result was told to end because of these.
+        first = {rank for rank, pid in pids.items() if _has_ended(pid)}
+        result = context.wait(timeout=0)
+    if not result.failures:
+        return 0
+    failures = {rank: failure for rank, failure in result.failures.items() if rank in first} or result.failures
+    rank, failure = min(failures.items(), key=lambda item: _order(item[1]))
+    status = int(failure.exitcode)
+    if stop.received is not None and status == -signal.SIGTERM:
+        return _BY_SIGNAL + stop.received  # it was not in training yet
+    for line in _describe(place.node_rank * place.nproc + rank, failure):
+        print_line(line, sys.stderr)
+    return status if status > 0 else _BY_SIGNAL - status
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether a rank has ended, which is left for the library to see."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
+def _order(failure: Any) -> tuple[int, float]:
+    """Put ranks first that were killed, which makes others fail; then by time those that gave a reason."""
+    extra = _extra(failure)
+    if extra is not None:
+        return 1, float(extra.get("time_ns", int(extra["timestamp"]) * 10**9))
+    return (0, 0.0) if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM else (2, 0.0)
+
+
+def _extra(failure: Any) -> dict[str, Any] | None:
+    message = failure.error_file_data.get("message")
+    return message["extraInfo"] if isinstance(message, dict) else None
+
+
+def _describe(rank: int, failure: Any) -> list[str]:
+    if _extra(failure) is not None:
+        return str(failure.error_file_data["message"]["message"]).splitlines()
+    if failure.exitcode >= 0:
+        return [f"error: rank {rank} (process {failure.pid}) ended with status {failure.exitcode}"]
+    name = signal.Signals(-failure.exitcode).name
+    hint = "; the system does so where memory has run out (see dmesg)" if name == "SIGKILL" else ""
+    return [f"error: rank {rank} (process {failure.pid}) was ended by {name}{hint}"]
+
+
+def _open_store(place: Place) -> Any:
+    """Return the store where the ranks meet; the first machine has it."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    if place.node_rank != 0:
+        return None
+    try:
+        return TCPStore(place.master_addr, place.master_port, is_master=True, wait_for_workers=False)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigurationError(
+            f"--master-addr {place.master_addr} --master-port {place.master_port}: the ranks cannot meet there "
+            f"({str(error).splitlines()[0]}); give an address of the first machine and a free port"
+        ) from error
+
+
+def _environment(place: Place, local_rank: int, run_id: str) -> dict[str, str]:
+    """Return what each rank is told, by the names that torchrun uses."""
+    rank = place.node_rank * place.nproc + local_rank
+    threads = {} if place.nproc == 1 or "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
+    return {
+        **threads,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(place.node_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.nproc),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }

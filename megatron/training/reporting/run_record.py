@@ -1,0 +1,169 @@
+"""The record of a run beside its checkpoints: configuration, software, state of the code, and data.
+
+``DIR/run_record`` of ``--save DIR`` holds
+
+- ``config.toml``, the configuration as it was resolved; ``continue.toml``, the one that goes on from the checkpoints,
+- ``environment.json``: command line, machine, processes, versions, the commit of the code and what differs from it,
+- ``data.json``: size and checksum of each data file,
+- ``starts.jsonl``: a line for each start of the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.sources.printed_config import format_config
+from megatron.training.process.initialize import LaunchEnvironment
+
+RECORD_FOLDER = "run_record"
+CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE = "config.toml", "continue.toml", "environment.json"
+
+_PACKAGES = (
+    "megatron-gpt",
+    "torch",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "triton",
+    "flash-attn",
+    "transformer-engine",
+)
+_GIT_LIMIT_S = 10.0
+_MOST_CHANGED = 200
+_BLOCKS, _BLOCK_BYTES = 16, 2**16
+_JOIN_S = 5.0
+
+
+class RunRecord:
+    """Write the record of a run that starts: the configuration at once, what takes longer beside the training.
+
+    A file that cannot be written is said in a line, and the run goes on.
+    """
+
+    def __init__(
+        self, config: RunConfig, launch: LaunchEnvironment, iteration: int, log: Callable[[str], None]
+    ) -> None:
+        assert config.checkpoint.save is not None, "there is no record without --save"
+        self._folder = Path(config.checkpoint.save) / RECORD_FOLDER
+        self._config, self._launch, self._iteration, self._log = config, launch, iteration, log
+        try:
+            self._folder.mkdir(exist_ok=True)
+            self._write(CONFIG_FILE, _described(config, launch))
+            self._write(CONTINUE_FILE, _described(_continuing(config), launch))
+        except OSError as error:
+            self._cannot_write(error)
+            return
+        self._thread = threading.Thread(target=self._write_rest, name="run record", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait a moment for what is being written."""
+        if "_thread" in vars(self):
+            self._thread.join(_JOIN_S)
+
+    def _write_rest(self) -> None:
+        launch, code = self._launch, _state_of_code()
+        start = {"started": datetime.now().isoformat(timespec="seconds"), "iteration": self._iteration}
+        start |= {"world_size": launch.world_size, "commit": code.get("commit")}
+        environment = {
+            **start,
+            "command": sys.argv,
+            "folder": os.getcwd(),
+            "processes_per_machine": launch.local_world_size,
+            "machines": max(1, launch.world_size // launch.local_world_size),
+            "host": platform.node(),
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "packages": dict(_versions()),
+            "code": code,
+        }
+        try:
+            self._write(ENVIRONMENT_FILE, json.dumps(environment, indent=1) + "\n")
+            with (self._folder / "starts.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(start) + "\n")
+            files = {str(path): _checksum(path) for path in _data_files(self._config)}
+            self._write("data.json", json.dumps(files, indent=1) + "\n")
+        except OSError as error:
+            self._cannot_write(error)
+
+    def _write(self, name: str, text: str) -> None:
+        hidden = self._folder / f".{name}.{os.getpid()}"
+        hidden.write_text(text, encoding="utf-8")
+        hidden.replace(self._folder / name)
+
+    def _cannot_write(self, error: OSError) -> None:
+        self._log(f"WARNING: --save {self._folder.parent}: the run's record cannot be written: {error}")
+
+
+def _described(config: RunConfig, launch: LaunchEnvironment) -> str:
+    heading = f"The resolved configuration of a run on {launch.world_size} process(es); --config reads it."
+    return format_config(config, (heading,), with_help=False)
+
+
+def _continuing(config: RunConfig) -> RunConfig:
+    """Return the configuration that goes on from the run's own checkpoints."""
+    old = config.checkpoint
+    checkpoint = dataclasses.replace(old, load=old.save, finetune=False, pretrained_checkpoint=None, ckpt_step=None)
+    return dataclasses.replace(config, checkpoint=checkpoint)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in _PACKAGES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _state_of_code() -> dict[str, Any]:
+    """Return the commit of the checkout that this code is in, and what differs from it; nothing outside of one."""
+    folder = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_LIMIT_S, check=True)
+        return done.stdout.rstrip()
+
+    try:
+        if not git("ls-files", "--", __file__):
+            return {}  # a checkout around an installed package is another project's
+        changed = git("status", "--porcelain", "--untracked-files=no").splitlines()
+        found = {"commit": git("rev-parse", "HEAD"), "branch": git("rev-parse", "--abbrev-ref", "HEAD")}
+        return {**found, "changed": changed[:_MOST_CHANGED]}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def _data_files(config: RunConfig) -> Iterator[Path]:
+    data = config.data
+    words = (*data.data_path, *data.train_data_path, *data.valid_data_path, *data.test_data_path)
+    for word in dict.fromkeys((*words, *config.validation.extra_valid_datalist)):
+        for path in (Path(word), Path(f"{word}.idx"), Path(f"{word}.bin")):
+            if path.is_file():
+                yield path
+
+
+def _checksum(path: Path) -> dict[str, Any]:
+    """Return a file's size and the SHA-256 of blocks spread evenly over it, which are all of a file up to 1 MiB."""
+    size = path.stat().st_size
+    step = max(_BLOCK_BYTES, (size - _BLOCK_BYTES) // (_BLOCKS - 1))
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for place in range(0, size, step):
+            file.seek(place)
+            digest.update(file.read(_BLOCK_BYTES))
+    whole = size <= _BLOCKS * _BLOCK_BYTES
+    return {"bytes": size, "sha256_of_blocks": digest.hexdigest(), "covers": "all" if whole else f"{_BLOCKS} blocks"}

@@ -1,0 +1,91 @@
+"""A run says beside its checkpoints what it was, and goes on from there; its printed configuration is the same run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.commands.training import train
+from megatron.commands.training.continued_run import ContinuedRun
+from megatron.core.errors import ConfigurationError
+from megatron.training.config.arguments import resolve_arguments
+from megatron.training.config.sources.printed_config import format_config
+from tests.e2e.toy_run import DATA, assert_same_checkpoints, exact_figures, newest, toy_args
+from tests.harness.forked_training import fork_training
+
+FLAGS = "--swiglu --hidden-dropout 0.1 --bf16 --train-iters 6 --save-interval 3"
+
+
+def test_a_printed_configuration_is_the_same_run_and_its_record_goes_on_with_it(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    first = fork_training(toy_args(ours, FLAGS)).check()
+    printed = tmp_path / "run.toml"
+    printed.write_text(format_config(resolve_arguments(toy_args(theirs, FLAGS), 1).config))
+    second = fork_training(["--config", str(printed), "--metrics-jsonl", str(theirs / "metrics.jsonl")]).check()
+    assert len(first.iterations()) == 6
+    assert exact_figures(second.metrics) == exact_figures(first.metrics)
+    assert_same_checkpoints(newest(theirs / "checkpoints"), newest(ours / "checkpoints"))
+
+    record = ours / "checkpoints" / "run_record"
+    assert sorted(path.name for path in record.iterdir()) == [
+        *("config.toml", "continue.toml", "data.json", "environment.json", "starts.jsonl"),
+    ]
+    environment = json.loads((record / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    assert (environment["processes_per_machine"], environment["folder"]) == (1, os.getcwd())
+    files = json.loads((record / "data.json").read_text())
+    content = DATA.with_name(DATA.name + ".idx").read_bytes()
+    expected = hashlib.sha256(str(len(content)).encode() + content).hexdigest()
+    assert files[f"{DATA}.idx"] == {"bytes": len(content), "sha256_of_blocks": expected, "covers": "all"}
+    assert files.keys() == {f"{DATA}.idx", f"{DATA}.bin"}
+
+    run = ContinuedRun.read(str(ours / "checkpoints"))
+    resumed = fork_training([*run.words, "--train-iters", "8", "--override-opt-param-scheduler"]).check()
+    assert " at iteration 6\n" in resumed.stdout
+    assert [line["iteration"] for line in resumed.iterations()] == [*range(1, 9)]
+    starts = [json.loads(line)["iteration"] for line in (record / "starts.jsonl").read_text().splitlines()]
+    assert starts == [0, 6]
+
+
+def test_a_run_without_checkpoints_begins_again_as_it_began(tmp_path: Path) -> None:
+    record = tmp_path / "run_record"
+    record.mkdir()
+    (record / "environment.json").write_text('{"folder": "/", "processes_per_machine": 2, "machines": 1}')
+    run = ContinuedRun.read(str(tmp_path))
+    assert run.words == ("--config", str(record / "config.toml"), "--save", str(tmp_path))
+    assert (run.nproc, run.folder) == (2, Path("/"))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "No such file or directory"),
+        ("{", "Expecting property name"),
+        ("[]", "list indices must be integers"),
+        ("{}", "it lacks 'processes_per_machine'"),
+        ('{"processes_per_machine": 0}', "processes_per_machine is 0"),
+        ('{"processes_per_machine": "9"}', 'processes_per_machine is "9"'),
+    ],
+)
+def test_a_folder_without_a_record_is_refused(text: str | None, reason: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "run_record").mkdir()
+        (tmp_path / "run_record" / "environment.json").write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        ContinuedRun.read(str(tmp_path))
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"--continue {tmp_path}: ")
+    assert reason in problem
+
+
+def test_a_run_on_several_machines_needs_to_be_told_of_them(tmp_path: Path, capsys) -> None:
+    (tmp_path / "run_record").mkdir()
+    record = {"folder": "/nowhere", "processes_per_machine": 8, "machines": 2}
+    (tmp_path / "run_record" / "environment.json").write_text(json.dumps(record))
+    assert train.main(["--continue", str(tmp_path)]) == 2
+    assert "the run had 2 machines; give --nnodes 2, --node-rank R" in capsys.readouterr().err

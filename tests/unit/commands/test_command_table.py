@@ -1,0 +1,52 @@
+"""What ``megatron`` itself says: its commands, and what completes them in a shell."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from megatron.commands.__main__ import COMMANDS, main
+from megatron.commands.arguments.completion import print_completion
+
+FRONT = ("train", "preprocess", "generate", "serve", "convert", "inspect", "plan", "verify", "doctor", "adopt")
+
+
+def test_help_has_a_line_for_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["megatron", "--help"])
+    assert main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("usage: megatron NAME …")
+    listed = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert listed == list(COMMANDS)
+    assert set(FRONT) <= set(listed)
+    assert all(len(line.split()) > 3 for line in lines if line.startswith("  "))
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("megatron veri", {"verify", "verify_parallelism"}),
+        ("megatron train --tensor-model-p", {"--tensor-model-parallel-size"}),
+        ("megatron train --npr", {"--nproc"}),
+        ("megatron doctor --js", {"--json"}),
+    ],
+)
+def test_bash_completes_commands_and_flags(typed: str, expected: set[str], capsys: pytest.CaptureFixture[str]) -> None:
+    bash = shutil.which("bash")
+    assert bash is not None, "the project's own scripts need bash"
+    assert print_completion(["bash"], COMMANDS) == 0
+    words = typed.split()
+    asks = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _megatron; echo ${{COMPREPLY[@]}}"
+    program = f"{capsys.readouterr().out}\n{asks}"
+    found = subprocess.run([bash, "-s"], input=program, capture_output=True, text=True, check=True)
+    assert set(found.stdout.split()) == expected
+
+
+def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_completion(["fish"], COMMANDS) == 2
+    assert capsys.readouterr().err == "usage: megatron --print-completion bash|zsh\n"
+    assert print_completion(["zsh"], COMMANDS) == 0
+    assert "bashcompinit" in capsys.readouterr().out
