@@ -131,7 +131,7 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     )
     """How sharded matrices are made orthogonal: whole, each on the one rank that owns it (both values)."""
     muon_scalar_optimizer: str = flag("adam", choices=("adam", "lion"), where=("optimizer", "muon"), in_args=False)
-    """Optimizer of what Muon does not update: embeddings, the output layer, norms and biases."""
+    """Optimizer of what Muon does not update: embeddings, the output layer, norms, biases and experts."""
     log_num_zeros_in_grad: bool = flag(False, in_args=False)
     """Count the zeros in the gradients and log the number."""
     loss_scale: float | None = flag(None, bounds=POSITIVE)
