@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 def provide_model(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
     """Return one model chunk of this rank, initialised: the whole model where there is no pipeline."""
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.moe.expert_groups import ExpertGroups
 
     return GPTModel(
         config.model,
@@ -43,6 +44,7 @@ def provide_model(config: RunConfig, runtime: Runtime, contents: StageContents) 
         pre_process=contents.has_embedding,
         post_process=contents.has_loss,
         cp=runtime.state.cp,
+        experts=ExpertGroups.of(runtime.state),
     )
 
 

@@ -6,7 +6,7 @@ can be read, counted and traced in one place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -128,6 +128,26 @@ def all_to_all_first_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     dist.all_to_all_single(output, tensor.contiguous(), group=group.handle)
     group.end(entry)
     return output
+
+
+def all_to_all_rows(
+    tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Group, async_op: bool = False
+) -> tuple[torch.Tensor, PendingWork | None]:
+    """Give each rank of the group so many rows of ``tensor``, and return what this rank is given, in group order.
+
+    With ``async_op`` the result may be used after what comes beside it has been waited for.
+
+    Shapes: ``[sum(sent), ...] -> [sum(received), ...]``.
+    """
+    if _is_alone(group):
+        return tensor, None
+    group.observe("all_to_all", tensor.nbytes)
+    output = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    entry = group.begin("all_to_all", tensor, tensor.nbytes)
+    work = dist.all_to_all_single(
+        output, tensor.contiguous(), list(received), list(sent), group=group.handle, async_op=async_op
+    )
+    return output, group.end(entry, work)
 
 
 @dataclass(frozen=True)

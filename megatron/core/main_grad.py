@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from megatron.core.kernels.accumulation import add_rows, add_wide_product
+from megatron.core.kernels.grouped_product import grouped_gradient
 from megatron.core.kernels.matrix_product import product, uses_onednn
 
 
@@ -106,6 +107,35 @@ class MainGrad:
             torch.mm(left, right, out=self.tensor)
         else:
             self.tensor.addmm_(left, right)
+        self.end_contribution()
+
+    def add_grouped_matmul(
+        self, grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int], library: str = "auto"
+    ) -> None:
+        """Add to each matrix of the gradient the product ``grad.T @ x`` of its own group of rows.
+
+        Shapes: ``grad: [n, out]``, ``x: [n, in]``, counts that sum to n, for a gradient ``[groups, out, in]``.
+        """
+        grad, x = grad.detach(), x.detach()
+        if not self._defer(self._add_grouped_matmul_now, grad, x, counts, library):
+            self._add_grouped_matmul_now(grad, x, counts, library)
+
+    def _add_grouped_matmul_now(self, grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int], library: str) -> None:
+        if grad.is_cuda:
+            self._add_now(grouped_gradient(grad, x, counts, library))
+            return
+        self._begin()
+        sizes = list(counts)
+        for total, left, right in zip(self.tensor, grad.split_with_sizes(sizes), x.split_with_sizes(sizes)):
+            if not len(left):
+                if self.is_empty:
+                    total.zero_()
+            elif total.dtype == left.dtype and not uses_onednn(left.t(), library):
+                torch.addmm(total, left.t(), right, beta=0 if self.is_empty else 1, out=total)
+            elif self.is_empty:
+                total.copy_(product(left.t(), right, library))
+            else:
+                total.add_(product(left.t(), right, library))
         self.end_contribution()
 
     def add_computed(self, compute: Callable[[], torch.Tensor]) -> None:

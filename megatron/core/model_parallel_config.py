@@ -21,6 +21,11 @@ class ModelParallelConfig(Config, in_args=True):
     """Number of pipeline stages over which the layers are spread."""
     context_parallel_size: int = flag(1, role="layout", bounds=POSITIVE)
     """Number of processes over which each sequence is split."""
+    expert_model_parallel_size: int = flag(1, role="layout", bounds=POSITIVE, needs="num_experts")
+    """Number of processes over which the experts of a layer are spread; they may be data-, context- and tensor-parallel
+    ranks of one another."""
+    expert_tensor_parallel_size: int | None = flag(None, role="layout", bounds=POSITIVE, needs="num_experts")
+    """Number of processes over which each expert's matrices are sharded; by default the tensor-parallel size."""
     sequence_parallel: bool = flag(False, role="layout")
     """Shard the activations outside the matrix products along the sequence over the tensor-parallel ranks."""
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, role="layout")
@@ -132,7 +137,11 @@ class ModelParallelConfig(Config, in_args=True):
     def parallel_sizes(self) -> ParallelSizes:
         """Return the sizes of the grid of ranks that holds one copy of the model."""
         return ParallelSizes(
-            tp=self.tensor_model_parallel_size, pp=self.pipeline_model_parallel_size, cp=self.context_parallel_size
+            tp=self.tensor_model_parallel_size,
+            pp=self.pipeline_model_parallel_size,
+            cp=self.context_parallel_size,
+            ep=self.expert_model_parallel_size,
+            etp=self.expert_tensor_parallel_size,
         )
 
     @property

@@ -47,12 +47,37 @@ class ParallelSizes:
     """Hold the size of every axis of the grid, from the slowest to the fastest varying.
 
     Neighbouring ranks share a tensor-parallel group. One copy of the model takes ``pp * cp * tp`` ranks.
+
+    Experts have a factorisation of their own of a stage's ``dp * cp * tp`` ranks: ``ep`` of them hold different
+    experts, and ``etp`` cut each of these (None: as many as ``tp``). What is left are replicas of experts.
     """
 
     pp: int = 1
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    etp: int | None = None
+
+    @property
+    def expert_tp(self) -> int:
+        """Return over how many ranks each expert is cut."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def num_expert_replicas(self) -> int:
+        """Return the number of ranks that hold the same experts."""
+        return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
+
+    @property
+    def has_expert_grid(self) -> bool:
+        """Tell whether the ranks that share experts are others than those that share the rest of a model."""
+        return self.ep > 1 or self.expert_tp != self.tp
+
+    @property
+    def expert_grid(self) -> Grid:
+        """Return the sizes of the axes along which experts are spread, from the slowest to the fastest varying."""
+        return {"pp": self.pp, "edp": self.num_expert_replicas, "ep": self.ep, "etp": self.expert_tp}
 
     @property
     def grid(self) -> Grid:
@@ -85,7 +110,7 @@ class ParallelSizes:
     def problems(self, world_size: int) -> list[str]:
         """Return what keeps the grid from having exactly ``world_size`` ranks, one line or none."""
         if self.world_size == world_size:
-            return []
+            return self._expert_problems()
         copy = dataclasses.replace(self, dp=1).world_size
         return [
             f"world size {world_size} is not divisible by tensor({self.tp}) x pipeline({self.pp}) x "
@@ -94,24 +119,46 @@ class ParallelSizes:
             f"or the number of processes (multiples of {copy} work)"
         ]
 
+    def _expert_problems(self) -> list[str]:
+        stage, experts = self.dp * self.cp * self.tp, self.ep * self.expert_tp
+        if stage % max(experts, 1) == 0:
+            return []
+        sizes = [n for n in range(1, stage // self.expert_tp + 1) if stage % (n * self.expert_tp) == 0]
+        works = f"expert-parallel sizes that work: {', '.join(map(str, sizes))}"
+        if not sizes:
+            sizes = [n for n in range(1, stage + 1) if stage % n == 0]
+            works = f"expert-tensor-parallel sizes that work: {', '.join(map(str, sizes))}"
+        return [
+            f"the {stage} ranks of a pipeline stage, data({self.dp}) x context({self.cp}) x tensor({self.tp}), are not "
+            f"divisible by expert({self.ep}) x expert-tensor({self.expert_tp}) = {experts}; change "
+            f"--expert-model-parallel-size or --expert-tensor-parallel-size ({works})"
+        ]
+
     def model_fields(self) -> dict[str, Any]:
         """Return the fields of a model's configuration that shard one copy of it."""
-        return {name: getattr(self, axis) for axis, name in SIZE_NAMES.items() if name in MODEL_SIZE_NAMES}
+        dense = {name: getattr(self, axis) for axis, name in SIZE_NAMES.items() if name in MODEL_SIZE_NAMES}
+        return dense | {name: getattr(self, axis) for axis, name in EXPERT_SIZE_NAMES.items()}
 
     def record(self) -> dict[str, int]:
         """Return what a checkpoint records of the layout that wrote it."""
-        return {name: getattr(self, axis) for axis, name in SIZE_NAMES.items()} | {"world_size": self.world_size}
+        sizes = {name: getattr(self, axis) for axis, name in SIZE_NAMES.items()} | {"world_size": self.world_size}
+        if self.has_expert_grid:
+            sizes |= dict(zip(EXPERT_SIZE_NAMES.values(), (self.ep, self.expert_tp)))
+        return sizes
 
     def describe(self) -> str:
         """Return every size in words, on one line."""
         words = {axis: name.removesuffix("_size").replace("_", "-") for axis, name in SIZE_NAMES.items()}
-        return ", ".join(f"{word} size: {getattr(self, axis)}" for axis, word in words.items())
+        text = ", ".join(f"{word} size: {getattr(self, axis)}" for axis, word in words.items())
+        if self.has_expert_grid:
+            text += f", expert-model-parallel size: {self.ep}, expert-tensor-parallel size: {self.expert_tp}"
+        return text
 
 
 ONE_RANK = ParallelSizes()
 """The grid of a model that is not sharded."""
 
-GRID_AXES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(ParallelSizes))
+GRID_AXES: tuple[str, ...] = ("pp", "dp", "cp", "tp")
 """The axes in grid order."""
 
 SIZE_NAMES: Mapping[str, str] = {
@@ -121,6 +168,9 @@ SIZE_NAMES: Mapping[str, str] = {
     "pp": "pipeline_model_parallel_size",
 }
 """What each axis's size is called in configurations and checkpoints."""
+
+EXPERT_SIZE_NAMES: Mapping[str, str] = {"ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
+"""What the sizes of the experts' own factorisation are called."""
 
 MODEL_SIZE_NAMES: tuple[str, ...] = tuple(name for axis, name in SIZE_NAMES.items() if axis != "dp")
 """The sizes that a model's configuration has; the data-parallel size follows from the world."""

@@ -12,6 +12,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.flight.recorder import FlightRecorder
 from megatron.core.parallel_sizes import GRID_AXES, ONE_RANK, Grid, ParallelSizes, Place, slice_ranks
 from megatron.core.process_group import Group, Observer
+from megatron.core.sharding import ParamSpec
 
 GROUP_AXES: Mapping[str, tuple[str, ...]] = {
     "tp": ("tp",),
@@ -24,6 +25,9 @@ GROUP_AXES: Mapping[str, tuple[str, ...]] = {
 }
 """Every group that training needs, as the axes of the grid that it spans."""
 
+EXPERT_GROUP_AXES: Mapping[str, tuple[str, ...]] = {"expert_model": ("ep", "etp"), "expert_dp": ("edp",)}
+"""The groups of experts, as the axes of their own factorisation of the ranks that they span."""
+
 
 @dataclass(frozen=True, eq=False)
 class ParallelState:
@@ -31,6 +35,8 @@ class ParallelState:
 
     ``dp_cp`` is where gradients are reduced, ``model_parallel`` (pp × tp) is where norms are summed. ``embedding`` is
     the first and the last pipeline stage, which may both hold the word embedding; a stage between is alone in its own.
+    ``expert_model`` are the ranks that hold one copy of a stage's experts, of each expert its shards side by side, and
+    ``expert_dp`` those that hold the same experts: ``tp`` and ``dp_cp`` where experts are spread as the rest is.
     """
 
     rank: int
@@ -44,11 +50,17 @@ class ParallelState:
     model_parallel: Group
     embedding: Group
     world: Group
+    expert_model: Group
+    expert_dp: Group
 
     @property
     def world_size(self) -> int:
         """Return the number of all ranks."""
         return self.sizes.world_size
+
+    def replicas_of(self, spec: ParamSpec) -> Group:
+        """Return the ranks that hold the same values of a parameter, over which its gradient is reduced."""
+        return self.expert_dp if spec.is_expert else self.dp_cp
 
 
 Communicator = Callable[[tuple[int, ...]], "dist.ProcessGroup | None"]
@@ -198,6 +210,10 @@ def _build(
     groups = make_groups(rank, sizes.grid, GROUP_AXES, communicator, observer, recorder)
     if cp_inner_size is not None:
         groups["cp"] = cut_in_levels(groups["cp"], cp_inner_size, communicator)
+    if sizes.has_expert_grid:
+        groups |= make_groups(rank, sizes.expert_grid, EXPERT_GROUP_AXES, communicator, observer, recorder)
+    else:
+        groups |= {"expert_model": groups["tp"], "expert_dp": groups["dp_cp"]}
     ends = _pipeline_ends(groups["pp"])
     embedding = record_flight(Group(("embedding",), ends, ends.index(rank), communicator(ends), observer), recorder)
     return ParallelState(rank=rank, sizes=sizes, place=sizes.place(rank), embedding=embedding, **groups)

@@ -82,9 +82,11 @@ class ParamSpec:
     ``name`` is the parameter's global name (global layer numbers, the same at any layout) and ``global_shape`` its
     unpadded shape. ``pieces`` say what the local tensor holds; local elements outside every piece are padding, stay
     zero and belong to nobody. ``replicated_axes`` are the model-parallel axes (tp, pp) over which equal copies exist;
-    data and context parallelism always replicate. ``replica_index`` of ``num_replicas`` says which of several equal
-    copies within the tensor-parallel group this one is: all ranks hold one (a norm), or neighbouring ranks share one (a
-    key-value group); or which of the two that the first and the last pipeline stage hold (see `tie_over_pipeline`).
+    data and context parallelism always replicate. ``is_expert`` says that the parameter is spread over the experts' own
+    factorisation of the ranks instead, and replicated over their data-parallel ranks. ``replica_index`` of
+    ``num_replicas`` says which of several equal copies within the tensor-parallel group this one is: all ranks hold one
+    (a norm), or neighbouring ranks share one (a key-value group); or which of the two that the first and the last
+    pipeline stage hold (see `tie_over_pipeline`).
     ``gradient_sum_axes`` are the axes over which the local gradient is only a part and must still be summed over those
     copies; without it the copies' gradients are equal already.
     ``is_owner`` is the one copy that counts in norms, parameter counts and checkpoints. Initial values are normal with
@@ -101,6 +103,7 @@ class ParamSpec:
     init_mean: float = 0.0
     init_std: float = 0.0
     init_bound: float = 0.0
+    is_expert: bool = False
 
     @property
     def is_owner(self) -> bool:

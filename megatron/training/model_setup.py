@@ -31,6 +31,8 @@ from megatron.core.tensor_parallel.activation_offload import ActivationOffload
 from megatron.core.tensor_parallel.weight_offload import WeightOffload
 from megatron.core.transformer.attention import describe_attention
 from megatron.core.transformer.graphed_layers import GraphedLayers
+from megatron.core.transformer.moe.expert_load import ExpertLoads
+from megatron.core.transformer.moe.moe_layer import loads_of
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.interop.huggingface.families import describe_missing_family
@@ -52,7 +54,7 @@ class TrainingParts:
     chunks' weight gradients where the pipeline schedule splits the backward pass. ``graphs`` run the chunks' layers
     where CUDA graphs are asked for, and ``weights`` are those that leave the device while a step's passes run.
     ``late_grads`` defers those of the output layer, which the last chunk has. ``float8`` is what delayed scaling
-    remembers, where there is such.
+    remembers, where there is such. ``expert_loads`` counts what experts are given, where layers have some.
     """
 
     chunks: tuple[Model, ...]
@@ -65,6 +67,7 @@ class TrainingParts:
     weights: tuple[WeightOffload, ...] = ()
     late_grads: WeightGradQueue | None = None
     float8: Float8State | None = None
+    expert_loads: ExpertLoads | None = None
 
 
 def with_transformer_impl(config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> RunConfig:
@@ -133,6 +136,7 @@ def build_training_parts(
         weights=weights,
         late_grads=make_late_grads(config, chunks),
         float8=float8,
+        expert_loads=loads_of(chunks, config.model, runtime.state),
     )
 
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.datasets.history.sample_keys import ReadCounter
-from megatron.core.distributed.replica_check import check_replicas_equal, compare_replicas
+from megatron.core.distributed.replica_check import check_replicas_equal, compare_over_replicas
 from megatron.core.errors import TrainingError
 from megatron.core.timers import Timers, format_report
 from megatron.planning.theoretical_memory import describe_theoretical_memory, model_size
@@ -216,7 +216,7 @@ def _compare_replicas(run: TrainingRun) -> None:
     parameters = [parameter for chunk in run.parts.chunks for parameter in chunk.parameters()]
     error = None
     try:
-        check_replicas_equal(parameters, run.runtime.state.dp_cp)
+        check_replicas_equal(parameters, run.runtime.state)
     except TrainingError as failure:
         error = TrainingError(f"at iteration {run.train_state.iteration}: {failure}")
     raise_on_all_ranks(error, run.runtime.state.world)
@@ -286,8 +286,8 @@ def _observe_gradients(run: TrainingRun) -> None:
     """
     iteration = run.train_state.iteration + 1
     if _is_due(run.config.faults.check_gradient_hash_across_dp_replicas_interval, iteration):
-        parts = [(part.spec.name, part.gradient) for chunk in run.parts.ddp_chunks for part in chunk.parts]
-        difference = compare_replicas(parts, run.runtime.state.dp_cp, "gradients")
+        parts = [(part.spec, part.gradient) for chunk in run.parts.ddp_chunks for part in chunk.parts]
+        difference = compare_over_replicas(parts, run.runtime.state, "gradients")
         error = TrainingError(f"at iteration {iteration}: {difference}") if difference else None
         raise_on_all_ranks(error, run.runtime.state.world)
     if run.config.logging.log_layer_norms is not None:

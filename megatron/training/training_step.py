@@ -28,6 +28,7 @@ from megatron.core.pipeline_parallel.executor import (
 )
 from megatron.core.pipeline_parallel.schedules import SCHEDULES, with_deferred_grads
 from megatron.core.timers import Timers
+from megatron.core.transformer.moe.expert_load import LoadReport
 from megatron.training.agreement import Agreement, agree, read_agreement, sum_over_ranks
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.microbatches import Microbatches, MicrobatchSource
@@ -152,13 +153,24 @@ class TrainingStep:
             self.parts.float8.update(self.runtime.state.world, train_state.iteration)
         agreement, is_accepted = self._update(result, exit_request, begun)
         agreement, outcome = self._outcome(agreement, is_accepted, begun, source)
+        expert_load = self._count_experts(outcome)
         if outcome.success:
             self.parts.scheduler.step(global_batch_size)
         train_state.iteration += 1
         train_state.consumed_train_samples += global_batch_size
         train_state.skipped_iterations += not outcome.success
         train_state.floating_point_operations_so_far += self._flops_per_sequence * global_batch_size
-        return self._report(begun, train_state, outcome, agreement), agreement
+        return self._report(begun, train_state, outcome, agreement, expert_load), agreement
+
+    def _count_experts(self, outcome: StepOutcome) -> LoadReport | None:
+        """Move the experts' biases after an update, and return what the experts were given, where there are some."""
+        loads = self.parts.expert_loads
+        if loads is None:
+            return None
+        totals = loads.collect(self.runtime.device.torch_device)
+        if outcome.success:
+            loads.move_biases(totals)
+        return loads.report(totals)
 
     def compute(self, source: MicrobatchSource, begun: BegunStep, shift: int = 0) -> ScheduleResult:
         """Compute losses and reduced gradients of a step, and leave the weights as they are.
@@ -169,6 +181,8 @@ class TrainingStep:
             chunk.zero_grad_buffer()
         for graphs in self.parts.graphs:
             graphs.begin_step()
+        if self.parts.expert_loads is not None:
+            self.parts.expert_loads.begin_step()
         result = self._forward_backward(source, begun, shift)
         if self.config.training.empty_unused_memory_level >= 2:
             self.runtime.device.empty_cache()
@@ -247,7 +261,12 @@ class TrainingStep:
             self._observe_gradients()
 
     def _report(
-        self, begun: BegunStep, train_state: TrainState, outcome: StepOutcome, agreement: Agreement
+        self,
+        begun: BegunStep,
+        train_state: TrainState,
+        outcome: StepOutcome,
+        agreement: Agreement,
+        expert_load: LoadReport | None,
     ) -> StepReport:
         parts, config = self.parts, self.config
         elapsed_s = time.perf_counter() - begun.start_time
@@ -259,7 +278,8 @@ class TrainingStep:
             global_batch_size=begun.global_batch_size,
             num_tokens=agreement.num_tokens,
             lm_loss=agreement.lm_loss,
-            auxiliary=agreement.auxiliary,
+            auxiliary=agreement.auxiliary if expert_load is None else {**agreement.auxiliary, **expert_load.numbers()},
+            expert_load=expert_load,
             learning_rate=begun.learning_rate,
             next_learning_rate=parts.scheduler.learning_rate,
             decoupled_learning_rate=begun.decoupled_learning_rate,

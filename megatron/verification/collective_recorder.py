@@ -169,7 +169,7 @@ def _check(runtime: Runtime, parts: TrainingParts, timers: Timers) -> None:
     for chunk in parts.ddp_chunks:
         chunk.finish_param_gather()
     parameters = [parameter for chunk in parts.chunks for parameter in chunk.parameters()]
-    check_replicas_equal(parameters, runtime.state.dp_cp)
+    check_replicas_equal(parameters, runtime.state)
     parts.optimizer.params_norm()
     timers.report(runtime.state.world)
     any_rank(False, runtime.state.world)

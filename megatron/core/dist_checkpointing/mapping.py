@@ -29,7 +29,8 @@ _DTYPES: tuple[torch.dtype, ...] = (
 class TensorDescription:
     """Say which boxes of a global tensor one rank holds; it carries no values and travels between ranks.
 
-    ``is_owner`` is False for a copy that another rank of the same model replica saves.
+    ``is_owner`` is False for a copy that another rank of the same model replica saves. ``is_expert`` says whose
+    replicas hold equal boxes (see `ParamSpec`).
     """
 
     name: str
@@ -37,6 +38,7 @@ class TensorDescription:
     dtype: str
     boxes: tuple[Box, ...]
     is_owner: bool = True
+    is_expert: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +54,7 @@ class ShardedTensor:
     pieces: tuple[Piece, ...]
     data: torch.Tensor
     is_owner: bool = True
+    is_expert: bool = False
 
     def describe(self) -> TensorDescription:
         """Return the description without the values."""
@@ -61,6 +64,7 @@ class ShardedTensor:
             dtype=dtype_name(self.data.dtype),
             boxes=tuple(piece.global_box for piece in self.pieces),
             is_owner=self.is_owner,
+            is_expert=self.is_expert,
         )
 
     def view(self, box: Box) -> torch.Tensor | None:
@@ -79,7 +83,7 @@ def from_spec(spec: ParamSpec, data: torch.Tensor) -> ShardedTensor:
             f"{spec.name}: a piece at {piece.local_offset} of shape {piece.global_box.shape} is outside the "
             f"local tensor of shape {tuple(data.shape)}"
         )
-    return ShardedTensor(spec.name, spec.global_shape, spec.pieces, data.detach(), spec.is_owner)
+    return ShardedTensor(spec.name, spec.global_shape, spec.pieces, data.detach(), spec.is_owner, spec.is_expert)
 
 
 def whole_tensor(name: str, data: torch.Tensor) -> ShardedTensor:

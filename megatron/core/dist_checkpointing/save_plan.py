@@ -54,10 +54,18 @@ class SavePlanner:
 
     def _agree(self, held: tuple[TensorDescription, ...]) -> SavePlan:
         state = self._state
-        everybody = all_gather_objects(held, state.dp_cp)
-        own = run_on_all_ranks(
-            lambda: plan_writes(everybody, state.dp_cp.ranks, self._max_piece_bytes)[state.dp_cp.rank], state.world
-        )
+        # Ranks that can hold equal boxes: the data-parallel replicas and, of experts, those that hold the same.
+        kinds = [(state.dp_cp, tuple(each for each in held if not each.is_expert))]
+        if any(each.is_expert for each in held):
+            kinds.append((state.expert_dp, tuple(each for each in held if each.is_expert)))
+        everybody = [(group, all_gather_objects(of_kind, group)) for group, of_kind in kinds]
+
+        def assign() -> tuple[TensorDescription, ...]:
+            own = [plan_writes(all_held, g.ranks, self._max_piece_bytes)[g.rank] for g, all_held in everybody]
+            together = (description for of_kind in own for description in of_kind)
+            return own[0] if len(own) == 1 else tuple(sorted(together, key=_file_order))
+
+        own = run_on_all_ranks(assign, state.world)
         ranks = tuple(gather_from_world(own, state))
         run_on_all_ranks(lambda: check_writes(ranks), state.world)
         return SavePlan(held, own, ranks)
@@ -152,4 +160,8 @@ def _in_file_order(tensors: dict[str, TensorDescription], boxes: dict[str, list[
         replace(tensors[name], boxes=tuple(sorted(boxes[name], key=lambda box: box.offset)), is_owner=True)
         for name in sorted(boxes)
     ]
-    return tuple(sorted(own, key=lambda description: -dtype_of(description.dtype).itemsize))
+    return tuple(sorted(own, key=_file_order))
+
+
+def _file_order(description: TensorDescription) -> tuple[int, str]:
+    return -dtype_of(description.dtype).itemsize, description.name

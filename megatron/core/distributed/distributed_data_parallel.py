@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,14 @@ from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
 from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import dtype_from_name
+from megatron.core.process_group import Group
 from megatron.core.sharding import spec_of
 
 
 class DistributedDataParallel(nn.Module):
     """Wrap one model chunk; its gradients are accumulated in main gradients and reduced over data × context parallel.
+
+    Experts' gradients are reduced over the ranks that hold the same experts, in buckets of their own.
 
     Call ``zero_grad_buffer`` before an iteration, run each backward pass but the last under ``no_sync``, and
     ``finish_grad_sync`` after the last. With ``calculate_per_token_loss`` gradients are summed over the replicas (the
@@ -48,18 +52,24 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         self.config = config
-        self.group = state.dp_cp
-        self.is_sharded = config.shards_over(self.group.size)
         self.is_last_microbatch = True
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        groups = {spec_of(parameter).is_expert: state.replicas_of(spec_of(parameter)) for parameter in trained}
+        self.is_sharded = any(config.shards_over(group.size) for group in groups.values())
         plan = ReductionPlan(
             average=not calculate_per_token_loss,
             average_in_collective=config.ddp_average_in_collective,
-            overlap=config.overlap_grad_reduce and self.group.size > 1,
             record_local_norms=config.check_for_nan_in_loss_and_grad,
             fuse_accumulation=config.gradient_accumulation_fusion,
-            shard=self.is_sharded,
+            num_averaged=state.dp_cp.size,
         )
-        self.grad_buffers = self._make_grad_buffers(plan)
+        self.grad_buffers = tuple(
+            buffer
+            for is_expert, group in sorted(groups.items(), key=lambda item: item[0])
+            for buffer in self._make_grad_buffers(
+                [parameter for parameter in trained if spec_of(parameter).is_expert == is_expert], group, plan
+            )
+        )
         for buffer in self.grad_buffers:
             for parameter in buffer.parameters:
                 parameter.register_post_accumulate_grad_hook(_move_into_main_grad)  # type: ignore[no-untyped-call]
@@ -68,20 +78,22 @@ class DistributedDataParallel(nn.Module):
         if self._overlaps_gather:
             await_in_forward(module, self.grad_buffers)
 
-    def _make_grad_buffers(self, plan: ReductionPlan) -> tuple[ParamAndGradBuffer, ...]:
+    def _make_grad_buffers(
+        self, trained: Sequence[nn.Parameter], group: Group, plan: ReductionPlan
+    ) -> Iterator[ParamAndGradBuffer]:
+        """Yield the buffers of parameters that are replicated over a group."""
+        is_sharded = self.config.shards_over(group.size)
+        plan = replace(plan, shard=is_sharded, overlap=self.config.overlap_grad_reduce and group.size > 1)
         by_kind: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                in_float8 = self.is_sharded and is_sent_in_float8(parameter)
-                by_kind.setdefault((parameter.dtype, in_float8), []).append(parameter)
+        for parameter in trained:
+            in_float8 = is_sharded and is_sent_in_float8(parameter)
+            by_kind.setdefault((parameter.dtype, in_float8), []).append(parameter)
         make = ShardedGradBuffer if plan.shard and self.config.shards_gradients else ParamAndGradBuffer
-        buffers = []
         for (dtype, _), parameters in by_kind.items():
             tied = [i for i, parameter in enumerate(parameters) if spec_of(parameter).is_tied_over_pipeline]
-            layout = plan_buckets([p.numel() for p in parameters], tied, self.config, self.group.size)
+            layout = plan_buckets([p.numel() for p in parameters], tied, self.config, group.size)
             grad_dtype = dtype_from_name(self.config.grad_dtype(str(dtype).removeprefix("torch.")))
-            buffers.append(make(parameters, layout, grad_dtype, self.group, plan, lambda: self.is_last_microbatch))
-        return tuple(buffers)
+            yield make(parameters, layout, grad_dtype, group, plan, lambda: self.is_last_microbatch)
 
     @property
     def parts(self) -> tuple[ParamPart, ...]:
@@ -131,10 +143,12 @@ class DistributedDataParallel(nn.Module):
     def parts_and_gathers(self) -> Iterator[tuple[tuple[ParamPart, ...], Callable[[], None]]]:
         """Yield what this rank has to update of each bucket, and what gathers the bucket then, as a forward pass goes.
 
-        The chunk must be sharded.
+        The chunk must be sharded; what it holds whole is gathered by nobody.
         """
         for buffer in self.grad_buffers:
-            assert buffer.flat_parameters is not None
+            if buffer.flat_parameters is None:
+                yield buffer.parts, _gather_nothing
+                continue
             for index in reversed(range(len(buffer.buckets))):
                 gather = partial(buffer.flat_parameters.start_gather_of, index, async_op=self._overlaps_gather)
                 yield buffer.parts_of_segments[index], gather
@@ -169,6 +183,10 @@ class DistributedDataParallel(nn.Module):
         Only an error report asks for it: it waits for the device.
         """
         return [name for name, norm in self.local_grad_norms() if not math.isfinite(norm)]
+
+
+def _gather_nothing() -> None:
+    """Gather nothing: this rank has all of it."""
 
 
 def _move_into_main_grad(parameter: torch.Tensor) -> None:

@@ -24,6 +24,8 @@ class ReductionPlan:
     """Say how gradients are combined over the data-parallel ranks.
 
     - ``average`` divides by the number of ranks: before the collective, or in it with ``average_in_collective``.
+      ``num_averaged`` is that number where it is not the group's: ranks that hold the same expert see the tokens of
+      others too.
     - ``overlap`` starts reducing a bucket as soon as its last gradient has arrived.
     - ``record_local_norms`` keeps the norm of each parameter's gradient before the reduction: afterwards no rank could
       tell which one brought a value that is not finite.
@@ -39,6 +41,7 @@ class ReductionPlan:
     record_local_norms: bool = False
     fuse_accumulation: bool = False
     shard: bool = False
+    num_averaged: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,9 +211,11 @@ class ParamAndGradBuffer:
         self._num_started += 1
         for main_grad in bucket.main_grads:
             main_grad.fill_if_empty()
-        if self.group.size == 1:
-            return
         whole = self.grad_data[bucket.layout.start : bucket.layout.end]
+        if self.group.size == 1:
+            if self.plan.average and self.plan.num_averaged not in (None, 1):
+                whole.mul_(1.0 / self.plan.num_averaged)
+            return
         start, end = bucket.layout.shard(self.group.rank, self.group.size)
         bucket.work = self._reduce(bucket, whole, self.grad_data[start:end])
 
@@ -221,10 +226,12 @@ class ParamAndGradBuffer:
         op = "sum"
         if self.plan.average:
             # Where the collective multiplies as the pass would, the pass is spared.
-            if self.plan.average_in_collective or averages_addends(self.group, whole.dtype):
+            num_averaged = self.plan.num_averaged or self.group.size
+            is_own_size = num_averaged == self.group.size
+            if is_own_size and (self.plan.average_in_collective or averages_addends(self.group, whole.dtype)):
                 op = "avg"
             else:
-                whole.mul_(1.0 / self.group.size)
+                whole.mul_(1.0 / num_averaged)
         if self.plan.shard:
             return reduce_scatter_into(shard, whole, self.group, op, async_op=self.plan.overlap)
         return all_reduce(whole, self.group, op, async_op=self.plan.overlap)
@@ -238,7 +245,8 @@ def await_in_forward(module: nn.Module, buffers: Sequence[ParamAndGradBuffer]) -
     """
     bucket_of: dict[int, tuple[FlatParameters, int]] = {}
     for buffer in buffers:
-        assert buffer.flat_parameters is not None
+        if buffer.flat_parameters is None:
+            continue
         for index, bucket in enumerate(buffer.buckets):
             for parameter in buffer.parameters_of(bucket):
                 bucket_of[id(parameter)] = (buffer.flat_parameters, index)

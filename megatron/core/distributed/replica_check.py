@@ -9,8 +9,9 @@ import torch
 
 from megatron.core.collectives import all_gather_first_dim, all_gather_objects
 from megatron.core.errors import TrainingError
+from megatron.core.parallel_state import ParallelState
 from megatron.core.process_group import Group
-from megatron.core.sharding import spec_of
+from megatron.core.sharding import ParamSpec, spec_of
 
 _CHUNK_ELEMENTS = 1 << 22
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,21 +35,33 @@ def bit_hash(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def check_replicas_equal(parameters: Iterable[torch.Tensor], group: Group) -> None:
-    """Compare every parameter's bits over the data-parallel group; all its ranks must call.
+def check_replicas_equal(parameters: Iterable[torch.nn.Parameter], state: ParallelState) -> None:
+    """Compare every parameter's bits over the ranks that hold copies; all of these must call.
 
     Raises:
         TrainingError: replicas differ; the message names the parameters, and the ranks that differ from most others.
     """
-    difference = compare_replicas([(spec_of(each).name, each) for each in parameters], group)
+    difference = compare_over_replicas([(spec_of(each), each) for each in parameters], state)
     if difference:
         raise TrainingError(difference)
 
 
-def differing_replicas(parameters: Iterable[torch.Tensor], group: Group, world: Group) -> str:
+def differing_replicas(parameters: Iterable[torch.nn.Parameter], state: ParallelState) -> str:
     """Return what `check_replicas_equal` finds in the data-parallel groups of all ranks; empty where all are equal."""
-    found = compare_replicas([(spec_of(each).name, each) for each in parameters], group)
-    return "; ".join(dict.fromkeys(text for text in all_gather_objects(found, world) if text))
+    found = compare_over_replicas([(spec_of(each), each) for each in parameters], state)
+    return "; ".join(dict.fromkeys(text for text in all_gather_objects(found, state.world) if text))
+
+
+def compare_over_replicas(
+    tensors: Sequence[tuple[ParamSpec, torch.Tensor]], state: ParallelState, what: str = "parameters"
+) -> str:
+    """Compare described tensors over the ranks that hold copies, experts over theirs, as `compare_replicas` does."""
+    kinds = {spec.is_expert: state.replicas_of(spec) for spec, _ in tensors}
+    found = (
+        compare_replicas([(spec.name, each) for spec, each in tensors if spec.is_expert == is_expert], group, what)
+        for is_expert, group in sorted(kinds.items(), key=lambda kind: kind[0])
+    )
+    return "; ".join(text for text in found if text)
 
 
 def compare_replicas(tensors: Sequence[tuple[str, torch.Tensor]], group: Group, what: str = "parameters") -> str:

@@ -15,7 +15,6 @@ from megatron.core.distributed.param_and_grad_buffer import GradSegment, ParamAn
 from megatron.core.distributed.param_layout import PARAM_ALIGNMENT, parts_of_range
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import arithmetic_dtype
-from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, spec_of
 from megatron.core.timers import Timers
 
@@ -42,7 +41,7 @@ class GradStatistics:
 
 
 def is_counted(spec: ParamSpec, state: ParallelState) -> bool:
-    """Return whether this rank's copy of a parameter is the one that counts in sums over the model."""
+    """Return whether this rank's copy of a parameter is the one that counts in sums over a model copy."""
     return spec.is_owner and all(state.place[axis] == 0 for axis in spec.replicated_axes)
 
 
@@ -57,9 +56,26 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return torch.full_like(norm, max_norm).div_(norm + 1.0e-6).clamp_(max=1.0)
 
 
-def counting_group(model_chunks: Sequence[DistributedDataParallel], state: ParallelState) -> Group:
-    """Return the ranks whose ``parts`` make up the model: sums over them count each element once."""
-    return state.world if any(chunk.is_sharded for chunk in model_chunks) else state.model_parallel
+class Counting:
+    """Say over which ranks sums over the model go, and which of a rank's parameters count in them, each element once.
+
+    The ranks are those of one model copy, or all where state is sharded or experts are spread over other ranks than the
+    rest; then of replicas that are not sharded the first counts.
+    """
+
+    def __init__(self, model_chunks: Sequence[DistributedDataParallel], state: ParallelState) -> None:
+        self._state = state
+        is_of_world = state.sizes.has_expert_grid or any(chunk.is_sharded for chunk in model_chunks)
+        self.group = state.world if is_of_world else state.model_parallel
+        self._config = model_chunks[0].config
+        self._is_of_world = is_of_world
+
+    def counts(self, spec: ParamSpec) -> bool:
+        """Return whether this rank's copy of a parameter, or its shard of it, counts."""
+        if not is_counted(spec, self._state):
+            return False
+        replicas = self._state.replicas_of(spec)
+        return not self._is_of_world or replicas.is_first or self._config.shards_over(replicas.size)
 
 
 class GradMeter:
@@ -70,8 +86,7 @@ class GradMeter:
     """
 
     def __init__(self, model_chunks: Sequence[DistributedDataParallel], state: ParallelState) -> None:
-        self._state = state
-        self._group = counting_group(model_chunks, state)
+        self._counting = Counting(model_chunks, state)
         self._parts = [part for chunk in model_chunks for part in chunk.parts]
         self._segments = [
             (segment.gradient, self._weights_of(segment, buffer))
@@ -84,7 +99,7 @@ class GradMeter:
         """Return one weight a block, or None where every block counts."""
         weights = torch.ones((segment.end - segment.start) // PARAM_ALIGNMENT, dtype=torch.float64)
         for part in parts_of_range(buffer.layout.slots, segment.start, segment.end):
-            if not is_counted(spec_of(buffer.parameters[part.index]), self._state):
+            if not self._counting.counts(spec_of(buffer.parameters[part.index])):
                 end = part.position + part.end - part.start
                 weights[part.position // PARAM_ALIGNMENT : -(-end // PARAM_ALIGNMENT)] = 0.0
         return None if bool(weights.all()) else weights.to(segment.gradient.device)
@@ -105,9 +120,9 @@ class GradMeter:
         if count_zeros:
             with (timers or Timers())("optimizer-count-zeros", log_level=1):
                 for part in self._parts:
-                    if is_counted(part.spec, self._state):
+                    if self._counting.counts(part.spec):
                         totals[1].add_(_num_zeros(part))
-        all_reduce(totals, self._group)
+        all_reduce(totals, self._counting.group)
         return totals
 
 

@@ -15,11 +15,10 @@ from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.errors import TrainingError
 from megatron.core.host_memory.host_copies import HostCopies
 from megatron.core.optimizer.clip_grads import (
+    Counting,
     GradMeter,
     GradStatistics,
     clip_coefficient,
-    counting_group,
-    is_counted,
     sum_of_squares,
 )
 from megatron.core.optimizer.compact_state import CompactTensor
@@ -174,12 +173,13 @@ class MegatronOptimizer:
     def params_norm(self) -> float:
         """Return the norm of the whole model's main parameters; every rank that holds a part of it must call."""
         total = torch.zeros((), dtype=torch.float64, device=self._chunks[0].grad_buffers[0].grad_data.device)
+        counting = Counting(self._chunks, self._state)
         for bucket in self._buckets:
             with bucket.main_params_open():
                 for part in bucket.parts:
-                    if is_counted(part.part.spec, self._state):
+                    if counting.counts(part.part.spec):
                         total += sum_of_squares(part.main_param).to(total.device)
-        all_reduce(total, counting_group(self._chunks, self._state))
+        all_reduce(total, counting.group)
         return math.sqrt(total.item())
 
     @torch.no_grad()

@@ -43,10 +43,14 @@ def normal_box(
 
     Shapes: ``-> float32`` of ``box.shape``; tensors of other than two dims are seen as ``[dim 0, all others]``.
     """
+    if box.shape[2:] != global_shape[2:]:
+        # Tiles cut the first two dims alone: of further ones the whole is drawn.
+        whole = Box((*box.offset[:2], *(0,) * (len(global_shape) - 2)), (*box.shape[:2], *global_shape[2:]))
+        drawn = normal_box(seed, name, global_shape, whole, is_uniform=is_uniform)
+        return np.ascontiguousarray(drawn[box.relative_to(whole.offset).slices])
     key = tile_key(seed, name)
     columns = math.prod(global_shape[1:])
     trailing = math.prod(box.shape[1:])
-    assert box.shape[2:] == global_shape[2:], "only the first two dims of a parameter are ever sharded"
     first_column = (box.offset[1] * math.prod(global_shape[2:])) if len(global_shape) > 1 else 0
     flat = Box((box.offset[0], first_column), (box.shape[0], trailing))
     values = np.empty(flat.shape, dtype=np.float32)

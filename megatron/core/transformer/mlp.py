@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.overlap.linear_overlap import linear_overlap
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "squared_relu": lambda x: F.relu(x).square(),
@@ -38,7 +38,7 @@ class MLP(nn.Module):
         dtype = dtype_from_name(config.params_dtype)
         num_stacked = 2 if config.is_gated else 1
         self.kind = config.activation
-        self.activation = _ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation]
         self.is_gated = config.is_gated
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
@@ -72,7 +72,7 @@ class MLP(nn.Module):
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.linear_fc1.bias
-        has_program = not self.is_gated and self.activation is _ACTIVATIONS[self.kind]
+        has_program = not self.is_gated and self.activation is ACTIVATIONS[self.kind]
         if not has_program or bias is None or not bias.requires_grad or not runs_on_triton(x, bias):
             return self.activation(self.linear_fc1(x))
         from megatron.core.kernels.triton_programs.activation import activate_with_bias

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.saved_tensors import saved_in_parts
 from megatron.core.tensor_parallel.weight_offload import WeightOffload
 from megatron.core.transformer.graphed_layers import GraphedLayers, GraphUnit
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.residual_norm import NormAhead
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -46,11 +47,12 @@ class TransformerBlock(nn.Module):
         tp: Group,
         device: torch.device | str,
         cp: Group | None = None,
+        experts: ExpertGroups | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.layers = nn.ModuleDict(
-            {str(number): TransformerLayer(config, number, tp, device, cp) for number in layer_numbers}
+            {str(number): TransformerLayer(config, number, tp, device, cp, experts) for number in layer_numbers}
         )
         self.final_layernorm = make_norm(config, tp, device) if has_final_norm else None
         self.tp = tp

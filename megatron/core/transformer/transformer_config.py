@@ -9,10 +9,11 @@ from megatron.core.fp8.float8_config import Float8Config
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.adapters.adapter_targets import adapted_parts
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
+from megatron.core.transformer.moe.moe_config import MoEConfig, moe_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
+class TransformerConfig(ModelParallelConfig, Float8Config, MoEConfig, in_args=True):
     """Hold everything that a transformer layer is built from.
 
     ``ffn_hidden_size``, ``kv_channels`` and ``num_query_groups`` are 0 where they are not given and are then
@@ -133,13 +134,13 @@ class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
     recompute_modules: tuple[str, ...] = flag(
         ("core_attn",),
         nargs="+",
-        choices=("core_attn", "layernorm", "mlp"),
-        not_built=("mla_up_proj", "moe", "moe_act", "shared_experts"),
+        choices=("core_attn", "layernorm", "mlp", "moe"),
+        not_built=("mla_up_proj", "moe_act", "shared_experts"),
         role="run",
         in_args=False,
     )
     """With selective recompute: any of core_attn (the attention core, the default), layernorm (the outputs of the
-    norms in front of attention and feed-forward) and mlp (the feed-forward)."""
+    norms in front of attention and feed-forward), mlp (a dense feed-forward) and moe (one of experts)."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"), role="run")
     """With full recompute: groups of layers all along (uniform), or only the first layers of a stage
     (block)."""
@@ -176,6 +177,8 @@ class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
         Float8Config.__post_init__(self)
         if self.ffn_hidden_size == 0:
             object.__setattr__(self, "ffn_hidden_size", default_ffn_hidden_size(self.hidden_size, self.is_gated))
+        if self.moe_ffn_hidden_size == 0 and self.num_experts is not None:
+            object.__setattr__(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
         if self.kv_channels == 0:
             object.__setattr__(self, "kv_channels", self.hidden_size // max(self.num_attention_heads, 1))
         if self.attention_head_type == "multiquery":
@@ -208,6 +211,15 @@ class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
         if self.squared_relu:
             return "squared_relu"
         return "gelu_tanh" if self.bias_gelu_fusion or self.openai_gelu else "gelu"
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """Return for each layer whether its feed-forward is one of experts.
+
+        Raises:
+            ValueError: --moe-layer-freq is none; the message says why.
+        """
+        return moe_layers(self, self.num_layers)
 
     @property
     def is_gated(self) -> bool:
@@ -284,8 +296,14 @@ class TransformerConfig(ModelParallelConfig, Float8Config, in_args=True):
         projections = hidden * (queries + 2 * keys) + queries * hidden
         windows = [min(window or seq_length, seq_length) for window in self.layer_windows]
         cores = sum(2 * queries * window * (1 - window / seq_length / 2) for window in windows)
-        mlp = hidden * self.ffn_hidden_size * (3 if self.is_gated else 2)
-        return 2.0 * seq_length * (self.num_layers * (projections + mlp) + cores)
+        num_matrices = 3 if self.is_gated else 2
+        mlp = hidden * self.ffn_hidden_size * num_matrices
+        num_moe = sum(self.moe_layers)
+        # Of the experts those that a token goes to, the shared one, and the router.
+        width = self.moe_router_topk * self.moe_ffn_hidden_size + (self.moe_shared_expert_intermediate_size or 0)
+        moe = hidden * (width * num_matrices + (self.num_experts or 0))
+        feed_forwards = (self.num_layers - num_moe) * mlp + num_moe * moe
+        return 2.0 * seq_length * (self.num_layers * projections + feed_forwards + cores)
 
 
 def _window(text: str) -> int:

@@ -19,6 +19,8 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.expert_groups import ExpertGroups
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.residual_norm import NormAhead, ResidualNorm, ResidualSum, add_branch
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
@@ -61,8 +63,16 @@ def make_attention(
     return SelfAttention(config, layer_number, tp, device, cp)
 
 
-def make_feed_forward(config: TransformerConfig, layer_number: int, tp: Group, device: torch.device | str) -> nn.Module:
+def make_feed_forward(
+    config: TransformerConfig,
+    layer_number: int,
+    tp: Group,
+    device: torch.device | str,
+    experts: ExpertGroups | None = None,
+) -> nn.Module:
     """Return the feed-forward that a layer is configured with: called as `MLP` is, it gives a `LayerOutput`."""
+    if config.moe_layers[layer_number]:
+        return MoELayer(config, experts or ExpertGroups.like_dense(tp, None), device)
     return MLP(config, tp, device)
 
 
@@ -84,6 +94,7 @@ class TransformerLayer(nn.Module):
         tp: Group,
         device: torch.device | str,
         cp: Group | None = None,
+        experts: ExpertGroups | None = None,
     ) -> None:
         super().__init__()
         self.layer_number = layer_number
@@ -92,12 +103,12 @@ class TransformerLayer(nn.Module):
         self.self_attention = make_attention(config, layer_number, tp, device, cp)
         self.post_self_attn_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
         self.pre_mlp_layernorm = make_stream_norm(config, tp, device)
-        self.mlp = make_feed_forward(config, layer_number, tp, device)
+        self.mlp = make_feed_forward(config, layer_number, tp, device, experts)
         self.post_mlp_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()
         self.is_parallel = config.use_parallel_residual
         self.hidden_dropout = HiddenDropout(config.hidden_dropout)
         self.recomputes_norms = "layernorm" in config.recomputed_modules
-        self.recomputes_mlp = "mlp" in config.recomputed_modules
+        self.recomputes_mlp = ("moe" if isinstance(self.mlp, MoELayer) else "mlp") in config.recomputed_modules
         self.adapters: tuple[LowRankAdapter, ...] = ()
 
     def forward(

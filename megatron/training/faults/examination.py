@@ -121,7 +121,7 @@ class Examination:
         except BadWeightsError as error:
             return Verdict("weights", str(error))
         parameters = [parameter for chunk in self.parts.chunks for parameter in chunk.parameters()]
-        differing = differing_replicas(parameters, state.dp_cp, state.world)
+        differing = differing_replicas(parameters, state)
         ratio = OUTLIER_RATIO if differing else ABSURD_RATIO
         outlying = gather_bad_weights(find_outlying_weights(parameters, ratio), state.world)
         found = [differing] if differing else []

@@ -12,7 +12,7 @@ import torch
 from megatron.core.collectives import all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_parameters import ParamPart
-from megatron.core.optimizer.clip_grads import counting_group, is_counted, sum_of_squares
+from megatron.core.optimizer.clip_grads import Counting, sum_of_squares
 from megatron.core.parallel_state import ParallelState
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -38,12 +38,13 @@ def measure_layer_norms(
     """
     parts = [part for chunk in model_chunks for part in chunk.parts]
     totals = torch.zeros(num_layers + 2, 2, dtype=torch.float64, device=parts[0].gradient.device)
+    counting = Counting(model_chunks, state)
     for part in parts:
-        if is_counted(part.spec, state):
+        if counting.counts(part.spec):
             row = totals[_row_of(part, num_layers)]
             row[0].add_(sum_of_squares(part.values))
             row[1].add_(sum_of_squares(part.gradient))
-    all_reduce(totals, counting_group(model_chunks, state))
+    all_reduce(totals, counting.group)
     names = ["embedding", *(f"layer {number}" for number in range(num_layers)), "output"]
     return [
         NormsOfLayer(name, math.sqrt(of_params), math.sqrt(of_gradients) / loss_scale)

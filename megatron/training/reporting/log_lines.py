@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from megatron.core.device import Device
+from megatron.core.transformer.moe.expert_load import LoadReport
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class StepReport:
     ``learning_rate`` and ``loss_scale`` are what the iteration trained with, ``next_learning_rate`` and
     ``next_loss_scale`` what was just set; those that are ``decoupled`` are of the word embedding and the output layer;
     ``mfu`` is the share of the device's peak that was used, None where the peak
-    is not known.
+    is not known. ``expert_load`` is there where the model has experts; what it comes to is among the ``auxiliary``.
     """
 
     iteration: int
@@ -45,6 +46,7 @@ class StepReport:
     next_decoupled_learning_rate: float | None = None
     max_attention_logit: float | None = None
     stragglers: Mapping[str, object] | None = None
+    expert_load: LoadReport | None = None
 
     @property
     def is_nan(self) -> bool:

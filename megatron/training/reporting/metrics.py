@@ -91,6 +91,7 @@ class MetricsWriter:
                 **step.auxiliary,
                 **({} if decoupled is None else {"decoupled_learning_rate": decoupled}),
                 **({} if step.stragglers is None else {"stragglers": step.stragglers}),
+                **({} if step.expert_load is None else {"expert_load": step.expert_load.by_layer()}),
                 **({} if step.max_attention_logit is None else {"max_attention_logit": step.max_attention_logit}),
             }
         )
@@ -101,6 +102,7 @@ class MetricsWriter:
         scalars: dict[str, float | None] = {
             "lm loss": None if step.is_skipped else step.lm_loss,
             **({} if step.is_skipped else step.auxiliary),
+            **({} if step.expert_load is None else step.expert_load.scalars()),
             "grad-norm": step.grad_norm,
             "num-zeros": step.num_zeros,
             "params-norm": step.params_norm,

@@ -28,6 +28,8 @@ from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.adapters.adapted_layers import add_adapters
 from megatron.core.transformer.dropout import keys_of_rank
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.moe.expert_groups import ExpertGroups
+from megatron.core.transformer.moe.load_balancing import auxiliary_loss_names
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -39,7 +41,8 @@ class GPTModel(Model):
 
     By default the whole model. Parameters carry their sharding; on a real device they are initialised from ``seed``
     (``None`` leaves zeros, for a checkpoint to fill), on ``meta`` they only have shapes. Sequences are whole unless
-    ``cp`` names the ranks over which `context_parallel.partition` has split them.
+    ``cp`` names the ranks over which `context_parallel.partition` has split them, and all experts are on every rank
+    unless ``experts`` says how they are spread.
     """
 
     config: GPTConfig
@@ -56,6 +59,7 @@ class GPTModel(Model):
         pre_process: bool = True,
         post_process: bool = True,
         cp: Group | None = None,
+        experts: ExpertGroups | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -66,7 +70,9 @@ class GPTModel(Model):
         self.post_process = post_process
         self.embedding = GPTEmbedding(config, tp, device) if pre_process else None
         self.layer_numbers = range(config.num_layers) if layer_numbers is None else layer_numbers
-        self.decoder = TransformerBlock(config, self.layer_numbers, post_process, tp, device, self.cp)
+        experts = experts or ExpertGroups.like_dense(tp, self.cp)
+        self.decoder = TransformerBlock(config, self.layer_numbers, post_process, tp, device, self.cp, experts)
+        self.auxiliary_loss_names = auxiliary_loss_names(config)
         self._logits_memory = ReusedMemory()
         self.output_layer: ColumnParallelLinear | None = None
         is_tied = not config.untie_embeddings_and_output_weights

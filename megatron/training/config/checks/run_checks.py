@@ -8,6 +8,7 @@ from megatron.training.config.checks import (
     context_parallelism,
     cuda_graphs,
     data_files,
+    experts,
     fields,
     files,
     float8,
@@ -32,6 +33,7 @@ _CHECKS = (
     *cuda_graphs.CHECKS,
     *activation_memory.CHECKS,
     *float8.CHECKS,
+    *experts.CHECKS,
     *fault_checks.CHECKS,
 )
 _FILE_CHECKS = (*data_files.CHECKS, *files.CHECKS)

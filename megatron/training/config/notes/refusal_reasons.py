@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_EXPERTS = "layers are dense: leave it and the other --moe and --expert flags out, for a dense model"
+_EXPERTS = "leave it out: experts are built without it (docs/mixture_of_experts.md)"
 _WATCH = "watch the run by its log, --metrics-jsonl and --timing-log-level"
 _LOCAL_COPIES = "--save-interval N --keep-last M saves often and keeps few; --async-save writes while training goes on"
 _RESTART = "start the run again with the same flags: it goes on from its newest checkpoint"

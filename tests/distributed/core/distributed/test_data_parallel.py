@@ -124,12 +124,12 @@ def test_parameters_unused_on_some_ranks_do_not_mix_collectives_up() -> None:
 def check_after_change(rank_to_change: int) -> None:
     state = create_parallel_state()
     model = ToyModel(torch.bfloat16)
-    check_replicas_equal(model.parameters(), state.dp_cp)
+    check_replicas_equal(model.parameters(), state)
     if state.rank == rank_to_change:
         with torch.no_grad():
             model.fc1[2, 3] *= 1.01
             model.norm[0] = -model.norm[0]
-    check_replicas_equal(model.parameters(), state.dp_cp)
+    check_replicas_equal(model.parameters(), state)
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -1,0 +1,1 @@
+"""A feed-forward of experts: the router, the dispatch of tokens, the experts, and what balances their load."""

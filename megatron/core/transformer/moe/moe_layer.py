@@ -1,0 +1,141 @@
+"""A feed-forward of experts: each token goes to a few of them, and every token to a shared one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.core.layer_output import LayerOutput
+from megatron.core.parallel_state import ParallelState
+from megatron.core.precision import dtype_from_name
+from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.exchange import gather_copies
+from megatron.core.transformer.moe.expert_groups import ExpertGroups
+from megatron.core.transformer.moe.expert_load import ExpertLoads
+from megatron.core.transformer.moe.experts import GroupedExperts
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.routing import expert_capacity
+from megatron.core.transformer.moe.token_dispatcher import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    Experts,
+    TokenDispatcher,
+)
+from megatron.core.transformer.moe.token_rows import TokenRows
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class SharedExperts(MLP):
+    """A dense feed-forward beside the experts, multiplied by a gate where the configuration has one.
+
+    Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
+        width = config.moe_shared_expert_intermediate_size
+        assert width is not None
+        super().__init__(dataclasses.replace(config, ffn_hidden_size=width), tp, device)
+        self.gate_weight: nn.Parameter | None = None
+        if config.moe_shared_expert_gate:
+            shape = (1, config.hidden_size)
+            spec = replicated_spec("gate_weight", shape, tp, config.sequence_parallel, std=config.init_method_std)
+            self.gate_weight = make_parameter(shape, spec, dtype_from_name(config.params_dtype), device)
+
+    def forward(self, x: torch.Tensor) -> LayerOutput:
+        """Return the shared expert's output."""
+        output = super().forward(x).hidden
+        return LayerOutput(output if self.gate_weight is None else output * F.linear(x, self.gate_weight).sigmoid())
+
+
+class MoELayer(nn.Module):
+    """Route each token to a few experts, and sum what they make of it, weighted, and the shared expert's output.
+
+    Tensor-parallel ranks route a part of the tokens each, whether or not they hold them all.
+
+    Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, groups: ExpertGroups, device: torch.device | str) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.config, self.groups = config, groups
+        self.router = TopKRouter(config, groups, device)
+        self.experts = GroupedExperts(config, groups, device)
+        has_shared = config.moe_shared_expert_intermediate_size is not None
+        self.shared_experts = SharedExperts(config, groups.tp, device) if has_shared else None
+        kind = AllToAllDispatcher if config.moe_token_dispatcher_type == "alltoall" else AllGatherDispatcher
+        self.dispatch: TokenDispatcher = kind(config.num_experts, groups)
+
+    def forward(self, x: torch.Tensor) -> LayerOutput:
+        """Return the sum of the experts' outputs, and the router's losses."""
+        tp, is_cut = self.groups.tp, self.config.sequence_parallel
+        flat, batch_size = x.reshape(-1, x.shape[-1]), x.shape[1]
+        if is_cut or tp.size == 1:
+            rows = TokenRows(len(flat), len(flat) * tp.size, batch_size, tp.rank * len(flat))
+            own = flat
+        else:
+            num_rows = -(-len(flat) // tp.size)
+            rows = TokenRows(num_rows, len(flat), batch_size, tp.rank * num_rows)
+            num_empty = num_rows * tp.size - len(flat)
+            whole = F.pad(flat, (0, 0, 0, num_empty)) if num_empty else flat
+            own = scatter_to_sequence_parallel_region(whole, tp)
+        routing = self.router(own, rows)
+        shared: list[torch.Tensor] = []
+
+        def meanwhile() -> None:
+            if self.shared_experts is not None:
+                with torch.set_grad_enabled(grad_enabled):
+                    shared.append(self.shared_experts(x).hidden)
+
+        grad_enabled = torch.is_grad_enabled()
+        overlaps = self.config.moe_shared_expert_overlap
+        output = self.dispatch(
+            *(own, routing.indices, routing.weights), self._run_experts(rows), meanwhile if overlaps else _nothing
+        )
+        if not overlaps:
+            meanwhile()
+        if not (is_cut or tp.size == 1):
+            output = gather_copies(output, tp)[: len(flat)]
+        output = output.view_as(x)
+        return LayerOutput(output + shared[0] if shared else output, routing.losses)
+
+    def _run_experts(self, rows: TokenRows) -> Experts:
+        """Return what runs the experts; where their input is padded, with as many rows as they can be given at most."""
+        if not self.config.moe_pad_expert_input_to_capacity:
+            experts: Experts = self.experts
+            return experts
+        capacity = expert_capacity(rows.num_tokens * self.groups.cp.size, self.config)
+        assert capacity is not None
+        return partial(self._run_padded, self.groups.model.size * min(capacity, rows.num_rows))
+
+    def _run_padded(self, most: int, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        places = torch.cat([torch.arange(count) + expert * most for expert, count in enumerate(counts)]).to(rows.device)
+        padded = rows.new_zeros(most * len(counts), rows.shape[1]).index_copy(0, places, rows)
+        output: torch.Tensor = self.experts(padded, [most] * len(counts)).index_select(0, places)
+        return output
+
+
+def _nothing() -> None:
+    """Do nothing while tokens travel."""
+
+
+def loads_of(models: Sequence[nn.Module], config: TransformerConfig, state: ParallelState) -> ExpertLoads | None:
+    """Return what counts the load of a model's experts, of which this rank has some; None where it has no experts."""
+    layers = [number for number, has_experts in enumerate(config.moe_layers) if has_experts]
+    if not layers:
+        return None
+    routers = {
+        int(name.split(".")[name.split(".").index("layers") + 1]): module.router
+        for model in models
+        for name, module in model.named_modules()
+        if isinstance(module, MoELayer)
+    }
+    return ExpertLoads(dict(routers), layers, config, state)

@@ -1,0 +1,115 @@
+"""The router: a linear map from hidden states to the scores of experts, and what follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.core.collectives import all_gather_first_dim
+from megatron.core.layer_output import AuxiliaryLoss
+from megatron.core.precision import dtype_from_name
+from megatron.core.sharding import ParamSpec, full_pieces
+from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
+from megatron.core.transformer.moe.expert_groups import ExpertGroups
+from megatron.core.transformer.moe.expert_load import BiasedRouter, ExpertTally
+from megatron.core.transformer.moe.load_balancing import router_losses
+from megatron.core.transformer.moe.routing import choose_experts, expert_capacity, kept_choices
+from megatron.core.transformer.moe.token_rows import TokenRows
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Hold where tokens go and with what weight; a dropped choice is of the expert behind the last, and weighs 0.
+
+    Shapes: ``indices, weights: [n, k]``.
+    """
+
+    indices: torch.Tensor
+    weights: torch.Tensor
+    losses: tuple[AuxiliaryLoss, ...]
+
+
+class TopKRouter(BiasedRouter):
+    """Choose the experts of each token, and count them; in training leave the losses that even their load.
+
+    The weights are the same on all ranks, each of which has the gradient of its own tokens. Scores are computed in
+    float32 at least. The experts' bias has no gradient: it moves after a step.
+    """
+
+    def __init__(self, config: TransformerConfig, groups: ExpertGroups, device: torch.device | str) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.config, self.groups, self.num_experts = config, groups, config.num_experts
+        self.tally = ExpertTally()
+        dtype = dtype_from_name(config.params_dtype)
+        self.product_dtype = dtype if config.moe_router_dtype is None else _DTYPES[config.moe_router_dtype]
+        self.product_dtype = torch.promote_types(self.product_dtype, dtype)
+        shape = (self.num_experts, config.hidden_size)
+        spec = replicated_spec("weight", shape, groups.tp, partial_gradient=True, std=config.init_method_std)
+        self.weight = make_parameter(shape, spec, dtype, device)
+        self.bias: nn.Parameter | None = None
+        if config.add_bias_linear:
+            self.bias = make_parameter(
+                shape[:1], replicated_spec("bias", shape[:1], groups.tp, partial_gradient=True), dtype, device
+            )
+        self.expert_bias = None
+        if config.moe_router_enable_expert_bias:
+            copies = ParamSpec(
+                "expert_bias",
+                shape[:1],
+                full_pieces(shape[:1]),
+                replicated_axes=("tp",) if groups.tp.size > 1 else (),
+                replica_index=groups.tp.rank,
+                num_replicas=groups.tp.size,
+            )
+            self.expert_bias = make_parameter(shape[:1], copies, torch.promote_types(dtype, torch.float32), device)
+            self.expert_bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, rows: TokenRows) -> Routing:
+        """Return the choices of this rank's rows; those that are no tokens have none.
+
+        Shapes: ``x: [n, h]``.
+        """
+        dtype = self.product_dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = F.linear(x[: rows.num_real].to(dtype), self.weight.to(dtype), bias)
+        logits = logits.to(torch.promote_types(dtype, torch.float32))
+        indices, weights = choose_experts(logits, self.config, self.expert_bias)
+        capacity = expert_capacity(rows.num_tokens * self.groups.cp.size, self.config)
+        if capacity is not None:
+            is_kept = self._kept(indices, weights, rows, capacity)
+            indices, weights = indices.masked_fill(~is_kept, self.num_experts), weights * is_kept
+        losses: tuple[AuxiliaryLoss, ...] = ()
+        if self.training and torch.is_grad_enabled():
+            self.tally.add(indices, self.num_experts)
+            losses = router_losses(
+                logits, rows.sequences(x.device), rows.batch_size, rows.num_tokens, self.config, self.groups, self.tally
+            )
+        num_empty = len(x) - rows.num_real
+        if num_empty:
+            indices = F.pad(indices, (0, 0, 0, num_empty), value=self.num_experts)
+            weights = F.pad(weights, (0, 0, 0, num_empty))
+        return Routing(indices, weights.to(x.dtype), losses)
+
+    @torch.no_grad()
+    def _kept(self, indices: torch.Tensor, weights: torch.Tensor, rows: TokenRows, capacity: int) -> torch.Tensor:
+        """Return which choices experts keep of the whole micro-batch, of which other ranks have parts."""
+        positions = rows.positions(self.groups.cp, indices.device)
+        num_empty = rows.num_rows - rows.num_real
+        if num_empty:
+            indices = F.pad(indices, (0, 0, 0, num_empty), value=self.num_experts)
+            weights, positions = F.pad(weights, (0, 0, 0, num_empty)), F.pad(positions, (0, num_empty), value=-1)
+        for group in (self.groups.tp, self.groups.cp):
+            indices, weights, positions = (
+                all_gather_first_dim(tensor, group) for tensor in (indices, weights, positions)
+            )
+        policy = self.config.moe_token_drop_policy
+        is_kept = kept_choices(indices, weights, positions, self.num_experts + 1, capacity, policy)
+        first = (self.groups.cp.rank * self.groups.tp.size + self.groups.tp.rank) * rows.num_rows
+        return is_kept[first : first + rows.num_real]

@@ -1,0 +1,82 @@
+"""Which experts each token goes to, and with what weight, as functions of the router's logits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron.core.transformer.moe.moe_config import MoEConfig
+
+_TINY = 1e-20
+
+
+def expert_scores(logits: torch.Tensor, function: str) -> torch.Tensor:
+    """Return the score of every expert: a softmax over the experts, or the sigmoid of each logit.
+
+    Shapes: ``[n, experts] -> [n, experts]``.
+    """
+    return logits.softmax(dim=-1) if function == "softmax" else logits.sigmoid()
+
+
+def choose_experts(
+    logits: torch.Tensor, config: MoEConfig, expert_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts of each token and their weights, the best first.
+
+    With ``expert_bias`` experts are chosen by score plus bias, and weighed by score alone.
+
+    Shapes: ``logits: [n, experts]``, ``expert_bias: [experts] -> [n, k]`` int64 and ``[n, k]``.
+    """
+    if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+        indices = _best(logits, config)
+        weights = logits.gather(1, indices).softmax(dim=-1)
+    else:
+        scores = expert_scores(logits, config.moe_router_score_function)
+        indices = _best(scores if expert_bias is None else scores + expert_bias, config)
+        weights = scores.gather(1, indices)
+        if config.moe_router_score_function == "sigmoid" and config.moe_router_topk > 1:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
+    factor = config.moe_router_topk_scaling_factor
+    return indices, weights if factor is None else weights * factor
+
+
+@torch.no_grad()
+def _best(scores: torch.Tensor, config: MoEConfig) -> torch.Tensor:
+    """Return the experts with the largest scores, of the best groups only where there are groups."""
+    groups, group_topk = config.moe_router_num_groups, config.moe_router_group_topk
+    if groups is not None and group_topk is not None:
+        by_group = scores.view(len(scores), groups, -1)
+        of_group = by_group.topk(max(config.moe_router_topk // group_topk, 1), dim=-1).values.sum(dim=-1)
+        chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, of_group.topk(group_topk).indices, True)
+        scores = by_group.masked_fill(~chosen.unsqueeze(-1), -math.inf).view_as(scores)
+    return scores.topk(config.moe_router_topk, dim=-1).indices
+
+
+def expert_capacity(num_tokens: int, config: MoEConfig) -> int | None:
+    """Return how many of so many tokens an expert takes, None where it takes all."""
+    if config.moe_expert_capacity_factor is None or config.num_experts is None:
+        return None
+    share = num_tokens * config.moe_router_topk / config.num_experts
+    return min(math.ceil(share * config.moe_expert_capacity_factor), num_tokens)
+
+
+@torch.no_grad()
+def kept_choices(
+    indices: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, num_experts: int, capacity: int, policy: str
+) -> torch.Tensor:
+    """Return which choices an expert of limited capacity keeps: those of most weight, or of the first positions.
+
+    Shapes: ``indices, weights: [n, k]``, ``positions: [n]`` pairwise different ``-> [n, k]`` bool.
+    """
+    experts = indices.reshape(-1)
+    first = positions.repeat_interleave(indices.shape[1])
+    order = first.argsort()
+    if policy == "probs":
+        order = order[weights.reshape(-1)[order].argsort(descending=True, stable=True)]
+    order = order[experts[order].argsort(stable=True)]
+    counts = experts.bincount(minlength=num_experts)
+    starts = counts.cumsum(0) - counts
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=order.device) - starts[experts[order]]
+    return (rank < capacity).view_as(indices)

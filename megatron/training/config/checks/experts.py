@@ -1,0 +1,162 @@
+"""Checks of a mixture of experts: routing, how experts are spread over ranks, and what they cannot be combined with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.checkpoint_config import NATIVE_FORMAT
+from megatron.training.config.checks.check import Check, divisors
+from megatron.training.config.run_config import RunConfig
+
+
+def _check_layers(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    try:
+        layers = model.moe_layers
+    except ValueError as error:
+        yield f"--moe-layer-freq {model.moe_layer_freq}: {error}"
+        return
+    if model.num_experts is not None and not any(layers):
+        yield (
+            f"--moe-layer-freq {model.moe_layer_freq} gives no layer of --num-layers {model.num_layers} experts; leave "
+            "--num-experts out, or give a list with a 1"
+        )
+
+
+def _check_spread(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    experts, size = model.num_experts, model.expert_model_parallel_size
+    if experts is None or size < 1:
+        return
+    if experts % size:
+        yield (
+            f"--num-experts {experts} is not divisible by --expert-model-parallel-size {size}; "
+            f"expert-parallel sizes that work: {divisors(experts, 64)}"
+        )
+    tensor = model.parallel_sizes.expert_tp
+    if tensor > 0 and model.moe_ffn_hidden_size % tensor:
+        yield (
+            f"--moe-ffn-hidden-size {model.moe_ffn_hidden_size} is not divisible by --expert-tensor-parallel-size "
+            f"{tensor} (by default the tensor-parallel size); sizes that work: "
+            f"{divisors(model.moe_ffn_hidden_size, 64)}"
+        )
+    shared, tensor = model.moe_shared_expert_intermediate_size, model.tensor_model_parallel_size
+    if shared is not None and tensor > 0 and shared % tensor:
+        yield (
+            f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tensor-model-parallel-size "
+            f"{tensor}; tensor-parallel sizes that work: {divisors(shared, 64)}"
+        )
+
+
+def _check_choice(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    experts, topk = model.num_experts, model.moe_router_topk
+    if experts is None or experts < 1:
+        return
+    if topk > experts:
+        yield f"--moe-router-topk {topk} is greater than --num-experts {experts}; values from 1 to {experts} work"
+    is_softmax = model.moe_router_score_function == "softmax"
+    if topk == 1 and is_softmax and not model.moe_router_pre_softmax:
+        yield (
+            "--moe-router-topk 1: a softmax over one expert is 1 whatever its logit, and the router learns nothing; "
+            "add --moe-router-pre-softmax"
+        )
+    if model.moe_router_enable_expert_bias and is_softmax:
+        yield (
+            "--moe-router-enable-expert-bias moves scores by sigmoid; add --moe-router-score-function sigmoid or leave "
+            "it out"
+        )
+    groups, group_topk = model.moe_router_num_groups, model.moe_router_group_topk
+    if groups is None or group_topk is None or min(groups, group_topk) < 1:
+        return
+    if experts % groups:
+        yield (
+            f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}; "
+            f"groups that work: {divisors(experts, 64)}"
+        )
+    elif group_topk > groups:
+        yield (
+            f"--moe-router-group-topk {group_topk} is greater than --moe-router-num-groups {groups}; values from 1 to "
+            f"{groups} work"
+        )
+    elif topk % group_topk or topk // group_topk > experts // groups:
+        works = [n for n in range(1, groups + 1) if topk % n == 0 and topk // n <= experts // groups]
+        yield (
+            f"--moe-router-topk {topk} experts cannot be spread evenly over --moe-router-group-topk {group_topk} "
+            f"groups of {experts // groups} experts; groups that work: {', '.join(map(str, works)) or 'none'}"
+        )
+
+
+def _check_balancing(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    kinds, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    words, numbers = " ".join(kinds), " ".join(map(str, coefficients))
+    if len(set(kinds)) < len(kinds) or ("none" in kinds and len(kinds) > 1):
+        yield f"--moe-router-load-balancing-type {words}: give each kind once, or none alone"
+    elif len(coefficients) not in (1, len(kinds)):
+        yield (
+            f"--moe-aux-loss-coeff {numbers}: {len(kinds)} numbers are expected, one for each of "
+            f"--moe-router-load-balancing-type {words}, or one for all"
+        )
+    if any(not 0 <= value < float("inf") for value in coefficients):
+        yield f"--moe-aux-loss-coeff {numbers}: values of 0 or more are expected"
+    again = model.recompute_granularity == "full" or "moe" in model.recomputed_modules
+    if model.num_experts is not None and model.moe_aux_losses.get("global_aux_loss") and again:
+        yield (
+            "--moe-router-load-balancing-type global_aux_loss counts the micro-batches so far, which recompute of "
+            "layers of experts would count again; use aux_loss, or --recompute-granularity selective without moe"
+        )
+
+
+def _check_dispatch(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.moe_token_dispatcher_type == "alltoall" or model.num_experts is None:
+        return
+    given = f"--moe-token-dispatcher-type {model.moe_token_dispatcher_type}"
+    if model.moe_expert_capacity_factor is not None:
+        yield (
+            f"{given} gives every rank all tokens, and has no use for --moe-expert-capacity-factor "
+            f"{model.moe_expert_capacity_factor}; use --moe-token-dispatcher-type alltoall"
+        )
+    if model.moe_shared_expert_overlap:
+        yield (f"{given} cannot be overlapped by --moe-shared-expert-overlap; use --moe-token-dispatcher-type alltoall")
+
+
+def _check_beside_experts(config: RunConfig) -> Iterator[str]:
+    model, checkpoint = config.model, config.checkpoint
+    if model.num_experts is None:
+        if "moe" in model.recomputed_modules:
+            yield "--recompute-modules moe has no effect without --num-experts; leave it out"
+        return
+    given = f"--num-experts {model.num_experts}:"
+    if model.fp8_format is not None:
+        yield f"{given} products of experts are not built in fp8; leave --fp8-format out"
+    if model.lora_rank:
+        yield f"{given} low-rank adapters of a model with experts are not built; leave --lora-rank out"
+    if config.training.cuda_graph_impl == "local":
+        yield (
+            f"{given} --cuda-graph-impl local cannot record layers whose experts are given another number of tokens "
+            "each time; use --cuda-graph-impl none"
+        )
+    if checkpoint.save is not None and checkpoint.ckpt_format != NATIVE_FORMAT:
+        yield (
+            f"{given} --ckpt-format {checkpoint.ckpt_format} is not built for experts; use --ckpt-format "
+            f"{NATIVE_FORMAT}"
+        )
+
+
+CHECKS = (
+    Check(("num_layers", "num_experts", "moe_layer_freq"), _check_layers),
+    Check(
+        (
+            *("num_experts", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+            *("moe_ffn_hidden_size", "ffn_hidden_size", "tensor_model_parallel_size"),
+            "moe_shared_expert_intermediate_size",
+        ),
+        _check_spread,
+    ),
+    Check(("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _check_choice),
+    Check(("moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_granularity"), _check_balancing),
+    Check(("num_experts", "moe_token_dispatcher_type", "moe_expert_capacity_factor"), _check_dispatch),
+    Check(("num_experts", "fp8_format", "lora_rank", "cuda_graph_impl", "save", "ckpt_format"), _check_beside_experts),
+)

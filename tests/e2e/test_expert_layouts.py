@@ -1,0 +1,76 @@
+"""A run with experts that is saved at one layout goes on at others: the same state, bit for bit, and the same losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_resume_layouts import (
+    Layout,
+    assert_goes_on_like,
+    assert_same_content,
+    copy_of_iteration_10,
+    pass_through,
+    train,
+)
+from tests.e2e.toy_run import newest
+from tests.harness.forked_training import ForkedRun
+
+EXPERTS = """
+    --num-experts 8 --moe-ffn-hidden-size 16 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3
+    --swiglu --disable-bias-linear --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+    --moe-shared-expert-intermediate-size 24 --moe-layer-freq ([0]+[1]*3) --moe-token-dispatcher-type alltoall
+"""
+HOME = Layout(
+    8, f"{EXPERTS} --expert-model-parallel-size 4 --pipeline-model-parallel-size 2 --use-distributed-optimizer"
+)
+LAYOUTS = {
+    "ep1": Layout(1, EXPERTS),
+    "ep2-tp2": Layout(
+        2,
+        f"{EXPERTS} --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+        "--sequence-parallel --use-distributed-optimizer",
+    ),
+    "dp4-sharded-gradients": Layout(4, f"{EXPERTS} --data-parallel-sharding-strategy optim_grads"),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ForkedRun]:
+    """Return the checkpoints at iterations 10 and 20 of a run that was not interrupted, and the run."""
+    folder = tmp_path_factory.mktemp("home")
+    run = train(folder, HOME, "--save-interval 10")
+    return folder / "checkpoints", run
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("ep1", marks=pytest.mark.long),
+        "ep2-tp2",
+        pytest.param("dp4-sharded-gradients", marks=pytest.mark.long),
+    ],
+)
+def test_experts_are_loaded_and_saved_at_any_layout_bit_for_bit(
+    home: tuple[Path, ForkedRun], name: str, tmp_path: Path
+) -> None:
+    copy_of_iteration_10(home[0], tmp_path)
+    pass_through(LAYOUTS[name], tmp_path / "checkpoints", tmp_path / "there")
+    assert_same_content(newest(tmp_path / "there"), newest(tmp_path / "checkpoints"))
+
+
+@pytest.mark.parametrize("name", ["ep1", pytest.param("ep2-tp2", marks=pytest.mark.long)])
+def test_training_of_experts_goes_on_at_another_layout(home: tuple[Path, ForkedRun], name: str, tmp_path: Path) -> None:
+    copy_of_iteration_10(home[0], tmp_path)
+    run = train(tmp_path, LAYOUTS[name])
+    assert_goes_on_like(run, home[1])
+    lines = run.iterations()
+    assert all(set(line["expert_load"]) == {"2", "3", "4"} for line in lines)
+    for line in lines:
+        assert all(sum(shares) == pytest.approx(8.0) for shares in line["expert_load"].values())
+        assert line["load_balancing_loss"] > 0
+        assert line["z_loss"] > 0
+        assert line["dropped_tokens"] == 0.0
+    assert "load_balancing_loss: " in run.stdout
+    assert "expert_load_max: " in run.stdout

@@ -1,0 +1,173 @@
+"""A mixture of experts against reference numbers made with NVIDIA's own code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.layer_output import AuxiliaryLoss
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.process_group import single_rank_group
+from megatron.core.sharding import ParamSpec, spec_of
+from tests.golden.test_model_golden import model_settings
+from tests.golden.test_training_golden import FLAGS as DENSE_FLAGS
+from tests.golden.test_training_golden import FOLDER as DENSE_FOLDER
+from tests.harness.closeness import assert_gradients_close, assert_tensors_close
+from tests.harness.faults import Faults
+from tests.harness.forked_training import fork_training
+from tests.harness.toy_model import load_global_weights, make_model
+
+FOLDER = Path(__file__).parent / "moe"
+TOLERANCE = 1e-5
+
+
+def moe_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of our configuration that a reference model is of."""
+    shape = config["transformer_config"]
+    given = {name: value for name, value in shape.items() if name.startswith("moe_") and name != "moe_grouped_gemm"}
+    return (
+        model_settings(config)
+        | given
+        | {
+            "num_experts": shape["num_moe_experts"],
+            "moe_router_load_balancing_type": (shape["moe_router_load_balancing_type"],),
+            "moe_aux_loss_coeff": (shape["moe_aux_loss_coeff"],),
+        }
+    )
+
+
+def reference_tensor(reference: Any, kind: str, spec: ParamSpec) -> np.ndarray:
+    """Return a whole tensor of a reference; there each expert has tensors of its own."""
+    if ".experts." not in spec.name:
+        return reference[f"{kind}/{spec.name}"]
+    before, after = spec.name.split(".experts.")
+    return np.stack(
+        [reference[f"{kind}/{before}.experts.local_experts.{i}.{after}"] for i in range(spec.global_shape[0])]
+    )
+
+
+def load_reference(name: str) -> tuple[Any, GPTModel]:
+    """Return reference numbers, and our model with their weights."""
+    reference = np.load(FOLDER / f"{name}.npz")
+    model = make_model(single_rank_group(), **moe_settings(json.loads(str(reference["config"]))))
+    load_global_weights(model, lambda spec: reference_tensor(reference, "w", spec))
+    return reference, model
+
+
+def weighted(losses: list[AuxiliaryLoss]) -> torch.Tensor:
+    """Return the sum of auxiliary losses as training weighs them."""
+    return torch.stack([loss.coefficient * loss.loss_sum / loss.num_tokens for loss in losses]).sum()
+
+
+@pytest.mark.parametrize("name", ["mixtral"])
+def test_model_of_experts_meets_reference_numbers(name: str) -> None:
+    reference, model = load_reference(name)
+    tokens, labels, positions, mask = (
+        torch.from_numpy(reference[key]) for key in ("tokens", "labels", "position_ids", "loss_mask")
+    )
+    with torch.no_grad():
+        logits = model(tokens, positions).transpose(0, 1).numpy()
+    found: list[AuxiliaryLoss] = []
+    losses = model(tokens, positions, labels=labels, losses=found)
+    loss = (losses * mask).sum() / mask.sum()
+    (loss + weighted(found)).backward()
+    assert_tensors_close(logits, reference["logits"], TOLERANCE, "logits")
+    assert_tensors_close(losses.detach().numpy(), reference["per_token_loss"], TOLERANCE, "per-token loss")
+    assert loss.item() == pytest.approx(float(reference["loss"]), rel=TOLERANCE, abs=0.0)
+    specs = {spec_of(parameter).name: (spec_of(parameter), parameter.grad) for parameter in model.parameters()}
+    gradients = {key: grad.numpy() for key, (_, grad) in specs.items() if grad is not None}
+    expected = {key: reference_tensor(reference, "g", spec) for key, (spec, _) in specs.items()}
+    assert_gradients_close(gradients, expected, TOLERANCE)
+
+
+def train_ten_steps(name: str) -> tuple[list[float], list[float]]:
+    """Return the losses and gradient norms of ten optimizer steps on the reference's batches, in one process."""
+    reference, module = load_reference(name)
+    settings = json.loads(str(reference["config"]))["optimizer"]
+    state = describe_parallel_state(0, 1)
+    chunk = DistributedDataParallel(module, DistributedDataParallelConfig(), state)
+    optimizer = MegatronOptimizer(
+        OptimizerConfig(
+            lr=settings["lr"],
+            min_lr=settings["min_lr"],
+            weight_decay=settings["wd"],
+            clip_grad=settings["clip"],
+            adam_beta1=settings["betas"][0],
+            adam_beta2=settings["betas"][1],
+            adam_eps=settings["eps"],
+        ),
+        [chunk],
+        state,
+    )
+    losses, norms = [], []
+    for tokens, labels, rate in zip(reference["train/tokens"], reference["train/labels"], reference["train/lr"]):
+        tokens, labels = (torch.from_numpy(ids.astype(np.int64)) for ids in (tokens, labels))
+        optimizer.set_learning_rate(float(rate), settings["wd"])
+        chunk.zero_grad_buffer()
+        found: list[AuxiliaryLoss] = []
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        loss = module(tokens, positions, labels=labels, losses=found).mean()
+        (loss + weighted(found)).backward()
+        finalize_model_grads([chunk], state)
+        outcome = optimizer.step()
+        losses.append(loss.item())
+        norms.append(outcome.grad_norm or 0.0)
+    return losses, norms
+
+
+@pytest.mark.parametrize("name", ["mixtral"])
+def test_ten_steps_of_experts_meet_reference_numbers(name: str) -> None:
+    losses, norms = train_ten_steps(name)
+    reference = np.load(FOLDER / f"{name}.npz")
+    np.testing.assert_allclose(losses, reference["train/loss"], rtol=TOLERANCE, atol=0.0)
+    np.testing.assert_allclose(norms, reference["train/grad_norm"], rtol=TOLERANCE, atol=0.0)
+
+
+FLAGS = """
+    --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --ffn-hidden-size 48 --group-query-attention
+    --num-query-groups 2 --swiglu --normalization RMSNorm --norm-epsilon 1e-6 --position-embedding-type rope
+    --untie-embeddings-and-output-weights --disable-bias-linear
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "layout"),
+    [
+        pytest.param(1, "", id="one-process", marks=pytest.mark.long),
+        pytest.param(
+            2,
+            "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+            "--sequence-parallel --moe-token-dispatcher-type alltoall",
+            id="tp2-ep2",
+        ),
+    ],
+)
+def test_training_of_experts_meets_reference_numbers(num_processes: int, layout: str, tmp_path: Path) -> None:
+    reference, ours = np.load(FOLDER / "mixtral_init.npz"), {}
+    experts = sorted({name.split(".local_experts.")[0] for name in reference.files if ".local_experts." in name})
+    for name in experts:
+        for kind in ("linear_fc1.weight", "linear_fc2.weight"):
+            ours[f"{name}.{kind}"] = np.stack([reference[f"{name}.local_experts.{i}.{kind}"] for i in range(8)])
+    ours |= {name: reference[name] for name in reference.files if ".local_experts." not in name}
+    np.savez(tmp_path / "weights.npz", **ours)
+    files = ["--data-path", DENSE_FOLDER / "t_u16", "--data-cache-path", tmp_path / "cache"]
+    args = [*DENSE_FLAGS.split(), *FLAGS.split(), *files, "--metrics-jsonl", tmp_path / "metrics.jsonl"]
+    weights = Faults(weights=str(tmp_path / "weights.npz"))
+    iterations = fork_training([*args, *layout.split()], num_processes, weights).check().iterations()
+    expected = [json.loads(line) for line in (FOLDER / "mixtral.jsonl").read_text().splitlines()]
+    assert len(iterations) == len(expected) == 10
+    for mine, theirs in zip(iterations, expected):
+        assert mine["lm_loss"] == pytest.approx(theirs["loss"]["lm loss"], rel=TOLERANCE, abs=0.0)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=TOLERANCE, abs=0.0)
