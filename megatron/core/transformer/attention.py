@@ -93,7 +93,7 @@ class SelfAttention(nn.Module):
         self.num_heads = config.num_attention_heads // tp.size
         self.heads = range(tp.rank * self.num_heads, (tp.rank + 1) * self.num_heads)
         self.num_groups = key_value_heads_of_rank(config.num_query_groups, tp.size)
-        self.window = config.layer_windows[layer_number]
+        self.window = config.layer_windows[config.kind_of(layer_number)]
         # The cores divide scores by the root of the head's width.
         self.score_factor: float | None = None
         if config.score_scalar != config.kv_channels:
@@ -106,7 +106,7 @@ class SelfAttention(nn.Module):
             select_attention_core(
                 config.attention_backend, device, config.attn_logit_softcapping, config.transformer_impl
             ),
-            config.cp_exchange(layer_number),
+            config.cp_exchange(config.kind_of(layer_number)),
             self.cp,
             plain_blocks=config.attention_backend in PLAIN_BACKENDS,
             softcap=config.attn_logit_softcapping,

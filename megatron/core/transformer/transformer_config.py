@@ -10,10 +10,11 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.adapters.adapter_targets import adapted_parts
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe.moe_config import MoEConfig, moe_layers
+from megatron.core.transformer.multi_token_prediction.prediction_config import PredictionConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig(ModelParallelConfig, Float8Config, MoEConfig, in_args=True):
+class TransformerConfig(ModelParallelConfig, Float8Config, MoEConfig, PredictionConfig, in_args=True):
     """Hold everything that a transformer layer is built from.
 
     ``ffn_hidden_size``, ``kv_channels`` and ``num_query_groups`` are 0 where they are not given and are then
@@ -280,6 +281,10 @@ class TransformerConfig(ModelParallelConfig, Float8Config, MoEConfig, in_args=Tr
         """Return the initial standard deviation of the layers that end a residual branch."""
         return float(self.init_method_std / (2.0 * self.num_layers) ** 0.5)
 
+    def kind_of(self, layer_number: int) -> int:
+        """Return the layer that a layer is like: itself, or the last one where it predicts further tokens."""
+        return min(layer_number, self.num_layers - 1)
+
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
         """Return the shape of the hidden states of whole sequences on one rank: what pipeline stages hand on."""
         tp = self.tensor_model_parallel_size if self.sequence_parallel else 1
@@ -294,16 +299,18 @@ class TransformerConfig(ModelParallelConfig, Float8Config, MoEConfig, in_args=Tr
         """
         hidden, queries, keys = self.hidden_size, self.query_projection_size, self.kv_projection_size
         projections = hidden * (queries + 2 * keys) + queries * hidden
-        windows = [min(window or seq_length, seq_length) for window in self.layer_windows]
+        kinds = [self.kind_of(number) for number in range(self.num_layers + self.num_further_tokens)]
+        windows = [min(self.layer_windows[kind] or seq_length, seq_length) for kind in kinds]
         cores = sum(2 * queries * window * (1 - window / seq_length / 2) for window in windows)
         num_matrices = 3 if self.is_gated else 2
         mlp = hidden * self.ffn_hidden_size * num_matrices
-        num_moe = sum(self.moe_layers)
+        num_moe = sum(self.moe_layers[kind] for kind in kinds)
         # Of the experts those that a token goes to, the shared one, and the router.
         width = self.moe_router_topk * self.moe_ffn_hidden_size + (self.moe_shared_expert_intermediate_size or 0)
         moe = hidden * (width * num_matrices + (self.num_experts or 0))
-        feed_forwards = (self.num_layers - num_moe) * mlp + num_moe * moe
-        return 2.0 * seq_length * (self.num_layers * projections + feed_forwards + cores)
+        feed_forwards = (len(kinds) - num_moe) * mlp + num_moe * moe
+        joins = self.num_further_tokens * 2 * hidden * hidden
+        return 2.0 * seq_length * (len(kinds) * projections + feed_forwards + cores + joins)
 
 
 def _window(text: str) -> int:

@@ -71,7 +71,7 @@ def make_feed_forward(
     experts: ExpertGroups | None = None,
 ) -> nn.Module:
     """Return the feed-forward that a layer is configured with: called as `MLP` is, it gives a `LayerOutput`."""
-    if config.moe_layers[layer_number]:
+    if config.moe_layers[config.kind_of(layer_number)]:
         return MoELayer(config, experts or ExpertGroups.like_dense(tp, None), device)
     return MLP(config, tp, device)
 

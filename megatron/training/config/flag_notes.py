@@ -195,7 +195,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--pipeline-model-parallel-split-rank": NotSupported(1),
     # other models
     "--moe-input-jitter-eps": NotSupported(1),
-    "--mtp-num-layers": NotSupported(1),
     "--glu-linear-offset": NotSupported(1, "0.0"),
     "--activation-func-clamp-value": NotSupported(1),
     "--softmax-type": NotSupported(1, "vanilla"),

@@ -12,6 +12,7 @@ from megatron.training.config.checks import (
     fields,
     files,
     float8,
+    further_tokens,
     layout,
     model,
     optimizer,
@@ -34,6 +35,7 @@ _CHECKS = (
     *activation_memory.CHECKS,
     *float8.CHECKS,
     *experts.CHECKS,
+    *further_tokens.CHECKS,
     *fault_checks.CHECKS,
 )
 _FILE_CHECKS = (*data_files.CHECKS, *files.CHECKS)

@@ -10,7 +10,6 @@ _RESTART = "start the run again with the same flags: it goes on from its newest 
 REASONS: tuple[tuple[str, str], ...] = (
     ("--moe-", _EXPERTS),
     ("--expert-", _EXPERTS),
-    ("--mtp-", "a model predicts one token; leave it out"),
     ("--multi-latent-attention", "attention has keys and values of their own; leave it out, for another model"),
     ("--use-legacy-models", "there is one implementation of each model; leave it out"),
     ("--fp8-", "attention is computed in the model's own precision; leave it out: the layers' products stay in fp8"),
