@@ -160,7 +160,6 @@ _SWITCHES = [
     "--init-method-xavier-uniform",
     "--fp32-residual-connection",
     "--apply-residual-connection-post-layernorm",
-    "--multi-latent-attention",
     "--quick-geglu",
     "--moe-per-layer-logging",
     "--moe-extended-tp",
@@ -198,8 +197,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--glu-linear-offset": NotSupported(1, "0.0"),
     "--activation-func-clamp-value": NotSupported(1),
     "--softmax-type": NotSupported(1, "vanilla"),
-    "--rope-type": NotSupported(1, "rope"),
-    "--rotary-scaling-factor": NotSupported(1, "1.0", instead="it is of latent attention's YaRN positions"),
     "--rotary-scale-factor": NotSupported(
         1, "1", instead="use --rotary-seq-len-interpolation-factor where positions are divided by it"
     ),

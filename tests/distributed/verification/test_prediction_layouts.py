@@ -27,7 +27,9 @@ def verifier() -> Iterator[Verifier]:
 
 
 @pytest.mark.parametrize(
-    "cell", [*CELLS[:2], *(pytest.param(cell, marks=pytest.mark.long) for cell in CELLS[2:])], ids=lambda cell: cell.name
+    "cell",
+    [*CELLS[:2], *(pytest.param(cell, marks=pytest.mark.long) for cell in CELLS[2:])],
+    ids=lambda cell: cell.name,
 )
 def test_further_tokens_are_predicted_the_same_at_any_layout(cell: Cell, verifier: Verifier) -> None:
     report = verifier.check(cell)

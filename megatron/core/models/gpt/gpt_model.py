@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.adapters.adapted_layers import add_adapters
 from megatron.core.transformer.dropout import keys_of_rank
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.latent_attention.yarn import yarn_frequencies
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.load_balancing import auxiliary_loss_names
 from megatron.core.transformer.multi_token_prediction.further_targets import further_losses, further_targets
@@ -231,6 +232,15 @@ class GPTModel(Model):
 def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
     if config.position_embedding_type != "rope":
         return None
+    if config.multi_latent_attention:
+        stretched = yarn_frequencies(config, config.rotary_base) if config.stretches_positions else None
+        return RotaryEmbedding(
+            config.qk_pos_emb_head_dim,
+            config.rotary_base,
+            interleaved=True,
+            frequencies=stretched,
+            amplitude=config.rotary_amplitude,
+        )
     return RotaryEmbedding(
         config.rotary_dim,
         config.rotary_base,

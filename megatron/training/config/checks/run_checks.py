@@ -13,6 +13,7 @@ from megatron.training.config.checks import (
     files,
     float8,
     further_tokens,
+    latent_attention,
     layout,
     model,
     optimizer,
@@ -36,6 +37,7 @@ _CHECKS = (
     *float8.CHECKS,
     *experts.CHECKS,
     *further_tokens.CHECKS,
+    *latent_attention.CHECKS,
     *fault_checks.CHECKS,
 )
 _FILE_CHECKS = (*data_files.CHECKS, *files.CHECKS)
