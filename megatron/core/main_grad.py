@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from megatron.core.kernels.accumulation import add_rows, add_wide_product
-from megatron.core.kernels.grouped_product import grouped_gradient
-from megatron.core.kernels.matrix_product import product, uses_onednn
+from megatron.core.kernels.matrix_product import grouped_gradient, product, uses_onednn
 
 
 class MainGrad:

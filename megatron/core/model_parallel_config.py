@@ -21,10 +21,12 @@ class ModelParallelConfig(Config, in_args=True):
     """Number of pipeline stages over which the layers are spread."""
     context_parallel_size: int = flag(1, role="layout", bounds=POSITIVE)
     """Number of processes over which each sequence is split."""
-    expert_model_parallel_size: int = flag(1, role="layout", bounds=POSITIVE, needs="num_experts")
+    expert_model_parallel_size: int = flag(1, role="layout", bounds=POSITIVE, needs="num_experts", in_args=False)
     """Number of processes over which the experts of a layer are spread; they may be data-, context- and tensor-parallel
     ranks of one another."""
-    expert_tensor_parallel_size: int | None = flag(None, role="layout", bounds=POSITIVE, needs="num_experts")
+    expert_tensor_parallel_size: int | None = flag(
+        None, role="layout", bounds=POSITIVE, needs="num_experts", in_args=False
+    )
     """Number of processes over which each expert's matrices are sharded; by default the tensor-parallel size."""
     sequence_parallel: bool = flag(False, role="layout")
     """Shard the activations outside the matrix products along the sequence over the tensor-parallel ranks."""

@@ -14,7 +14,8 @@ class ChunkParameter:
     """Hold a parameter's local size and, where its gradient is a part, how many of the t ranks hold a copy.
 
     ``is_tied`` says that the other end of the pipeline holds it too, ``is_trained`` that it has a gradient, and
-    ``is_sent_in_float8`` that it travels in fp8 when it is gathered from shards.
+    ``is_sent_in_float8`` that it travels in fp8 when it is gathered from shards. ``is_expert`` says that the ranks that
+    hold the same experts replicate it, and not those that hold the same of the rest.
     """
 
     size: int
@@ -22,6 +23,22 @@ class ChunkParameter:
     is_tied: bool = False
     is_trained: bool = True
     is_sent_in_float8: bool = False
+    is_expert: bool = False
+
+
+def expert_parameters(model: GPTConfig) -> list[ChunkParameter]:
+    """Return a router's parameters and those of a rank's experts, in the order of the model."""
+    experts, h, t = model.num_experts or 0, model.hidden_size, model.tensor_model_parallel_size
+    sizes, copies = model.parallel_sizes, t if t > 1 else 0
+    num_local, width = experts // sizes.ep, model.moe_ffn_hidden_size // sizes.expert_tp
+    router = [ChunkParameter(experts * h, copies)]
+    router += [ChunkParameter(experts, copies)] if model.add_bias_linear else []
+    router += [ChunkParameter(experts, is_trained=False)] if model.moe_router_enable_expert_bias else []
+    rows = width * (2 if model.is_gated else 1)
+    local = [num_local * rows * h, num_local * rows, num_local * width * h, num_local * h]
+    if not model.add_bias_linear:
+        local = local[::2]
+    return [*router, *(ChunkParameter(size, is_expert=True) for size in local)]
 
 
 def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParameter]:
@@ -65,18 +82,28 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
     def base(*parameters: ChunkParameter) -> list[ChunkParameter]:
         return [replace(parameter, is_trained=not model.lora_rank) for parameter in parameters]
 
-    layer = [
+    attention = [
         *base(*before, *linear(h, queries, of_cut_tokens, model.add_bias_linear)),
         *adapters("linear_proj"),
         *base(*query_key_value),
         *adapters("linear_qkv"),
         *base(*queries_and_keys, *after, *before),
-        *base(*linear(f * (2 if model.is_gated else 1) // t, h, 0, model.add_bias_linear)),
-        *adapters("linear_fc1"),
-        *base(*linear(h, f // t, of_cut_tokens, model.add_bias_linear)),
-        *adapters("linear_fc2"),
-        *base(*after),
     ]
+
+    def dense(width: int) -> list[ChunkParameter]:
+        return [
+            *base(*linear(width * (2 if model.is_gated else 1) // t, h, 0, model.add_bias_linear)),
+            *adapters("linear_fc1"),
+            *base(*linear(h, width // t, of_cut_tokens, model.add_bias_linear)),
+            *adapters("linear_fc2"),
+        ]
+
+    def experts() -> list[ChunkParameter]:
+        gate = [ChunkParameter(h, of_cut_tokens)] if model.moe_shared_expert_gate else []
+        shared = model.moe_shared_expert_intermediate_size
+        return [*expert_parameters(model), *([] if shared is None else [*gate, *dense(shared)])]
+
+    feed_forwards = {True: experts() if model.num_experts else [], False: dense(f)}
     is_untied, is_learned = (
         model.untie_embeddings_and_output_weights,
         model.position_embedding_type == "learned_absolute",
@@ -87,10 +114,10 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
     output = [vocabulary] if is_untied or not chunk.has_embedding else []
     first = [vocabulary, *positions] if chunk.has_embedding else []
     last = [*norm(h), *output] if chunk.has_loss else []
-    float8_layers = model.float8_layers(model.num_layers)
+    float8_layers, has_experts = model.float8_layers(model.num_layers), model.moe_layers
     layers = [
         parameter if number in float8_layers else replace(parameter, is_sent_in_float8=False)
         for number in chunk.layer_numbers
-        for parameter in layer
+        for parameter in (*attention, *feed_forwards[has_experts[number]], *base(*after))
     ]
     return [*base(*first), *layers, *base(*last)]

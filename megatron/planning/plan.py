@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_sizes import ParallelSizes
@@ -37,7 +38,12 @@ class Plan:
 
     @staticmethod
     def of(config: RunConfig) -> Plan:
-        """Return what a run's configuration says of it."""
+        """Return what a run's configuration says of it.
+
+        Raises:
+            ConfigurationError: the model has experts, whose memory and time depend on what tokens choose.
+        """
+        refuse_experts(config.model)
         return Plan(
             model=config.model,
             ddp=config.ddp,
@@ -83,3 +89,17 @@ class Plan:
     @property
     def _group_size(self) -> int | None:
         return self.model.microbatch_group_size_per_virtual_pipeline_stage
+
+
+def refuse_experts(model: GPTConfig) -> None:
+    """Refuse to plan a model with experts.
+
+    Raises:
+        ConfigurationError: it has some.
+    """
+    if model.num_experts is not None:
+        raise ConfigurationError(
+            f"--num-experts {model.num_experts}: activations, time and traffic of experts follow from what tokens "
+            "choose, and are not planned; tools/report_theoretical_memory.py has their parameters, or leave "
+            "--num-experts out"
+        )

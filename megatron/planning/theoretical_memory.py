@@ -29,12 +29,14 @@ class ModelSize:
     """Hold numbers of parameters: of the whole model, and of one tensor-parallel rank of each pipeline stage.
 
     ``trained`` are those of the shards that have gradients and an optimizer's state: all, or low-rank adapters.
+    ``experts`` are those of them that are replicated over the experts' data-parallel ranks.
     """
 
     block: int
     embedding: int
     shards: tuple[int, ...]
     trained: tuple[int, ...]
+    experts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,13 @@ class TheoreticalMemory:
 def model_size(config: RunConfig) -> ModelSize:
     """Return how many parameters a configuration's model has, all ranks' copies of one counted once."""
     model, layout = config.model, config.stage_layout
-    whole = dataclasses.replace(model, tensor_model_parallel_size=1, sequence_parallel=False)
+    whole = dataclasses.replace(
+        model,
+        tensor_model_parallel_size=1,
+        sequence_parallel=False,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
+    )
     block = StageContents(tuple(range(model.num_layers)), has_embedding=False, has_loss=False)
     # A tied output layer is counted with the embedding that it shares.
     ends = StageContents((), has_embedding=True, has_loss=True)
@@ -59,16 +67,22 @@ def model_size(config: RunConfig) -> ModelSize:
     stages = [layout.chunks(rank) for rank in range(model.pipeline_model_parallel_size)]
     shards = (sum(_count(model, chunk) for chunk in chunks) for chunks in stages)
     trained = (sum(_count(model, chunk, trained_only=True) for chunk in chunks) for chunks in stages)
-    return ModelSize(_count(whole, block) + num_norm, embedding, tuple(shards), tuple(trained))
+    experts = (sum(_count_experts(model, chunk) for chunk in chunks) for chunks in stages)
+    return ModelSize(_count(whole, block) + num_norm, embedding, tuple(shards), tuple(trained), tuple(experts))
 
 
 def theoretical_memory(config: RunConfig) -> TheoreticalMemory:
     """Return what weights, gradients, the optimizer's state and activations take on the most loaded rank."""
     size = model_size(config)
-    weight = ELEMENT_BYTES[config.model.params_dtype]
+    weight, sizes = ELEMENT_BYTES[config.model.params_dtype], config.parallel_sizes
+    of_kind = {
+        is_expert: _bytes_a_trained_parameter(config, replicas)
+        for is_expert, replicas in ((False, sizes.num_replicas), (True, sizes.num_expert_replicas))
+    }
+    of_expert = of_kind[True] - of_kind[False]
     weights = max(
-        count * weight + trained * _bytes_a_trained_parameter(config)
-        for count, trained in zip(size.shards, size.trained)
+        count * weight + trained * of_kind[False] + experts * of_expert
+        for count, trained, experts in zip(size.shards, size.trained, size.experts)
     )
     return TheoreticalMemory(weights, _activation_bytes(config))
 
@@ -98,12 +112,15 @@ def _count(model: GPTConfig, chunk: StageContents, *, trained_only: bool = False
     return sum(parameter.size for parameter in parameters if parameter.is_trained or not trained_only)
 
 
-def _bytes_a_trained_parameter(config: RunConfig) -> float:
+def _count_experts(model: GPTConfig, chunk: StageContents) -> int:
+    return sum(parameter.size for parameter in chunk_parameters(model, chunk) if parameter.is_expert)
+
+
+def _bytes_a_trained_parameter(config: RunConfig, replicas: int) -> float:
     """Return the bytes of a gradient, and its share of main parameter and moments."""
     ddp = config.ddp
     gradient: float = ELEMENT_BYTES[ddp.grad_dtype(config.model.params_dtype)]
     state: float = state_bytes(config.optimizer)
-    replicas = config.parallel_sizes.num_replicas
     if ddp.shards_over(replicas):
         state /= replicas
         gradient /= replicas if ddp.shards_gradients else 1
@@ -113,10 +130,11 @@ def _bytes_a_trained_parameter(config: RunConfig) -> float:
 def _activation_bytes(config: RunConfig) -> float | None:
     """Return the bytes that the first stage keeps for its backward passes.
 
-    None where the tensor-parallel ranks hold copies, or the layers recompute all that they keep.
+    None where the tensor-parallel ranks hold copies, the layers recompute all that they keep, or tokens choose experts.
     """
     model, sizes = config.model, config.parallel_sizes
-    if (sizes.tp > 1 and not model.sequence_parallel) or model.recompute_granularity != "selective":
+    has_copies = sizes.tp > 1 and not model.sequence_parallel
+    if has_copies or model.recompute_granularity != "selective" or model.num_experts:
         return None
     element, h = ELEMENT_BYTES[model.params_dtype], model.hidden_size
     tokens = config.data.seq_length // sizes.cp * config.training.micro_batch_size

@@ -135,7 +135,7 @@ def _kept() -> Iterator[Cell]:
             ExpertLayout(dp=2, ep=2),
             ExpertLayout(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True),
             ExpertLayout(pp=2, schedule="zero-bubble", dp=2, ep=2),
-            ExpertLayout(pp=2, dp=2, ep=2, offloaded_layers=1),
+            ExpertLayout(pp=2, virtual_stages=2, dp=2, ep=2),
         ):
             yield make_expert_cell("deepseek-experts", replace(layout, recompute=recompute))
     shared = ("--moe-shared-expert-overlap",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from dataclasses import replace
@@ -17,12 +18,13 @@ from megatron.verification.cells import (
     Layout,
     make_cell,
 )
+from megatron.verification.expert_cells import DISPATCHERS, EXPERT_SHAPES, ExpertLayout, make_expert_cell
 
 
 def fuzz(seed: int, count: int) -> list[Cell]:
     """Return ``count`` configurations drawn at random; some of them are such that they must be refused.
 
-    A number's configuration depends on the seed and on it alone.
+    A number's configuration depends on the seed and on it alone. Every fourth model has experts.
     """
     return [_draw(random.Random(f"{seed}/{number}"), number) for number in range(count)]
 
@@ -32,6 +34,8 @@ _SHARE_OF_WILD = 0.15
 
 
 def _draw(generator: random.Random, number: int) -> Cell:
+    if number % 4 == 3:
+        return _draw_experts(generator, number)
     layout = _draw_layout(generator)
     shape = generator.choice(tuple(SHAPES))
     data = generator.choice(tuple(DATA))
@@ -39,6 +43,23 @@ def _draw(generator: random.Random, number: int) -> Cell:
     extra = _draw_sizes(generator) if is_wild else _draw_fitting_sizes(generator, layout, shape)
     cell = make_cell(shape, layout, data, extra, num_layers=int(extra[1]))
     return replace(cell, name=f"#{number} {shape} {data} {layout.name} {' '.join(extra)}")
+
+
+def _draw_experts(generator: random.Random, number: int) -> Cell:
+    """Draw a model with experts, and how they are spread; some spreads do not fit, and are refused."""
+    shape = generator.choice(tuple(EXPERT_SHAPES))
+    drawn = _draw_layout(generator)
+    ranks = drawn.tp * drawn.cp * drawn.dp
+    layout = ExpertLayout(
+        **{field.name: getattr(drawn, field.name) for field in dataclasses.fields(drawn)},
+        ep=generator.choice([n for n in (1, 2, 4, 8) if n <= ranks]),
+        etp=generator.choice((None, None, 1, 2)),
+        dispatcher="alltoall" if shape == "dropping" else generator.choice(DISPATCHERS),
+    )
+    # The shapes' lists say which of four layers have experts.
+    batch = layout.dp * generator.randint(1, 12 // layout.dp)
+    cell = make_expert_cell(shape, layout, generator.choice(tuple(DATA)), _sizes(4, 4, 6, 1, batch, 24))
+    return replace(cell, name=f"#{number} {cell.name}")
 
 
 def _draw_layout(generator: random.Random) -> Layout:

@@ -1,4 +1,4 @@
-"""A run with experts saved at one layout goes on at others: the same state, bit for bit, and the same losses."""
+"""A run with experts that is saved at one layout goes on at others, with the same state and the same losses."""
 
 from __future__ import annotations
 

@@ -4,9 +4,14 @@ oneDNN is reached through an operator of its own; ``torch.mm`` calls MKL in floa
 other memory layouts. Which is quicker depends on the processor. One core, 2048 rows, 384 to 1536 features, float32:
 on a Zen 5 MKL has 94 GFLOP/s and oneDNN 160 to 210; on a Xeon with AMX 150 and 140, and 145 and 80 for weight
 gradients. There, bfloat16 weight gradients have 450 by ``torch.mm`` and 670 by the operator.
+
+Groups of rows, each with a matrix of its own, are one launch of ``torch._grouped_mm`` on CUDA in bfloat16, where this
+torch has it, and elsewhere one product a group: on a CPU nothing is gained by more, once a group has some dozen rows.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +21,8 @@ from megatron.core.host_memory.reused_memory import ReusedMemory
 _HAS_ONEDNN: bool = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _MIN_ROWS = 32
 """With fewer rows oneDNN takes longer to rearrange the weight than to multiply by it."""
+_ALIGNMENT = 8
+"""What the sizes of matrices that are multiplied in one launch are multiples of."""
 
 
 def linear(
@@ -92,3 +99,46 @@ def has_library(library: str, dtype: torch.dtype) -> bool:
     if dtype is torch.bfloat16:
         return _HAS_ONEDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return _HAS_ONEDNN and dtype is torch.float32
+
+
+def grouped_product(
+    x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], library: str = "auto"
+) -> torch.Tensor:
+    """Return ``x[group] @ weight[group].T`` of groups of rows that follow one another.
+
+    Shapes: ``x: [n, in]``, ``weight: [groups, out, in]``, counts that sum to n ``-> [n, out]``.
+    """
+    if _is_one_launch(x, weight):
+        result: torch.Tensor = torch._grouped_mm(x, weight.transpose(1, 2), offs=_ends(counts, x.device))
+        return result
+    output = x.new_empty(len(x), weight.shape[1])
+    for rows, into, of_group in zip(x.split_with_sizes(list(counts)), output.split_with_sizes(list(counts)), weight):
+        if len(rows):
+            linear_into(into, rows, of_group, library=library)
+    return output
+
+
+def grouped_gradient(grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int], library: str = "auto") -> torch.Tensor:
+    """Return ``grad[group].T @ x[group]``: the gradient of the weight of `grouped_product`.
+
+    Shapes: ``grad: [n, out]``, ``x: [n, in]``, counts that sum to n ``-> [groups, out, in]``.
+    """
+    if _is_one_launch(grad, x):
+        result: torch.Tensor = torch._grouped_mm(grad.t(), x, offs=_ends(counts, x.device))
+        return result
+    total = x.new_empty(len(counts), grad.shape[1], x.shape[1])
+    for into, rows, of_group in zip(total, grad.split_with_sizes(list(counts)), x.split_with_sizes(list(counts))):
+        if len(rows):
+            into.copy_(product(rows.t(), of_group, library))
+        else:
+            into.zero_()
+    return total
+
+
+def _is_one_launch(left: torch.Tensor, right: torch.Tensor) -> bool:
+    is_aligned = all(size % _ALIGNMENT == 0 for size in (left.shape[-1], *right.shape[-2:]))
+    return left.is_cuda and left.dtype is torch.bfloat16 and is_aligned and hasattr(torch, "_grouped_mm")
+
+
+def _ends(counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)

@@ -26,6 +26,7 @@ from megatron.verification.cells import (
     matrix,
     with_micro_batch_size,
 )
+from megatron.verification.expert_cells import ExpertLayout, expert_matrix, make_expert_cell
 from megatron.verification.random_cells import fuzz
 from megatron.verification.verifier import CellReport, Verifier
 from megatron.verification.worker_pool import WorkerPool
@@ -109,6 +110,11 @@ REPRESENTATIVE = (
     make_cell("gpt2", Layout(pp=4, schedule="zero-bubble", recompute=("full", "uniform", "1"))),
     make_cell("qwen", Layout(dp=2, sharding="optim", overlap=True, recompute=MODULES, offloaded_layers=3), "packed"),
     make_cell("llama", Layout(tp=2, pp=2, cp=2), "packed", extra=DROPOUT),
+    # Experts.
+    make_expert_cell("mixtral", ExpertLayout(tp=2, dp=2, ep=2, sequence_parallel=True, dispatcher="allgather")),
+    make_expert_cell("deepseek-experts", ExpertLayout(pp=2, dp=2, ep=2, sharding="optim_grads", overlap=True)),
+    make_expert_cell("dropping", ExpertLayout(tp=2, cp=2, ep=4, etp=1)),
+    make_expert_cell("gpt2-experts", ExpertLayout(tp=2, etp=1, recompute=("full", "uniform", "1"))),
 )
 
 
@@ -137,7 +143,7 @@ def test_an_offloaded_layout_computes_what_one_process_computes_without(verifier
 
 @pytest.mark.long
 def test_the_whole_matrix(verifier: Verifier) -> None:
-    reports = [verifier.check(cell) for cell in matrix()]
+    reports = [verifier.check(cell) for cell in (*matrix(), *expert_matrix())]
     assert not [report.describe() for report in reports if report.outcome != "passed"]
 
 

@@ -13,6 +13,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.verification.cells import DATA, EXCHANGES, MAX_WORLD_SIZE, Layout, make_cell, matrix
+from megatron.verification.expert_cells import expert_matrix
 from megatron.verification.random_cells import fuzz
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,6 +51,21 @@ def test_the_matrix_covers_every_way_to_cut_a_model(configs: list[RunConfig]) ->
     assert "zero-bubble" in {config.pipeline_schedule for config in configs}
 
 
+def test_the_matrix_covers_every_way_to_spread_experts() -> None:
+    cells = expert_matrix()
+    assert len(cells) >= 120
+    assert len({cell.name for cell in cells}) == len({(cell.flags, cell.data, cell.world_size) for cell in cells})
+    found = [resolve_arguments(cell.flags, cell.world_size).config for cell in cells]
+    sizes = [(config.parallel_sizes, config.ddp.shards_optimizer) for config in found]
+    assert {s.ep for s, _ in sizes} == {1, 2, 4}
+    for tp, pp, cp, ep, etp in ((2, 1, 1, 2, 2), (1, 2, 1, 2, 1), (1, 1, 2, 2, 1), (2, 1, 1, 2, 1), (2, 1, 1, 1, 1)):
+        assert any((s.tp, s.pp, s.cp, s.ep, s.expert_tp) == (tp, pp, cp, ep, etp) for s, _ in sizes)
+    assert {(s.num_expert_replicas > 1, is_sharded) for s, is_sharded in sizes} >= {(True, True), (False, True)}
+    assert {kind for config in found for kind in config.model.moe_router_load_balancing_type} == {
+        *("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+    }
+
+
 def test_nothing_of_the_layout_is_in_the_reference() -> None:
     cell = make_cell("llama", Layout(tp=2, pp=2, cp=2), "packed", ("--global-batch-size", "6"))
     assert cell.world_size == 8
@@ -85,7 +101,7 @@ def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_lists_the_cells_that_every_word_fits() -> None:
     listed = tool("--list", "--filter", "gpt2 zero-bubble dp2").stdout.splitlines()
     everything = tool("--list").stdout.splitlines()
-    assert [cell.name for cell in matrix()] == everything
+    assert [cell.name for cell in (*matrix(), *expert_matrix())] == everything
     assert listed == [name for name in everything if all(word in name for word in ("gpt2", "zero-bubble", "dp2"))]
     assert 0 < len(listed) < len(everything)
     assert tool("--list", "--fuzz", "3").stdout.splitlines() == [cell.name for cell in fuzz(0, 3)]

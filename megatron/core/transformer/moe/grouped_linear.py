@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.kernels.grouped_product import grouped_gradient, grouped_product
+from megatron.core.kernels.matrix_product import grouped_gradient, grouped_product
 from megatron.core.main_grad import Receiver, main_grad_of
 
 

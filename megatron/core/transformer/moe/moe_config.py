@@ -11,7 +11,7 @@ _BIASED = ("moe_router_enable_expert_bias", True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MoEConfig(Config, in_args=True):
+class MoEConfig(Config, in_args=False):
     """Hold the choices of a mixture of experts; without ``num_experts`` every feed-forward is dense."""
 
     num_experts: int | None = flag(None, role="shape", bounds=POSITIVE)
@@ -24,9 +24,7 @@ class MoEConfig(Config, in_args=True):
     """Width of the shared expert, through which every token goes; by default there is none."""
     moe_shared_expert_gate: bool = flag(False, role="shape", needs="moe_shared_expert_intermediate_size")
     """Multiply the shared expert's output by a gate, one number a token."""
-    moe_shared_expert_overlap: bool = flag(
-        False, role="run", needs="moe_shared_expert_intermediate_size", in_args=False
-    )
+    moe_shared_expert_overlap: bool = flag(False, role="run", needs="moe_shared_expert_intermediate_size")
     """Compute the shared expert while tokens travel to their experts."""
 
     moe_router_topk: int = flag(2, role="meaning", bounds=POSITIVE, needs="num_experts")
@@ -82,7 +80,6 @@ class MoEConfig(Config, in_args=True):
         not_built=("flex",),
         role="run",
         needs="num_experts",
-        in_args=False,
     )
     """How tokens reach experts on other ranks: all tokens are gathered, or each goes to its experts' ranks only."""
 

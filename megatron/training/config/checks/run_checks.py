@@ -8,7 +8,6 @@ from megatron.training.config.checks import (
     context_parallelism,
     cuda_graphs,
     data_files,
-    experts,
     fields,
     files,
     float8,
@@ -20,6 +19,7 @@ from megatron.training.config.checks import (
     pipeline,
     profiling,
 )
+from megatron.training.config.checks.model_parts import experts
 from megatron.training.config.run_config import RunConfig
 from megatron.training.faults import fault_checks
 

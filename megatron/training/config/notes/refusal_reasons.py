@@ -9,7 +9,7 @@ _RESTART = "start the run again with the same flags: it goes on from its newest 
 
 REASONS: tuple[tuple[str, str], ...] = (
     ("--moe-", _EXPERTS),
-    ("--expert-", _EXPERTS),
+    ("--overlap-moe-", _EXPERTS),
     ("--use-legacy-models", "there is one implementation of each model; leave it out"),
     ("--fp8-", "attention is computed in the model's own precision; leave it out: the layers' products stay in fp8"),
     ("--use-torch-fsdp2", "use --data-parallel-sharding-strategy optim_grads: it shards all but the parameters"),

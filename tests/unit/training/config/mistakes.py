@@ -174,7 +174,7 @@ MISTAKES = {
         Mistake("--gradient-accumulation-steps 8"),
         Mistake("--n_embd 768"),
         Mistake("--fp8-hybrid"),
-        Mistake("--num-experts 8"),
+        Mistake("--num-experts 8 --moe-router-topk 9"),
         Mistake("--optimizer muon"),
         Mistake("--train-mode finetune"),
         Mistake("--dataset JSON-SFT"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.training.config.checkpoint_config import NATIVE_FORMAT
 from megatron.training.config.checks.check import Check, divisors
 from megatron.training.config.run_config import RunConfig
 
@@ -123,7 +122,7 @@ def _check_dispatch(config: RunConfig) -> Iterator[str]:
 
 
 def _check_beside_experts(config: RunConfig) -> Iterator[str]:
-    model, checkpoint = config.model, config.checkpoint
+    model = config.model
     if model.num_experts is None:
         if "moe" in model.recomputed_modules:
             yield "--recompute-modules moe has no effect without --num-experts; leave it out"
@@ -138,10 +137,12 @@ def _check_beside_experts(config: RunConfig) -> Iterator[str]:
             f"{given} --cuda-graph-impl local cannot record layers whose experts are given another number of tokens "
             "each time; use --cuda-graph-impl none"
         )
-    if checkpoint.save is not None and checkpoint.ckpt_format != NATIVE_FORMAT:
+    if model.cpu_offloading:
+        yield f"{given} --cpu-offloading is not built for layers of experts; leave it out"
+    if config.optimizer.offload_fraction and config.optimizer.optimizer_offload_policy == "auto":
         yield (
-            f"{given} --ckpt-format {checkpoint.ckpt_format} is not built for experts; use --ckpt-format "
-            f"{NATIVE_FORMAT}"
+            f"{given} --optimizer-offload-policy auto does not know how much memory experts need; use "
+            "--optimizer-offload-policy static"
         )
 
 
@@ -158,5 +159,5 @@ CHECKS = (
     Check(("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _check_choice),
     Check(("moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_granularity"), _check_balancing),
     Check(("num_experts", "moe_token_dispatcher_type", "moe_expert_capacity_factor"), _check_dispatch),
-    Check(("num_experts", "fp8_format", "lora_rank", "cuda_graph_impl", "save", "ckpt_format"), _check_beside_experts),
+    Check(("num_experts", "fp8_format", "lora_rank", "cuda_graph_impl", "cpu_offloading"), _check_beside_experts),
 )

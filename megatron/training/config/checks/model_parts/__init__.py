@@ -1,0 +1,1 @@
+"""Checks of parts that not every model has."""

@@ -1,0 +1,115 @@
+"""A layer of experts computes what a loop over tokens computes, and counts what its experts are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.process_group import single_rank_group
+from megatron.core.tensor_parallel.recompute import recompute
+from megatron.core.transformer.moe.moe_layer import MoELayer, loads_of
+from tests.harness.toy_model import load_global_weights, make_model
+
+SETTINGS: dict[str, Any] = {
+    "num_experts": 6,
+    "moe_ffn_hidden_size": 18,
+    "moe_router_topk": 2,
+    "moe_shared_expert_intermediate_size": 22,
+    "moe_shared_expert_gate": True,
+    "params_dtype": "float64",
+}
+
+
+def make_layer(**settings: Any) -> tuple[GPTModel, MoELayer]:
+    model = make_model(single_rank_group(), **(SETTINGS | settings))
+    load_global_weights(model)
+    layer = next(module for module in model.modules() if isinstance(module, MoELayer))
+    return model, layer
+
+
+def by_token(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
+    """Return what each token's experts make of it, one after the other."""
+    flat = x.reshape(-1, x.shape[-1])
+    logits = F.linear(flat, layer.router.weight, layer.router.bias)
+    weights, indices = logits.topk(layer.config.moe_router_topk)
+    weights = weights.softmax(dim=-1)
+    fc1, fc2 = layer.experts.linear_fc1, layer.experts.linear_fc2
+    rows = []
+    for token in range(len(flat)):
+        total = torch.zeros_like(flat[token])
+        for weight, expert in zip(weights[token], indices[token].tolist()):
+            inner = F.linear(flat[token], fc1.weight[expert], None if fc1.bias is None else fc1.bias[expert])
+            output = F.linear(
+                layer.experts.activation(inner), fc2.weight[expert], None if fc2.bias is None else fc2.bias[expert]
+            )
+            total = total + weight * output
+        rows.append(total)
+    assert layer.shared_experts is not None
+    return torch.stack(rows).view_as(x) + layer.shared_experts(x).hidden
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"swiglu": True, "add_bias_linear": False, "moe_shared_expert_overlap": True}]
+)
+def test_output_and_gradients_are_those_of_a_loop_over_tokens(settings: dict[str, Any], dispatcher: str) -> None:
+    _, layer = make_layer(moe_token_dispatcher_type=dispatcher, **settings)
+    x = torch.randn(7, 3, 28, dtype=torch.float64, generator=torch.Generator().manual_seed(5), requires_grad=True)
+    wanted = torch.randn(7, 3, 28, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    inputs = [x, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
+    ours, theirs = layer(x).hidden, by_token(layer, x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    for mine, expected in zip(
+        torch.autograd.grad((ours * wanted).sum(), inputs), torch.autograd.grad((theirs * wanted).sum(), inputs)
+    ):
+        torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_padding_to_capacity_changes_no_number() -> None:
+    x = torch.randn(7, 3, 28, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    capacity = {"moe_expert_capacity_factor": 0.6, "moe_token_dispatcher_type": "alltoall"}
+    plain, padded = (
+        make_layer(moe_pad_expert_input_to_capacity=pads, **capacity)[1](x).hidden for pads in (False, True)
+    )
+    torch.testing.assert_close(plain, padded, rtol=1e-13, atol=1e-13)
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
+    _, layer = make_layer()
+    x = torch.randn(1, 1, 28, dtype=torch.float64, requires_grad=True)
+    layer(x).hidden.sum().backward()
+    gradient = layer.experts.linear_fc1.weight.grad
+    assert gradient is not None
+    assert (gradient.flatten(1).abs().sum(dim=1) > 0).sum() == 2
+
+
+def test_recomputed_passes_are_not_counted_and_evaluation_is_not_either() -> None:
+    model, layer = make_layer(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+    loads = loads_of([model], model.config, describe_parallel_state(0, 1))
+    assert loads is not None
+    x = torch.randn(7, 3, 28, dtype=torch.float64, requires_grad=True)
+    recompute(layer, x).hidden.sum().backward()
+    with torch.no_grad():
+        layer(x)
+    totals = loads.collect(torch.device("cpu"))
+    assert totals[0].sum() == 7 * 3 * 2
+    report = loads.report(totals[:1])
+    assert sum(report.shares[0]) == pytest.approx(6.0)
+    bias = layer.router.expert_bias
+    assert bias is not None
+    before, given = bias.detach().clone(), totals[0, :-1]
+    loads.move_biases(totals)
+    assert torch.equal(bias.detach(), before + (given.mean() - given).sign() * 1e-3)
+    loads.begin_step()
+    assert loads.collect(torch.device("cpu")).sum() == 0
+
+
+def test_a_dense_model_has_no_loads() -> None:
+    model = make_model(single_rank_group())
+    assert loads_of([model], model.config, describe_parallel_state(0, 1)) is None
+    assert model.auxiliary_loss_names == ()
