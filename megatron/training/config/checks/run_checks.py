@@ -11,14 +11,13 @@ from megatron.training.config.checks import (
     fields,
     files,
     float8,
-    further_tokens,
-    latent_attention,
     layout,
     model,
     optimizer,
     pipeline,
     profiling,
 )
+from megatron.training.config.checks.architectures import further_tokens, latent_attention
 from megatron.training.config.checks.model_parts import experts
 from megatron.training.config.run_config import RunConfig
 from megatron.training.faults import fault_checks
