@@ -85,6 +85,7 @@ def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> Chu
         batch.tokens,
         batch.position_ids,
         labels=batch.labels,
+        loss_mask=batch.loss_mask,
         pattern=pattern,
         hidden=hidden,
         losses=losses,

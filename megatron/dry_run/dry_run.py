@@ -32,7 +32,7 @@ from megatron.dry_run.pretended.triton import recorded_programs
 from megatron.dry_run.recorder import Recorder
 from megatron.dry_run.step_record import StepRecord
 from megatron.planning.gpu import Gpu
-from megatron.planning.plan import refuse_experts
+from megatron.planning.plan import refuse_unplanned
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource
 from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
@@ -91,7 +91,7 @@ def dry_run(
     Raises:
         ConfigurationError: it has, and this machine has not; or the model has experts.
     """
-    refuse_experts(config.model)
+    refuse_unplanned(config.model)
     recorder = Recorder()
     # The samples are read in this thread: another one would know nothing of fake tensors.
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=0))

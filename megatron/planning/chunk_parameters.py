@@ -57,7 +57,24 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
         bias = [ChunkParameter(rows, copies_to_sum)] if has_bias else []
         return [ChunkParameter(rows * columns, is_sent_in_float8=model.fp8_param_gather, is_matrix=True), *bias]
 
-    if groups % t == 0:
+    def latent() -> list[ChunkParameter]:
+        heads, narrow = model.num_attention_heads // t, model.q_lora_rank
+        of_queries = [ChunkParameter(h * heads * model.latent_query_width)]
+        if narrow is not None:
+            of_queries = [
+                ChunkParameter(narrow * h, of_cut_tokens),
+                ChunkParameter(narrow * heads * model.latent_query_width),
+            ]
+        weights = [
+            *of_queries,
+            ChunkParameter((model.kv_lora_rank + model.qk_pos_emb_head_dim) * h, of_cut_tokens),
+            ChunkParameter(model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim)),
+        ]
+        return [replace(weight, is_matrix=True) for weight in weights]
+
+    if model.multi_latent_attention:
+        query_key_value = latent()
+    elif groups % t == 0:
         query_key_value = linear(queries + 2 * model.kv_projection_size // t, h, 0, model.has_qkv_bias)
     else:
         query_key_value = [
@@ -73,6 +90,8 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
         key_copies = max(t // groups, 1)
         keys = ChunkParameter(model.kv_projection_size * key_copies // t, key_copies if key_copies > 1 else 0)
         queries_and_keys = [ChunkParameter(queries), keys]
+    elif model.qk_layernorm and model.multi_latent_attention:
+        queries_and_keys = [*(norm(model.q_lora_rank) if model.q_lora_rank else []), *norm(model.kv_lora_rank)]
     elif model.qk_layernorm:
         queries_and_keys = norm(d, of_all_ranks) * 2
     before = norm(h) if model.norm_placement != "after" else []
@@ -85,7 +104,7 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
         return [replace(parameter, is_trained=False) for parameter in parameters] if model.lora_rank else [*parameters]
 
     attention = [
-        *base(*before, *linear(h, queries, of_cut_tokens, model.add_bias_linear)),
+        *base(*before, *linear(h, model.context_size // t, of_cut_tokens, model.add_bias_linear)),
         *adapters("linear_proj"),
         *base(*query_key_value),
         *adapters("linear_qkv"),
@@ -110,17 +129,23 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
         model.untie_embeddings_and_output_weights,
         model.position_embedding_type == "learned_absolute",
     )
-    is_tied = not is_untied and chunk.has_embedding != chunk.has_loss
+    is_one_end, has_further = chunk.has_embedding != chunk.has_loss, chunk.has_loss and model.num_further_tokens > 0
+    is_tied = is_one_end and (not is_untied or model.num_further_tokens > 0)
     vocabulary = ChunkParameter(model.padded_vocab_size // t * h, is_tied=is_tied)
     positions = [ChunkParameter(model.max_position_embeddings * h, of_cut_tokens)] if is_learned else []
-    output = [vocabulary] if is_untied or not chunk.has_embedding else []
-    first = [vocabulary, *positions] if chunk.has_embedding else []
-    last = [*norm(h), *output] if chunk.has_loss else []
+    has_words = chunk.has_embedding or has_further
+    output = [replace(vocabulary, is_tied=is_tied and not has_words)] if is_untied or not has_words else []
+    first = [vocabulary, *positions] if has_words else []
     float8_layers, has_experts = model.float8_layers(model.num_layers), model.moe_layers
     whole = {kind: (*attention, *feed_forwards[kind], *base(*after)) for kind in set(has_experts)}
     in_half = {
         kind: tuple(replace(parameter, is_sent_in_float8=False) for parameter in layer) for kind, layer in whole.items()
     }
+    further = [
+        *(*norm(h), *norm(h), ChunkParameter(2 * h * h // t, is_matrix=True)),
+        *(*attention, *feed_forwards[has_experts[-1]], *base(*after), *norm(h)),
+    ]
+    last = [*norm(h), *further * model.num_further_tokens, *output] if chunk.has_loss else []
     layers = [
         parameter
         for number in chunk.layer_numbers

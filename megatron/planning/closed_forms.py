@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.overlap.linear_overlap import ROW_PARALLEL, l
 from megatron.planning.adapter_traffic import add_adapters, idle_in_first_layer
 from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.float8_traffic import Float8LayerEnds
-from megatron.planning.plan import refuse_experts
+from megatron.planning.plan import refuse_unplanned
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
@@ -114,7 +114,7 @@ def step_traffic(config: RunConfig, rank: int) -> Traffic:
     Raises:
         ConfigurationError: the model has experts: what is sent follows from what tokens choose.
     """
-    refuse_experts(config.model)
+    refuse_unplanned(config.model)
     sizes = config.parallel_sizes
     here = _Rank(config, sizes, sizes.place(rank))
     total = _Sum(here.group_sizes())

@@ -44,7 +44,7 @@ class Plan:
         Raises:
             ConfigurationError: the model has experts, whose memory and time depend on what tokens choose.
         """
-        refuse_experts(config.model)
+        refuse_unplanned(config.model)
         return Plan(
             model=config.model,
             ddp=config.ddp,
@@ -99,12 +99,21 @@ class Plan:
         return self.model.microbatch_group_size_per_virtual_pipeline_stage
 
 
-def refuse_experts(model: GPTConfig) -> None:
-    """Refuse to plan a model with experts.
+def refuse_unplanned(model: GPTConfig) -> None:
+    """Refuse to plan a model with experts, latent attention or further tokens.
 
     Raises:
-        ConfigurationError: it has some.
+        ConfigurationError: it has some of these.
     """
+    for name, is_given in (
+        ("--multi-latent-attention", model.multi_latent_attention),
+        ("--mtp-num-layers", model.num_further_tokens > 0),
+    ):
+        if is_given:
+            raise ConfigurationError(
+                f"{name}: activations, time and traffic of such a model are not planned; "
+                f"tools/report_theoretical_memory.py has its parameters, or leave {name} out"
+            )
     if model.num_experts is not None:
         raise ConfigurationError(
             f"--num-experts {model.num_experts}: activations, time and traffic of experts follow from what tokens "

@@ -64,7 +64,9 @@ def model_size(config: RunConfig) -> ModelSize:
     ends = StageContents((), has_embedding=True, has_loss=True)
     num_norm = model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
     rows = model.padded_vocab_size - whole.padded_vocab_size
-    embedding = _count(whole, ends) - num_norm
+    plain = dataclasses.replace(whole, mtp_num_layers=None)
+    embedding = _count(plain, ends) - num_norm
+    further = _count(whole, ends) - _count(plain, ends)
     embedding += rows * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
     stages = [layout.chunks(rank) for rank in range(model.pipeline_model_parallel_size)]
     shards = (sum(_count(model, chunk) for chunk in chunks) for chunks in stages)
@@ -74,8 +76,9 @@ def model_size(config: RunConfig) -> ModelSize:
         for chunks in stages
     )
     experts = (sum(_count_experts(model, chunk) for chunk in chunks) for chunks in stages)
+    rest = num_norm + further
     return ModelSize(
-        _count(whole, block) + num_norm, embedding, tuple(shards), tuple(trained), tuple(matrices), tuple(experts)
+        _count(whole, block) + rest, embedding, tuple(shards), tuple(trained), tuple(matrices), tuple(experts)
     )
 
 
@@ -139,11 +142,13 @@ def _bytes_a_trained_parameter(config: RunConfig, replicas: int, *, is_matrix: b
 def _activation_bytes(config: RunConfig) -> float | None:
     """Return the bytes that the first stage keeps for its backward passes.
 
-    None where the tensor-parallel ranks hold copies, the layers recompute all that they keep, or tokens choose experts.
+    None where the tensor-parallel ranks hold copies, the layers recompute all that they keep, tokens choose experts,
+    or the layers are others than those of the closed form.
     """
     model, sizes = config.model, config.parallel_sizes
     has_copies = sizes.tp > 1 and not model.sequence_parallel
-    if has_copies or model.recompute_granularity != "selective" or model.num_experts:
+    is_unplanned = model.num_experts or model.multi_latent_attention or model.num_further_tokens
+    if has_copies or model.recompute_granularity != "selective" or is_unplanned:
         return None
     element, h = ELEMENT_BYTES[model.params_dtype], model.hidden_size
     tokens = config.data.seq_length // sizes.cp * config.training.micro_batch_size

@@ -20,6 +20,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from megatron.commands.arguments.command_line import Parser, report_unused
 from megatron.verification.cells import MAX_WORLD_SIZE, SHAPES, Cell, matrix
 from megatron.verification.expert_cells import EXPERT_SHAPES, expert_matrix
+from megatron.verification.latent_cells import LATENT_SHAPES, latent_matrix
+from megatron.verification.prediction_cells import PREDICTION_SHAPES, prediction_matrix
 from megatron.verification.random_cells import fuzz
 
 
@@ -32,7 +34,9 @@ def build_parser() -> Parser:
         metavar="TEXT",
         help="only cells whose name contains every word of TEXT; '#7' with --fuzz is the random cell of that number",
     )
-    parser.add_argument("--shape", choices=(*SHAPES, *EXPERT_SHAPES), help="only this model shape")
+    parser.add_argument(
+        "--shape", choices=(*SHAPES, *EXPERT_SHAPES, *PREDICTION_SHAPES, *LATENT_SHAPES), help="only this model shape"
+    )
     parser.add_argument("--max-world-size", type=int, default=MAX_WORLD_SIZE, metavar="N", help="only cells of up to N")
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")
     parser.add_argument("--tolerance", type=float, metavar="X", help="relative; by default what fits the dtype")
@@ -61,7 +65,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def choose_cells(arguments: argparse.Namespace) -> list[Cell]:
     """Return the cells that the command line asks for."""
-    cells = fuzz(arguments.seed, arguments.fuzz) if arguments.fuzz else [*matrix(), *expert_matrix()]
+    proved = [*matrix(), *expert_matrix(), *prediction_matrix(), *latent_matrix()]
+    cells = fuzz(arguments.seed, arguments.fuzz) if arguments.fuzz else proved
     words = arguments.filter.split()
     return [
         cell

@@ -44,7 +44,7 @@ def describe_attention(
     softcap, size = config.attn_logit_softcapping, config.context_parallel_size
     kernels = select_attention_core(config.attention_backend, device, softcap, config.transformer_impl)
     blocks = AttentionBlocks(config.attention_backend in PLAIN_BACKENDS, softcap)
-    dtype, head_dim = dtype_from_name(config.params_dtype), config.kv_channels
+    dtype, head_dim = dtype_from_name(config.params_dtype), config.head_width
     pattern = AttentionPattern(document_ids=torch.empty(0) if has_documents else None)
     names: Counter[str] = Counter()
     for number, window in enumerate(config.layer_windows):
@@ -89,15 +89,12 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_number = layer_number
-        self.head_dim = config.kv_channels
+        self.head_dim = config.head_width
         self.num_heads = config.num_attention_heads // tp.size
         self.heads = range(tp.rank * self.num_heads, (tp.rank + 1) * self.num_heads)
         self.num_groups = key_value_heads_of_rank(config.num_query_groups, tp.size)
-        self.window = config.layer_windows[layer_number]
-        # The cores divide scores by the root of the head's width.
-        self.score_factor: float | None = None
-        if config.score_scalar != config.kv_channels:
-            self.score_factor = (config.kv_channels / config.score_scalar) ** 0.5
+        self.window = config.layer_windows[config.kind_of(layer_number)]
+        self.score_factor = self._factor_of_scores(config)
         self.dropout = config.attention_dropout
         self.observe_logits: Callable[[torch.Tensor, torch.Tensor, AttentionPattern], None] | None = None
         self.recompute_core = "core_attn" in config.recomputed_modules
@@ -106,14 +103,14 @@ class SelfAttention(nn.Module):
             select_attention_core(
                 config.attention_backend, device, config.attn_logit_softcapping, config.transformer_impl
             ),
-            config.cp_exchange(layer_number),
+            config.cp_exchange(config.kind_of(layer_number)),
             self.cp,
             plain_blocks=config.attention_backend in PLAIN_BACKENDS,
             softcap=config.attn_logit_softcapping,
         )
         # In the order in which Megatron's optimizer files list them: linear_proj before linear_qkv.
         self.linear_proj = RowParallelLinear(
-            config.query_projection_size,
+            config.context_size,
             config.hidden_size,
             tp,
             has_bias=config.add_bias_linear,
@@ -124,9 +121,20 @@ class SelfAttention(nn.Module):
             library=config.cpu_matmul,
             overlap=linear_overlap(config, "proj"),
         )
+        self._add_projections(config, tp, device)
+
+    def _add_projections(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
+        """Make what queries, keys and values come from."""
         self.linear_qkv = make_query_key_value(config, tp, device)
+        self.q_layernorm: nn.Module | None
         self.q_layernorm = self._norm(config, config.num_attention_heads, tp, device) if config.qk_layernorm else None
         self.k_layernorm = self._norm(config, config.num_query_groups, tp, device) if config.qk_layernorm else None
+
+    def _factor_of_scores(self, config: TransformerConfig) -> float | None:
+        """Return what scores are multiplied by, which the cores divide by the root of the head's width."""
+        if config.score_scalar == config.kv_channels:
+            return None
+        return float((config.kv_channels / config.score_scalar) ** 0.5)
 
     @staticmethod
     def _norm(config: TransformerConfig, num_heads: int, tp: Group, device: torch.device | str) -> nn.Module:
@@ -160,11 +168,9 @@ class SelfAttention(nn.Module):
         assert self.cp.size == 1 or (cache is None and pattern.mask is None), "a cache or a mask is of whole sequences"
         if angles is not None and self.window is not None and angles.local is not None:
             angles = angles.local
-        query, key, value = self._query_key_value(x, angles)
+        query, key, value = self._query_key_value(x, angles, cache)
         if self.score_factor is not None:
             query = query * self.score_factor
-        if cache is not None:
-            key, value = cache.update(self.layer_number, key, value)
         if self.window is not None and self.window < key.shape[0] * self.cp.size:
             pattern = pattern.within(self.window)
         if self.observe_logits is not None and self.training:
@@ -179,6 +185,15 @@ class SelfAttention(nn.Module):
         return LayerOutput(self.linear_proj(context))
 
     def _query_key_value(
+        self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the queries of some positions, and the keys and values of these and of those in the cache."""
+        query, key, value = self._projected(x, angles)
+        if cache is not None:
+            key, value = cache.update(self.layer_number, key, value)
+        return query, key, value
+
+    def _projected(
         self, x: torch.Tensor, angles: RotaryAngles | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         is_rotated_first = angles is not None and (self.q_layernorm is None or self.k_layernorm is None)

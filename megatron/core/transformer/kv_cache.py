@@ -24,11 +24,15 @@ class KeyValueCache:
     def update(self, layer_number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the new positions of a layer and return views of all of its keys and values.
 
-        Shapes: ``[s, b, g/tp, d] -> [all, b, g/tp, d]``.
+        Latent attention stores its latent vectors and rotary keys in their place, each as one head.
+
+        Shapes: ``[s, b, g/tp, d] -> [all, b, g/tp, d]``; keys and values may differ in ``d``.
         """
         if layer_number not in self._buffers:
-            shape = (self.max_length, *key.shape[1:])
-            self._buffers[layer_number] = (key.new_empty(shape), value.new_empty(shape))
+            self._buffers[layer_number] = (
+                key.new_empty((self.max_length, *key.shape[1:])),
+                value.new_empty((self.max_length, *value.shape[1:])),
+            )
         keys, values = self._buffers[layer_number]
         start = self.length(layer_number)
         end = start + key.shape[0]

@@ -35,6 +35,8 @@ class RotaryEmbedding:
     ``original_length / low_frequency_factor`` are divided by the factor, those shorter than
     ``original_length / high_frequency_factor`` stay, and those between are blended.
 
+    ``frequencies`` may be given in their place, and cosine and sine are multiplied by ``amplitude``.
+
     The last angles are kept: every micro-batch of a run is given the same tensor of positions, unless documents begin
     anew, and then neither the device nor the host has anything to do.
     """
@@ -50,10 +52,14 @@ class RotaryEmbedding:
         low_frequency_factor: float = 1.0,
         high_frequency_factor: float = 4.0,
         original_length: int = 8192,
+        frequencies: torch.Tensor | None = None,
+        amplitude: float = 1.0,
     ) -> None:
         self.interleaved = interleaved
         self.interpolation_factor = interpolation_factor
-        frequencies = 1.0 / base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+        self.amplitude = amplitude
+        if frequencies is None:
+            frequencies = 1.0 / base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
         if scaling_factor is not None:
             wavelengths = 2 * math.pi / frequencies
             blend = (original_length / wavelengths - low_frequency_factor) / (
@@ -93,7 +99,10 @@ class RotaryEmbedding:
         full = half.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((half, half), dim=-1)
         full = full.unsqueeze(2)
         wide = arithmetic_dtype(dtype)
-        return RotaryAngles(full.cos().to(wide), full.sin().to(wide), self.interleaved)
+        cos, sin = full.cos(), full.sin()
+        if self.amplitude != 1.0:
+            cos, sin = cos * self.amplitude, sin * self.amplitude
+        return RotaryAngles(cos.to(wide), sin.to(wide), self.interleaved)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,12 +8,14 @@ from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, flag
 from megatron.core.fp8.float8_config import Float8Config
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.adapters.adapter_targets import adapted_parts
+from megatron.core.transformer.latent_attention.latent_config import LatentConfig
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe.moe_config import MoEConfig, moe_layers
+from megatron.core.transformer.multi_token_prediction.prediction_config import PredictionConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig(ModelParallelConfig, Float8Config, MoEConfig, in_args=True):
+class TransformerConfig(ModelParallelConfig, Float8Config, MoEConfig, PredictionConfig, LatentConfig, in_args=True):
     """Hold everything that a transformer layer is built from.
 
     ``ffn_hidden_size``, ``kv_channels`` and ``num_query_groups`` are 0 where they are not given and are then
@@ -286,6 +288,17 @@ class TransformerConfig(ModelParallelConfig, Float8Config, MoEConfig, in_args=Tr
         return self.kv_channels * self.num_attention_heads
 
     @property
+    def head_width(self) -> int:
+        """Return the width of a head's queries, keys and values as attention kernels see them."""
+        return self.latent_head_width if self.multi_latent_attention else self.kv_channels
+
+    @property
+    def context_size(self) -> int:
+        """Return the width of what all heads together leave."""
+        width = self.v_head_dim if self.multi_latent_attention else self.kv_channels
+        return width * self.num_attention_heads
+
+    @property
     def kv_projection_size(self) -> int:
         """Return the width of all key heads together (the value heads have the same)."""
         return self.kv_channels * self.num_query_groups
@@ -294,6 +307,10 @@ class TransformerConfig(ModelParallelConfig, Float8Config, MoEConfig, in_args=Tr
     def output_init_method_std(self) -> float:
         """Return the initial standard deviation of the layers that end a residual branch."""
         return float(self.init_method_std / (2.0 * self.num_layers) ** 0.5)
+
+    def kind_of(self, layer_number: int) -> int:
+        """Return the layer that a layer is like: itself, or the last one where it predicts further tokens."""
+        return min(layer_number, self.num_layers - 1)
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
         """Return the shape of the hidden states of whole sequences on one rank: what pipeline stages hand on."""
@@ -308,17 +325,22 @@ class TransformerConfig(ModelParallelConfig, Float8Config, MoEConfig, in_args=Tr
         Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
         """
         hidden, queries, keys = self.hidden_size, self.query_projection_size, self.kv_projection_size
-        projections = hidden * (queries + 2 * keys) + queries * hidden
-        windows = [min(window or seq_length, seq_length) for window in self.layer_windows]
-        cores = sum(2 * queries * window * (1 - window / seq_length / 2) for window in windows)
+        projections, of_scores = hidden * (queries + 2 * keys) + queries * hidden, 2 * queries
+        if self.multi_latent_attention:
+            projections = self.latent_projections(hidden, self.num_attention_heads)
+            of_scores = self.num_attention_heads * (self.latent_query_width + self.v_head_dim)
+        kinds = [self.kind_of(number) for number in range(self.num_layers + self.num_further_tokens)]
+        windows = [min(self.layer_windows[kind] or seq_length, seq_length) for kind in kinds]
+        cores = sum(of_scores * window * (1 - window / seq_length / 2) for window in windows)
         num_matrices = 3 if self.is_gated else 2
         mlp = hidden * self.ffn_hidden_size * num_matrices
-        num_moe = sum(self.moe_layers)
+        num_moe = sum(self.moe_layers[kind] for kind in kinds)
         # Of the experts those that a token goes to, the shared one, and the router.
         width = self.moe_router_topk * self.moe_ffn_hidden_size + (self.moe_shared_expert_intermediate_size or 0)
         moe = hidden * (width * num_matrices + (self.num_experts or 0))
-        feed_forwards = (self.num_layers - num_moe) * mlp + num_moe * moe
-        return 2.0 * seq_length * (self.num_layers * projections + feed_forwards + cores)
+        feed_forwards = (len(kinds) - num_moe) * mlp + num_moe * moe
+        joins = self.num_further_tokens * 2 * hidden * hidden
+        return 2.0 * seq_length * (len(kinds) * projections + feed_forwards + cores + joins)
 
 
 def _window(text: str) -> int:

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.saved_tensors import saved_as_inputs
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.latent_attention.latent_attention import LatentAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -61,7 +62,8 @@ def make_attention(
     cp: Group | None,
 ) -> nn.Module:
     """Return the attention that a layer is configured with: called as `SelfAttention` is, it gives a `LayerOutput`."""
-    return SelfAttention(config, layer_number, tp, device, cp)
+    kind = LatentAttention if config.multi_latent_attention else SelfAttention
+    return kind(config, layer_number, tp, device, cp)
 
 
 def make_feed_forward(
@@ -72,7 +74,7 @@ def make_feed_forward(
     experts: ExpertGroups | None = None,
 ) -> nn.Module:
     """Return the feed-forward that a layer is configured with: called as `MLP` is, it gives a `LayerOutput`."""
-    if config.moe_layers[layer_number]:
+    if config.moe_layers[config.kind_of(layer_number)]:
         return MoELayer(config, experts or ExpertGroups.like_dense(tp, None), device)
     return MLP(config, tp, device)
 

@@ -159,7 +159,6 @@ _SWITCHES = [
     "--standalone-embedding-stage",
     "--init-method-xavier-uniform",
     "--fp32-residual-connection",
-    "--multi-latent-attention",
     "--moe-per-layer-logging",
     "--moe-extended-tp",
     "--moe-layer-recompute",
@@ -192,10 +191,7 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--pipeline-model-parallel-split-rank": NotSupported(1),
     # other models
     "--moe-input-jitter-eps": NotSupported(1),
-    "--mtp-num-layers": NotSupported(1),
     "--softmax-type": NotSupported(1, "vanilla"),
-    "--rope-type": NotSupported(1, "rope"),
-    "--rotary-scaling-factor": NotSupported(1, "1.0", instead="it is of latent attention's YaRN positions"),
     "--rotary-scale-factor": NotSupported(
         1, "1", instead="use --rotary-seq-len-interpolation-factor where positions are divided by it"
     ),

@@ -178,5 +178,6 @@ def batch_contents(config: RunConfig, pp_rank: int) -> BatchContents:
         labels=any(chunk.has_loss for chunk in chunks),
         position_ids=config.data.reset_position_ids
         and (positions == "rope" or (positions == "learned_absolute" and has_embedding)),
-        document_ids=config.data.reset_attention_mask and any(chunk.layer_numbers for chunk in chunks),
+        document_ids=config.data.reset_attention_mask
+        and any(chunk.layer_numbers or (chunk.has_loss and config.model.num_further_tokens) for chunk in chunks),
     )

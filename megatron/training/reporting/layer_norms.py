@@ -15,7 +15,7 @@ from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.optimizer.clip_grads import Counting, sum_of_squares
 from megatron.core.parallel_state import ParallelState
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"(?<!mtp\.)\blayers\.(\d+)\.")
 
 
 @dataclass(frozen=True)

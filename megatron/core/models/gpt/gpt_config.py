@@ -108,7 +108,7 @@ class GPTConfig(TransformerConfig, in_args=True):
 
     def forward_flops_per_sequence(self, seq_length: int) -> float:
         """Return the operations of one forward pass over one sequence, those of the output layer included."""
-        output_layer = 2.0 * seq_length * self.hidden_size * self.padded_vocab_size
+        output_layer = 2.0 * seq_length * self.hidden_size * self.padded_vocab_size * (1 + self.num_further_tokens)
         return super().forward_flops_per_sequence(seq_length) + output_layer
 
 

@@ -69,6 +69,11 @@ class GPTEmbedding(nn.Module):
             self.position_embeddings = PositionEmbedding(config, tp, device)
         self.dropout = HiddenDropout(config.hidden_dropout)
 
+    def of_words(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the tokens' own embeddings, without positions and dropout."""
+        hidden: torch.Tensor = self.word_embeddings(tokens)
+        return hidden if self.scale is None else hidden * self.scale
+
     def forward(
         self, tokens: torch.Tensor, position_ids: torch.Tensor | None, dropout: DropoutKeys | None = None
     ) -> torch.Tensor:
@@ -77,9 +82,7 @@ class GPTEmbedding(nn.Module):
         Raises:
             ConfigurationError: the embedding drops something in training, and is given no keys.
         """
-        hidden = self.word_embeddings(tokens)
-        if self.scale is not None:
-            hidden = hidden * self.scale
+        hidden = self.of_words(tokens)
         if self.position_embeddings is not None:
             assert position_ids is not None, "learned positions are looked up"
             hidden = hidden + self.position_embeddings(position_ids)

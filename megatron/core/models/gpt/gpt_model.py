@@ -28,8 +28,15 @@ from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.adapters.adapted_layers import add_adapters
 from megatron.core.transformer.dropout import keys_of_rank
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.latent_attention.yarn import yarn_frequencies
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.load_balancing import auxiliary_loss_names
+from megatron.core.transformer.multi_token_prediction.further_targets import further_losses, further_targets
+from megatron.core.transformer.multi_token_prediction.prediction_config import further_loss_names
+from megatron.core.transformer.multi_token_prediction.prediction_layers import (
+    MultiTokenPrediction,
+    further_layer_numbers,
+)
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -68,15 +75,19 @@ class GPTModel(Model):
         self.cp = single_rank_group(("cp",)) if cp is None else cp
         self.pre_process = pre_process
         self.post_process = post_process
-        self.embedding = GPTEmbedding(config, tp, device) if pre_process else None
+        self.has_further_tokens = post_process and config.num_further_tokens > 0
+        self.embedding = GPTEmbedding(config, tp, device) if pre_process or self.has_further_tokens else None
         self.layer_numbers = range(config.num_layers) if layer_numbers is None else layer_numbers
         experts = experts or ExpertGroups.like_dense(tp, self.cp)
         self.decoder = TransformerBlock(config, self.layer_numbers, post_process, tp, device, self.cp, experts)
-        self.auxiliary_loss_names = auxiliary_loss_names(config)
+        self.mtp: MultiTokenPrediction | None = None
+        if self.has_further_tokens:
+            self.mtp = MultiTokenPrediction(config, tp, device, self.cp, experts)
+        self.auxiliary_loss_names = (*auxiliary_loss_names(config), *further_loss_names(config))
         self._logits_memory = ReusedMemory()
         self.output_layer: ColumnParallelLinear | None = None
         is_tied = not config.untie_embeddings_and_output_weights
-        if post_process and not (is_tied and pre_process):
+        if post_process and not (is_tied and self.embedding is not None):
             self.output_layer = ColumnParallelLinear(
                 config.hidden_size,
                 config.vocab_size,
@@ -90,17 +101,19 @@ class GPTModel(Model):
                 library=config.cpu_matmul,
                 overlap=linear_overlap(config, "output"),
             )
-        elif post_process and self.embedding is not None:
-            set_gradient_uses(self.embedding.word_embeddings.weight, 2)
+        if self.embedding is not None:
+            # As embedding, as that of further tokens, and as output layer.
+            uses = pre_process + self.has_further_tokens + (post_process and is_tied)
+            set_gradient_uses(self.embedding.word_embeddings.weight, uses)
         self.rotary, self.local_rotary = _make_rotary(config), _make_local_rotary(config)
         if config.lora_rank:
             add_adapters(self, config, tp, device)
         self.name_parameters()
-        if is_tied and pre_process != post_process:
+        if (is_tied or config.num_further_tokens) and pre_process != post_process:
             # Both ends of the pipeline hold a copy of one parameter, the word embedding.
-            spec = spec_of(self.output_weight)
-            tied = tie_over_pipeline(spec, name=f"{_WORD_EMBEDDING}.weight", is_first_stage=pre_process)
-            attach_spec(self.output_weight, tied)
+            weight = self.output_weight if self.embedding is None else self.embedding.word_embeddings.weight
+            tied = tie_over_pipeline(spec_of(weight), name=f"{_WORD_EMBEDDING}.weight", is_first_stage=pre_process)
+            attach_spec(weight, tied)
         self.initialize_parameters(seed)
 
     @property
@@ -123,12 +136,14 @@ class GPTModel(Model):
         last_position_only: bool = False,
         dropout_samples: DropoutSamples | None = None,
         losses: list[AuxiliaryLoss] | None = None,
+        loss_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the loss of every token, the logits where no labels are given, or a stage's hidden states.
 
         ``pattern`` says which positions each one looks at. ``hidden`` is the previous stage's output.
         ``last_position_only`` computes the logits of the last position alone (``s`` is then 1 in their shape):
-        generation needs no others. The layers' auxiliary losses are added to ``losses``, where it is given.
+        generation needs no others. The layers' auxiliary losses are added to ``losses``, where it is given, and in
+        training those of further tokens, of which those count that ``loss_mask`` does not drop as labels.
 
         ``dropout_samples`` say which elements are dropped in training. Without them every call draws a number from
         torch's generator of the CPU, and the same elements are dropped at any tensor- and context-parallel layout only.
@@ -136,17 +151,19 @@ class GPTModel(Model):
         ``tokens`` are for the chunk with the embedding, ``labels`` for the one with the output layer, ``position_ids``
         for the embedding and, where they are rotary, for all.
 
-        Shapes: ``tokens, position_ids, labels: [b, s]``; loss ``-> [b, s]`` float32; logits ``-> [s, b, v/tp]``; hidden
-        states ``-> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
+        Shapes: ``tokens, position_ids, labels, loss_mask: [b, s]``; loss ``-> [b, s]`` float32; logits
+        ``-> [s, b, v/tp]``; hidden states ``-> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
         """
-        if self.embedding is not None:
+        if self.pre_process:
+            assert self.embedding is not None, "the first stage embeds tokens"
             assert tokens is not None, "the first stage is given tokens"
             dropout = self._dropout(dropout_samples, tokens.t())
             hidden = self.embedding(tokens, position_ids, dropout)
         else:
             assert hidden is not None, "a later stage is given the previous stage's output"
             dropout = self._dropout(dropout_samples, hidden)
-        hidden, found = self.decoder(hidden, pattern, self._angles(position_ids, hidden.dtype), cache, dropout)
+        angles = self._angles(position_ids, hidden.dtype)
+        hidden, found = self.decoder(hidden, pattern, angles, cache, dropout)
         if losses is not None:
             losses += found
         if not self.post_process:
@@ -156,6 +173,21 @@ class GPTModel(Model):
             hidden = hidden[-1:]
         if labels is None:
             return self._logits(hidden, None)
+        if self.mtp is None or losses is None or not self.training:
+            return self._loss(hidden, labels)
+        assert self.embedding is not None, "further tokens are embedded"
+        targets = further_targets(labels, loss_mask, pattern.document_ids, self.config.num_further_tokens, self.cp)
+        embedded = self.embedding.of_words(targets.tokens.flatten(0, 1))
+        states, found = self.mtp(hidden, embedded, pattern, angles, dropout)
+        losses += found
+        # All logits are one product, and use the output layer's weight once.
+        per_token = self._loss(torch.cat((hidden, *states), dim=1), torch.cat((labels, *targets.labels)))
+        own, *further = per_token.chunk(1 + len(states))
+        losses += further_losses(further, targets, self.config, self.cp)
+        return own
+
+    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss of every token. Shapes: ``[s, b, h], [b, s] -> [b, s]``."""
         logits = self._logits(hidden, self._logits_memory)
         return vocab_parallel_cross_entropy(logits, labels.t(), self.config.vocab_size, self.tp).t()
 
@@ -164,11 +196,12 @@ class GPTModel(Model):
         if not self.training or not self.config.has_dropout:
             return None
         length, batch = first.shape[:2]
-        if self.config.sequence_parallel and self.embedding is None:
+        if self.config.sequence_parallel and not self.pre_process:
             length *= self.tp.size
         if samples is None:
             samples = self.rng.draw_dropout_samples(batch, first.device)
-        return keys_of_rank(samples, self.layer_numbers, length, self.tp, self.cp, self.config.sequence_parallel)
+        numbers = (*self.layer_numbers, *(further_layer_numbers(self.config) if self.has_further_tokens else ()))
+        return keys_of_rank(samples, numbers, length, self.tp, self.cp, self.config.sequence_parallel)
 
     def _angles(self, position_ids: torch.Tensor | None, dtype: torch.dtype) -> RotaryAngles | None:
         if self.rotary is None:
@@ -199,6 +232,15 @@ class GPTModel(Model):
 def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
     if config.position_embedding_type != "rope":
         return None
+    if config.multi_latent_attention:
+        stretched = yarn_frequencies(config, config.rotary_base) if config.stretches_positions else None
+        return RotaryEmbedding(
+            config.qk_pos_emb_head_dim,
+            config.rotary_base,
+            interleaved=True,
+            frequencies=stretched,
+            amplitude=config.rotary_amplitude,
+        )
     return RotaryEmbedding(
         config.rotary_dim,
         config.rotary_base,

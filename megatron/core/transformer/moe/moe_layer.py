@@ -129,11 +129,13 @@ def _nothing() -> None:
 
 def loads_of(models: Sequence[nn.Module], config: TransformerConfig, state: ParallelState) -> ExpertLoads | None:
     """Return what counts the load of a model's experts, of which this rank has some; None where it has no experts."""
-    layers = [number for number, has_experts in enumerate(config.moe_layers) if has_experts]
+    numbers = range(config.num_layers + config.num_further_tokens)
+    layers = [number for number in numbers if config.moe_layers[config.kind_of(number)]]
     if not layers:
         return None
     routers = {
-        int(name.split(".")[name.split(".").index("layers") + 1]): module.router
+        int(name.split(".")[name.split(".").index("layers") + 1])
+        + (config.num_layers if "mtp" in name.split(".") else 0): module.router
         for model in models
         for name, module in model.named_modules()
         if isinstance(module, MoELayer)

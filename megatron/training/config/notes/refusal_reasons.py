@@ -13,8 +13,6 @@ _RESTART = "start the run again with the same flags: it goes on from its newest 
 REASONS: tuple[tuple[str, str], ...] = (
     ("--moe-", _EXPERTS),
     ("--overlap-moe-", _EXPERTS),
-    ("--mtp-", "a model predicts one token; leave it out"),
-    ("--multi-latent-attention", "attention has keys and values of their own; leave it out, for another model"),
     ("--use-legacy-models", "there is one implementation of each model; leave it out"),
     ("--fp8-", "attention is computed in the model's own precision; leave it out: the layers' products stay in fp8"),
     ("--use-torch-fsdp2", "use --data-parallel-sharding-strategy optim_grads: it shards all but the parameters"),
@@ -32,7 +30,6 @@ REASONS: tuple[tuple[str, str], ...] = (
         "the residual stream has the model's precision: leave --bf16 or --fp16 out for float32",
     ),
     ("--softmax-type", "attention has no sinks: vanilla is the one kind"),
-    ("--rope-type", "use --position-embedding-type rope, with --use-rope-scaling for Llama 3.1's"),
     ("--spec", "models are built from their flags: docs/how_to_add.md says how to add a layer kind"),
     ("--straggler-ctrlr-port", "--log-straggler is on for the whole run: it costs next to nothing; leave the port out"),
     ("--log-energy", _WATCH),

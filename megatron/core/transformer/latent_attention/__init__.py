@@ -1,0 +1,1 @@
+"""Attention whose keys and values are made of a narrow latent vector."""

@@ -1,0 +1,158 @@
+"""Multi-head latent attention: keys and values of all heads are made of one narrow vector a token.
+
+DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.kernels.dropout_keys import AttentionDropout
+from megatron.core.precision import dtype_from_name
+from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, make_parameter, replicated_spec
+from megatron.core.tensor_parallel.linear import tensor_parallel_linear
+from megatron.core.tensor_parallel.mappings import (
+    InputRegion,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class ReplicatedLinear(nn.Module):
+    """Multiply by a weight that every tensor-parallel rank holds whole: a narrow map, cheaper than what it would send.
+
+    Under sequence parallelism each rank multiplies its own part of the sequence.
+
+    Shapes: ``[..., in] -> [..., out]``.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, in_features: int, out_features: int, tp: Group, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.tp, self.product_library = tp, config.cpu_matmul
+        shape = (out_features, in_features)
+        spec = replicated_spec("weight", shape, tp, config.sequence_parallel, std=config.init_method_std)
+        self.weight = make_parameter(shape, spec, dtype_from_name(config.params_dtype), device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product."""
+        return tensor_parallel_linear(x, self.weight, None, InputRegion.SPLIT, self.tp, library=self.product_library)
+
+
+class LatentAttention(SelfAttention):
+    """Attend with keys and values made of a latent vector, which alone is kept for generation.
+
+    The rotary part of a key is one for all heads. Queries, keys and values are padded with zeros to one width, which
+    every kernel and every exchange of context parallelism takes.
+
+    Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
+    """
+
+    def _add_projections(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
+        self.tp, self.sequence_parallel = tp, config.sequence_parallel
+        self.rank, self.rotary_width = config.kv_lora_rank, config.qk_pos_emb_head_dim
+        self.plain_width, self.value_width = config.qk_head_dim, config.v_head_dim
+        self.padded_width = config.latent_head_width
+
+        def up(in_features: int, head_width: int) -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                in_features,
+                config.num_attention_heads * head_width,
+                tp,
+                has_bias=False,
+                sequence_parallel=config.sequence_parallel,
+                init_std=config.init_method_std,
+                dtype=dtype_from_name(config.params_dtype),
+                device=device,
+                library=config.cpu_matmul,
+            )
+
+        def norm(width: int) -> nn.Module:
+            if not config.qk_layernorm:
+                return nn.Identity()
+            return Norm(
+                config.normalization,
+                width,
+                config.norm_epsilon,
+                tp,
+                partial_gradient=config.sequence_parallel,
+                centred_weight=config.apply_layernorm_1p,
+                dtype=dtype_from_name(config.params_dtype),
+                device=device,
+                transformer_impl=config.transformer_impl,
+            )
+
+        if config.q_lora_rank is None:
+            self.linear_q_proj = up(config.hidden_size, config.latent_query_width)
+        else:
+            self.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, config.q_lora_rank, tp, device)
+            self.linear_q_up_proj = up(config.q_lora_rank, config.latent_query_width)
+        width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, width, tp, device)
+        self.linear_kv_up_proj = up(config.kv_lora_rank, config.qk_head_dim + config.v_head_dim)
+        self.has_query_latent = config.q_lora_rank is not None
+        self.q_layernorm = norm(config.q_lora_rank) if config.q_lora_rank is not None else None
+        self.kv_layernorm = norm(config.kv_lora_rank)
+
+    def _factor_of_scores(self, config: TransformerConfig) -> float | None:
+        factor = config.latent_score_factor
+        return None if factor == 1.0 else factor
+
+    def _query_key_value(
+        self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert angles is not None, "latent attention has rotary positions"
+        query = self._query(x)
+        narrow: torch.Tensor = self.linear_kv_down_proj(x)
+        latent, rotary_key = narrow.split_with_sizes((self.rank, self.rotary_width), dim=-1)
+        latent = self.kv_layernorm(latent)
+        if self.sequence_parallel:
+            rotary_key = gather_from_sequence_parallel_region(rotary_key.contiguous(), self.tp)
+        else:
+            rotary_key = copy_to_tensor_model_parallel_region(rotary_key, self.tp)
+        plain, rotary = query.split_with_sizes((self.plain_width, self.rotary_width), dim=-1)
+        query = torch.cat((plain, apply_rotary(rotary, angles)), dim=-1)
+        rotary_key = apply_rotary(rotary_key.unsqueeze(2), angles)
+        if cache is not None:
+            latents, rotary_key = cache.update(self.layer_number, latent.unsqueeze(2), rotary_key)
+            latent = latents.squeeze(2)
+        key_value = self.linear_kv_up_proj(latent)
+        key_value = key_value.view(*key_value.shape[:2], self.num_heads, self.plain_width + self.value_width)
+        key, value = key_value.split_with_sizes((self.plain_width, self.value_width), dim=-1)
+        key = torch.cat((key, rotary_key.expand(-1, -1, self.num_heads, -1)), dim=-1)
+        return self._padded(query), self._padded(key), self._padded(value)
+
+    def _query(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the queries of this rank's heads. Shapes: ``-> [s, b, n/tp, d]``."""
+        if self.has_query_latent:
+            assert self.q_layernorm is not None
+            query: torch.Tensor = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(x)))
+        else:
+            query = self.linear_q_proj(x)
+        return query.view(*query.shape[:2], self.num_heads, self.plain_width + self.rotary_width)
+
+    def _padded(self, heads: torch.Tensor) -> torch.Tensor:
+        missing = self.padded_width - heads.shape[-1]
+        return F.pad(heads, (0, missing)) if missing else heads
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pattern: AttentionPattern,
+        dropout: AttentionDropout | None,
+    ) -> torch.Tensor:
+        """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * v]``."""
+        context = self.core(query, key, value, pattern, dropout)[..., : self.value_width]
+        return context.reshape(*context.shape[:2], -1)

@@ -1,0 +1,1 @@
+"""Layers behind a model that predict tokens beyond the next."""

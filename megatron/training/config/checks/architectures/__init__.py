@@ -1,0 +1,1 @@
+"""Checks of kinds of layers, one file a kind."""

@@ -1,0 +1,45 @@
+"""Multi-token prediction in float64: the same losses, gradients and weights at any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import pretrain_gpt
+from megatron.verification.cells import DROPOUT, Cell, Layout
+from megatron.verification.prediction_cells import make_prediction_cell, prediction_matrix
+from megatron.verification.verifier import Verifier
+from megatron.verification.worker_pool import WorkerPool
+
+CELLS = (
+    make_prediction_cell("llama-mtp", Layout(tp=2, pp=2, sequence_parallel=True)),
+    make_prediction_cell("qwen-mtp", Layout(cp=2), "packed"),
+    make_prediction_cell("qwen-mtp", Layout(pp=2, schedule="zero-bubble")),
+    make_prediction_cell("qwen-mtp", Layout(tp=2, pp=2, sequence_parallel=True), extra=DROPOUT),
+)
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[Verifier]:
+    with WorkerPool(8, timeout_s=120) as pool:
+        yield Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [*CELLS[:2], *(pytest.param(cell, marks=pytest.mark.long) for cell in CELLS[2:])],
+    ids=lambda cell: cell.name,
+)
+def test_further_tokens_are_predicted_the_same_at_any_layout(cell: Cell, verifier: Verifier) -> None:
+    report = verifier.check(cell)
+    assert report.outcome == "passed", report.describe()
+    gradients = verifier._references[cell.reference_flags].gradients
+    assert gradients["mtp.layers.0.eh_proj.weight"].any()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cell", prediction_matrix(), ids=lambda cell: cell.name)
+def test_every_layout_of_further_tokens_passes(cell: Cell, verifier: Verifier) -> None:
+    report = verifier.check(cell)
+    assert report.outcome == "passed", report.describe()

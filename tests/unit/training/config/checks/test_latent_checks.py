@@ -1,0 +1,43 @@
+"""Latent attention and multi-token prediction: what is refused, in one line that says what works."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.errors import ConfigurationError
+from megatron.training.config.arguments import resolve_arguments
+from tests.unit.training.config.command_lines import MINIMAL
+
+LATENT = "--multi-latent-attention --position-embedding-type rope"
+FURTHER = "--mtp-num-layers 1 --position-embedding-type rope"
+
+
+def problems_of(flags: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_arguments([*MINIMAL, *flags.split()], 1)
+    return caught.value.problems
+
+
+def test_models_of_both_are_taken() -> None:
+    model = resolve_arguments([*MINIMAL, *f"{LATENT} {FURTHER}".split()], 1).config.model
+    assert model.multi_latent_attention
+    assert model.num_further_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (f"{LATENT} --group-query-attention --num-query-groups 2", "--num-query-groups 2 shares them; leave it out"),
+        ("--multi-latent-attention", "use --position-embedding-type rope"),
+        (f"{LATENT} --qk-pos-emb-head-dim 7", "give 8"),
+        (f"{LATENT} --lora-rank 2", "leave --lora-rank out"),
+        (f"{LATENT} --cuda-graph-impl local", "use --cuda-graph-impl none"),
+        ("--rope-type yarn --position-embedding-type rope", "or use --rope-type rope"),
+        ("--mtp-num-layers 1", "use --position-embedding-type rope or --no-position-embedding"),
+        (f"{FURTHER} --mtp-num-layers 1000", "predicts tokens beyond the end of --seq-length"),
+        (f"{FURTHER} --lora-rank 2", "leave --lora-rank out, or --mtp-num-layers"),
+        (f"{FURTHER} --cuda-graph-impl local", "use --cuda-graph-impl none"),
+    ],
+)
+def test_what_is_not_built_is_refused_in_one_line(flags: str, words: str) -> None:
+    assert any(words in problem for problem in problems_of(flags)), problems_of(flags)
