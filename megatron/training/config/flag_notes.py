@@ -224,9 +224,5 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--replication-factor": NotSupported(1, "2"),
     "--replication-jump": NotSupported(1),
     # reporting
-    "--wandb-project": NotSupported(1, "", instead="use --tensorboard-dir or --metrics-jsonl"),
-    "--wandb-exp-name": NotSupported(1, ""),
-    "--wandb-entity": NotSupported(1, ""),
-    "--wandb-save-dir": NotSupported(1, ""),
     "--straggler-ctrlr-port": NotSupported(1, "65535"),
 }

@@ -59,6 +59,20 @@ class LoggingConfig(Config, role="output"):
     """Add to the memory line what is used of the device by all processes: of the machine's memory, on a CPU."""
     log_world_size_to_tensorboard: bool = False
     """Write the world size to TensorBoard."""
+    wandb_project: str = flag("", metavar="NAME")
+    """Project of Weights & Biases that receives the figures that TensorBoard would, the configuration and texts."""
+    wandb_exp_name: str = flag("", metavar="NAME")
+    """Name of the run there; by default that of the folder of --save."""
+    wandb_save_dir: str = flag("", metavar="DIR")
+    """Folder of the run's own files; by default wandb in the folder of --save, or else here."""
+    wandb_entity: str = flag("", metavar="NAME")
+    """User or team that the project belongs to."""
+    mlflow_experiment: str = flag("", metavar="NAME")
+    """Experiment of MLflow that receives the figures that TensorBoard would, the flags and texts."""
+    mlflow_run_name: str = flag("", metavar="NAME")
+    """Name of the run there; by default that of the folder of --save."""
+    mlflow_tracking_uri: str = flag("", metavar="URI")
+    """Server, data base or folder of MLflow; by default what MLFLOW_TRACKING_URI says, or else mlflow.db here."""
     metrics_jsonl: str | None = flag(None, metavar="FILE")
     """File that receives one JSON object an iteration; by default metrics.jsonl in the folder of --save."""
     profile: bool = False

@@ -56,6 +56,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "flash_attn": ("megatron/core/kernels/flash_attn.py",),
     "flash_attn_interface": ("megatron/core/kernels/flash_attn.py",),
     "transformer_engine": ("megatron/core/kernels/transformer_engine.py",),
+    "mlflow": ("megatron/training/reporting/loggers/mlflow_logger.py",),
+    "wandb": ("megatron/training/reporting/loggers/wandb_logger.py",),
     "jinja2": ("megatron/core/datasets/conversations/chat_template.py",),
     "triton": ("megatron/core/kernels/triton_programs/", "megatron/dry_run/pretended/triton.py"),
     # What it computes is compared with: in tests, and after a conversion where that is asked for.

@@ -1,7 +1,8 @@
-"""Checks of which iterations and ranks are profiled, and where the trace goes."""
+"""Checks of which iterations and ranks are profiled, where the trace goes, and of the packages of loggers."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 from megatron.training.config.checks.check import Check
@@ -35,8 +36,19 @@ def _check_folder(config: RunConfig) -> Iterator[str]:
         yield NO_PROFILE_FOLDER
 
 
+def _check_loggers(config: RunConfig) -> Iterator[str]:
+    options = config.logging
+    for package, flag, value in (
+        ("wandb", "--wandb-project", options.wandb_project),
+        ("mlflow", "--mlflow-experiment", options.mlflow_experiment),
+    ):
+        if value and importlib.util.find_spec(package) is None:
+            yield f"{flag} {value} needs the package {package}, which is not installed; run pip install {package}"
+
+
 CHECKS = (
     Check(("profile_step_start", "profile_step_end"), _check_steps),
     Check(("profile_ranks",), _check_ranks),
     Check(("tensorboard_dir", "save"), _check_folder),
+    Check((), _check_loggers),
 )
