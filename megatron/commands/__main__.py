@@ -22,6 +22,7 @@ COMMANDS = {
     "inspect_dataset": "data.inspect_dataset",
     "merge_datasets": "data.merge_datasets",
     "plan": "planning.plan",
+    "plot": "pictures.plot",
     "preprocess_data": "data.preprocess_data",
     "read_flight": "reliability.read_flight",
     "report_theoretical_memory": "planning.report_theoretical_memory",
