@@ -10,7 +10,8 @@ from megatron.pictures.chart_svg import COLORS, draw_chart
 from megatron.pictures.metrics_record import MetricsRecord, Points
 
 STYLE = """
-body { font: 15px/1.45 sans-serif; margin: 1.5em auto; max-width: 1140px; padding: 0 1em; color: #222; background: #fff; }
+body { font: 15px/1.45 sans-serif; margin: 1.5em auto; max-width: 1140px; padding: 0 1em; color: #222;
+background: #fff; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr)); gap: 14px; }
 svg.chart { width: 100%; height: auto; border: 1px solid #ddd; border-radius: 4px; }
 circle:hover { fill-opacity: 1; } table { border-collapse: collapse; }
