@@ -40,9 +40,9 @@ def draw_chart(chart: Chart) -> str:
         f'<text x="12" y="18" font-size="15" font-weight="bold">{escape(chart.title)}</text>',
     ]
     for series, line, left in legend:
-        y = _TITLE_LINE + 12 + line * _LEGEND_LINE
-        parts.append(_stroke(series, f"M{left} {y - 4}H{left + 20}"))
-        parts.append(f'<text x="{left + 25}" y="{y}">{escape(_short(series.label))}</text>')
+        base = _TITLE_LINE + 12 + line * _LEGEND_LINE
+        parts.append(_stroke(series, f"M{left} {base - 4}H{left + 20}"))
+        parts.append(f'<text x="{left + 25}" y="{base}">{escape(_short(series.label))}</text>')
     hidden = len(chart.series) - len(legend)
     if hidden and len(chart.series) > 1:
         parts.append(f'<text x="{WIDTH - 12}" y="18" text-anchor="end">and {hidden} more</text>')

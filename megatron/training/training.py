@@ -37,6 +37,7 @@ from megatron.training.reporting.log_lines import (
 from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.reporting.profiling import Profiling
 from megatron.training.reporting.progress_log import ProgressLog
+from megatron.training.reporting.schedule_recorder import ScheduleRecorder
 from megatron.training.reporting.stragglers import StragglerReport, Stragglers
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import ForwardStep, TrainingStep
@@ -74,7 +75,8 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     """
     config, state = run.config, run.train_state
     profiling, parts = run.profiling, run.parts
-    timers, action_clock = profiling.timers(run.timers), profiling.action_clock
+    recorder = ScheduleRecorder(config, run.runtime, state.iteration)
+    timers, action_clock = profiling.timers(run.timers), recorder.action_clock(profiling.action_clock)
     observer = partial(_observe_gradients, run) if _observes_gradients(config) else None
     step = TrainingStep(config, run.runtime, parts, run.forward_step, timers, observer, action_clock, run.guard)
     logits = None
@@ -98,6 +100,7 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
                 logits.is_on = _is_due(config.logging.log_interval, state.iteration + 1)
             report, agreement = step.run(state, train_source, batch_size, exit_request)
             profiling.end_iteration(state.iteration)
+            recorder.end_iteration(state.iteration)
             run.runtime.flight.end_iteration(state.iteration, report.step_time_s)
             if logits is not None and logits.is_on:
                 report = replace(report, max_attention_logit=logits.take(run.runtime.state.world))

@@ -86,6 +86,9 @@ class LoggingConfig(Config, role="output"):
     use_pytorch_profiler: bool = flag(False, where=("profile", True))
     """Profile with torch's profiler, which writes a Chrome trace for each rank into the folder of --tensorboard-dir, or
     else of --save. On a CPU --profile always does."""
+    record_schedule: str | None = flag(None, metavar="FILE")
+    """File of when each pass of the second iteration of this job ran on each pipeline rank, which
+    tools/visualize_pipeline.py --recorded draws."""
     record_memory_history: bool = False
     """Record every allocation of CUDA memory, and write --memory-snapshot-path when the run ends, in an error too."""
     memory_snapshot_path: str = flag("snapshot.pickle", metavar="FILE", where=("record_memory_history", True))

@@ -43,12 +43,11 @@ class TensorBoardLogger:
 
         options = config.logging
         # torch's writer has no types.
-        self._writer: Any = SummaryWriter(  # type: ignore[no-untyped-call]
-            log_dir=options.tensorboard_dir, max_queue=options.tensorboard_queue_size
-        )
+        self._writer: Any = SummaryWriter(log_dir=options.tensorboard_dir, max_queue=options.tensorboard_queue_size)
         values = hyperparameters(config)
+        files: Any = self._writer.file_writer
         for summary in hparams(values, {"lm loss": 0.0}):  # type: ignore[no-untyped-call]
-            self._writer.file_writer.add_summary(summary)
+            files.add_summary(summary)
         self._writer.add_custom_scalars(_layout(sets))
         rows = "\n".join(f"| {name} | {value} |" for name, value in sorted(values.items()))
         self.text("configuration", f"| field | value |\n|---|---|\n{rows}", start_iteration)
