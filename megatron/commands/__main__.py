@@ -14,6 +14,7 @@ COMMANDS = {
     "checkpoint.diff": "checkpoint.diff",
     "checkpoint.inspect": "checkpoint.inspect",
     "clean_dataset": "data.clean_dataset",
+    "dashboard": "pictures.dashboard",
     "doctor": "reliability.doctor",
     "explain": "planning.explain",
     "gpu_dry_run": "planning.gpu_dry_run",

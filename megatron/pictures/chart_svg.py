@@ -11,7 +11,7 @@ from megatron.pictures.chart import Chart, Series
 WIDTH, HEIGHT = 520, 300
 COLORS = ("#2b6cb0", "#c05621", "#2f855a", "#b83280", "#6b46c1", "#975a16", "#2c7a7b", "#9b2c2c")
 _LEFT, _RIGHT, _BOTTOM = 66, 14, 40
-_LEGEND_LINE, _TITLE_LINE = 16, 24
+_LEGEND_LINE, _TITLE_LINE, _UNIT_LINE = 16, 24, 30
 _MOST_IN_LEGEND = 8
 _LETTER = 6.6
 
@@ -19,8 +19,8 @@ _LETTER = 6.6
 def draw_chart(chart: Chart) -> str:
     """Return the chart as one SVG element that scales with the page."""
     legend = list(_legend(chart))
-    top = _TITLE_LINE + 18 + _LEGEND_LINE * (1 + max((line for _, line, _ in legend), default=-1))
-    height = HEIGHT + top - _TITLE_LINE - 18
+    top = _TITLE_LINE + _UNIT_LINE + _LEGEND_LINE * (1 + max((line for _, line, _ in legend), default=-1))
+    height = HEIGHT + top - _TITLE_LINE - _UNIT_LINE
     xs = [x for each in chart.series for x, _ in each.points]
     ys = [y for each in chart.series for _, y in each.points]
     x_ticks, y_ticks = ticks(min(xs), max(xs), whole=True), ticks(min(ys), max(ys))
@@ -46,7 +46,7 @@ def draw_chart(chart: Chart) -> str:
     hidden = len(chart.series) - len(legend)
     if hidden and len(chart.series) > 1:
         parts.append(f'<text x="{WIDTH - 12}" y="18" text-anchor="end">and {hidden} more</text>')
-    unit_y = top - 8
+    unit_y = top - 14
     parts.append(f'<text x="12" y="{unit_y}" fill="#555">{escape(chart.unit)}</text>')
     for value in y_ticks:
         _, y = place(x_low, value)
