@@ -48,6 +48,7 @@ from megatron.training.reporting.log_lines import format_datetime
 from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.reporting.profiling import Profiling
 from megatron.training.reporting.progress_log import ProgressLog
+from megatron.training.reporting.sample_texts import SampleTexts
 from megatron.training.reporting.startup_lines import (
     describe_batch_and_tokenizer,
     describe_buckets,
@@ -222,6 +223,9 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
         stragglers=None
         if clock is None
         else Stragglers(clock, runtime.state, runtime.device.torch_device, train_state.iteration),
+        sampler=None
+        if config.logging.sample_interval is None
+        else SampleTexts(config, runtime, parts, application.tokenizer),
     )
     return run, datasets
 

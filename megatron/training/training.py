@@ -37,6 +37,7 @@ from megatron.training.reporting.log_lines import (
 from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.reporting.profiling import Profiling
 from megatron.training.reporting.progress_log import ProgressLog
+from megatron.training.reporting.sample_texts import SampleTexts
 from megatron.training.reporting.schedule_recorder import ScheduleRecorder
 from megatron.training.reporting.stragglers import StragglerReport, Stragglers
 from megatron.training.train_state import TrainState
@@ -61,6 +62,7 @@ class TrainingRun:
     progress: ProgressLog | None = None
     guard: FaultGuard | None = None
     stragglers: Stragglers | None = None
+    sampler: SampleTexts | None = None
 
     def log(self, text: str) -> None:
         """Print on the reporting rank."""
@@ -134,6 +136,8 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
                 _leave_evaluation_out(run, run.evaluation_sets.validation)
             else:
                 evaluate_and_report(run, run.evaluation_sets.validation)
+        if run.sampler is not None and _is_due(config.logging.sample_interval, state.iteration):
+            run.sampler.write(state.iteration, run.metrics)
         reason = _exit_reason(config, state.iteration, agreement)
         if _is_due(config.checkpoint.save_interval, state.iteration) or reason is not None:
             _save(run)

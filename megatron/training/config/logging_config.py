@@ -86,6 +86,12 @@ class LoggingConfig(Config, role="output"):
     use_pytorch_profiler: bool = flag(False, where=("profile", True))
     """Profile with torch's profiler, which writes a Chrome trace for each rank into the folder of --tensorboard-dir, or
     else of --save. On a CPU --profile always does."""
+    sample_interval: int | None = flag(None, bounds=POSITIVE)
+    """Let the model continue --sample-prompts every N iterations, into the log, the metrics file and TensorBoard."""
+    sample_prompts: tuple[str, ...] = flag((), nargs="+", metavar="TEXT", needs="sample_interval")
+    """Texts to continue, or one file with a text a line."""
+    sample_tokens: int = flag(32, bounds=POSITIVE, needs="sample_interval")
+    """Most tokens that follow each text."""
     record_schedule: str | None = flag(None, metavar="FILE")
     """File of when each pass of the second iteration of this job ran on each pipeline rank, which
     tools/visualize_pipeline.py --recorded draws."""
