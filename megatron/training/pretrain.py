@@ -45,6 +45,7 @@ from megatron.training.process.refusal import reasons_of, refuse_in_run
 from megatron.training.process.signals import ExitRequest
 from megatron.training.reporting.dataset_lines import describe_datasets
 from megatron.training.reporting.log_lines import format_datetime
+from megatron.training.reporting.loggers.open_loggers import check_packages
 from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.reporting.profiling import Profiling
 from megatron.training.reporting.progress_log import ProgressLog
@@ -104,6 +105,7 @@ def pretrain(
     start_time = time.time()
     log = _printer(launch)
     try:
+        check_packages(config)
         log(f"{_describe_world(config)}\n{describe_precision(config)}")
         log(format_arguments(config))
         log(describe_batch_and_tokenizer(config))

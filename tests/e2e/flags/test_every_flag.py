@@ -88,7 +88,7 @@ def seen_of(trial: Trial, folder: Path, files: dict[str, Path], plain_runs: dict
 
 
 def losses(seen: Observation) -> list[float]:
-    return [line["lm_loss"] for line in seen.figures]
+    return [line["lm_loss"] for line in seen.figures if line.get("split") != "samples"]
 
 
 def has_said(seen: Observation, flag: str) -> bool:

@@ -1,8 +1,7 @@
-"""Checks of which iterations and ranks are profiled, where the trace goes, and of the packages of loggers."""
+"""Checks of which iterations and ranks are profiled, where the trace goes, and of texts generated on the way."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from megatron.training.config.checks.check import Check
@@ -36,16 +35,6 @@ def _check_folder(config: RunConfig) -> Iterator[str]:
         yield NO_PROFILE_FOLDER
 
 
-def _check_loggers(config: RunConfig) -> Iterator[str]:
-    options = config.logging
-    for package, flag, value in (
-        ("wandb", "--wandb-project", options.wandb_project),
-        ("mlflow", "--mlflow-experiment", options.mlflow_experiment),
-    ):
-        if value and importlib.util.find_spec(package) is None:
-            yield f"{flag} {value} needs the package {package}, which is not installed; run pip install {package}"
-
-
 def _check_samples(config: RunConfig) -> Iterator[str]:
     interval, model = config.logging.sample_interval, config.model
     if interval is None:
@@ -67,6 +56,5 @@ CHECKS = (
     Check(("profile_step_start", "profile_step_end"), _check_steps),
     Check(("profile_ranks",), _check_ranks),
     Check(("tensorboard_dir", "save"), _check_folder),
-    Check((), _check_loggers),
     Check(("num_layers", "pipeline_model_parallel_layout"), _check_samples),
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+
+from megatron.core.errors import ConfigurationError
 from megatron.training.config.data_lists import extra_validation_sets
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reporting.loggers.mlflow_logger import MlflowLogger
@@ -30,3 +33,22 @@ def open_loggers(config: RunConfig, start_iteration: int) -> list[RunLogger]:
     if options.mlflow_experiment:
         loggers.append(MlflowLogger(config))
     return loggers
+
+
+def check_packages(config: RunConfig) -> None:
+    """See whether the packages of the loggers are there, without importing them.
+
+    Raises:
+        ConfigurationError: some are not.
+    """
+    options = config.logging
+    problems = [
+        f"{flag} {value} needs the package {package}, which is not installed; run pip install {package}"
+        for package, flag, value in (
+            ("wandb", "--wandb-project", options.wandb_project),
+            ("mlflow", "--mlflow-experiment", options.mlflow_experiment),
+        )
+        if value and importlib.util.find_spec(package) is None
+    ]
+    if problems:
+        raise ConfigurationError(problems)

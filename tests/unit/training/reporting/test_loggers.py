@@ -16,6 +16,7 @@ from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
+from megatron.training.reporting.loggers.open_loggers import check_packages
 from megatron.training.reporting.metrics import MetricsWriter
 from tests.unit.training.reporting.test_profiling import FLAGS
 
@@ -161,7 +162,7 @@ def test_mlflow_has_parameters_figures_and_texts(monkeypatch: pytest.MonkeyPatch
 def test_a_missing_package_is_refused_with_the_flags(flag: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError) as caught:
-        config_of(flag, "p")
+        check_packages(config_of(flag, "p"))
     needed = f"{flag} p needs the package {package}, which is not installed; run pip install {package}"
     assert caught.value.problems == (needed,)
 
