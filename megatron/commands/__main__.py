@@ -24,6 +24,8 @@ COMMANDS = {
     "plan": "planning.plan",
     "verify": "reliability.verify_parallelism",
     "doctor": "reliability.doctor",
+    "plot": "pictures.plot",
+    "dashboard": "pictures.dashboard",
     "adopt": "adopt",
     # By the names of the scripts in tools/.
     "calibrate": "planning.calibrate",

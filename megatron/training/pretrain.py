@@ -45,10 +45,12 @@ from megatron.training.process.signals import ExitRequest
 from megatron.training.reporting.dataset_lines import describe_datasets
 from megatron.training.reporting.live_line import LiveLine
 from megatron.training.reporting.log_lines import format_datetime
+from megatron.training.reporting.loggers.open_loggers import check_packages
 from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.reporting.profiling import Profiling
 from megatron.training.reporting.progress_log import open_progress
 from megatron.training.reporting.run_record import RunRecord
+from megatron.training.reporting.sample_texts import SampleTexts
 from megatron.training.reporting.startup_lines import (
     describe_batch_and_tokenizer,
     describe_buckets,
@@ -133,6 +135,7 @@ def _pretrain_once(
     """Train in one set of process groups; with a ``member`` errors that are no answer to the user are raised."""
     log = _printer(launch)
     try:
+        check_packages(config)
         log(f"{_describe_world(config)}\n{describe_precision(config)}")
         log_arguments(config, log)
         log(describe_batch_and_tokenizer(config))
@@ -269,6 +272,9 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
         else Stragglers(clock, runtime.state, runtime.device.torch_device, train_state.iteration),
         continuation=continuation,
         live=live,
+        sampler=None
+        if config.logging.sample_interval is None
+        else SampleTexts(config, runtime, parts, application.tokenizer),
     )
     return run, datasets
 

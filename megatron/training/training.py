@@ -40,6 +40,8 @@ from megatron.training.reporting.log_lines import (
 from megatron.training.reporting.metrics import MetricsWriter
 from megatron.training.reporting.profiling import Profiling
 from megatron.training.reporting.progress_log import ProgressLog
+from megatron.training.reporting.sample_texts import SampleTexts
+from megatron.training.reporting.schedule_recorder import ScheduleRecorder
 from megatron.training.reporting.stragglers import StragglerReport, Stragglers
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import ForwardStep, TrainingStep
@@ -65,6 +67,7 @@ class TrainingRun:
     stragglers: Stragglers | None = None
     continuation: Continuation | None = None
     live: LiveLine | None = None
+    sampler: SampleTexts | None = None
 
     def log(self, text: str) -> None:
         """Print on the reporting rank."""
@@ -79,7 +82,8 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     """
     config, state = run.config, run.train_state
     profiling, parts = run.profiling, run.parts
-    timers, action_clock = profiling.timers(run.timers), profiling.action_clock
+    recorder = ScheduleRecorder(config, run.runtime, state.iteration)
+    timers, action_clock = profiling.timers(run.timers), recorder.action_clock(profiling.action_clock)
     observer = partial(_observe_gradients, run) if _observes_gradients(config) else None
     step = TrainingStep(config, run.runtime, parts, run.forward_step, timers, observer, action_clock, run.guard)
     logits = None
@@ -103,6 +107,7 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
                 logits.is_on = _is_due(config.logging.log_interval, state.iteration + 1)
             report, agreement = step.run(state, train_source, batch_size, exit_request)
             profiling.end_iteration(state.iteration)
+            recorder.end_iteration(state.iteration)
             run.runtime.flight.end_iteration(state.iteration, report.step_time_s)
             if logits is not None and logits.is_on:
                 report = replace(report, max_attention_logit=logits.take(run.runtime.state.world))
@@ -141,6 +146,8 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
                 _leave_evaluation_out(run, run.evaluation_sets.validation)
             else:
                 evaluate_and_report(run, run.evaluation_sets.validation)
+        if run.sampler is not None and _is_due(config.logging.sample_interval, state.iteration):
+            run.sampler.write(state.iteration, run.metrics)
         reason = _exit_reason(config, state.iteration, agreement)
         if _is_due(config.checkpoint.save_interval, state.iteration) or reason is not None:
             _save(run)

@@ -32,7 +32,7 @@ from tests.harness.forked_training import NO_FAULTS, fork_training
 
 _RECORD = "what was seen: "
 _COUNTED = ("garbage collection", "map of .bin")
-_BY_CHANCE = ("tokens_per_second", "step_time_s", "tflops_per_device", "mfu")
+_BY_CHANCE = ("tokens_per_second", "step_time_s", "tflops_per_device", "mfu", "memory_mib")
 _ARGUMENTS = re.compile(r"^-+ arguments -+$.*?^-+ end of arguments -+$\n", re.MULTILINE | re.DOTALL)
 _CHANCE_IN_LINES = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|\d+\.\d+(E[+-]\d+)?|\b\d+(\.\d+)? (s|ms|bytes)\b")
 _CHANCE_IN_NAMES = re.compile(r"(?<=tfevents)\..*|^[0-9a-f]{32}(?=-)|(?<=trace).*(?=\.json)")

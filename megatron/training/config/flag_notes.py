@@ -212,9 +212,5 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--non-persistent-local-ckpt-algo": NotSupported(1, "fully_parallel"),
     "--replication-factor": NotSupported(1, "2"),
     # reporting
-    "--wandb-project": NotSupported(1, "", instead="use --tensorboard-dir or --metrics-jsonl"),
-    "--wandb-exp-name": NotSupported(1, ""),
-    "--wandb-entity": NotSupported(1, ""),
-    "--wandb-save-dir": NotSupported(1, ""),
     "--straggler-ctrlr-port": NotSupported(1, "65535"),
 }

@@ -61,6 +61,20 @@ class LoggingConfig(Config, role="output"):
     """Add to the memory line what is used of the device by all processes: of the machine's memory, on a CPU."""
     log_world_size_to_tensorboard: bool = False
     """Write the world size to TensorBoard."""
+    wandb_project: str = flag("", metavar="NAME")
+    """Project of Weights & Biases that receives the figures that TensorBoard would, the configuration and texts."""
+    wandb_exp_name: str = flag("", metavar="NAME")
+    """Name of the run there; by default that of the folder of --save."""
+    wandb_save_dir: str = flag("", metavar="DIR")
+    """Folder of the run's own files; by default wandb in the folder of --save, or else here."""
+    wandb_entity: str = flag("", metavar="NAME")
+    """User or team that the project belongs to."""
+    mlflow_experiment: str = flag("", metavar="NAME")
+    """Experiment of MLflow that receives the figures that TensorBoard would, the flags and texts."""
+    mlflow_run_name: str = flag("", metavar="NAME")
+    """Name of the run there; by default that of the folder of --save."""
+    mlflow_tracking_uri: str = flag("", metavar="URI")
+    """Server, data base or folder of MLflow; by default what MLFLOW_TRACKING_URI says, or else mlflow.db here."""
     metrics_jsonl: str | None = flag(None, metavar="FILE")
     """File that receives one JSON object an iteration; by default metrics.jsonl in the folder of --save."""
     profile: bool = False
@@ -74,6 +88,15 @@ class LoggingConfig(Config, role="output"):
     use_pytorch_profiler: bool = flag(False, where=("profile", True))
     """Profile with torch's profiler, which writes a Chrome trace for each rank into the folder of --tensorboard-dir, or
     else of --save. On a CPU --profile always does."""
+    sample_interval: int | None = flag(None, bounds=POSITIVE)
+    """Let the model continue --sample-prompts every N iterations, into the log, the metrics file and TensorBoard."""
+    sample_prompts: tuple[str, ...] = flag((), nargs="+", metavar="TEXT", needs="sample_interval")
+    """Texts to continue, or one file with a text a line."""
+    sample_tokens: int = flag(32, bounds=POSITIVE, needs="sample_interval")
+    """Most tokens that follow each text."""
+    record_schedule: str | None = flag(None, metavar="FILE")
+    """File of when each pass of the second iteration of this job ran on each pipeline rank, which
+    tools/visualize_pipeline.py --recorded draws."""
     record_memory_history: bool = False
     """Record every allocation of CUDA memory, and write --memory-snapshot-path when the run ends, in an error too."""
     memory_snapshot_path: str = flag("snapshot.pickle", metavar="FILE", where=("record_memory_history", True))

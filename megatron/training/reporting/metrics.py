@@ -1,4 +1,4 @@
-"""Metrics: one JSON object an iteration in the metrics file, and TensorBoard where it is asked for."""
+"""Metrics: one JSON object an iteration in the metrics file, and figures for TensorBoard and other loggers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -17,11 +17,13 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.process.console import print_line
 from megatron.training.process.folder_owner import FOLDER_RECORD, FolderOwner, own_folder
 from megatron.training.reporting.log_lines import StepReport
+from megatron.training.reporting.loggers.open_loggers import open_loggers
+from megatron.training.reporting.loggers.run_logger import RunLogger
 from megatron.training.train_state import TrainState
 
 
 class MetricsWriter:
-    """Append to the metrics file and to TensorBoard; only the reporting rank makes one.
+    """Append to the metrics file and tell the loggers; only the reporting rank makes one.
 
     A resumed run appends after the iteration of its checkpoint. Later lines of the interrupted run are moved to
     ``FILE.superseded``, so that every iteration is in the file once and nothing is lost. A full disk does not stop
@@ -34,7 +36,6 @@ class MetricsWriter:
         self._device = device
         self._file: TextIO | None = None
         self._is_refused = False
-        self.tensorboard: Any = None
         self._owner: FolderOwner | None = None
         if config.metrics_jsonl is not None:
             path = Path(config.metrics_jsonl)
@@ -42,12 +43,7 @@ class MetricsWriter:
             self._owner = own_metrics_file(path, config.checkpoint.save)
             set_superseded_lines_aside(path, start_iteration)
             self._file = path.open("a", buffering=1)
-        if config.logging.tensorboard_dir is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.tensorboard = SummaryWriter(
-                log_dir=config.logging.tensorboard_dir, max_queue=config.logging.tensorboard_queue_size
-            )
+        self._loggers = open_loggers(config, start_iteration)
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -89,6 +85,7 @@ class MetricsWriter:
                 "tflops_per_device": step.tflops_per_device,
                 "mfu": step.mfu,
                 **step.auxiliary,
+                **self._memory(step.iteration),
                 **({} if decoupled is None else {"decoupled_learning_rate": decoupled}),
                 **({} if step.stragglers is None else {"stragglers": step.stragglers}),
                 **({} if step.expert_load is None else {"expert_load": step.expert_load.by_layer()}),
@@ -97,7 +94,7 @@ class MetricsWriter:
         )
 
     def step_scalars(self, step: StepReport) -> None:
-        """Add the figures of one iteration to TensorBoard, under Megatron's names, over iterations and over samples."""
+        """Give the loggers the figures of one iteration, under Megatron's names, over iterations and over samples."""
         logging = self._logging
         scalars: dict[str, float | None] = {
             "lm loss": None if step.is_skipped else step.lm_loss,
@@ -132,42 +129,49 @@ class MetricsWriter:
         self.scalars(machine, step.iteration)
 
     def evaluation_scalars(self, split: str, lm_loss: float, state: TrainState) -> None:
-        """Add the loss of an evaluation to TensorBoard, and its perplexity where it is asked for."""
+        """Give the loggers the loss of an evaluation, and its perplexity where it is asked for."""
         with_perplexity = self._logging.log_validation_ppl_to_tensorboard
         perplexity = math.exp(min(20.0, lm_loss)) if with_perplexity else None
         figures = {f"lm loss {split}": lm_loss, f"lm loss {split} ppl": perplexity}
         self.scalars(figures, state.iteration, state.consumed_train_samples)
 
     def scalars(self, values: Mapping[str, float | None], iteration: int, samples: int | None = None) -> None:
-        """Add to TensorBoard the figures that are not None; with ``samples`` also as ``NAME vs samples`` at those."""
-        if self.tensorboard is not None:
-            for name, value in values.items():
-                if value is not None:
-                    self._add_scalar(name, value, iteration)
-                    if samples is not None:
-                        self._add_scalar(f"{name} vs samples", value, samples)
+        """Give the loggers the figures that are not None; with ``samples`` TensorBoard has them over those too."""
+        given = {name: value for name, value in values.items() if value is not None}
+        if given:
+            self._tell(lambda logger: logger.scalars(given, iteration, samples))
+
+    def text(self, tag: str, text: str, iteration: int) -> None:
+        """Give the loggers a text in Markdown."""
+        self._tell(lambda logger: logger.text(tag, text, iteration))
 
     def close(self) -> None:
         """Flush and close the files."""
         try:
             if self._file is not None:
                 self._file.close()
-            if self.tensorboard is not None:
-                self.tensorboard.close()
+            self._tell(lambda logger: logger.close())
             if self._owner is not None:
                 self._owner.release()
         except OSError as error:
             self._report_refused(error)
 
-    def _add_scalar(self, name: str, value: float, iteration: int) -> None:
-        if self.tensorboard is None:
-            return
-        try:
-            self.tensorboard.add_scalar(name, value, iteration)
-        except OSError as error:
-            # Its writing thread ends with the first error.
-            self.tensorboard = None
-            print_line(f"WARNING: cannot write to TensorBoard: {error.strerror}; it gets no more figures")
+    def _tell(self, say: Callable[[RunLogger], None]) -> None:
+        """Say something to each logger; one that fails, as on a full disk, gets no more and does not end the run."""
+        for logger in list(self._loggers):
+            try:
+                say(logger)
+            except OSError as error:
+                self._loggers.remove(logger)
+                print_line(
+                    f"WARNING: cannot write to {logger.name}: {error.strerror or error}; it gets no more figures"
+                )
+
+    def _memory(self, iteration: int) -> dict[str, Any]:
+        """Return the memory of this rank, in MiB, for the iterations that have a log line."""
+        if iteration % self._logging.log_interval:
+            return {}
+        return {"memory_mib": {name: round(value, 3) for name, value in vars(self._device.memory_use()).items()}}
 
     def _report_refused(self, error: OSError) -> None:
         if not self._is_refused:

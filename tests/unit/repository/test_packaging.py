@@ -75,6 +75,7 @@ def test_nothing_imported_at_run_time_is_undeclared() -> None:
         "adopt",
         "object-storage",
         "serve",
+        "loggers",
     ):
         declared |= {Requirement(text).name for text in project_metadata()["optional-dependencies"][extra]}
     distributions = importlib.metadata.packages_distributions()

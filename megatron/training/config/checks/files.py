@@ -63,6 +63,8 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
     ):
         if folder is not None and os.path.isfile(folder):
             yield f"{name} {folder} is a file; give a folder"
+    if config.logging.record_schedule is not None and os.path.isdir(config.logging.record_schedule):
+        yield f"--record-schedule {config.logging.record_schedule} is a folder; give a file"
     if config.logging.metrics_jsonl is not None and os.path.isdir(config.logging.metrics_jsonl):
         yield f"--metrics-jsonl {config.logging.metrics_jsonl} is a folder; give a file"
 

@@ -1,4 +1,4 @@
-"""Checks of which iterations and ranks are profiled, and where the trace goes."""
+"""Checks of which iterations and ranks are profiled, where the trace goes, and of texts generated on the way."""
 
 from __future__ import annotations
 
@@ -35,8 +35,26 @@ def _check_folder(config: RunConfig) -> Iterator[str]:
         yield NO_PROFILE_FOLDER
 
 
+def _check_samples(config: RunConfig) -> Iterator[str]:
+    interval, model = config.logging.sample_interval, config.model
+    if interval is None:
+        return
+    if not config.logging.sample_prompts:
+        yield f"--sample-interval {interval} has nothing to continue; add --sample-prompts TEXT"
+    for words, is_given in (
+        (f"--context-parallel-size {model.context_parallel_size}", model.context_parallel_size > 1),
+        ("--sequence-parallel", model.sequence_parallel),
+        ("several model chunks on a pipeline rank", config.stage_layout.num_chunks > 1),
+        (f"--fp8-format {model.fp8_format}", model.fp8_format is not None),
+        (f"--cuda-graph-impl {config.training.cuda_graph_impl}", config.training.cuda_graph_impl != "none"),
+    ):
+        if is_given:
+            yield f"--sample-interval {interval} does not go with {words}: single tokens are generated; leave one out"
+
+
 CHECKS = (
     Check(("profile_step_start", "profile_step_end"), _check_steps),
     Check(("profile_ranks",), _check_ranks),
     Check(("tensorboard_dir", "save"), _check_folder),
+    Check(("num_layers", "pipeline_model_parallel_layout"), _check_samples),
 )

@@ -122,6 +122,16 @@ _IDLE = (
     _Idle(("override_opt_param_scheduler",), lambda config: config.checkpoint.load is None, "without --load DIR"),
     _Idle(_TO_TENSORBOARD, lambda config: config.logging.tensorboard_dir is None, "without --tensorboard-dir DIR"),
     _Idle(
+        ("wandb_exp_name", "wandb_save_dir", "wandb_entity"),
+        lambda config: not config.logging.wandb_project,
+        "without --wandb-project NAME",
+    ),
+    _Idle(
+        ("mlflow_run_name", "mlflow_tracking_uri"),
+        lambda config: not config.logging.mlflow_experiment,
+        "without --mlflow-experiment NAME",
+    ),
+    _Idle(
         ("exit_signal_handler",),
         lambda config: config.training.exit_signal == "SIGTERM",
         "with --exit-signal SIGTERM: a checkpoint is always saved on it",

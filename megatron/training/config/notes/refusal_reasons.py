@@ -51,7 +51,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("--ckpt-convert-", "use tools/checkpoint/convert.py"),
     ("--non-persistent-", _LOCAL_COPIES),
     ("--replication", _LOCAL_COPIES),
-    ("--wandb-", "use --tensorboard-dir or --metrics-jsonl"),
 )
 
 VALUE_REASONS = {"--exp-avg-sq-dtype fp8": "a second moment moves by less than its steps of 6 %"}

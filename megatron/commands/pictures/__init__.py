@@ -1,0 +1,1 @@
+"""Commands that show runs: pictures of them, and a page that is live."""

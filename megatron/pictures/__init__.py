@@ -1,0 +1,1 @@
+"""Charts and pages of runs, made from the metrics files that they write."""

@@ -1,0 +1,136 @@
+"""What a run wrote into its metrics file, as series of figures by iteration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.core.errors import DataError
+
+METRICS_FILE = "metrics.jsonl"
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class MetricsRecord:
+    """Hold one run: ``figures`` are its points (iteration, value) by name, ``samples`` its texts by iteration.
+
+    ``evaluations`` are the losses by the name of the data set. ``stragglers`` are reports by iteration, ``skipped``
+    the iterations whose update was left out.
+    """
+
+    name: str
+    path: Path
+    figures: dict[str, Points] = field(default_factory=dict)
+    evaluations: dict[str, Points] = field(default_factory=dict)
+    samples: dict[int, list[dict[str, str]]] = field(default_factory=dict)
+    stragglers: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)
+
+    @property
+    def last_iteration(self) -> int:
+        """Return the last iteration of training that is in the file, 0 where there is none."""
+        return int(max((points[-1][0] for points in self.figures.values() if points), default=0))
+
+
+def metrics_file(given: Path) -> Path:
+    """Return the metrics file that a folder of ``--save``, or the file itself, stands for.
+
+    Raises:
+        DataError: there is none.
+    """
+    path = given / METRICS_FILE if given.is_dir() else given
+    if not path.is_file():
+        raise DataError(f"{given} holds no {METRICS_FILE}; name a run's --save folder or its metrics file")
+    return path
+
+
+def read_metrics(given: Path, name: str | None = None) -> MetricsRecord:
+    """Read a run; a line that is torn or is no object, as the last one of a running run may be, is passed over.
+
+    Raises:
+        DataError: there is no such file, or nothing in it is of a run.
+    """
+    path = metrics_file(given)
+    record = MetricsRecord(name or _name_of(path), path)
+    found = False
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                values = _parsed(line)
+                if values is not None:
+                    _take(record, values)
+                    found = True
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    if not found:
+        raise DataError(f"{path} has no iteration of a run yet; name the metrics.jsonl of a run that has trained")
+    return record
+
+
+def read_several(given: list[Path]) -> list[MetricsRecord]:
+    """Read runs and give each a name of its own: the shortest end of its path that no other one has.
+
+    Raises:
+        DataError: one cannot be read.
+    """
+    records = [read_metrics(path) for path in dict.fromkeys(given)]
+    parts = [record.path.resolve().parent.parts for record in records]
+    for depth in range(1, 8):
+        names = ["/".join(own[-depth:]) for own in parts]
+        if len(set(names)) == len(names):
+            break
+    if len(set(names)) < len(names):
+        names = [str(record.path) for record in records]
+    if len(records) > 1:
+        records = [MetricsRecord(name, *list(vars(record).values())[1:]) for name, record in zip(names, records)]
+    return records
+
+
+def _name_of(path: Path) -> str:
+    return path.resolve().parent.name or path.stem
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict) or type(values.get("iteration")) is not int:
+        return None
+    return values
+
+
+def _take(record: MetricsRecord, values: Mapping[str, Any]) -> None:
+    iteration: int = values["iteration"]
+    if isinstance(values.get("samples"), list):
+        record.samples[iteration] = [
+            {name: str(text) for name, text in sample.items()}
+            for sample in values["samples"]
+            if isinstance(sample, dict)
+        ]
+    elif isinstance(values.get("split"), str):
+        _add(record.evaluations.setdefault(values["split"], []), iteration, values.get("lm_loss"))
+    else:
+        if values.get("skipped") is True:
+            record.skipped.append(iteration)
+        if isinstance(values.get("stragglers"), dict):
+            record.stragglers[iteration] = values["stragglers"]
+        for name, value in _flat(values):
+            _add(record.figures.setdefault(name, []), iteration, value)
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if name == "memory_mib" and isinstance(value, dict):
+            yield from ((f"memory_mib.{part}", each) for part, each in value.items())
+        elif name not in ("iteration", "skipped"):
+            yield name, value
+
+
+def _add(points: Points, iteration: int, value: object) -> None:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300:
+        points.append((iteration, float(value)))

@@ -1,0 +1,88 @@
+"""What lies in the folder of a run beside its metrics: checkpoints, reports of hangs, recorded schedules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from megatron.advice.pipeline_chart import draw_svg
+from megatron.core.errors import DataError
+from megatron.core.pipeline_parallel.timeline import read_timeline
+from megatron.pictures.metrics_record import METRICS_FILE
+
+_DEEPEST, _MOST_RUNS, _MOST_SHOWN = 4, 200, 8
+_LARGEST_SCHEDULE = 1 << 22
+_CHART_WIDTH = 1080
+
+
+def find_runs(folder: Path) -> dict[str, Path]:
+    """Return the folders of runs at most four levels below a folder, or itself, by their place in it; newest first."""
+    found: list[Path] = []
+    level = [folder]
+    for _ in range(_DEEPEST + 1):
+        found += [each for each in level if (each / METRICS_FILE).is_file()]
+        level = [below for each in level for below in _folders_in(each)]
+    found.sort(key=lambda run: (run / METRICS_FILE).stat().st_mtime, reverse=True)
+    return {str(run.relative_to(folder)): run for run in found[:_MOST_RUNS]}
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    try:
+        return [
+            path
+            for path in sorted(folder.iterdir())
+            if path.is_dir() and not path.is_symlink() and not path.name.startswith((".", "iter_"))
+        ]
+    except OSError:
+        return []
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Hold one run's folder, and show what is in it as parts of a page."""
+
+    name: str
+    path: Path
+
+    def parts(self) -> Iterator[str]:
+        """Yield the parts: checkpoints, hangs and recorded schedules; nothing for what there is none of."""
+        rows = list(self._checkpoints())
+        if rows:
+            yield (
+                f"<h2>Checkpoints of {escape(self.name)}</h2><table><tr><th>checkpoint</th><th>MiB</th>"
+                f"<th>state</th></tr>{''.join(rows)}</table>"
+            )
+        for path in sorted(self.path.glob("hang-*.json"), reverse=True)[:_MOST_SHOWN]:
+            yield (
+                f'<p class="bad">A hang was reported: <code>{escape(str(path))}</code>; '
+                f"<code>python tools/read_flight.py</code> explains it.</p>"
+            )
+        for path in sorted(self.path.glob("*schedule*.json"))[:_MOST_SHOWN]:
+            yield from self._schedule(path)
+
+    def _checkpoints(self) -> Iterator[str]:
+        newest = self._newest()
+        for folder in sorted(self.path.glob("iter_*"), reverse=True)[:_MOST_SHOWN]:
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            notes = ["the one that is loaded"] if folder.name == newest else []
+            notes += ["known to train"] if (folder / "known_to_train.json").is_file() else []
+            cells = f'<td>{size / 2**20:.1f}</td><td class="text">{", ".join(notes)}</td>'
+            yield f"<tr><td>{escape(folder.name)}</td>{cells}</tr>"
+
+    def _newest(self) -> str:
+        try:
+            return f"iter_{int((self.path / 'latest_checkpointed_iteration.txt').read_text()[:32]):07d}"
+        except (OSError, ValueError):
+            return ""
+
+    def _schedule(self, path: Path) -> Iterator[str]:
+        try:
+            if path.stat().st_size > _LARGEST_SCHEDULE:
+                return
+            drawing = draw_svg(read_timeline(path), _CHART_WIDTH)
+        except (OSError, DataError, json.JSONDecodeError):
+            return
+        yield f'<h2>Recorded schedule of {escape(self.name)}, seconds</h2><div class="wide">{drawing}</div>'

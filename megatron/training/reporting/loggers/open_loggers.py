@@ -1,0 +1,54 @@
+"""Which loggers a run has."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from megatron.core.errors import ConfigurationError
+from megatron.training.config.data_lists import extra_validation_sets
+from megatron.training.config.run_config import RunConfig
+from megatron.training.reporting.loggers.mlflow_logger import MlflowLogger
+from megatron.training.reporting.loggers.run_logger import RunLogger
+from megatron.training.reporting.loggers.tensorboard_logger import TensorBoardLogger
+from megatron.training.reporting.loggers.wandb_logger import WandbLogger
+
+
+def open_loggers(config: RunConfig, start_iteration: int) -> list[RunLogger]:
+    """Return the loggers that the flags ask for; their packages are imported here and not before.
+
+    Raises:
+        ConfigurationError: one cannot be begun.
+        OSError: a folder cannot be written to.
+    """
+    options = config.logging
+    loggers: list[RunLogger] = []
+    if options.tensorboard_dir is not None:
+        loggers.append(
+            TensorBoardLogger(
+                config, start_iteration, tuple(each.name for each in extra_validation_sets(config.validation))
+            )
+        )
+    if options.wandb_project:
+        loggers.append(WandbLogger(config))
+    if options.mlflow_experiment:
+        loggers.append(MlflowLogger(config))
+    return loggers
+
+
+def check_packages(config: RunConfig) -> None:
+    """See whether the packages of the loggers are there, without importing them.
+
+    Raises:
+        ConfigurationError: some are not.
+    """
+    options = config.logging
+    problems = [
+        f"{flag} {value} needs the package {package}, which is not installed; run pip install {package}"
+        for package, flag, value in (
+            ("wandb", "--wandb-project", options.wandb_project),
+            ("mlflow", "--mlflow-experiment", options.mlflow_experiment),
+        )
+        if value and importlib.util.find_spec(package) is None
+    ]
+    if problems:
+        raise ConfigurationError(problems)

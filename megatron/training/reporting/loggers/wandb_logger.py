@@ -1,0 +1,69 @@
+"""Weights & Biases: the figures of a run over its iterations, its configuration, and its texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core.errors import ConfigurationError
+from megatron.training.config.run_config import RunConfig
+
+
+class WandbLogger:
+    """Log to the project of ``--wandb-project``; ``WANDB_MODE=offline`` keeps everything on this machine.
+
+    Raises:
+        ConfigurationError: the package is not installed, or the run cannot be begun.
+    """
+
+    name = "W&B"
+
+    def __init__(self, config: RunConfig) -> None:
+        options, save = config.logging, config.checkpoint.save
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigurationError(f"--wandb-project {options.wandb_project}: {error}; pip install wandb") from error
+        folder = Path(options.wandb_save_dir or (f"{save}/wandb" if save else "wandb"))
+        folder.mkdir(parents=True, exist_ok=True)
+        # Capturing the console would put a pipe behind the log.
+        settings = wandb.Settings(console="off", silent=True)
+        try:
+            self._run: Any = wandb.init(
+                project=options.wandb_project,
+                entity=options.wandb_entity or None,
+                name=options.wandb_exp_name or (Path(save).name if save else None),
+                dir=str(folder),
+                config=config.to_dict(),
+                settings=settings,
+            )
+        except wandb.Error as error:
+            reason = " ".join(str(error).split())
+            raise ConfigurationError(
+                f"--wandb-project {options.wandb_project}: {reason}; run `wandb login`, or set WANDB_MODE=offline"
+            ) from error
+        self._failure, self._table = wandb.Error, wandb.Html
+        # Steps of its own may not go back, which a run that goes back to an older checkpoint does.
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+
+    def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
+        """Log the figures of an iteration, with its consumed samples."""
+        self._log({**values, **({} if samples is None else {"consumed samples": samples})}, iteration)
+
+    def text(self, tag: str, text: str, iteration: int) -> None:
+        """Log a text, which W&B keeps as a page."""
+        from html import escape
+
+        self._log({tag: self._table(f"<pre>{escape(text)}</pre>")}, iteration)
+
+    def close(self) -> None:
+        """Send what is left and end the run."""
+        self._run.finish()
+
+    def _log(self, values: Mapping[str, Any], iteration: int) -> None:
+        try:
+            self._run.log({**values, "iteration": iteration})
+        except self._failure as error:
+            raise OSError(str(error)) from error

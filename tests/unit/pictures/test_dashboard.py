@@ -1,0 +1,101 @@
+"""The dashboard over HTTP: who may see it, what it shows, and that it follows runs that go on."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from megatron.commands.pictures.dashboard import main
+from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.simulator import simulate
+from megatron.core.pipeline_parallel.timeline import write_timeline
+from megatron.pictures.dashboard_server import DashboardServer, address
+from tests.unit.pictures.test_plot import titles, write_run
+
+TOKEN = "a-token-of-tests"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[DashboardServer]:
+    """Serve a folder with one run."""
+    write_run(tmp_path / "runs" / "first", iterations=12)
+    with DashboardServer(tmp_path / "runs", "127.0.0.1", 0, TOKEN) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def get(server: DashboardServer, path: str, token: str = TOKEN) -> tuple[int, str]:
+    """Return the status and the text of a page."""
+    url = f"http://127.0.0.1:{server.server_address[1]}/{path}{'&' if '?' in path else '?'}token={quote(token)}"
+    try:
+        with urllib.request.urlopen(url) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("token", ["", "a-token-of-test", "ü"])
+def test_nothing_is_shown_without_the_token(server: DashboardServer, token: str) -> None:
+    for path in ("", "body", "step?run=first&step=1"):
+        status, text = get(server, path, token)
+        assert status == 403
+        assert "<h1>No access</h1>" in text
+        assert not titles(text)
+
+
+def test_the_page_compares_runs_and_follows_them(server: DashboardServer) -> None:
+    status, text = get(server, "")
+    assert status == 200
+    assert "Training loss" in titles(text)
+    assert get(server, "body")[1].count("<td>12</td>") == 1
+    write_run(server.folder / "first", iterations=17)
+    write_run(server.folder / "deep" / "second", iterations=13)
+    both = get(server, "body")[1]
+    assert "<td>17</td>" in both
+    assert "deep/second" in both
+    assert "deep/second" not in get(server, "body?run=first")[1]
+    assert address(server).endswith(f"/?token={TOKEN}")
+
+
+def test_a_folder_without_runs_says_so(tmp_path: Path, server: DashboardServer) -> None:
+    server.folder = tmp_path / "none"
+    assert "has written a metrics.jsonl yet" in get(server, "body")[1]
+
+
+def test_checkpoints_hangs_and_recorded_schedules_are_shown(server: DashboardServer) -> None:
+    run = server.folder / "first"
+    for iteration in (5, 10):
+        (run / f"iter_{iteration:07d}").mkdir()
+    (run / "iter_0000005" / "known_to_train.json").write_text("{}")
+    (run / "latest_checkpointed_iteration.txt").write_text("10")
+    (run / "hang-20261122-140005.json").write_text("{}")
+    write_timeline(run / "schedule.json", simulate(build_schedule("1f1b", 2, 4), 1))
+    (run / "old-schedule.json").write_text(json.dumps({"events": []}))
+    text = get(server, "body")[1]
+    assert '<td>iter_0000010</td><td>0.0</td><td class="text">the one that is loaded</td>' in text
+    assert '<td>iter_0000005</td><td>0.0</td><td class="text">known to train</td>' in text
+    assert "hang-20261122-140005.json" in text
+    assert text.count("Recorded schedule of first") == 1
+
+
+def test_a_step_of_no_run_is_not_looked_for(server: DashboardServer) -> None:
+    assert "no such run or step" in get(server, "step?run=../other&step=1")[1]
+    assert "no such run or step" in get(server, "step?run=first&step=-1")[1]
+    assert get(server, "other")[0] == 404
+
+
+@pytest.mark.parametrize("words", ["none", ". --port 70000", ". --token short", ". --host 203.0.113.7"])
+def test_what_cannot_be_served_is_one_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    assert capsys.readouterr().err.count("\n") == 1

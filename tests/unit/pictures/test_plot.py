@@ -1,0 +1,130 @@
+"""Pages and pictures of runs: what is read, what is drawn, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.commands.pictures.plot import main
+from megatron.pictures.chart import MOST_POINTS, charts_of, thinned
+from megatron.pictures.chart_svg import draw_chart, number, ticks
+from megatron.pictures.metrics_record import read_metrics, read_several
+
+
+def write_run(folder: Path, iterations: int = 30, **more: Any) -> Path:
+    """Write the metrics of a run into a folder and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines: list[dict[str, Any]] = []
+    for iteration in range(1, iterations + 1):
+        step = {"iteration": iteration, "lm_loss": 5 - iteration / 20, "grad_norm": 1.5, "learning_rate": 1e-4}
+        step |= {"tokens_per_second": 900.0 + iteration, "skipped": False, "loss_scale": 1.0, "balance_loss": 0.25}
+        lines.append(step | ({} if iteration % 10 else {"memory_mib": {"allocated": 5.0, "max_allocated": 9.0}}) | more)
+        if iteration % 10 == 0:
+            lines += [{"iteration": iteration, "split": name, "lm_loss": 4.5} for name in ("validation", "code")]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def titles(page: str) -> list[str]:
+    return re.findall(r'aria-label="([^"]*)"', page)
+
+
+def test_a_page_has_a_chart_for_each_figure_and_needs_no_network(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = write_run(tmp_path / "first")
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out == f"wrote {folder / 'plot.html'}\n"
+    page = (folder / "plot.html").read_text()
+    assert titles(page) == [
+        *("Training loss", "Validation loss", "Gradient norm, before clipping", "Learning rate", "Throughput"),
+        *("Memory of the first rank, largest so far", "balance loss"),
+    ]
+    assert not re.search(r'(src|href)="', page)
+    assert ">code<" in page
+    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        xml.etree.ElementTree.fromstring(svg)
+
+
+def test_runs_are_compared_under_names_of_their_own(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name / "checkpoints", grad_norm=norm) for name, norm in (("a", 1.0), ("b", 2.0))]
+    records = read_several(runs)
+    assert [record.name for record in records] == ["a/checkpoints", "b/checkpoints"]
+    charts = {chart.title: chart for chart in charts_of(records)}
+    assert [series.color for series in charts["Training loss"].series] == [0, 1]
+    assert [series.points[0] for series in charts["Gradient norm, before clipping"].series] == [(1, 1.0), (1, 2.0)]
+    assert len(charts["Validation loss"].series) == 4
+
+
+def test_torn_lines_and_figures_that_are_none_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = ['{"iteration": 1, "lm_loss": 2.0}', '{"iteration": 2, "lm_loss": null, "skipped": true}', "[1]", '{"iter']
+    path.write_text("\n".join(lines))
+    record = read_metrics(path)
+    assert record.figures == {"lm_loss": [(1, 2.0)]}
+    assert record.skipped == [2]
+
+
+def test_samples_and_names_are_text_and_never_markup(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "<b>run", iterations=1)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"iteration": 1, "samples": [{"prompt": "<script>", "text": "&<i>"}]}) + "\n")
+    assert main([str(folder)]) == 0
+    page = (folder / "plot.html").read_text()
+    assert "<b>&lt;script&gt;</b>&amp;&lt;i&gt;" in page
+    assert "<script>" not in page
+    assert "<b>run" not in page
+
+
+@pytest.mark.parametrize("content", [None, "", "weights\n"], ids=["missing", "empty", "no metrics"])
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}")
+
+
+def test_a_picture_without_matplotlib_or_place_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    folder = write_run(tmp_path / "a", iterations=1)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([str(folder), "--output", str(tmp_path / "a.png")]) == 2
+    assert "needs matplotlib" in capsys.readouterr().err
+    assert main([str(folder), "--output", str(tmp_path / "none" / "a.html")]) == 2
+    assert "cannot be written: No such file or directory; change --output" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([str(folder), "--output", "a.gif"])
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 1.0), (4.7, 4.9), (1e-6, 3e-4), (-3.0, 2.0), (7.0, 7.0), (0.0, 0.0), (900.0, 123456.0)]
+)
+def test_ticks_are_few_and_hold_the_values(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert found[0] <= low + 1e-9
+    assert found[-1] >= high - 1e-9
+    assert 2 <= len(found) <= 9
+    assert len({number(value) for value in found}) == len(found)
+
+
+def test_one_point_and_one_value_are_drawn(tmp_path: Path) -> None:
+    charts = charts_of([read_metrics(write_run(tmp_path / "a", iterations=1))])
+    for chart in charts:
+        assert "nan" not in draw_chart(chart)
+        xml.etree.ElementTree.fromstring(draw_chart(chart))
+
+
+def test_long_runs_keep_their_peaks() -> None:
+    points = [(float(x), math.sin(x)) for x in range(100_000)]
+    points[54_321] = (54_321.0, 40.0)
+    kept = thinned(points)
+    assert len(kept) <= MOST_POINTS + 3
+    assert (54_321.0, 40.0) in kept
+    assert kept[-1] == points[-1]
+    assert kept == sorted(kept)

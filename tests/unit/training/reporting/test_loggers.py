@@ -1,0 +1,184 @@
+"""TensorBoard's groups, W&B and MLflow behind one interface, and what happens where they fail or are missing."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.core.device import Device
+from megatron.core.errors import ConfigurationError
+from megatron.training.config.arguments import resolve_arguments
+from megatron.training.config.run_config import RunConfig
+from megatron.training.reporting.loggers.open_loggers import check_packages
+from megatron.training.reporting.metrics import MetricsWriter
+from tests.unit.training.reporting.test_profiling import FLAGS
+
+
+class WandbError(Exception):
+    """Stand for the package's own error."""
+
+
+class WandbRun:
+    """Keep what a run is told, as the package's run takes it."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.is_broken = False
+
+    def define_metric(self, name: str, **options: str) -> None:
+        self.told.append((name, options))
+
+    def log(self, values: dict[str, Any]) -> None:
+        if self.is_broken:
+            raise WandbError("the service is gone")
+        self.told.append(values)
+
+    def finish(self) -> None:
+        self.told.append("finished")
+
+
+def put_module(monkeypatch: pytest.MonkeyPatch, name: str, **names: Any) -> None:
+    """Put a module of these names where an import finds it."""
+    module = ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    vars(module).update(names)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def config_of(*flags: str) -> RunConfig:
+    return resolve_arguments((*FLAGS, *flags), 1).config
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Put a stand-in for wandb into place, and return its run and what it was begun with."""
+    seen = SimpleNamespace(run=WandbRun(), begun=[])
+
+    def init(**options: Any) -> WandbRun:
+        seen.begun.append(options)
+        return seen.run
+
+    put_module(monkeypatch, "wandb", init=init, Settings=dict, Error=WandbError, Html=str)
+    return seen
+
+
+def test_wandb_is_told_figures_by_iteration_and_texts(wandb: SimpleNamespace, tmp_path: Path) -> None:
+    flags = ("--wandb-project", "p", "--wandb-exp-name", "e", "--wandb-save-dir", str(tmp_path), "--wandb-entity", "t")
+    config = config_of(*flags)
+    with MetricsWriter(config, Device("cpu"), 0) as metrics:
+        metrics.scalars({"lm loss": 2.5, "grad-norm": None}, 3, 12)
+        metrics.text("samples", "a < b", 3)
+    begun = wandb.begun[0]
+    assert [begun[name] for name in ("project", "entity", "name", "dir")] == ["p", "t", "e", str(tmp_path)]
+    assert begun["config"] == config.to_dict()
+    assert wandb.run.told[2:] == [
+        {"lm loss": 2.5, "consumed samples": 12, "iteration": 3},
+        {"samples": "<pre>a &lt; b</pre>", "iteration": 3},
+        "finished",
+    ]
+
+
+def test_a_logger_that_fails_is_left_and_the_others_go_on(
+    wandb: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--wandb-project", "p", "--wandb-save-dir", str(tmp_path / "w"), "--tensorboard-dir", str(tmp_path))
+    with MetricsWriter(config_of(*flags), Device("cpu"), 0) as metrics:
+        wandb.run.is_broken = True
+        metrics.scalars({"lm loss": 2.5}, 1)
+        metrics.scalars({"lm loss": 1.5}, 2)
+    printed = capsys.readouterr().out
+    assert printed.count("WARNING: cannot write to W&B: the service is gone; it gets no more figures") == 1
+    assert [point.value for point in events_in(tmp_path).Scalars("lm loss")] == [2.5, 1.5]
+
+
+def test_wandb_that_cannot_begin_is_one_line(
+    wandb: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**options: Any) -> None:
+        raise WandbError("no API key\nconfigured")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
+    config = config_of("--wandb-project", "p", "--wandb-save-dir", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"^--wandb-project p: no API key configured; run `wandb login`"):
+        MetricsWriter(config, Device("cpu"), 0)
+
+
+def test_mlflow_has_parameters_figures_and_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: list[Any] = []
+
+    class Client:
+        def __init__(self, uri: str | None) -> None:
+            told.append(uri)
+
+        def get_experiment_by_name(self, name: str) -> None:
+            told.append(name)
+
+        def create_experiment(self, name: str) -> str:
+            return "7"
+
+        def create_run(self, experiment: str, run_name: str | None) -> Any:
+            told.append((experiment, run_name))
+            return SimpleNamespace(info=SimpleNamespace(run_id="r"))
+
+        def log_batch(self, run: str, metrics: Any = (), params: Any = ()) -> None:
+            told.extend(metrics)
+            told.append(("parameters", len(params)))
+
+        def log_text(self, run: str, text: str, file: str) -> None:
+            told.append((text, file))
+
+        def set_terminated(self, run: str) -> None:
+            told.append("ended")
+
+    def metric(name: str, value: float, time: int, step: int) -> tuple[str, float, int]:
+        return name, value, step
+
+    put_module(monkeypatch, "mlflow", MlflowClient=Client)
+    put_module(monkeypatch, "mlflow.entities", Metric=metric, Param=lambda name, value: (name, value))
+    put_module(monkeypatch, "mlflow.exceptions", MlflowException=ValueError)
+    flags = ("--mlflow-experiment", "e", "--mlflow-run-name", "n", "--mlflow-tracking-uri", "file:///m")
+    with MetricsWriter(config_of(*flags), Device("cpu"), 0) as metrics:
+        metrics.scalars({"lm loss": 2.5, "a+b": 1.0}, 3, 12)
+        metrics.text("samples", "text", 3)
+    assert told[:3] == ["file:///m", "e", ("7", "n")]
+    assert ("parameters", 100) in told
+    assert [each for each in told if isinstance(each, tuple) and len(each) == 3] == [
+        *(("lm loss", 2.5, 3), ("a_b", 1.0, 3), ("consumed samples", 12.0, 3))
+    ]
+    assert ("text", "samples/iteration_3.md") in told
+    assert told[-1] == "ended"
+
+
+@pytest.mark.parametrize(
+    ("flag", "package"), [("--wandb-project", "wandb"), ("--mlflow-experiment", "mlflow")], ids=["wandb", "mlflow"]
+)
+def test_a_missing_package_is_refused_with_the_flags(flag: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError) as caught:
+        check_packages(config_of(flag, "p"))
+    needed = f"{flag} p needs the package {package}, which is not installed; run pip install {package}"
+    assert caught.value.problems == (needed,)
+
+
+def test_tensorboard_has_groups_texts_and_hyperparameters(tmp_path: Path) -> None:
+    with MetricsWriter(config_of("--tensorboard-dir", str(tmp_path)), Device("cpu"), 0) as metrics:
+        metrics.scalars({"lm loss": 2.5}, 1, 4)
+    events = events_in(tmp_path)
+    assert {"lm loss", "lm loss vs samples"} == set(events.Tags()["scalars"])
+    assert "configuration/text_summary" in events.Tags()["tensors"]
+    assert b"| num_layers | 2 |" in events.Tensors("configuration/text_summary")[0].tensor_proto.string_val[0]
+    plugins = {events.SummaryMetadata(tag).plugin_data.plugin_name for tag in events.summary_metadata}
+    assert {"custom_scalars", "hparams", "text"} <= plugins
+    layout = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    assert b"^lm loss validation$" in layout
+
+
+def events_in(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder)).Reload()

@@ -1,0 +1,13 @@
+"""Show the runs of a folder in a browser, compared and live."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.commands.pictures.dashboard import main
+
+if __name__ == "__main__":
+    sys.exit(main())
