@@ -43,6 +43,7 @@ def commands(folder: Path, *, recorded: bool = False) -> Path:
     folder.mkdir()
     python = shlex.quote(sys.executable)
     starts = {"megatron": f"{python} -m megatron.commands", "torchrun": f"{python} -m torch.distributed.run"}
+    starts["python"] = python
     if recorded:
         starts = {"megatron": f"{python} -c 'import json, sys; print(json.dumps(sys.argv[1:]))'"}
     for name, start in starts.items():
