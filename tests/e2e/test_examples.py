@@ -52,10 +52,15 @@ def commands(folder: Path, *, recorded: bool = False) -> Path:
     return folder
 
 
-def run_example(name: str, folder: Path, words: str = "", *, recorded: bool = False, **more: object) -> CommandResult:
+def run_example(name: str, folder: Path, words: str = "", *, recorded: bool = False, **more: Any) -> CommandResult:
     """Run an example with the data of the tests; what it saves is in ``folder``."""
     path = f"{commands(folder / 'bin', recorded=recorded)}{os.pathsep}{os.environ['PATH']}"
-    values = {"DATA": DATA, "VOCAB": folder / "vocab.json", "MERGES": folder / "merges.txt", "SAVE": folder / "saved"}
+    values: dict[str, Any] = {
+        "DATA": DATA,
+        "VOCAB": folder / "vocab.json",
+        "MERGES": folder / "merges.txt",
+        "SAVE": folder / "saved",
+    }
     values |= {"MODEL": folder / "model", "TOKENIZER": folder / "model", "TRAIN": folder / "train.jsonl"}
     values |= {"EXPORTED": folder / "exported", "PATH": path, "MEGATRON_DEVICE": "cpu", **more}
     environment = {key: str(value) for key, value in values.items()}
@@ -127,7 +132,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 def test_the_example_of_qwen_goes_on_with_a_model_and_resumes(chat: Path, tmp_path: Path) -> None:
-    more = {"MODEL": chat / "model", "ROWS": 136, "NPROC": 2}
+    more: dict[str, Any] = {"MODEL": chat / "model", "ROWS": 136, "NPROC": 2}
     (tmp_path / "first").mkdir()
     words = f"--seq-length 24 --split 1,0,0 {BATCH} --lr-decay-iters 3 --train-iters"
     run_example("qwen2.5_7b.sh", tmp_path / "first", f"{words} 2", SAVE=tmp_path / "saved", **more).check()
@@ -138,7 +143,7 @@ def test_the_example_of_qwen_goes_on_with_a_model_and_resumes(chat: Path, tmp_pa
 
 @pytest.mark.long
 def test_the_example_of_fine_tuning_gives_the_model_back(chat: Path, tmp_path: Path) -> None:
-    more = {"MODEL": chat / "model", "TRAIN": chat / "train.jsonl", "ROWS": 136, "NPROC": 2}
+    more: dict[str, Any] = {"MODEL": chat / "model", "TRAIN": chat / "train.jsonl", "ROWS": 136, "NPROC": 2}
     words = "--seq-length 24 --micro-batch-size 2 --global-batch-size 4 --train-iters 3"
     check_run(run_example("fine_tuning.sh", tmp_path, words, **more), tmp_path)
     before, after = (
@@ -163,7 +168,7 @@ def test_the_slurm_script_starts_one_task_a_machine(tmp_path: Path) -> None:
     environment = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "DATA": str(DATA), "NPROC": "1"}
     environment |= {"VOCAB": "vocab.json", "MERGES": "merges.txt", "SAVE": str(tmp_path / "saved")}
     environment |= {"SLURM_NNODES": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "a[1-2]"}
-    words = ["bash", EXAMPLES / "slurm.sbatch", EXAMPLES / "gpt2_345m.sh", *SMALL.split()]
+    words: list[str | Path] = ["bash", EXAMPLES / "slurm.sbatch", EXAMPLES / "gpt2_345m.sh", *SMALL.split()]
     check_run(run_command(words, env=environment | {"MEGATRON_DEVICE": "cpu"}, timeout_s=300), tmp_path)
     record = (tmp_path / "saved" / "run_record" / "starts.jsonl").read_text()
     assert '"world_size": 2' in record or '"processes": 2' in record
