@@ -4,7 +4,7 @@ PYTHON = $(VENV)/bin/python
 # Each is a folder of scripts that import what lies beside them.
 SCRIPT_FOLDERS = benchmarks/data benchmarks/data/index benchmarks/step benchmarks/checkpointing
 
-.PHONY: help setup check format test test-long test-gpu clean
+.PHONY: help setup check format test test-long test-gpu docs clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -32,6 +32,11 @@ test-long:  ## run the tests that take minutes
 
 test-gpu:  ## run the tests that need a CUDA device
 	bash tests/run.sh -m gpu
+
+docs:  ## build the site of the documentation strictly, into build/site, in an environment of its own
+	test -x .venv-docs/bin/python || python3 -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -qq -r requirements/docs.txt
+	.venv-docs/bin/python -m mkdocs build --strict --quiet
 
 clean:  ## remove what checkers and builds leave behind
 	rm -rf build .mypy_cache .pytest_cache .ruff_cache .hypothesis megatron_gpt.egg-info

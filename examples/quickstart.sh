@@ -11,9 +11,34 @@ run=${RUN:-quickstart-run}
 iterations=${ITERATIONS:-400}
 prompt=${PROMPT:-"Return the number of"}
 
-step() { printf '\n== %s\n' "$*"; }
+beating=
+quiet() {
+    if [ -n "$beating" ]; then
+        kill "$beating" 2>/dev/null || true
+        wait "$beating" 2>/dev/null || true
+        beating=
+    fi
+}
+trap quiet EXIT
 
-step "1/6 environment: $venv"
+# Begins a step: what is done, and how long it has taken every few seconds; with a folder also how much is in it.
+step() {
+    quiet
+    printf '\n== %s\n' "$1"
+    {
+        seconds=0
+        # The sleep that is left behind must not keep a pipe open.
+        while sleep 8 </dev/null >/dev/null 2>&1; do
+            seconds=$((seconds + 8))
+            size=
+            if [ $# -gt 1 ] && [ -d "$2" ]; then size=", $(du -sm "$2" 2>/dev/null | cut -f 1) MB in $2"; fi
+            printf '   ... %d s%s\n' "$seconds" "$size"
+        done
+    } &
+    beating=$!
+}
+
+step "1/6 environment: $venv (about 1 GB, or nothing to do where it is there)" "$venv"
 bash requirements/install.sh "$venv" runtime
 python="$venv/bin/python"
 # One thread a process: two processes on two cores are faster than four threads on two cores.
@@ -70,7 +95,8 @@ step "6/6 generation from the checkpoint"
 torchrun tools/text_generation_cli.py --load "$run/checkpoint" --prompt "$prompt" \
     --tokens-to-generate 60 --temperature 0.8 --top-k 40
 
-step "done"
+quiet
+printf '\n== done\n'
 "$python" - "$run/checkpoint/metrics.jsonl" <<'PYTHON'
 import json
 import sys
@@ -87,4 +113,12 @@ print(f"validation loss: {validation[0]['lm_loss']:.3f} at iteration {validation
 if not last["lm_loss"] < first["lm_loss"] - 1.0:
     sys.exit("the loss did not fall: something is wrong with this run")
 PYTHON
+# The page with the curves, where this version can draw it.
+if "$python" -m megatron.commands plot --help >/dev/null 2>&1; then
+    if "$python" -m megatron.commands plot "$run/checkpoint" --output "$run/quickstart.html" >"$run/plot.log" 2>&1; then
+        echo "the page with the curves: $run/quickstart.html"
+    else
+        echo "no page with curves: $(tail -n 1 "$run/plot.log")"
+    fi
+fi
 echo "text, data, checkpoints, metrics and the whole log: $run/"
