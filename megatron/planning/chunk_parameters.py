@@ -33,7 +33,7 @@ def expert_parameters(model: GPTConfig) -> list[ChunkParameter]:
     experts, h, t = model.num_experts or 0, model.hidden_size, model.tensor_model_parallel_size
     sizes, copies = model.parallel_sizes, t if t > 1 else 0
     num_local, width = experts // sizes.ep, model.moe_ffn_hidden_size // sizes.expert_tp
-    router = [ChunkParameter(experts * h, copies)]
+    router = [ChunkParameter(experts * h, copies, is_matrix=True)]
     router += [ChunkParameter(experts, copies)] if model.add_bias_linear else []
     router += [ChunkParameter(experts, is_trained=False)] if model.moe_router_enable_expert_bias else []
     rows = width * (2 if model.is_gated else 1)
@@ -120,7 +120,7 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
         ]
 
     def experts() -> list[ChunkParameter]:
-        gate = [ChunkParameter(h, of_cut_tokens)] if model.moe_shared_expert_gate else []
+        gate = [ChunkParameter(h, of_cut_tokens, is_matrix=True)] if model.moe_shared_expert_gate else []
         shared = model.moe_shared_expert_intermediate_size
         return [*expert_parameters(model), *([] if shared is None else [*gate, *dense(shared)])]
 

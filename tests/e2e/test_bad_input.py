@@ -67,7 +67,7 @@ WRONG = [
     ("--tokenizer-type HuggingFaceTokenizer", 1, "--tokenizer-model is missing"),
     ("--fp8-format hybrid --kv-channels 8 --seq-length 32", 1, "--fp8-format hybrid needs --bf16 or --fp16"),
     ("--bf16 --fp8-format hybrid --seq-length 28", 1, "to be a multiple of 16; use --seq-length 32"),
-    ("--optimizer muon", 1, "--optimizer muon is not supported yet"),
+    ("--optimizer cpu_adam", 1, "--optimizer cpu_adam is not supported yet"),
     ("--use-precision-aware-optimizer --main-params-dtype fp16", 1, "give --bf16, or --main-params-dtype fp32"),
     ("--cpu-offloading", 1, "--cpu-offloading needs --cpu-offloading-num-layers"),
     ("--hidden-dropout 1.5", 1, "--hidden-dropout 1.5"),

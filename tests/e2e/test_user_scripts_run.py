@@ -138,7 +138,7 @@ def test_script_trains_saves_and_resumes(
     assert not missing, run.stdout
     parse(run.stdout)
     lines = ITERATION.findall(run.stdout)
-    assert lines == [("2", "8"), ("4", "16"), ("6", "24")], run.stdout
+    assert lines == [("1", "4"), ("2", "8"), ("4", "16"), ("6", "24")], run.stdout
     assert "Traceback" not in run.stderr
     assert newest(checkpoints).name == "iter_0000006"
     assert leftovers(checkpoints) == []

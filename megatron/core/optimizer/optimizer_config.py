@@ -122,14 +122,6 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     muon_split_qkv: bool = flag(True, negative="--muon-no-split-qkv", where=("optimizer", "muon"), in_args=False)
     """Make query, key and value orthogonal each by itself. Off: make query, key and value orthogonal as one matrix.
     Gate and up always are two."""
-    muon_tp_mode: str = flag(
-        "distributed",
-        choices=("distributed", "duplicated"),
-        not_built=("blockwise",),
-        where=("optimizer", "muon"),
-        in_args=False,
-    )
-    """How sharded matrices are made orthogonal: whole, each on the one rank that owns it (both values)."""
     muon_scalar_optimizer: str = flag("adam", choices=("adam", "lion"), where=("optimizer", "muon"), in_args=False)
     """Optimizer of what Muon does not update: embeddings, the output layer, norms, biases and experts."""
     log_num_zeros_in_grad: bool = flag(False, in_args=False)

@@ -89,6 +89,9 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--enable-experimental": NoEffect(0, "no feature is behind this switch"),
     "--test-mode": NoEffect(0, "it is of Megatron-LM's own tests"),
     "--onnx-safe": NoEffect(1, "nothing is exported to ONNX"),
+    "--muon-tp-mode": NoEffect(
+        1, "each matrix is whole on the one rank that owns it", accepted=("distributed", "duplicated")
+    ),
     "--te-rng-tracker": NoEffect(0, "random number streams do not depend on transformer-engine"),
     "--inference-rng-tracker": NoEffect(0, "random number streams do not depend on inference"),
     # parallelism

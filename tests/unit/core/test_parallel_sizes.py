@@ -37,7 +37,8 @@ def test_a_world_holds_as_many_copies_as_it_has_room_for(world_size: int, dp: in
 
 def test_names_of_the_sizes() -> None:
     fields = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3, "context_parallel_size": 5}
-    assert SIZES.model_fields() == fields
+    of_experts = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+    assert SIZES.model_fields() == fields | of_experts
     assert ModelParallelConfig(**fields).parallel_sizes.in_world(210) == SIZES
     assert SIZES.record() == {**fields, "data_parallel_size": 7, "world_size": 210}
     model_sizes = "context-parallel size: 5, tensor-model-parallel size: 2, pipeline-model-parallel size: 3"

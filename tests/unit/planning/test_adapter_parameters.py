@@ -8,6 +8,7 @@ import pretrain_gpt
 from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state, describe_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents
@@ -53,7 +54,8 @@ def test_parameters_are_those_of_the_model(targets: tuple[str, ...], tp: int, se
         spec = spec_of(parameter)
         # What is summed over the ranks is of as many copies as the parameter has.
         copies = spec.num_replicas if spec.gradient_sum_axes else 0
-        found.append(ChunkParameter(parameter.numel(), copies, is_trained=parameter.requires_grad))
+        kind = {"is_trained": parameter.requires_grad, "is_matrix": is_orthogonalized(spec)}
+        found.append(ChunkParameter(parameter.numel(), copies, **kind))
     assert chunk_parameters(config, WHOLE) == found
 
 

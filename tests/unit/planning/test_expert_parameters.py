@@ -8,6 +8,7 @@ from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents
@@ -61,7 +62,8 @@ def test_parameters_are_those_of_the_model(tp: int, ep: int, etp: int | None, ha
         spec = spec_of(parameter)
         copies = spec.num_replicas if spec.gradient_sum_axes else 0
         is_trained = parameter.requires_grad
-        found.append(ChunkParameter(parameter.numel(), copies, is_trained=is_trained, is_expert=spec.is_expert))
+        kind = {"is_expert": spec.is_expert, "is_matrix": is_orthogonalized(spec)}
+        found.append(ChunkParameter(parameter.numel(), copies, is_trained=is_trained, **kind))
     assert chunk_parameters(config, WHOLE) == found
 
 

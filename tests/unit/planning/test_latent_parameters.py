@@ -8,6 +8,7 @@ from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents
@@ -67,7 +68,8 @@ def test_parameters_are_those_of_the_model(
     for parameter in model.parameters():
         spec = spec_of(parameter)
         copies = spec.num_replicas if "tp" in spec.gradient_sum_axes else 0
-        found.append(ChunkParameter(parameter.numel(), copies, is_tied=spec.is_tied_over_pipeline))
+        kind = {"is_tied": spec.is_tied_over_pipeline, "is_matrix": is_orthogonalized(spec)}
+        found.append(ChunkParameter(parameter.numel(), copies, **kind))
     assert chunk_parameters(config, contents) == found
 
 

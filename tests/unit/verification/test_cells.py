@@ -14,6 +14,8 @@ from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.verification.cells import DATA, EXCHANGES, MAX_WORLD_SIZE, Layout, make_cell, matrix
 from megatron.verification.expert_cells import expert_matrix
+from megatron.verification.latent_cells import latent_matrix
+from megatron.verification.prediction_cells import prediction_matrix
 from megatron.verification.random_cells import fuzz
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -101,7 +103,8 @@ def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_lists_the_cells_that_every_word_fits() -> None:
     listed = tool("--list", "--filter", "gpt2 zero-bubble dp2").stdout.splitlines()
     everything = tool("--list").stdout.splitlines()
-    assert [cell.name for cell in (*matrix(), *expert_matrix())] == everything
+    proved = (*matrix(), *expert_matrix(), *prediction_matrix(), *latent_matrix())
+    assert [cell.name for cell in proved] == everything
     assert listed == [name for name in everything if all(word in name for word in ("gpt2", "zero-bubble", "dp2"))]
     assert 0 < len(listed) < len(everything)
     assert tool("--list", "--fuzz", "3").stdout.splitlines() == [cell.name for cell in fuzz(0, 3)]

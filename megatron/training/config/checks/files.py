@@ -80,7 +80,7 @@ def _check_urls(config: RunConfig) -> Iterator[str]:
                 problem = url_problem(text)
                 if problem is not None:
                     yield f"{spec.flags[0]}: {problem}"
-            elif is_url(text) and text.partition("://")[0] in PACKAGES:
+            elif spec.name != "mlflow_tracking_uri" and is_url(text) and text.partition("://")[0] in PACKAGES:
                 scheme = text.partition("://")[0]
                 yield f"{spec.flags[0]} {scheme}://...: no object store can be used here; give a local path"
 

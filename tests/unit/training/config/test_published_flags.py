@@ -88,7 +88,5 @@ def test_the_script_of_llama3_in_fp8_is_accepted_as_it_stands(tmp_path: Path) ->
     assert nvidia_problems("train_llama3_8b_h100_fp8.sh", tmp_path) == ()
 
 
-def test_the_script_of_mixtral_is_refused_for_features_alone(tmp_path: Path) -> None:
-    problems = nvidia_problems("train_mixtral_8x7b_distributed.sh", tmp_path)
-    assert problems
-    assert [problem for problem in problems if " is not supported yet" not in problem] == []
+def test_the_script_of_mixtral_is_accepted_as_it_stands(tmp_path: Path) -> None:
+    assert nvidia_problems("train_mixtral_8x7b_distributed.sh", tmp_path) == ()
