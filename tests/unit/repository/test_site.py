@@ -30,7 +30,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 @pytest.fixture(scope="module")
 def site_links() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_links", REPOSITORY / "tools" / "site_links.py")
+    spec = importlib.util.spec_from_file_location("site_links", REPOSITORY / "docs" / "hooks" / "site_links.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
