@@ -57,7 +57,7 @@ def test_a_path_of_an_object_is_its_url() -> None:
     assert as_path(str(path)) == path
     assert path.resolve() == path
     assert hash(path) == hash(as_path(str(path)))
-    assert str(as_path("file:///tmp/a//b/")) == "file:///tmp/a/b"
+    assert str(as_path("file:///data/a//b/")) == "file:///data/a/b"
     assert as_path("runs/a") == Path("runs/a")
     assert not isinstance(as_path("runs/a"), ObjectPath)
 
@@ -182,7 +182,7 @@ def test_credentials_are_never_told(text: str) -> None:
     [
         ("runs/a", None),
         ("memory://run", None),
-        ("file:///tmp/run", None),
+        ("file:///data/run", None),
         ("s3:/bucket/run", "s3:/bucket/run lacks a slash; write s3://"),
         ("memory:run", "memory:run lacks a slash"),
         ("S3://bucket/run", "S3:// is not a store that can be used; those are s3://, gs:// and az://"),
