@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,9 +28,12 @@ _GRACE_S = 1.0
 
 @dataclass(frozen=True)
 class _Failure:
-    """Hold what is wrong with a rank; of several failures the one of the lowest order, then the first, is reported."""
+    """Hold what is wrong with a rank; of several failures the one of the lowest order is reported.
 
-    order: int
+    That of a rank that raised is the time at which it did, by a clock that all processes share.
+    """
+
+    order: float
     text: str
 
 
@@ -78,12 +82,12 @@ class WorkerPool:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
-                    failed, value = connection.recv()
+                    failed, value, when = connection.recv()
                 except (EOFError, ConnectionResetError):
                     failures.append(_Failure(0, f"rank {rank} died"))
                     continue
                 if failed:
-                    failures.append(_Failure(1, f"rank {rank} raised:\n{value}"))
+                    failures.append(_Failure(when, f"rank {rank} raised:\n{value}"))
                 else:
                     results[rank] = value
         if waiting and not failures:
@@ -140,6 +144,7 @@ def _serve(connection: Connection) -> None:
     connection.send("ready")
     while (message := connection.recv()) is not None:
         job, rank, world_size, store, timeout_s, backend, args = message
+        failed = False
         try:
             if world_size > 1:
                 dist.init_process_group(
@@ -153,10 +158,12 @@ def _serve(connection: Connection) -> None:
                 )
                 # A short job could end, and its connections with it, while another rank still connects.
                 dist.barrier()
-            answer = (False, job(*args))
+            value = job(*args)
         except Exception:  # noqa: BLE001 the parent process raises it
-            answer = (True, traceback.format_exc())
+            failed, value = True, traceback.format_exc()
+        # Before the connections go: the others fail then, and their times are later ones.
+        when = time.monotonic()
         if dist.is_initialized():
             dist.destroy_process_group()
-        connection.send(answer)
+        connection.send((failed, value, when))
     os._exit(0)

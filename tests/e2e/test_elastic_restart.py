@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 from megatron.verification.faults.launch import Launch
 from tests.e2e.toy_run import exact_figures, toy_args
 from tests.harness.forked_training import fork_training
+from tests.harness.free_port import free_port
 from tests.harness.training_run import REPOSITORY, read_metrics
 
 pytestmark = pytest.mark.long
@@ -33,9 +33,7 @@ class Machines:
         self.metrics = folder / "checkpoints" / "metrics.jsonl"
         self.started: list[Launch] = []
         self._flags = flags
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            self._endpoint = f"localhost:{free.getsockname()[1]}"
+        self._endpoint = f"localhost:{free_port()}"
 
     def start(self) -> Launch:
         """Start one more."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.toy_run import DATA, exact_figures, toy_args
+from tests.harness.free_port import free_port
 from tests.harness.training_run import REPOSITORY, run_command, run_training
 
 pytestmark = pytest.mark.long
@@ -43,9 +43,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MockedStore]:
     packages = tmp_path_factory.mktemp("packages")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", packages]
     run_command([*install, "-r", REPOSITORY / "requirements" / "object_storage.txt"], timeout_s=600.0).check()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = {
         "PYTHONPATH": str(packages),
         "AWS_ACCESS_KEY_ID": "somebody",

@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed: no uvic
 
 from megatron.commands.generation import serve
 from tests.e2e.test_text_generation import LLAMA_SHAPE, NULL_TOKENIZER, expected_text, save
-from tests.e2e.test_text_generation_server import free_port
+from tests.harness.free_port import free_port
 from tests.harness.training_run import LAUNCHER_VARIABLES, REPOSITORY
 
 FLAGS = f"{LLAMA_SHAPE} {NULL_TOKENIZER}"

@@ -32,6 +32,7 @@ from megatron.core.process_group import single_rank_group
 from megatron.training.checkpointing.save import CommonState
 from megatron.training.train_state import TrainProgress
 from tests.e2e.test_text_generation import LLAMA_SHAPE, NULL_TOKENIZER, call_tool, expected_text, run_config
+from tests.harness.free_port import free_port
 from tests.harness.saved_checkpoint import save_checkpoint
 from tests.harness.training_run import LAUNCHER_VARIABLES, REPOSITORY
 from tests.unit.core.inference.small_models import build, whole_logits
@@ -62,13 +63,6 @@ class Running:
         for rank in ranks:
             self.processes[rank].send_signal(number)
         return [process.wait(END_S) for process in self.processes]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager

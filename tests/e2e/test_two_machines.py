@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,16 +13,10 @@ import pytest
 from megatron.training.checkpointing.folder import saved_iterations
 from tests.e2e.toy_run import DATA, MODEL, TRAINING, exact_figures, leftovers
 from tests.harness.forked_training import fork_training
+from tests.harness.free_port import free_port
 from tests.harness.training_run import LAUNCHER_VARIABLES, REPOSITORY, read_metrics
 
 TIMEOUT_S = 240.0
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def start_agents(folders: list[Path], nproc: int, flags: str) -> list[subprocess.Popen[str]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import socket
 import sys
 import tempfile
 import threading
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from megatron.training.process import refusal
 from tests.harness.distributed import RankFailure, run_distributed
 from tests.harness.faults import Faults, run_with_faults
+from tests.harness.free_port import free_port
 from tests.harness.training_run import MetricsReader, metrics_path, read_metrics
 
 TIMEOUT_S = 90.0
@@ -70,7 +70,7 @@ def fork_training(
     """
     argv = [str(word) for word in args]
     with tempfile.TemporaryDirectory() as folder:
-        ranks = run_distributed(nproc, _train_rank, argv, faults, folder, _free_port(), program, timeout_s=timeout_s)
+        ranks = run_distributed(nproc, _train_rank, argv, faults, folder, free_port(), program, timeout_s=timeout_s)
     statuses, outputs, errors = zip(*ranks)
     return ForkedRun(statuses, outputs, errors, read_metrics(metrics_path(argv, Path.cwd())))
 
@@ -90,7 +90,7 @@ def fork_training_to_death(args: Sequence[str | Path], nproc: int, faults: Fault
 def fork_trainings(several: Sequence[Sequence[str | Path]], nproc: int) -> list[ForkedRun]:
     """Train with each of several command lines at the same time, each on ``nproc`` forked ranks of its own."""
     argvs = [[str(word) for word in args] for args in several]
-    ports = [_free_port() for _ in argvs]
+    ports = [free_port() for _ in argvs]
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_distributed(nproc * len(argvs), _train_one_of, argvs, folder, ports, nproc, timeout_s=TIMEOUT_S)
     runs = []
@@ -145,10 +145,3 @@ class _Tee(io.TextIOBase):
     def flush(self) -> None:
         for stream in self._streams:
             stream.flush()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
