@@ -1,7 +1,7 @@
 """Talk with a model in the terminal: with a server of OpenAI's API, or with a checkpoint that is loaded here.
 
-    python tools/chat.py                          the server at http://127.0.0.1:8000
-    python tools/chat.py --load checkpoints/sft   a checkpoint, in this process
+    megatron chat                          the server at http://127.0.0.1:8000
+    megatron chat --load checkpoints/sft   a checkpoint, in this process
 
 Answers appear as they are made. A line of /reset begins a new conversation, /exit or the end of the input (Ctrl-D)
 ends; Ctrl-C ends an answer.

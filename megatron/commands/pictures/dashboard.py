@@ -1,6 +1,6 @@
 """Show the runs of a folder in a browser, compared and live.
 
-python tools/dashboard.py checkpoints
+megatron dashboard checkpoints
 
 The page is for this machine and who knows the token in the address that is printed.
 """
@@ -21,7 +21,7 @@ _LARGEST_PORT = 65535
 def build_parser() -> Parser:
     """Declare the flags."""
     parser = Parser(
-        prog="dashboard.py",
+        prog="dashboard",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -1,6 +1,6 @@
 """Draw runs from their metrics files as one HTML page or PNG: losses, speed, memory, generated texts.
 
-python tools/plot.py checkpoints/a checkpoints/b --output runs.html
+megatron plot checkpoints/a checkpoints/b --output runs.html
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.pictures.run_page import to_page
 def build_parser() -> Parser:
     """Declare the flags."""
     parser = Parser(
-        prog="plot.py",
+        prog="plot",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
