@@ -16,12 +16,12 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, spec_of
 from megatron.core.transformer.moe.moe_layer import loads_of
 from tests.golden.test_model_golden import model_settings
+from tests.golden.test_optimizer_golden import optimizer_config
 from tests.golden.test_training_golden import FLAGS as DENSE_FLAGS
 from tests.golden.test_training_golden import FOLDER as DENSE_FOLDER
 from tests.harness.closeness import assert_gradients_close, assert_tensors_close
@@ -107,19 +107,7 @@ def train_ten_steps(name: str) -> tuple[list[float], list[float]]:
     settings = json.loads(str(reference["config"]))["optimizer"]
     state = describe_parallel_state(0, 1)
     chunk = DistributedDataParallel(module, DistributedDataParallelConfig(), state)
-    optimizer = MegatronOptimizer(
-        OptimizerConfig(
-            lr=settings["lr"],
-            min_lr=settings["min_lr"],
-            weight_decay=settings["wd"],
-            clip_grad=settings["clip"],
-            adam_beta1=settings["betas"][0],
-            adam_beta2=settings["betas"][1],
-            adam_eps=settings["eps"],
-        ),
-        [chunk],
-        state,
-    )
+    optimizer = MegatronOptimizer(optimizer_config(settings), [chunk], state)
     loads = loads_of([module], module.config, state)
     if loads is not None:
         # The reference's first step counts what its experts were given of the batch before, too.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +38,19 @@ class Trained:
     weights: list[Fragment]
 
 
+def optimizer_config(settings: dict[str, Any]) -> OptimizerConfig:
+    """Return the configuration of the reference's AdamW from the settings beside its numbers."""
+    return OptimizerConfig(
+        lr=settings["lr"],
+        min_lr=settings["min_lr"],
+        weight_decay=settings["wd"],
+        clip_grad=settings["clip"],
+        adam_beta1=settings["betas"][0],
+        adam_beta2=settings["betas"][1],
+        adam_eps=settings["eps"],
+    )
+
+
 def train(name: str, tp_size: int, sequence_parallel: bool) -> Trained:
     """Train this rank's part; data-parallel ranks share the sequences of each batch."""
     reference = np.load(FOLDER / f"{name}.npz")
@@ -46,19 +60,7 @@ def train(name: str, tp_size: int, sequence_parallel: bool) -> Trained:
     module = make_model(state.tp, sequence_parallel=sequence_parallel, **model_settings(config))
     load_global_weights(module, lambda spec: reference[f"w/{spec.name}"])
     model = DistributedDataParallel(module, DistributedDataParallelConfig(), state)
-    optimizer = MegatronOptimizer(
-        OptimizerConfig(
-            lr=settings["lr"],
-            min_lr=settings["min_lr"],
-            weight_decay=settings["wd"],
-            clip_grad=settings["clip"],
-            adam_beta1=settings["betas"][0],
-            adam_beta2=settings["betas"][1],
-            adam_eps=settings["eps"],
-        ),
-        [model],
-        state,
-    )
+    optimizer = MegatronOptimizer(optimizer_config(settings), [model], state)
     scheduler = OptimizerParamScheduler(
         optimizer,
         ScheduleConfig(
