@@ -251,12 +251,7 @@ class RunCheckpoints:
         self.saver.go_back(iteration)
         self._trial.go_back(iteration)
         self._own = {saved for saved in self._own if saved <= iteration}
-        options = self.config.checkpoint
-        return self._load(
-            replace(
-                options, load=options.save, ckpt_step=iteration, finetune=False, no_load_optim=False, no_load_rng=False
-            )
-        )
+        return self._load(self.config.checkpoint.resumed(iteration))
 
     def go_on(self, model_record: Mapping[str, Any] | None, has_saved: bool) -> None:
         """Go on, without loading, in a run that passes ``model_record`` on and ``has_saved`` itself."""
