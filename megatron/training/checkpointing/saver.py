@@ -257,7 +257,7 @@ class RunCheckpoints:
         """Go on, without loading, in a run that passes ``model_record`` on and ``has_saved`` itself."""
         self.model_record, options = model_record, self.config.checkpoint
         if options.save is not None and self.saver is not None and (has_saved or options.save == options.load):
-            self.saver.go_on_from(Path(options.save) / "copies")
+            self.saver.go_on_from(as_path(options.save) / "copies")
 
     def newest_known(self) -> int | None:
         """Return the newest checkpoint of ``--save`` that is known to train, as the first rank sees it; collective.
