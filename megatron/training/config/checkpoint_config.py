@@ -83,7 +83,7 @@ class CheckpointConfig(Config, role="output"):
     def resumed(self, iteration: int | None = None) -> CheckpointConfig:
         """Return the configuration that loads what the run itself saves: the newest checkpoint, or an iteration's.
 
-        All that is saved is loaded, whatever the run began without.
+        What the run began without is loaded too, unless it does not save it either.
         """
         return dataclasses.replace(
             self,
@@ -91,8 +91,8 @@ class CheckpointConfig(Config, role="output"):
             pretrained_checkpoint=None,
             ckpt_step=iteration,
             finetune=False,
-            no_load_optim=self.no_save_optim,
-            no_load_rng=self.no_save_rng,
+            no_load_optim=self.no_load_optim and self.no_save_optim,
+            no_load_rng=self.no_load_rng and self.no_save_rng,
         )
 
     @property

@@ -126,8 +126,8 @@ _IDLE = (
     ),
     _Idle(
         _TO_LOGGERS,
-        lambda config: not (
-            config.logging.tensorboard_dir or config.logging.wandb_project or config.logging.mlflow_experiment
+        lambda config: (
+            not (config.logging.tensorboard_dir or config.logging.wandb_project or config.logging.mlflow_experiment)
         ),
         "without --tensorboard-dir DIR, --wandb-project NAME or --mlflow-experiment NAME",
     ),
