@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.core.collectives import broadcast_object
+from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.core.dist_checkpointing.state_dict import (
     RunTensors,
     float8_tensors,
@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.state_dict import (
     optimizer_tensors,
 )
 from megatron.core.errors import InputError
+from megatron.core.files.object_path import ObjectPath, as_path
 from megatron.interop.new_iteration import iteration_folder
 from megatron.training.checkpointing.folder import candidate_folders, iteration_of_folder, saved_iterations
 from megatron.training.checkpointing.local_copies.local_copies import FoundCopies, LocalCopies
@@ -53,14 +54,8 @@ class Continuation:
         """Fill everything and return where the run stands."""
         state = self._resume(checkpoints)
         if checkpoints.saver is not None and not self.began_from_save:
-            checkpoints.saver.protect(self._before_this_run(Path(checkpoints.config.checkpoint.save or "")))
+            checkpoints.saver.protect(checkpoints_before(checkpoints.config.checkpoint.save, self.member.kept.started))
         return state
-
-    def _before_this_run(self, directory: Path) -> set[int]:
-        """Return the iterations of the checkpoints that were there before the run."""
-        folders = {iteration: iteration_folder(directory, iteration) for iteration in saved_iterations(directory)}
-        started = self.member.kept.started
-        return {iteration for iteration, folder in folders.items() if folder.stat().st_mtime < started}
 
     def _resume(self, checkpoints: RunCheckpoints) -> TrainState:
         if self.found is None or self.copies is None:
@@ -110,6 +105,17 @@ class Continuation:
             self.copies.forget()
 
 
+def checkpoints_before(save: str | None, started: float) -> set[int]:
+    """Return the iterations of the checkpoints that were in a folder before a run started, in seconds since 1970.
+
+    An object store has no folders, and its time is that of the index, which is put last.
+    """
+    directory = as_path(save or "")
+    name = INDEX_FILE if isinstance(directory, ObjectPath) else ""
+    dated = {iteration: iteration_folder(directory, iteration) / name for iteration in saved_iterations(directory)}
+    return {iteration for iteration, path in dated.items() if path.stat().st_mtime < started}
+
+
 def find_continuation(
     config: RunConfig, runtime: Runtime, launch: LaunchEnvironment, member: Membership
 ) -> tuple[RunConfig, Continuation]:
@@ -140,7 +146,7 @@ def _is_older(found: FoundCopies, config: RunConfig, given: RunConfig, runtime: 
     newest = None
     if runtime.is_reporter and checkpoint.load is not None and checkpoint.load == checkpoint.save:
         try:
-            folders = candidate_folders(Path(checkpoint.load), given.checkpoint.ckpt_step)
+            folders = candidate_folders(as_path(checkpoint.load), given.checkpoint.ckpt_step)
             newest = iteration_of_folder(folders[0]) if folders else None
         except InputError:
             newest = None  # what is wrong with it is said where it is loaded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -15,6 +16,8 @@ from megatron.commands.training.continued_run import ContinuedRun
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.sources.printed_config import format_config
+from megatron.training.process.initialize import LaunchEnvironment
+from megatron.training.reporting.run_record import RunRecord
 from tests.e2e.toy_run import DATA, assert_same_checkpoints, exact_figures, newest, toy_args
 from tests.harness.forked_training import fork_training
 
@@ -50,6 +53,19 @@ def test_a_printed_configuration_is_the_same_run_and_its_record_goes_on_with_it(
     assert [line["iteration"] for line in resumed.iterations()] == [*range(1, 9)]
     starts = [json.loads(line)["iteration"] for line in (record / "starts.jsonl").read_text().splitlines()]
     assert starts == [0, 6]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_what_goes_on_loads_all_that_is_saved_whatever_the_run_began_without(tmp_path: Path, saves: bool) -> None:
+    flags = ["--load", str(tmp_path / "other"), "--no-load-optim", "--no-load-rng", "--finetune", "--ckpt-step", "5"]
+    config = resolve_arguments(toy_args(tmp_path, "--train-iters 6", *flags), 1).config
+    checkpoint = dataclasses.replace(config.checkpoint, no_save_optim=not saves, no_save_rng=not saves)
+    Path(checkpoint.save or "").mkdir(parents=True)
+    RunRecord(dataclasses.replace(config, checkpoint=checkpoint), LaunchEnvironment(), 0, print).close()
+    record = Path(checkpoint.save or "") / "run_record" / "continue.toml"
+    resolved = resolve_arguments(["--config", str(record)], 1).config.checkpoint
+    assert (resolved.load, resolved.ckpt_step, resolved.finetune) == (checkpoint.save, None, False)
+    assert (resolved.no_load_optim, resolved.no_load_rng) == (not saves, not saves)
 
 
 def test_a_run_without_checkpoints_begins_again_as_it_began(tmp_path: Path) -> None:

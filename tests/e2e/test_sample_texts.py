@@ -11,6 +11,11 @@ from tests.harness.forked_training import fork_training
 
 RUN = "--train-iters 4 --eval-interval 2 --lr-warmup-iters 0 --cpu-matmul mkl --hidden-dropout 0.1"
 ROPE = "--position-embedding-type rope --swiglu --untie-embeddings-and-output-weights"
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01"
+)
+LATENT = "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 10"
 SAMPLES = ("--sample-interval", "1", "--sample-tokens", "5", "--sample-prompts")
 
 
@@ -22,8 +27,10 @@ SAMPLES = ("--sample-interval", "1", "--sample-tokens", "5", "--sample-prompts")
         ("--tensor-model-parallel-size 2", 2),
         (f"--pipeline-model-parallel-size 2 {ROPE}", 2),
         ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2),
+        (f"{EXPERTS} --expert-model-parallel-size 2 {ROPE}", 2),
+        (f"{LATENT} --mtp-num-layers 1 --position-embedding-type rope --swiglu", 1),
     ],
-    ids=["one", "tp", "tied", "pp", "dp"],
+    ids=["one", "tp", "tied", "pp", "dp", "experts", "latent, further tokens"],
 )
 def test_texts_come_and_the_run_stays_bitwise_the_same(tmp_path: Path, layout: str, nproc: int) -> None:
     plain = fork_training(toy_args(tmp_path / "plain", RUN, layout), nproc).check()

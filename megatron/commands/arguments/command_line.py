@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -44,15 +47,35 @@ def local_folder(text: str) -> Path:
 def exit_status_of(work: Callable[[], None]) -> int:
     """Do a command's work and return its exit status: 2 for input that cannot be used, 1 where the work failed.
 
-    The error is printed in one line.
+    The error is printed in one line. Where whoever read standard output has gone, as ``head`` does, the status is that
+    of a program that SIGPIPE has ended, and nothing is printed.
     """
     try:
         work()
+        sys.stdout.flush()
     except (MegatronError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _has_lost_reader():
+            return 128 + signal.SIGPIPE
         lines = (line.strip() for line in str(error).splitlines())
         print(f"error: {'; '.join(lines).replace(':;', ':')}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     return 0
+
+
+def _has_lost_reader() -> bool:
+    """Return whether nobody reads standard output any more; what it still holds is then thrown away."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    if not poll.poll(0):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+    return True
 
 
 def report_unused(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.disk import sync_folder, write_text
@@ -89,47 +90,43 @@ def expired_iterations(
     ]
 
 
-def expired_of(
-    directory: Path,
-    newest: int,
-    keep_last: int | None,
-    keep_every: int | None,
-    kept: Collection[int] = (),
-    on_trial: Collection[int] = (),
-) -> list[int]:
-    """Return the iterations of the checkpoints in a folder that the retention rule gives up.
+@dataclass(frozen=True)
+class Retention:
+    """Say which checkpoints of a run go: all but the ``keep_last`` newest, where it is given, and every ``keep_every``.
 
-    The newest one that is known to train stays, and the oldest of those ``on_trial``, which may become the next.
-    Folders in another format than the one of ``newest`` stay, and those of the iterations ``kept``, which do not count.
+    Those of the iterations ``kept`` stay and do not count. The oldest one ``on_trial`` may become the next that is
+    known to train, and stays too.
     """
-    found = {
-        iteration: detect_format(iteration_folder(directory, iteration)) for iteration in saved_iterations(directory)
-    }
-    alike = [
-        iteration
-        for iteration, kind in found.items()
-        if kind is not None and kind == found.get(newest) and iteration not in kept
-    ]
-    known = newest_known(directory, [iteration for iteration in alike if iteration <= newest])
-    next_known = min((iteration for iteration in alike if iteration in on_trial), default=None)
-    return expired_iterations(alike, newest, keep_last, keep_every, (known, next_known))
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    kept: Collection[int] = ()
+    on_trial: Collection[int] = ()
+
+    def expired_of(self, directory: Path, newest: int) -> list[int]:
+        """Return the iterations of the checkpoints in a folder that go after ``newest`` was saved.
+
+        The newest one that is known to train stays, and so do folders in another format than the one of ``newest``.
+        """
+        folders = {iteration: iteration_folder(directory, iteration) for iteration in saved_iterations(directory)}
+        found = {iteration: detect_format(folder) for iteration, folder in folders.items()}
+        alike = [
+            iteration
+            for iteration, kind in found.items()
+            if kind is not None and kind == found.get(newest) and iteration not in self.kept
+        ]
+        known = newest_known(directory, [iteration for iteration in alike if iteration <= newest])
+        next_known = min((iteration for iteration in alike if iteration in self.on_trial), default=None)
+        return expired_iterations(alike, newest, self.keep_last, self.keep_every, (known, next_known))
 
 
-def remove_expired(
-    directory: Path,
-    newest: int,
-    keep_last: int | None,
-    keep_every: int | None,
-    token: str = "",
-    kept: Collection[int] = (),
-    on_trial: Collection[int] = (),
-) -> list[int]:
-    """Remove the checkpoints that the retention rule gives up, see `expired_of`, and return their iterations.
+def remove_expired(directory: Path, newest: int, retention: Retention, token: str = "") -> list[int]:
+    """Remove the checkpoints that the retention rule gives up, and return their iterations.
 
     A checkpoint of the same iteration that ``newest`` has replaced is removed too. Each is hidden by a rename first, so
     that no half-removed checkpoint can be loaded.
     """
-    expired = expired_of(directory, newest, keep_last, keep_every, kept, on_trial)
+    expired = retention.expired_of(directory, newest)
     hidden = [_hidden(directory, newest, token, "replaced")]
     for iteration in expired:
         hidden.append(_hidden(directory, iteration, token, "removing"))

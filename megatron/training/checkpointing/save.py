@@ -33,6 +33,7 @@ from megatron.interop.megatron_torch.rank_tree import FLOAT8_SCALING
 from megatron.interop.new_iteration import iteration_folder
 from megatron.training.checkpointing.choice import Log
 from megatron.training.checkpointing.places.save_place import SavePlace, place_of
+from megatron.training.checkpointing.publication import Retention
 from megatron.training.checkpointing.recovery import SaveFolders
 from megatron.training.checkpointing.tokenizer import warn_of_missing_tokenizer, write_tokenizer_files
 from megatron.training.checkpointing.torch_dist_format import TorchDistShare, plan_torch_dist_share
@@ -301,10 +302,11 @@ def _publish(target: SaveTarget, iteration: int) -> None:
 def apply_retention(target: SaveTarget, iteration: int) -> str | None:
     """Remove what the retention rule gives up after the save of an iteration; return a warning where it cannot be."""
     if target.is_leader:
-        newest, multiple = target.options.num_newest_kept, target.options.kept_multiple
+        options = target.options
+        retention = Retention(options.num_newest_kept, options.kept_multiple, target.kept, target.on_trial)
         try:
             target.folders.check_owner()
-            target.place.remove_expired(iteration, newest, multiple, target.kept, target.on_trial)
+            target.place.remove_expired(iteration, retention)
         except OSError as error:
             return f"WARNING: could not remove an old checkpoint in {target.directory}: {error.strerror}"
     return None

@@ -251,18 +251,13 @@ class RunCheckpoints:
         self.saver.go_back(iteration)
         self._trial.go_back(iteration)
         self._own = {saved for saved in self._own if saved <= iteration}
-        options = self.config.checkpoint
-        return self._load(
-            replace(
-                options, load=options.save, ckpt_step=iteration, finetune=False, no_load_optim=False, no_load_rng=False
-            )
-        )
+        return self._load(self.config.checkpoint.resumed(iteration))
 
     def go_on(self, model_record: Mapping[str, Any] | None, has_saved: bool) -> None:
         """Go on, without loading, in a run that passes ``model_record`` on and ``has_saved`` itself."""
         self.model_record, options = model_record, self.config.checkpoint
         if options.save is not None and self.saver is not None and (has_saved or options.save == options.load):
-            self.saver.go_on_from(Path(options.save) / "copies")
+            self.saver.go_on_from(as_path(options.save) / "copies")
 
     def newest_known(self) -> int | None:
         """Return the newest checkpoint of ``--save`` that is known to train, as the first rank sees it; collective.

@@ -80,6 +80,21 @@ class CheckpointConfig(Config, role="output"):
         """Return the folder of --save where it is on a file system: what a run reports goes there too."""
         return None if self.save is None or is_url(self.save) else self.save
 
+    def resumed(self, iteration: int | None = None) -> CheckpointConfig:
+        """Return the configuration that loads what the run itself saves: the newest checkpoint, or an iteration's.
+
+        What the run began without is loaded too, unless it does not save it either.
+        """
+        return dataclasses.replace(
+            self,
+            load=self.save,
+            pretrained_checkpoint=None,
+            ckpt_step=iteration,
+            finetune=False,
+            no_load_optim=self.no_load_optim and self.no_save_optim,
+            no_load_rng=self.no_load_rng and self.no_save_rng,
+        )
+
     @property
     def num_newest_kept(self) -> int | None:
         """Return how many of the newest checkpoints are kept; None is all."""

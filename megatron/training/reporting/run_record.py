@@ -62,7 +62,8 @@ class RunRecord:
         try:
             self._folder.mkdir(exist_ok=True)
             self._write(CONFIG_FILE, _described(config, launch))
-            self._write(CONTINUE_FILE, _described(_continuing(config), launch))
+            continuing = dataclasses.replace(config, checkpoint=config.checkpoint.resumed())
+            self._write(CONTINUE_FILE, _described(continuing, launch))
         except OSError as error:
             self._cannot_write(error)
             return
@@ -111,13 +112,6 @@ class RunRecord:
 def _described(config: RunConfig, launch: LaunchEnvironment) -> str:
     heading = f"The resolved configuration of a run on {launch.world_size} process(es); --config reads it."
     return format_config(config, (heading,), with_help=False)
-
-
-def _continuing(config: RunConfig) -> RunConfig:
-    """Return the configuration that goes on from the run's own checkpoints."""
-    old = config.checkpoint
-    checkpoint = dataclasses.replace(old, load=old.save, finetune=False, pretrained_checkpoint=None, ckpt_step=None)
-    return dataclasses.replace(config, checkpoint=checkpoint)
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, index_text
 from megatron.core.files.object_path import ObjectPath
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 from megatron.training.checkpointing.folder import names_iteration
-from megatron.training.checkpointing.publication import expired_of
+from megatron.training.checkpointing.publication import Retention
 from megatron.training.faults.known_good import KNOWN_FILE
 
 _MARK = re.compile(r"\.(iter_\d{7,})\.([0-9a-f]*-\d+)\.(saving|removing)")
@@ -73,16 +73,9 @@ class ObjectPlace:
                 _remove_unpublished(self.folder(iteration), self.tag)
                 self._mark(iteration, "saving").unlink()
 
-    def remove_expired(
-        self,
-        newest: int,
-        keep_last: int | None,
-        keep_every: int | None,
-        kept: Collection[int] = (),
-        on_trial: Collection[int] = (),
-    ) -> list[int]:
+    def remove_expired(self, newest: int, retention: Retention) -> list[int]:
         """Remove the index of each checkpoint first, with which it is gone."""
-        expired = expired_of(self.directory, newest, keep_last, keep_every, kept, on_trial)
+        expired = retention.expired_of(self.directory, newest)
         for iteration in expired:
             mark = self._mark(iteration, "removing")
             mark.write_bytes(b"")

@@ -6,7 +6,6 @@ Everything here runs on one rank; nothing communicates.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +14,13 @@ from megatron.core.dist_checkpointing.disk import sync_folder
 from megatron.core.dist_checkpointing.index import CheckpointIndex, write_index
 from megatron.core.files.object_path import ObjectPath
 from megatron.training.checkpointing.places.object_place import ObjectPlace
-from megatron.training.checkpointing.publication import create_saving_folder, publish, remove_expired, saving_folder
+from megatron.training.checkpointing.publication import (
+    Retention,
+    create_saving_folder,
+    publish,
+    remove_expired,
+    saving_folder,
+)
 
 
 class SavePlace(Protocol):
@@ -45,15 +50,8 @@ class SavePlace(Protocol):
     def give_up(self, iteration: int) -> None:
         """Remove what there is of a save that failed; fail in silence."""
 
-    def remove_expired(
-        self,
-        newest: int,
-        keep_last: int | None,
-        keep_every: int | None,
-        kept: Collection[int] = (),
-        on_trial: Collection[int] = (),
-    ) -> list[int]:
-        """Remove what the retention rule gives up; see `publication.expired_of`."""
+    def remove_expired(self, newest: int, retention: Retention) -> list[int]:
+        """Remove what the retention rule gives up; see `Retention.expired_of`."""
         ...
 
 
@@ -91,16 +89,9 @@ class LocalPlace:
         """Remove the hidden folder."""
         shutil.rmtree(self.folder(iteration), ignore_errors=True)
 
-    def remove_expired(
-        self,
-        newest: int,
-        keep_last: int | None,
-        keep_every: int | None,
-        kept: Collection[int] = (),
-        on_trial: Collection[int] = (),
-    ) -> list[int]:
+    def remove_expired(self, newest: int, retention: Retention) -> list[int]:
         """Hide folders by a rename and remove them."""
-        return remove_expired(self.directory, newest, keep_last, keep_every, self.token, kept, on_trial)
+        return remove_expired(self.directory, newest, retention, self.token)
 
 
 def place_of(directory: Path, token: str, number: int) -> SavePlace:

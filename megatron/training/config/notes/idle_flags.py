@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 
 from megatron.training.config.run_config import RunConfig
 
-_TO_TENSORBOARD = (
+_TO_LOGGERS = (
     "tensorboard_log_interval",
-    "tensorboard_queue_size",
     "log_timers_to_tensorboard",
     "log_batch_size_to_tensorboard",
     "log_learning_rate_to_tensorboard",
@@ -120,7 +119,18 @@ _IDLE = (
         "--no-check-for-nan-in-loss-and-grad skips it",
     ),
     _Idle(("override_opt_param_scheduler",), lambda config: config.checkpoint.load is None, "without --load DIR"),
-    _Idle(_TO_TENSORBOARD, lambda config: config.logging.tensorboard_dir is None, "without --tensorboard-dir DIR"),
+    _Idle(
+        ("tensorboard_queue_size",),
+        lambda config: config.logging.tensorboard_dir is None,
+        "without --tensorboard-dir DIR",
+    ),
+    _Idle(
+        _TO_LOGGERS,
+        lambda config: (
+            not (config.logging.tensorboard_dir or config.logging.wandb_project or config.logging.mlflow_experiment)
+        ),
+        "without --tensorboard-dir DIR, --wandb-project NAME or --mlflow-experiment NAME",
+    ),
     _Idle(
         ("wandb_exp_name", "wandb_save_dir", "wandb_entity"),
         lambda config: not config.logging.wandb_project,

@@ -60,15 +60,7 @@ class Membership:
         """
         if all(saved is None for saved in all_gather_objects(self.kept.counts.saved, runtime.state.world)):
             return config
-        checkpoint = dataclasses.replace(
-            config.checkpoint,
-            load=config.checkpoint.save,
-            ckpt_step=None,
-            finetune=False,
-            no_load_optim=False,
-            no_load_rng=False,
-        )
-        return dataclasses.replace(config, checkpoint=checkpoint)
+        return dataclasses.replace(config, checkpoint=config.checkpoint.resumed())
 
 
 def train_with_restarts(

@@ -25,7 +25,8 @@ class WandbLogger:
             import wandb
         except ImportError as error:
             raise ConfigurationError(f"--wandb-project {options.wandb_project}: {error}; pip install wandb") from error
-        folder = Path(options.wandb_save_dir or (f"{save}/wandb" if save else "wandb"))
+        beside = config.checkpoint.local_save
+        folder = Path(options.wandb_save_dir or (f"{beside}/wandb" if beside else "wandb"))
         folder.mkdir(parents=True, exist_ok=True)
         # Capturing the console would put a pipe behind the log.
         settings = wandb.Settings(console="off", silent=True)

@@ -12,6 +12,7 @@ from megatron.interop.new_iteration import iteration_folder
 from megatron.training.checkpointing import publication
 from megatron.training.checkpointing.folder import candidate_folders, lost_tracker, saved_iterations
 from megatron.training.checkpointing.publication import (
+    Retention,
     create_saving_folder,
     expired_iterations,
     publish,
@@ -83,7 +84,7 @@ def test_a_damaged_tracker_leaves_all_folders_as_candidates(tmp_path: Path) -> N
 def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 10, "old")
     save(tmp_path, 10, "new")
-    remove_expired(tmp_path, 10, None, None)
+    remove_expired(tmp_path, 10, Retention())
     assert content(tmp_path) == ["iter_0000010", TRACKER]
     assert (tmp_path / "iter_0000010" / "index.json").read_text() == "new"
 
@@ -204,7 +205,7 @@ def test_expired_checkpoints_are_removed_and_foreign_ones_kept(tmp_path: Path) -
     (tmp_path / "iter_0000005").mkdir()
     for iteration in (10, 20, 30, 40):
         save(tmp_path, iteration)
-        remove_expired(tmp_path, iteration, 3, None)
+        remove_expired(tmp_path, iteration, Retention(3))
     assert saved_iterations(tmp_path) == [5, 20, 30, 40]
     assert content(tmp_path)[-1] == TRACKER
 
@@ -243,7 +244,7 @@ def test_a_tracker_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
 def test_retention_leaves_what_is_not_this_runs(tmp_path: Path) -> None:
     for iteration in (10, 20, 30, 40, 50):
         save(tmp_path, iteration)
-    assert remove_expired(tmp_path, 50, 1, None, kept={10, 30}) == [20, 40]
+    assert remove_expired(tmp_path, 50, Retention(1, kept={10, 30})) == [20, 40]
     assert saved_iterations(tmp_path) == [10, 30, 50]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 from megatron.training.checkpointing.folder import saved_iterations
-from megatron.training.checkpointing.publication import expired_iterations, remove_expired
+from megatron.training.checkpointing.publication import Retention, expired_iterations, remove_expired
 from megatron.training.faults.known_good import TrialPeriod, is_known, mark_known, newest_known, point_tracker
 
 
@@ -45,9 +45,9 @@ def test_the_newest_known_checkpoint_outlives_retention(tmp_path: Path) -> None:
     mark_known(tmp_path, 20, 2)
     assert [is_known(tmp_path, iteration) for iteration in (10, 20, 30)] == [True, True, False]
     assert newest_known(tmp_path) == 20
-    remove_expired(tmp_path, 40, 1, None, on_trial={25, 30, 40})
+    remove_expired(tmp_path, 40, Retention(1, on_trial={25, 30, 40}))
     assert saved_iterations(tmp_path) == [20, 30, 40]
-    remove_expired(tmp_path, 40, 1, None)
+    remove_expired(tmp_path, 40, Retention(1))
     assert saved_iterations(tmp_path) == [20, 40]
     assert sorted(path.name for path in iteration_folder(tmp_path, 20).iterdir()) == [
         "index.json",

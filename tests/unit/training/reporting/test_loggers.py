@@ -85,6 +85,33 @@ def test_wandb_is_told_figures_by_iteration_and_texts(wandb: SimpleNamespace, tm
     ]
 
 
+def test_wandb_of_a_run_that_saves_into_a_store_keeps_its_files_here(
+    wandb: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with MetricsWriter(config_of("--wandb-project", "p", "--save", "memory://bucket/run"), Device("cpu"), 0):
+        pass
+    assert (wandb.begun[0]["name"], wandb.begun[0]["dir"]) == ("run", "wandb")
+    assert [path.name for path in tmp_path.iterdir()] == ["wandb"]
+
+
+def test_figures_that_a_logger_gets_without_tensorboard_are_not_said_to_have_no_effect() -> None:
+    flags = ("--log-timers-to-tensorboard", "--tensorboard-queue-size", "5")
+    queue = "--tensorboard-queue-size 5 has no effect without --tensorboard-dir DIR"
+    timers = (
+        "--log-timers-to-tensorboard has no effect without --tensorboard-dir DIR, --wandb-project NAME or "
+        "--mlflow-experiment NAME"
+    )
+    for more, said in (
+        ((), {queue, timers}),
+        (("--wandb-project", "p"), {queue}),
+        (("--mlflow-experiment", "e"), {queue}),
+        (("--tensorboard-dir", "t"), set()),
+    ):
+        notes = resolve_arguments((*FLAGS, *flags, *more), 1).notes
+        assert {note for note in notes if "tensorboard" in note} == said
+
+
 def test_a_logger_that_fails_is_left_and_the_others_go_on(
     wandb: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
