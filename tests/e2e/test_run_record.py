@@ -105,3 +105,31 @@ def test_a_run_on_several_machines_needs_to_be_told_of_them(tmp_path: Path, caps
     (tmp_path / "run_record" / "environment.json").write_text(json.dumps(record))
     assert train.main(["--continue", str(tmp_path)]) == 2
     assert "the run had 2 machines; give --nnodes 2, --node-rank R" in capsys.readouterr().err
+
+
+def test_words_beside_a_run_that_goes_on_are_said_to_be_seen_from_its_folder(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    folder, record = tmp_path / "project", tmp_path / "run_record"
+    folder.mkdir()
+    record.mkdir()
+    environment = {"folder": str(folder), "processes_per_machine": 1, "machines": 1}
+    (record / "environment.json").write_text(json.dumps(environment))
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["--continue", str(tmp_path), "--config", "mine.toml"]) == 2
+    said, *_, reason = capsys.readouterr().err.splitlines()
+    assert said == f"paths are seen from {folder}, where the run was started"
+    assert reason.startswith("error: ")
+    assert Path.cwd() == folder
+    environment["folder"] = str(tmp_path / "gone")
+    (record / "environment.json").write_text(json.dumps(environment))
+    assert train.main(["--continue", str(tmp_path)]) == 2
+    assert f"{tmp_path / 'gone'} is gone" in capsys.readouterr().err
+
+
+def test_a_run_in_an_object_store_has_no_record(capsys) -> None:
+    assert train.main(["--continue", "s3://bucket/run"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --continue s3://bucket/run: a run that saves into an object store keeps no record; give its flags with "
+        "--load s3://bucket/run\n"
+    )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.files.object_path import is_url
 from megatron.core.files.plain_file import parse_json, read_plain_text
 from megatron.interop.new_iteration import TRACKER_FILE
 from megatron.training.reporting.run_record import CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE, RECORD_FOLDER
@@ -30,8 +31,13 @@ class ContinuedRun:
         A run without a checkpoint begins again as it began.
 
         Raises:
-            ConfigurationError: there is no record that can be read.
+            ConfigurationError: there is no record that can be read; an object store has none.
         """
+        if is_url(directory):
+            raise ConfigurationError(
+                f"--continue {directory}: a run that saves into an object store keeps no record; give its flags with "
+                f"--load {directory}"
+            )
         folder = Path(directory).resolve()
         record = folder / RECORD_FOLDER
         try:

@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _train(argv: Sequence[str]) -> int:
     own, words = _split(argv)
     if "continue" in own:
-        words = [*_go_on(own), *words]
+        words = [*_go_on(own, words), *words]
     place = _place(own)
     if any(word in _ASKING for word in words):
         if any(word in _ASKING[:2] for word in words):
@@ -103,8 +103,10 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return vars(namespace), words
 
 
-def _go_on(own: dict[str, str]) -> tuple[str, ...]:
-    """Return the words of the run that is to go on, seen from the folder where it was started.
+def _go_on(own: dict[str, str], typed: Sequence[str]) -> tuple[str, ...]:
+    """Return the words of the run that is to go on, and change to the folder where it was started.
+
+    Relative paths are seen from there, also those of the words ``typed`` beside it, which is said.
 
     Raises:
         ConfigurationError: it has no record, or ran on several machines of which nothing is said.
@@ -118,8 +120,12 @@ def _go_on(own: dict[str, str]) -> tuple[str, ...]:
         )
     if "script" in own:
         own["script"] = str(Path(own["script"]).resolve())
-    if run.folder.is_dir():
+    if not run.folder.is_dir():
+        print_line(f"WARNING: the run's folder {run.folder} is gone: its paths are seen from here", sys.stderr)
+    elif run.folder != Path.cwd():
         os.chdir(run.folder)
+        if typed:
+            print_line(f"paths are seen from {run.folder}, where the run was started", sys.stderr)
     return run.words
 
 
