@@ -12,6 +12,7 @@ import torch
 
 from megatron.core.collectives import all_gather_objects, all_to_all_rows
 from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.sharding import Piece, spec_of
 
@@ -69,14 +70,13 @@ class MatrixOwners:
 
         Collective over both groups. Elements outside every piece come back as zero.
 
-        Shapes: ``values``: one ``[part.end - part.start]`` for each part, all of one dtype.
+        Shapes: ``values``: one ``[part.end - part.start]`` for each part, in their dtype of arithmetic.
         """
         if not self._parameters:
             return []
-        dtype, device = self._parameters[0].dtype, self._parameters[0].device
-        if values:
-            dtype = values[0].dtype
-        empty = torch.empty(0, dtype=dtype, device=device)
+        # Not of the values: a rank that has none receives those of others.
+        dtype = arithmetic_dtype(self._parameters[0].dtype)
+        empty = torch.empty(0, dtype=dtype, device=self._parameters[0].device)
         whole = self._to_whole_parameters(values, empty)
         whole = self._through_matrices(whole, function, empty)
         return self._back_to_parts(whole, empty)
