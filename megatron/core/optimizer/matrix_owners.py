@@ -12,6 +12,7 @@ import torch
 
 from megatron.core.collectives import all_gather_objects, all_to_all_rows
 from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.sharding import Piece, spec_of
 
@@ -47,7 +48,7 @@ class MatrixOwners:
         is_sharded: bool,
     ) -> None:
         self._tp, self._dp, self._is_sharded = tp, dp, is_sharded
-        self._parameters, self._parts = tuple(parameters), tuple(parts)
+        self._parameters = tuple(parameters)
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         mine = [(index_of[id(part.parameter)], part.start, part.end) for part in parts]
         self._ranges = all_gather_objects(mine, dp) if is_sharded else [mine] * dp.size
@@ -62,21 +63,23 @@ class MatrixOwners:
             {name: [each for _, each in locals_] for name, locals_ in held.items()}, tp
         )
         self._owner = self._choose_owners()
-        self._at_dp = [[i for n in self._names_of(dp_rank=d) for i in self._names[n]] for d in range(dp.size)]
+        owned = [{i for n in self._names_of(dp_rank=d) for i in self._names[n]} for d in range(dp.size)]
+        self._own = owned[dp.rank]
+        # Of this rank's parts the numbers of those that each rank owns.
+        self._parts_of = [[n for n, (index, _, _) in enumerate(mine) if index in at] for at in owned]
 
     def compute(self, values: Sequence[torch.Tensor], function: Compute) -> list[torch.Tensor]:
         """Return for each part of this rank its elements of what the function makes of the whole matrices.
 
         Collective over both groups. Elements outside every piece come back as zero.
 
-        Shapes: ``values``: one ``[part.end - part.start]`` for each part, all of one dtype.
+        Shapes: ``values``: one ``[part.end - part.start]`` for each part, in their dtype of arithmetic.
         """
         if not self._parameters:
             return []
-        dtype, device = self._parameters[0].dtype, self._parameters[0].device
-        if values:
-            dtype = values[0].dtype
-        empty = torch.empty(0, dtype=dtype, device=device)
+        # Not of the values: a rank that has none receives those of others.
+        dtype = arithmetic_dtype(self._parameters[0].dtype)
+        empty = torch.empty(0, dtype=dtype, device=self._parameters[0].device)
         whole = self._to_whole_parameters(values, empty)
         whole = self._through_matrices(whole, function, empty)
         return self._back_to_parts(whole, empty)
@@ -103,18 +106,15 @@ class MatrixOwners:
 
     def _to_whole_parameters(self, values: Sequence[torch.Tensor], empty: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the flat local tensors of the matrices that this data-parallel rank owns."""
-        own = self._at_dp[self._dp.rank]
-        whole = {index: empty.new_zeros(self._parameters[index].numel()) for index in own}
-        wanted = set(own)
+        whole = {index: empty.new_zeros(self._parameters[index].numel()) for index in self._own}
         if not self._is_sharded or self._dp.size == 1:
             for (index, start, end), value in zip(self._ranges[self._dp.rank], values, strict=True):
-                if index in wanted:
+                if index in self._own:
                     whole[index][start:end] = value
             return whole
-        mine = self._ranges[self._dp.rank]
-        sent = [[n for n, (index, _, _) in enumerate(mine) if index in set(at)] for at in self._at_dp]
-        received = [[r for r in ranges if r[0] in wanted] for ranges in self._ranges]
-        buffer = _exchange([[values[n] for n in numbers] for numbers in sent], _lengths(received), self._dp, empty)
+        sent = [[values[n] for n in numbers] for numbers in self._parts_of]
+        received = [[r for r in ranges if r[0] in self._own] for ranges in self._ranges]
+        buffer = _exchange(sent, _lengths(received), self._dp, empty)
         position = 0
         for ranges in received:
             for index, start, end in ranges:
@@ -184,15 +184,13 @@ class MatrixOwners:
 
     def _back_to_parts(self, whole: dict[int, torch.Tensor], empty: torch.Tensor) -> list[torch.Tensor]:
         """Give every data-parallel rank its stretches of what this one owns, and return this rank's parts."""
-        own = set(self._at_dp[self._dp.rank])
-        sent = [[whole[i][start:end] for i, start, end in ranges if i in own] for ranges in self._ranges]
+        sent = [[whole[i][start:end] for i, start, end in ranges if i in self._own] for ranges in self._ranges]
         mine = self._ranges[self._dp.rank]
-        arriving = [[n for n, (index, _, _) in enumerate(mine) if index in set(at)] for at in self._at_dp]
-        lengths = [sum(mine[n][2] - mine[n][1] for n in numbers) for numbers in arriving]
+        lengths = _lengths([[mine[n] for n in numbers] for numbers in self._parts_of])
         buffer = _exchange(sent, lengths, self._dp, empty)
         result = [empty] * len(mine)
         position = 0
-        for numbers in arriving:
+        for numbers in self._parts_of:
             for n in numbers:
                 length = mine[n][2] - mine[n][1]
                 result[n] = buffer[position : position + length]

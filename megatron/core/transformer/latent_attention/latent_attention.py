@@ -100,7 +100,6 @@ class LatentAttention(SelfAttention):
         width = config.kv_lora_rank + config.qk_pos_emb_head_dim
         self.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, width, tp, device)
         self.linear_kv_up_proj = up(config.kv_lora_rank, config.qk_head_dim + config.v_head_dim)
-        self.has_query_latent = config.q_lora_rank is not None
         self.q_layernorm = norm(config.q_lora_rank) if config.q_lora_rank is not None else None
         self.kv_layernorm = norm(config.kv_lora_rank)
 
@@ -134,8 +133,7 @@ class LatentAttention(SelfAttention):
 
     def _query(self, x: torch.Tensor) -> torch.Tensor:
         """Return the queries of this rank's heads. Shapes: ``-> [s, b, n/tp, d]``."""
-        if self.has_query_latent:
-            assert self.q_layernorm is not None
+        if self.q_layernorm is not None:
             query: torch.Tensor = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(x)))
         else:
             query = self.linear_q_proj(x)

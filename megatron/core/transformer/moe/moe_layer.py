@@ -97,9 +97,7 @@ class MoELayer(nn.Module):
 
         grad_enabled = torch.is_grad_enabled()
         overlaps = self.config.moe_shared_expert_overlap
-        output = self.dispatch(
-            *(own, routing.indices, routing.weights), self._run_experts(rows), meanwhile if overlaps else _nothing
-        )
+        output = self.dispatch(own, routing, self._run_experts(rows), meanwhile if overlaps else _nothing)
         if not overlaps:
             meanwhile()
         if not (is_cut or tp.size == 1):

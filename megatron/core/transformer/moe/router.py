@@ -81,30 +81,26 @@ class TopKRouter(BiasedRouter):
         logits = F.linear(x[: rows.num_real].to(dtype), self.weight.to(dtype), bias)
         logits = logits.to(torch.promote_types(dtype, torch.float32))
         indices, weights = choose_experts(logits, self.config, self.expert_bias)
+        num_empty = rows.num_rows - rows.num_real
+        if num_empty:
+            indices = F.pad(indices, (0, 0, 0, num_empty), value=self.num_experts)
+            weights = F.pad(weights, (0, 0, 0, num_empty))
         capacity = expert_capacity(rows.num_tokens * self.groups.cp.size, self.config)
         if capacity is not None:
             is_kept = self._kept(indices, weights, rows, capacity)
             indices, weights = indices.masked_fill(~is_kept, self.num_experts), weights * is_kept
         losses: tuple[AuxiliaryLoss, ...] = ()
         if self.training and torch.is_grad_enabled():
-            self.tally.add(indices, self.num_experts)
+            self.tally.add(indices[: rows.num_real], self.num_experts)
             losses = router_losses(
                 logits, rows.sequences(x.device), rows.batch_size, rows.num_tokens, self.config, self.groups, self.tally
             )
-        num_empty = len(x) - rows.num_real
-        if num_empty:
-            indices = F.pad(indices, (0, 0, 0, num_empty), value=self.num_experts)
-            weights = F.pad(weights, (0, 0, 0, num_empty))
         return Routing(indices, weights.to(x.dtype), losses)
 
     @torch.no_grad()
     def _kept(self, indices: torch.Tensor, weights: torch.Tensor, rows: TokenRows, capacity: int) -> torch.Tensor:
         """Return which choices experts keep of the whole micro-batch, of which other ranks have parts."""
-        positions = rows.positions(self.groups.cp, indices.device)
-        num_empty = rows.num_rows - rows.num_real
-        if num_empty:
-            indices = F.pad(indices, (0, 0, 0, num_empty), value=self.num_experts)
-            weights, positions = F.pad(weights, (0, 0, 0, num_empty)), F.pad(positions, (0, num_empty), value=-1)
+        positions = F.pad(rows.positions(self.groups.cp, indices.device), (0, rows.num_rows - rows.num_real), value=-1)
         for group in (self.groups.tp, self.groups.cp):
             indices, weights, positions = (
                 all_gather_first_dim(tensor, group) for tensor in (indices, weights, positions)
@@ -112,4 +108,4 @@ class TopKRouter(BiasedRouter):
         policy = self.config.moe_token_drop_policy
         is_kept = kept_choices(indices, weights, positions, self.num_experts + 1, capacity, policy)
         first = (self.groups.cp.rank * self.groups.tp.size + self.groups.tp.rank) * rows.num_rows
-        return is_kept[first : first + rows.num_real]
+        return is_kept[first : first + rows.num_rows]

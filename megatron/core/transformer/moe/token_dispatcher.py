@@ -6,8 +6,8 @@ sorted by where they go, so that a rank's rows lie together.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -18,49 +18,38 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.moe.exchange import all_to_all, combine, reorder, take_rows
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
+from megatron.core.transformer.moe.router import Routing
 
 Experts = Callable[[torch.Tensor, list[int]], torch.Tensor]
 """Return what experts make of rows in their order, given how many rows each of this rank's has."""
+Meanwhile = Callable[[], None]
 
 
-class TokenDispatcher(Protocol):
+class TokenDispatcher(ABC):
     """Bring tokens to their experts and back.
 
     Choices of an expert beyond the last are dropped. ``meanwhile`` is called once, while tokens travel where they do.
     """
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        indices: torch.Tensor,
-        weights: torch.Tensor,
-        experts: Experts,
-        meanwhile: Callable[[], None],
-    ) -> torch.Tensor:
-        """Return the weighted sum of what each token's experts make of it.
-
-        Shapes: ``x: [n, h]``, ``indices, weights: [n, k] -> [n, h]``.
-        """
-        ...
-
-
-class AllToAllDispatcher:
-    """Send each token to its experts' ranks only; rank by rank as many rows as go there."""
-
     def __init__(self, num_experts: int, groups: ExpertGroups) -> None:
         self.num_local, self.groups = num_experts // groups.size, groups
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        indices: torch.Tensor,
-        weights: torch.Tensor,
-        experts: Experts,
-        meanwhile: Callable[[], None],
-    ) -> torch.Tensor:
+    @abstractmethod
+    def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile) -> torch.Tensor:
+        """Return the weighted sum of what each token's experts make of it.
+
+        Shapes: ``[n, h] -> [n, h]``.
+        """
+
+
+class AllToAllDispatcher(TokenDispatcher):
+    """Send each token to its experts' ranks only; rank by rank as many rows as go there."""
+
+    def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile) -> torch.Tensor:
         """Return the weighted sum of what each token's experts make of it."""
         group, copies, num_local = self.groups.model, self.groups.tensor_size, self.num_local
         # By destination: experts of one rank, then as often again as ranks cut them.
+        indices = routing.indices
         first = indices.div(num_local, rounding_mode="floor") * (copies * num_local) + indices % num_local
         targets = first.unsqueeze(-1) + num_local * torch.arange(copies, device=x.device)
         choices, slots, counts = sorted_choices(targets.flatten(1), group.size * num_local)
@@ -79,29 +68,19 @@ class AllToAllDispatcher:
             inverse[order] = torch.arange(len(order), device=x.device)
             rows = experts(reorder(rows, order, inverse), coming.sum(dim=0).tolist())
             rows = all_to_all(reorder(rows, inverse, order), received, sent, group)
-        weights = weights.repeat_interleave(copies, dim=1) if copies > 1 else weights
+        weights = routing.weights.repeat_interleave(copies, dim=1) if copies > 1 else routing.weights
         return combine(rows, weights, choices, slots)
 
 
-class AllGatherDispatcher:
+class AllGatherDispatcher(TokenDispatcher):
     """Gather all tokens on every rank, which takes those of its experts, and sum the results."""
 
-    def __init__(self, num_experts: int, groups: ExpertGroups) -> None:
-        self.num_local, self.groups = num_experts // groups.size, groups
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        indices: torch.Tensor,
-        weights: torch.Tensor,
-        experts: Experts,
-        meanwhile: Callable[[], None],
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile) -> torch.Tensor:
         """Return the weighted sum of what each token's experts make of it."""
         meanwhile()
         group = self.groups.model
-        x, weights = (gather_from_sequence_parallel_region(tensor, group) for tensor in (x, weights))
-        targets = gather_from_sequence_parallel_region(indices, group) - self.groups.rank * self.num_local
+        x, weights = (gather_from_sequence_parallel_region(tensor, group) for tensor in (x, routing.weights))
+        targets = gather_from_sequence_parallel_region(routing.indices, group) - self.groups.rank * self.num_local
         targets = targets.masked_fill((targets < 0) | (targets >= self.num_local), self.num_local)
         choices, slots, counts = sorted_choices(targets, self.num_local)
         rows = experts(take_rows(x, choices, slots), counts.tolist())
