@@ -112,7 +112,7 @@ def step_traffic(config: RunConfig, rank: int) -> Traffic:
     """Return what a rank sends in one training step.
 
     Raises:
-        ConfigurationError: the model has experts: what is sent follows from what tokens choose.
+        ConfigurationError: the model has experts, latent attention or further tokens, which are not planned.
     """
     refuse_unplanned(config.model)
     sizes = config.parallel_sizes

@@ -42,7 +42,7 @@ class Plan:
         """Return what a run's configuration says of it; ``stage_layout`` is its own, where that is known already.
 
         Raises:
-            ConfigurationError: the model has experts, whose memory and time depend on what tokens choose.
+            ConfigurationError: the model has experts, latent attention or further tokens, which are not planned.
         """
         refuse_unplanned(config.model)
         return Plan(
