@@ -58,6 +58,7 @@ def _answers(folder: Path, meeting_place: str, rank: int, size: int, params_dtyp
     dist.init_process_group(device.default_backend, init_method=f"file://{meeting_place}", rank=rank, world_size=size)
     state = create_parallel_state(ParallelSizes(tp=size))
     engine = InferenceEngine(load_hugging_face_model(folder, state, device, params_dtype), state)
+    dist.barrier()  # the folder may be removed once this is said
     yield {"ready": size}
     for line in sys.stdin:
         try:
