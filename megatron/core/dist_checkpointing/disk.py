@@ -15,13 +15,15 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.errors import CheckpointError, DamagedCheckpointError, InputError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError, InputError, StorageError
 from megatron.core.files.object_path import ObjectPath
 from megatron.core.files.object_store import ObjectStoreError
 
 CHUNK_BYTES = 16 * 1024 * 1024
 _ALIGNMENT = 4096
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux has it
+_UNREACHABLE = (errno.ETIMEDOUT, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNREFUSED)
+"""What a file system says whose server is away: NFS, and one in user space."""
 
 
 class CheckpointWriteError(CheckpointError):
@@ -170,14 +172,17 @@ def write_error(path: Path, failure: OSError, needed_bytes: int = 0) -> Checkpoi
     return CheckpointWriteError(f"cannot write {path}: {reason}{need}{free}")
 
 
-def read_error(message: str, failure: OSError) -> InputError:
-    """Return the error of a file that cannot be read: it is damaged, unless a store did not let anybody look.
+def read_error(message: str, failure: OSError, consequence: str = "") -> InputError:
+    """Return the error of a file that cannot be read: it is damaged, unless what holds it did not let anybody look.
 
-    ``message`` ends before the reason.
+    ``message`` ends before the reason; ``consequence`` follows it where the file is damaged.
     """
     if isinstance(failure, ObjectStoreError) and not isinstance(failure, FileNotFoundError):
         return failure
-    return DamagedCheckpointError(f"{message}: {failure.strerror or os.strerror(failure.errno or 0)}")
+    reason = failure.strerror or os.strerror(failure.errno or 0)
+    if failure.errno in _UNREACHABLE:
+        return StorageError(f"{message}: {reason}; start again when the file system answers")
+    return DamagedCheckpointError(f"{message}: {reason}{consequence}")
 
 
 def _open_new(path: Path) -> tuple[int, bool]:

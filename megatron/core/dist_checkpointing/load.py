@@ -111,11 +111,15 @@ def _check_files(folder: Path, index: CheckpointIndex, names: Iterable[str], ver
 
 def _check_files_elsewhere(folder: Path, index: CheckpointIndex, world: Group, verify: bool) -> None:
     """Compare the files that the first rank does not see; collective."""
-    absent = [name for name in index.files if not (folder / name).exists()] if world.is_first else []
-    absent = broadcast_object(absent, world)
+
+    def there(names: Iterable[str]) -> list[str]:
+        return run_on_all_ranks(lambda: [name for name in names if (folder / name).exists()], world)
+
+    seen_first = broadcast_object(there(index.files if world.is_first else ()), world)
+    absent = [name for name in index.files if name not in seen_first]
     if not absent:
         return
-    here = [name for name in absent if (folder / name).exists()]
+    here = there(absent)
     seen = {name for names in all_gather_objects(here, world) for name in names}
     # The first rank answers for those that nobody sees.
     here = here or [name for name in absent if world.is_first and name not in seen]

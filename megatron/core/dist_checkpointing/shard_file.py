@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 from megatron.core.dist_checkpointing.background import StagingArea
 from megatron.core.dist_checkpointing.checksum import checksum
-from megatron.core.dist_checkpointing.disk import SequentialFile, write_error
+from megatron.core.dist_checkpointing.disk import SequentialFile, read_error, write_error
 from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredFile, StoredPiece, StoredTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, TensorDescription, dtype_of, piece_key
 from megatron.core.dist_checkpointing.save_plan import SavePlan
 from megatron.core.errors import DamagedCheckpointError
 from megatron.core.files.object_path import ObjectPath
-from megatron.core.files.object_store import ObjectStoreError
 from megatron.core.files.plain_file import parse_json
 from megatron.core.files.ranged_file import open_ranged, read_range
 from megatron.core.files.uploaded_file import UploadedFile
@@ -184,16 +183,14 @@ def check_file(path: Path, expected: StoredFile, pieces: Sequence[StoredPiece], 
 
     Raises:
         DamagedCheckpointError: the file is missing or differs; the message names the pieces that are lost.
+        StorageError: what holds the file does not answer.
     """
     try:
         with closing(open_ranged(path)) as file:
             num_bytes = file.num_bytes
             header = read_range(file, 0, expected.header_bytes) if verify else b""
     except OSError as error:
-        if isinstance(error, ObjectStoreError) and not isinstance(error, FileNotFoundError):
-            raise
-        lost = _name_some({piece.key for piece in pieces})
-        raise DamagedCheckpointError(f"{path}: {error.strerror}{lost}") from error
+        raise read_error(str(path), error, _name_some({piece.key for piece in pieces})) from error
     if num_bytes != expected.num_bytes:
         problem = f"has {num_bytes} bytes, {expected.num_bytes} were written"
     elif verify and checksum(header) != expected.header_checksum:

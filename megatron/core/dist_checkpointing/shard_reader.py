@@ -12,13 +12,13 @@ from types import TracebackType
 
 import torch
 
-from megatron.core.collectives import all_gather_objects, broadcast_object
+from megatron.core.collectives import all_gather_objects, broadcast_object, run_on_all_ranks
 from megatron.core.dist_checkpointing.checksum import join_checksums, partial_checksum
 from megatron.core.dist_checkpointing.disk import read_error
 from megatron.core.dist_checkpointing.index import StoredPiece, StoredTensor
 from megatron.core.dist_checkpointing.load_plan import Cell, PieceRead
 from megatron.core.dist_checkpointing.mapping import dtype_of
-from megatron.core.errors import CheckpointError, DamagedCheckpointError
+from megatron.core.errors import CheckpointError, DamagedCheckpointError, InputError
 from megatron.core.files.ranged_file import RangedFile, open_ranged, read_range
 from megatron.core.process_group import Group
 from megatron.core.sharding import Box
@@ -186,6 +186,7 @@ def read_remote_pieces(
 
     Raises:
         DamagedCheckpointError: no rank sees a file, or it cannot be read. On every rank alike.
+        StorageError: what holds a file does not answer. On every rank alike.
     """
     own = {_place(read): read for read in reads}
     places = sorted({place for found in all_gather_objects(list(own), world) for place in found})
@@ -197,7 +198,7 @@ def read_remote_pieces(
         sender = senders[place[0]]
         sent = _read_bytes(folder, place) if world.rank == sender else None
         received = broadcast_object(sent, world, sender)
-        if isinstance(received, CheckpointError):
+        if isinstance(received, InputError):
             raise received
         if place in own and error is None:
             try:
@@ -210,7 +211,8 @@ def read_remote_pieces(
 def _find_senders(folder: Path, files: Sequence[str], world: Group) -> dict[str, int]:
     """Return the place in the group of the first rank that sees each file."""
     senders: dict[str, int] = {}
-    for number, seen in enumerate(all_gather_objects([name for name in files if (folder / name).exists()], world)):
+    here = run_on_all_ranks(lambda: [name for name in files if (folder / name).exists()], world)
+    for number, seen in enumerate(all_gather_objects(here, world)):
         for name in seen:
             senders.setdefault(name, number)
     missing = [name for name in files if name not in senders]
@@ -222,13 +224,13 @@ def _find_senders(folder: Path, files: Sequence[str], world: Group) -> dict[str,
     return senders
 
 
-def _read_bytes(folder: Path, place: _Place) -> bytes | CheckpointError:
+def _read_bytes(folder: Path, place: _Place) -> bytes | InputError:
     name, start, num_bytes = place
     try:
         with closing(open_ranged(folder / name)) as file:
             return read_range(file, start, num_bytes)
     except OSError as failure:
-        return DamagedCheckpointError(f"{folder / name}: {failure.strerror}")
+        return read_error(str(folder / name), failure)
 
 
 def _place(read: PieceRead) -> _Place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing import shard_reader
 from megatron.core.dist_checkpointing.state_dict import RunTensors
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, StorageError
+from megatron.core.files.object_store import ObjectStoreError
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
 from megatron.training.checkpointing.folder import saved_iterations
@@ -113,6 +116,40 @@ def test_another_layout_on_the_same_machines_reads_over_the_network(
     run_distributed(4, save, on(machines), 2, (10,))
     for iteration, error, _ in run_distributed(num_ranks, load, on(machines), tp, False):
         assert (iteration, error) == (10, "")
+
+
+def load_while_nobody_answers(machines: list[str], failure: OSError, at: str) -> tuple[str, list[str]]:
+    """Load where the files of other machines cannot be read, or looked for; return the error and the log."""
+    state = enter_machine(machines, 1)
+
+    def fail(*_: object, **__: object) -> bytes:
+        raise failure
+
+    if at == "read":
+        shard_reader.read_range = fail  # type: ignore[attr-defined]
+    elif state.rank == 1:
+        exists = Path.exists
+        # Of this rank alone: the other one has to hear of it.
+        Path.exists = lambda path, **_: fail() if path.suffix == ".safetensors" else exists(path)  # type: ignore[method-assign,assignment]
+    lines: list[str] = []
+    with pytest.raises(StorageError) as caught:
+        load_checkpoint("run", empty_run(state), state, CheckpointConfig(), CONFIG, lines.append)
+    return str(caught.value), lines
+
+
+@pytest.mark.parametrize(
+    ("failure", "at"),
+    [
+        (ObjectStoreError(errno.EIO, "reset by peer", "s3://bucket/run/shard"), "read"),
+        (OSError(errno.ESTALE, "Stale file handle"), "read"),
+        (ObjectStoreError(errno.EIO, "reset by peer", "s3://bucket/run/shard"), "look"),
+    ],
+)
+def test_storage_that_does_not_answer_is_no_damage(failure: OSError, at: str, machines: list[Path]) -> None:
+    run_distributed(4, save, on(machines), 2, (10, 20))
+    for error, lines in run_distributed(2, load_while_nobody_answers, on(machines), failure, at):
+        assert str(failure.strerror) in error
+        assert not any("falling back" in line for line in lines)
 
 
 def test_files_copied_together_are_an_ordinary_checkpoint(machines: list[Path]) -> None:
