@@ -27,6 +27,8 @@ class StackFile:
     def __init__(self) -> None:
         self._file = tempfile.NamedTemporaryFile("w", prefix="megatron-stacks-", suffix=".txt")  # noqa: SIM115
         if _NUMBER:
+            # What `unregister` goes back to: a signal that comes late must not end the process.
+            signal.signal(_NUMBER, signal.SIG_IGN)
             faulthandler.register(_NUMBER, self._file, all_threads=True)
 
     @property
@@ -38,8 +40,6 @@ class StackFile:
         """Listen no more, and remove the file."""
         if _NUMBER:
             faulthandler.unregister(_NUMBER)
-            # One that comes late must not end the process.
-            signal.signal(_NUMBER, signal.SIG_IGN)
         self._file.close()
 
 

@@ -31,6 +31,17 @@ def hold_the_lock():
 hold_the_lock()
 """
 
+LATE = """
+import faulthandler, os
+from megatron.training.process.hang import locked_stacks
+real = faulthandler.unregister
+def unregister(number):
+    real(number)
+    os.kill(os.getpid(), number)
+faulthandler.unregister = unregister
+locked_stacks.StackFile().close()
+"""
+
 
 def test_what_is_written_is_read_with_the_innermost_last_and_the_main_thread_first() -> None:
     main, other = parse_stacks(WRITTEN)
@@ -63,3 +74,7 @@ def test_the_file_is_gone_when_it_is_closed_and_another_may_follow() -> None:
         assert ask_for_stacks(this_process(), file.path)[0]["frames"][-1].endswith(" in ask_for_stacks")
         file.close()
         assert not Path(file.path).exists()
+
+
+def test_a_signal_that_comes_while_the_file_is_closed_ends_nothing() -> None:
+    assert subprocess.run([sys.executable, "-c", LATE], cwd=REPOSITORY, timeout=60.0).returncode == 0
