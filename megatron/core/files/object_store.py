@@ -82,7 +82,7 @@ class ObjectStore:
             try:
                 return action()
             except Exception as error:
-                if delay_s is None or isinstance(error, (*_FINAL, ValueError, TypeError)) or _lacks_credentials(error):
+                if delay_s is None or _is_final(error):
                     raise _as_store_error(error, url) from error
                 time.sleep(delay_s * random.uniform(0.5, 1.5))
         raise AssertionError("the last attempt returns or raises")
@@ -259,15 +259,22 @@ def _as_store_error(error: Exception, url: str) -> ObjectStoreError:
         return error
     if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):
         return ObjectMissingError(errno.ENOENT, reason_of(error), url)
-    if isinstance(error, FileExistsError) or any(name in str(error) for name in _CONDITION_FAILED):
+    if isinstance(error, FileExistsError) or _condition_failed(error):
         return ObjectExistsError(errno.EEXIST, "it is there already", url)
     if isinstance(error, PermissionError):
         return ObjectRefusedError(errno.EACCES, reason_of(error), url)
     return ObjectStoreError(errno.EIO, reason_of(error), url)
 
 
-def _lacks_credentials(error: Exception) -> bool:
-    return "Credential" in type(error).__name__
+def _is_final(error: Exception) -> bool:
+    """Return whether another attempt would end the same."""
+    lacks_credentials = "Credential" in type(error).__name__
+    return isinstance(error, (*_FINAL, ValueError, TypeError)) or lacks_credentials or _condition_failed(error)
+
+
+def _condition_failed(error: Exception) -> bool:
+    # s3fs knows Amazon's answer; of other stores it passes the text on, and the code is in what it was told.
+    return any(name in str(each) for each in (error, error.__cause__) for name in _CONDITION_FAILED)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

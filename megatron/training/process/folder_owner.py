@@ -178,6 +178,8 @@ def own_folder(
             _create(own, record)
         except FileExistsError:
             continue
+        if OwnerRecord.read(own) != record:
+            continue  # a store that looks first and writes then has let somebody else write it too
         if _numbers(directory, prefix) - set(numbers) == {int(own.name.rpartition(".")[2])}:
             for path in paths.values():
                 path.unlink(missing_ok=True)

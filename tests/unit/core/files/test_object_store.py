@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import pickle
@@ -124,6 +125,22 @@ def test_a_creation_whose_answer_was_lost_is_known_for_its_own(monkeypatch) -> N
     remote("run/index.json").create(b"mine")
     assert calls[:1] == ["xb"]
     assert remote("run/index.json").read_bytes() == b"mine"
+
+
+def test_a_condition_that_a_store_has_its_own_words_for_is_known_by_its_code(monkeypatch) -> None:
+    # As s3fs passes on what Swift answers.
+    told = Unreachable("An error occurred (PreconditionFailed) when calling the PutObject operation")
+    remote("run/index.json").create(b"first")
+    calls = []
+
+    def refuse(self, path, mode="rb", **named):
+        calls.append(mode)
+        raise OSError(errno.EINVAL, "At least one of the preconditions you specified did not hold.") from told
+
+    monkeypatch.setattr(MEMORY, "open", refuse)
+    with pytest.raises(FileExistsError, match=r"run/index\.json: it is there already"):
+        remote("run/index.json").create(b"other")
+    assert calls == ["xb"]
 
 
 def test_of_several_processes_that_create_an_object_one_succeeds(tmp_path: Path) -> None:

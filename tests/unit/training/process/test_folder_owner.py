@@ -246,3 +246,19 @@ def test_a_race_between_the_look_and_the_record_is_seen(tmp_path: Path, monkeypa
     monkeypatch.setattr(folder_owner, "_create", create)
     own(tmp_path).check()
     assert created == [".owner.00000008", ".owner.00000008"]
+
+
+def test_of_two_that_a_store_lets_create_one_record_the_later_one_is_the_owner(
+    tmp_path: Path, living: ProcessIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = OwnerRecord(living, None, "0123abcd", "a training run")
+    real = folder_owner._create
+
+    def create(path: Path, record: OwnerRecord) -> None:
+        real(path, record)
+        path.write_text(json.dumps(dataclasses.asdict(other)))
+
+    monkeypatch.setattr(folder_owner, "_create", create)
+    with pytest.raises(FolderInUseError, match=f"process {living.pid} "):
+        own(tmp_path)
+    assert OwnerRecord.read(tmp_path / ".owner.00000001") == other
