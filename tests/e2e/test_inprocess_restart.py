@@ -47,8 +47,12 @@ class Run:
             time.sleep(0.02)
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
-        """Send a rank a signal that it cannot answer."""
-        os.kill(self.launch.ranks()[rank], number)
+        """Send a rank a signal that it cannot answer, as soon as there is one."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (process := self.launch.ranks().get(rank)) is None:
+            assert time.monotonic() < deadline, self.launch.text[-4000:]
+            time.sleep(0.02)
+        os.kill(process, number)
 
     def figures(self) -> list[tuple[object, ...]]:
         """Return what two runs have in common, after the end of this one."""
