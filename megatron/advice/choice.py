@@ -74,8 +74,12 @@ class Choice:
             overlap_grad_reduce=is_sharded,
             overlap_param_gather=is_sharded,
         )
+        return self.with_micro_batch(dataclasses.replace(config, model=model, ddp=ddp))
+
+    def with_micro_batch(self, config: RunConfig) -> RunConfig:
+        """Return the configuration with this choice's size of a micro-batch."""
         training = dataclasses.replace(config.training, micro_batch_size=self.micro_batch_size)
-        return dataclasses.replace(config, model=model, ddp=ddp, training=training)
+        return dataclasses.replace(config, training=training)
 
     def words(self, words: Sequence[str]) -> tuple[str, ...]:
         """Return a training's command line with this choice in place of what it says of the same subjects."""

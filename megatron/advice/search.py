@@ -183,8 +183,11 @@ def _try_batches(
 
     Returns the sizes that need no recompute.
     """
-    plan, roomy = Plan.of(layout.apply(config)), set[int]()
+    first, roomy = layout.apply(config), set[int]()
+    plan = Plan.of(first)
     states = _states(found, plan, layout, implementation)
+    # Configurations are many fields: one is made for each way to recompute, and not for each size.
+    of_recompute = {RECOMPUTES[0]: first}
     for size in sizes:
         fits = None
         for recompute in RECOMPUTES:
@@ -192,7 +195,10 @@ def _try_batches(
             if fits is not None:
                 found.dropped.append(Dropped(choice, "slower", f"recompute {fits} fits already"))
                 continue
-            if _try_choice(found, config, choice, gpu, implementation, states, plan.stage_layout):
+            if recompute not in of_recompute:
+                of_recompute[recompute] = choice.apply(config)
+            applied = choice.with_micro_batch(of_recompute[recompute])
+            if _try_choice(found, applied, choice, gpu, implementation, states, plan.stage_layout):
                 fits = recompute
         if fits is None:
             break
@@ -210,9 +216,8 @@ def _try_choice(
     states: Sequence[StageState],
     stage_layout: StageLayout,
 ) -> bool:
-    """Predict one choice and return whether it fits."""
-    applied = choice.apply(config)
-    plan = Plan.of(applied, stage_layout)
+    """Predict one choice, which the configuration has been given, and return whether it fits."""
+    plan = Plan.of(config, stage_layout)
     found.num_predicted += 1
     # The first stage has the most in flight: most choices that do not fit are seen there.
     layers = layer_bytes(plan, implementation.saved)
@@ -237,7 +242,7 @@ def _try_choice(
     found.candidates.append(
         Candidate(
             choice=choice,
-            config=applied,
+            config=config,
             prediction=prediction,
             seconds=seconds,
             tokens_per_second=plan.global_batch_size * plan.seq_length / seconds,

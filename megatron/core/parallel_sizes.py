@@ -104,8 +104,8 @@ class ParallelSizes:
 
     def in_world(self, world_size: int) -> ParallelSizes:
         """Return the same layout of the model in a world of that many ranks: ``dp`` is the number of whole copies."""
-        copy = dataclasses.replace(self, dp=1)
-        return dataclasses.replace(copy, dp=world_size // max(copy.world_size, 1))
+        copy = self.pp * self.cp * self.tp
+        return dataclasses.replace(self, dp=world_size // max(copy, 1))
 
     def problems(self, world_size: int) -> list[str]:
         """Return what keeps the grid from having exactly ``world_size`` ranks, one line or none."""

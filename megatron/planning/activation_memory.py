@@ -135,7 +135,9 @@ def activation_bytes(config: RunConfig, rank: int) -> int:
 
 def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> Sequence[LayerBytes]:
     """Return what each layer keeps of one micro-batch, with the recompute that is configured and without."""
-    models = plan.model, dataclasses.replace(plan.model, recompute_granularity=None)
+    models = [plan.model]
+    if plan.model.recompute_granularity is not None:
+        models.append(dataclasses.replace(plan.model, recompute_granularity=None))
     float8_layers = plan.model.float8_layers(plan.model.num_layers)
     has_ranks = plan.model.context_parallel_size > 1
     kinds = [
@@ -145,8 +147,9 @@ def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> Sequence[LayerBy
     of_kind: dict[tuple[bool, str], LayerBytes] = {}
     for number, kind in enumerate(kinds):
         if kind not in of_kind:
-            sizes = (saved(model, plan.seq_length, plan.micro_batch_size, number) for model in models)
-            of_kind[kind] = LayerBytes(*(sum(parts.values()) for parts in sizes))
+            several = (saved(model, plan.seq_length, plan.micro_batch_size, number) for model in models)
+            sizes = [sum(parts.values()) for parts in several]
+            of_kind[kind] = LayerBytes(sizes[0], sizes[-1])
     return [of_kind[kind] for kind in kinds]
 
 

@@ -138,9 +138,12 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
     first = [vocabulary, *positions] if has_words else []
     float8_layers, has_experts = model.float8_layers(model.num_layers), model.moe_layers
     whole = {kind: (*attention, *feed_forwards[kind], *base(*after)) for kind in set(has_experts)}
-    in_half = {
-        kind: tuple(replace(parameter, is_sent_in_float8=False) for parameter in layer) for kind, layer in whole.items()
-    }
+    in_half = whole
+    if model.fp8_param_gather:
+        in_half = {
+            kind: tuple(replace(parameter, is_sent_in_float8=False) for parameter in layer)
+            for kind, layer in whole.items()
+        }
     further = [
         *(*norm(h), *norm(h), ChunkParameter(2 * h * h // t, is_matrix=True)),
         *(*attention, *feed_forwards[has_experts[-1]], *base(*after), *norm(h)),

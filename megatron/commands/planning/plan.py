@@ -20,7 +20,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.advice.changes import find_changes
 from megatron.advice.choice import SEARCHED_FLAGS, Choice
@@ -153,11 +153,10 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     precision = arguments.precision or _DEFAULT_PRECISION
     precisions = both if precision == "both" else (precision,)
     found = search(config, gpu, implementation, precisions, functools.partial(find_problems, needs_files=False))
-    ranking = ranking_json(found, tokens)
 
-    def write_json() -> None:
+    def write_json(**further: Any) -> None:
         if arguments.json is not None:
-            write_text("--json", arguments.json, json.dumps(ranking, indent=1) + "\n")
+            write_text("--json", arguments.json, json.dumps(ranking_json(found, tokens) | further, indent=1) + "\n")
 
     write_json()
     table = "\n".join(describe_ranking(found, found.ranked[:top], tokens))
@@ -176,8 +175,7 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     for note in best.parsed.notes:
         print(note)
     if arguments.verify:
-        ranking["verified"] = [each.to_json() for each in best.verified]
-        write_json()
+        write_json(verified=[each.to_json() for each in best.verified])
         comparison = "\n".join(describe_verified(best.verified))
         print(f"\n{comparison}")
         table += f"\n\n{comparison}"

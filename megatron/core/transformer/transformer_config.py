@@ -330,11 +330,12 @@ class TransformerConfig(ModelParallelConfig, Float8Config, MoEConfig, Prediction
             projections = self.latent_projections(hidden, self.num_attention_heads)
             of_scores = self.num_attention_heads * (self.latent_query_width + self.v_head_dim)
         kinds = [self.kind_of(number) for number in range(self.num_layers + self.num_further_tokens)]
-        windows = [min(self.layer_windows[kind] or seq_length, seq_length) for kind in kinds]
+        layer_windows, has_experts = self.layer_windows, self.moe_layers
+        windows = [min(layer_windows[kind] or seq_length, seq_length) for kind in kinds]
         cores = sum(of_scores * window * (1 - window / seq_length / 2) for window in windows)
         num_matrices = 3 if self.is_gated else 2
         mlp = hidden * self.ffn_hidden_size * num_matrices
-        num_moe = sum(self.moe_layers[kind] for kind in kinds)
+        num_moe = sum(has_experts[kind] for kind in kinds)
         # Of the experts those that a token goes to, the shared one, and the router.
         width = self.moe_router_topk * self.moe_ffn_hidden_size + (self.moe_shared_expert_intermediate_size or 0)
         moe = hidden * (width * num_matrices + (self.num_experts or 0))

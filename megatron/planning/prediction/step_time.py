@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -106,10 +107,14 @@ def _simulated_bubble(plan: Plan, layers: Mapping[bool, LayerTime], seconds: Seq
         durations.append(
             Durations(forward=forward, backward=inputs + weight, backward_input=inputs, backward_weight=weight)
         )
-    pp = len(seconds)
-    some = min(plan.num_microbatches, _SIMULATED_ROUNDS * pp)
-    timeline = simulate(build_schedule(plan.pipeline_schedule, pp, some), 1, durations)
-    return timeline.makespan - some * max(seconds)
+    some = min(plan.num_microbatches, _SIMULATED_ROUNDS * len(seconds))
+    return _makespan(plan.pipeline_schedule, some, tuple(durations)) - some * max(seconds)
+
+
+# A search asks again for layouts that differ in what their ranks share alone: context parallelism and micro-batches.
+@functools.lru_cache(maxsize=1024)
+def _makespan(schedule: str, num_microbatches: int, durations: tuple[Durations, ...]) -> float:
+    return simulate(build_schedule(schedule, len(durations), num_microbatches), 1, durations).makespan
 
 
 def _chunk(plan: Plan, layers: Mapping[bool, LayerTime], numbers: Sequence[int]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -139,8 +140,9 @@ class RunConfig:
 
     def flags(self) -> Iterator[tuple[FieldSpec, Any]]:
         """Yield every field that a flag sets, with its value."""
+        parts = vars(self)
         for part, spec in command_line_fields():
-            yield spec, getattr(getattr(self, part), spec.name)
+            yield spec, getattr(parts[part], spec.name)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole configuration as JSON-ready values."""
@@ -158,9 +160,12 @@ def config_parts() -> dict[str, type]:
     return {name: hint for name, hint in hints.items() if hint is not int}
 
 
-def command_line_fields() -> Iterator[tuple[str, FieldSpec]]:
-    """Yield (part, field) for every field that a flag sets."""
-    for part, config_class in config_parts().items():
-        for spec in field_specs(config_class):
-            if spec.options.cli:
-                yield part, spec
+@functools.cache
+def command_line_fields() -> tuple[tuple[str, FieldSpec], ...]:
+    """Return (part, field) for every field that a flag sets."""
+    return tuple(
+        (part, spec)
+        for part, config_class in config_parts().items()
+        for spec in field_specs(config_class)
+        if spec.options.cli
+    )
