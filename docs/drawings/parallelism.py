@@ -170,10 +170,10 @@ def experts() -> str:
                 holders.setdefault(box, []).append(rank)
     parts, sets = [], sorted({tuple(ranks) for ranks in holders.values()})
     for rank, state in enumerate(states):
-        x = 20 + (rank % 2) * CELL + (rank // 2) * (2 * CELL + 16)
-        parts.append(cell(x, 70, CELL, CELL, color(sets.index(state.expert_dp.ranks)), str(rank)))
+        left = 20 + (rank % 2) * CELL + (rank // 2) * (2 * CELL + 16)
+        parts.append(cell(left, 70, CELL, CELL, color(sets.index(state.expert_dp.ranks)), str(rank)))
         if rank % 2 == 0:
-            parts.append(text(x, 62, f"dp {state.place['dp']}", size=11))
+            parts.append(text(left, 62, f"dp {state.place['dp']}", size=11))
     parts.append(text(20, 122, "One color: ranks that hold the same parts of the same experts (edp 2)"))
     scale = 1.9
     for box, ranks in sorted(holders.items(), key=lambda item: item[0].offset):
