@@ -13,7 +13,7 @@ import torch
 from megatron.core.parallel_sizes import ParallelSizes
 from tests.unit.repository.source_tree import REPOSITORY, relative, tracked_files
 
-SCRIPT = REPOSITORY / "docs" / "drawings" / "parallelism.py"
+SCRIPT = REPOSITORY / "docs" / "scripts" / "draw_parallelism.py"
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_the_pictures_are_what_the_code_divides(
     drawings: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with torch.random.fork_rng(devices=[]):
-        assert drawings.main(["--check"]) == 0, "run python docs/drawings/parallelism.py"
+        assert drawings.main(["--check"]) == 0, "run python docs/scripts/draw_parallelism.py"
         # Another order of the axes is another picture.
         monkeypatch.setattr(ParallelSizes, "grid", property(lambda sizes: {"tp": 2, "cp": 2, "dp": 2, "pp": 2}))
         assert drawings.main(["--check"]) == 1

@@ -1,6 +1,6 @@
 """Draw how each kind of parallelism divides the work, from the code that divides it; with --check, only compare.
 
-python docs/drawings/parallelism.py
+python docs/scripts/draw_parallelism.py
 
 Ranks and groups come from the parallel state, boxes of matrices from the parameters' own descriptions, stages from the
 stage layout, buckets and shards from the parameter layout, chunks of sequences from the partition, and schedules from
@@ -291,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif not is_check:
             path.write_text(drawn, encoding="utf-8")
     if stale:
-        print(f"{', '.join(stale)}: out of date; run python docs/drawings/parallelism.py", file=sys.stderr)
+        print(f"{', '.join(stale)}: out of date; run python docs/scripts/draw_parallelism.py", file=sys.stderr)
     return 1 if stale else 0
 
 
