@@ -28,8 +28,8 @@ step() {
     {
         seconds=0
         # The sleep that is left behind must not keep a pipe open.
-        while sleep 8 </dev/null >/dev/null 2>&1; do
-            seconds=$((seconds + 8))
+        while sleep 5 </dev/null >/dev/null 2>&1; do
+            seconds=$((seconds + 5))
             size=
             if [ $# -gt 1 ] && [ -d "$2" ]; then size=", $(du -sm "$2" 2>/dev/null | cut -f 1) MB in $2"; fi
             printf '   ... %d s%s\n' "$seconds" "$size"
@@ -65,7 +65,7 @@ step "3/6 tokens: tools/preprocess_data.py"
 
 # Runs the training command, its whole output in training.log and what matters most of it here.
 train() {
-    local shown='^ \[.*iteration|loss at iteration|number of parameters|successfully'
+    local shown='^ \[.*iteration|loss at iteration|number of parameters|successfully|^ sample at'
     torchrun pretrain_gpt.py \
         --tensor-model-parallel-size "$tensor" --distributed-backend "$backend" \
         --num-layers 4 --hidden-size 128 --ffn-hidden-size 344 --num-attention-heads 4 \
@@ -76,6 +76,7 @@ train() {
         --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --adam-beta2 0.95 \
         --weight-decay 0.1 --clip-grad 1.0 --hidden-dropout 0 --attention-dropout 0 \
         --log-interval 20 --eval-interval 100 --eval-iters 5 \
+        --sample-interval 100 --sample-prompts "$prompt" --sample-tokens 24 \
         --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 100 \
         "$@" 2>&1 | tee -a "$run/training.log" | grep --line-buffered -E "$shown" || {
         echo "training failed; the end of $run/training.log:" >&2
@@ -106,19 +107,14 @@ with open(sys.argv[1], encoding="utf-8") as file:
 training = [line for line in lines if "split" not in line]
 validation = [line for line in lines if line.get("split") == "validation"]
 first, last = training[0], training[-1]
+loss = sum(line["lm_loss"] for line in training[-20:]) / len(training[-20:])
 print(f"training loss:   {first['lm_loss']:.3f} at iteration {first['iteration']}"
-      f" -> {last['lm_loss']:.3f} at iteration {last['iteration']}")
+      f" -> {loss:.3f}, the mean up to iteration {last['iteration']}")
 print(f"validation loss: {validation[0]['lm_loss']:.3f} at iteration {validation[0]['iteration']}"
       f" -> {validation[-1]['lm_loss']:.3f} at iteration {validation[-1]['iteration']}")
-if not last["lm_loss"] < first["lm_loss"] - 1.0:
+if not loss < first["lm_loss"] - 1.0:
     sys.exit("the loss did not fall: something is wrong with this run")
 PYTHON
-# The page with the curves, where this version can draw it.
-if "$python" -m megatron.commands plot --help >/dev/null 2>&1; then
-    if "$python" -m megatron.commands plot "$run/checkpoint" --output "$run/quickstart.html" >"$run/plot.log" 2>&1; then
-        echo "the page with the curves: $run/quickstart.html"
-    else
-        echo "no page with curves: $(tail -n 1 "$run/plot.log")"
-    fi
-fi
+"$python" -m megatron.commands plot "$run/checkpoint" --output "$run/quickstart.html"
+echo "the page with the curves and with what the model wrote on the way: $run/quickstart.html"
 echo "text, data, checkpoints, metrics and the whole log: $run/"

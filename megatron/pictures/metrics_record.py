@@ -91,7 +91,9 @@ def read_several(given: list[Path]) -> list[MetricsRecord]:
 
 
 def _name_of(path: Path) -> str:
-    return path.resolve().parent.name or path.stem
+    folder = path.resolve().parent
+    # A folder of this name says nothing of the run that it is in.
+    return f"{folder.parent.name}/{folder.name}" if folder.name.startswith("checkpoint") else folder.name or path.stem
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

@@ -48,3 +48,6 @@ def test_it_shows_that_it_works_and_ends_with_text(tmp_path: Path) -> None:
     assert "Return the number of" in steps[5]
     assert "training loss: " in steps[6]
     assert str(tmp_path / "run") in steps[6]
+    page = (tmp_path / "run" / "quickstart.html").read_text(encoding="utf-8")
+    assert "Training loss" in page
+    assert '<p class="sample"><b>Return the number of</b>' in page

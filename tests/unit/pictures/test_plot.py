@@ -55,6 +55,7 @@ def test_runs_are_compared_under_names_of_their_own(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name / "checkpoints", grad_norm=norm) for name, norm in (("a", 1.0), ("b", 2.0))]
     records = read_several(runs)
     assert [record.name for record in records] == ["a/checkpoints", "b/checkpoints"]
+    assert [record.name for record in read_several(runs[:1])] == ["a/checkpoints"]
     charts = {chart.title: chart for chart in charts_of(records)}
     assert [series.color for series in charts["Training loss"].series] == [0, 1]
     assert [series.points[0] for series in charts["Gradient norm, before clipping"].series] == [(1, 1.0), (1, 2.0)]
