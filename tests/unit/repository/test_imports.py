@@ -65,6 +65,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "uvicorn": ("megatron/serving/openai/http_server.py",),
     "mlflow": ("megatron/training/reporting/loggers/mlflow_logger.py",),
     "wandb": ("megatron/training/reporting/loggers/wandb_logger.py",),
+    "lm_eval": ("megatron/evaluation/harness_model.py", "megatron/evaluation/harness_tasks.py"),
     "jinja2": ("megatron/core/datasets/conversations/chat_template.py",),
     "triton": ("megatron/core/kernels/triton_programs/", "megatron/dry_run/pretended/triton.py"),
     # What it computes is compared with: in tests, and after a conversion where that is asked for.
