@@ -82,7 +82,7 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     """
     config, state = run.config, run.train_state
     profiling, parts = run.profiling, run.parts
-    recorder = ScheduleRecorder(config, run.runtime, state.iteration)
+    recorder = ScheduleRecorder(config, run.runtime)
     timers, action_clock = profiling.timers(run.timers), recorder.action_clock(profiling.action_clock)
     observer = partial(_observe_gradients, run) if _observes_gradients(config) else None
     step = TrainingStep(config, run.runtime, parts, run.forward_step, timers, observer, action_clock, run.guard)
