@@ -20,6 +20,7 @@ from megatron.commands.arguments.generation_arguments import Parser, add_model_f
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.serving.generation_setup import Checkpoint, load_engine, open_checkpoint
 from megatron.training.process.initialize import LaunchEnvironment, shut_down
+from megatron.training.process.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from megatron.evaluation.harness_tasks import HarnessTasks
@@ -119,13 +120,14 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     try:
         engine = load_engine(checkpoint, launch)
         state = engine.state
-        ranks = ModelRanks(engine, encoding, state.world, state.dp, arguments.batch_size)
+        bar = ProgressBar()
+        ranks = ModelRanks(engine, encoding, state.world, state.dp, arguments.batch_size, show=bar.show)
 
         def drive() -> None:
             if tasks is None:
-                _measure_texts(arguments, ranks, encoding, max_length)
+                _measure_texts(arguments, ranks, encoding, max_length, bar)
             else:
-                _run_tasks(arguments, tasks, ranks, encoding, max_length)
+                _run_tasks(arguments, tasks, ranks, encoding, max_length, bar)
 
         ranks.lead(drive)
     finally:
@@ -141,7 +143,12 @@ def _load_tasks(arguments: argparse.Namespace) -> HarnessTasks:
 
 
 def _run_tasks(
-    arguments: argparse.Namespace, tasks: HarnessTasks, ranks: ModelRanks, encoding: TextEncoding, max_length: int
+    arguments: argparse.Namespace,
+    tasks: HarnessTasks,
+    ranks: ModelRanks,
+    encoding: TextEncoding,
+    max_length: int,
+    bar: ProgressBar,
 ) -> None:
     from megatron.core.datasets.conversations.template_choice import choose_template
     from megatron.evaluation.harness_model import HarnessModel
@@ -150,12 +157,15 @@ def _run_tasks(
     form = choose_template(encoding.tokenizer, None).render_prompt if arguments.apply_chat_template else None
     model = HarnessModel(ranks, encoding, max_length, form, arguments.seed)
     results = tasks.run(model, with_samples=arguments.log_samples)
+    bar.clear()
     if arguments.output is not None:
         _write(arguments.output, [json.dumps(results, indent=2, default=str, ensure_ascii=False)])
     print(table_of(results), flush=True)
 
 
-def _measure_texts(arguments: argparse.Namespace, ranks: ModelRanks, encoding: TextEncoding, max_length: int) -> None:
+def _measure_texts(
+    arguments: argparse.Namespace, ranks: ModelRanks, encoding: TextEncoding, max_length: int, bar: ProgressBar
+) -> None:
     from megatron.evaluation.text_perplexity import in_all, measure_texts, read_documents
 
     documents = list(read_documents(arguments.text, arguments.json_key))
@@ -164,6 +174,7 @@ def _measure_texts(arguments: argparse.Namespace, ranks: ModelRanks, encoding: T
     found = []
     for each in measure_texts(ranks, encoding, documents, max_length):
         found.append(each)
+        bar.clear()
         print(f"{each.name} | tokens: {each.num_tokens} | perplexity: {each.perplexity:.4f} |", flush=True)
     total = in_all(found)
     print(
