@@ -10,10 +10,8 @@ from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import parse_arguments_or_exit
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.initialize import Runtime
-from megatron.training.process.preflight import prepare_data_or_exit
 from megatron.training.process.process_exit import run_program
 from megatron.training.process.refusal import launch_environment_or_exit
-from megatron.training.process.restart.keeper import keep_rank
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +106,10 @@ def main(argv: Sequence[str]) -> int:
 
         return explain.main(argv, launch.world_size) if launch.rank == 0 else 0
     config = parse_arguments_or_exit(argv, launch.world_size, launch.rank)
+    # Neither --help nor a wrong command line waits for these.
+    from megatron.training.process.preflight import prepare_data_or_exit
+    from megatron.training.process.restart.keeper import keep_rank
+
     kept = keep_rank(config, launch)
     tokenizer = prepare_data_or_exit(config, launch, provide_datasets)
     from megatron.training.pretrain import pretrain

@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "generation.text_generation_cli",
     "serve": "generation.serve",
     "chat": "generation.chat",
+    "evaluate": "generation.evaluate",
     "convert": "checkpoint.convert",
     "inspect": "checkpoint.inspect",
     "plan": "planning.plan",

@@ -47,10 +47,10 @@ from megatron.training.reporting.live_line import LiveLine
 from megatron.training.reporting.log_lines import format_datetime
 from megatron.training.reporting.loggers.open_loggers import check_packages
 from megatron.training.reporting.metrics import MetricsWriter
+from megatron.training.reporting.model_looks import open_looks
 from megatron.training.reporting.profiling import Profiling
 from megatron.training.reporting.progress_log import open_progress
 from megatron.training.reporting.run_record import RunRecord
-from megatron.training.reporting.sample_texts import SampleTexts
 from megatron.training.reporting.startup_lines import (
     describe_batch_and_tokenizer,
     describe_buckets,
@@ -272,9 +272,7 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
         else Stragglers(clock, runtime.state, runtime.device.torch_device, train_state.iteration),
         continuation=continuation,
         live=live,
-        sampler=None
-        if config.logging.sample_interval is None
-        else SampleTexts(config, runtime, parts, application.tokenizer),
+        looks=open_looks(config, runtime, parts, application.tokenizer, live),
     )
     return run, datasets
 

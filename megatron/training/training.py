@@ -38,9 +38,9 @@ from megatron.training.reporting.log_lines import (
     format_step,
 )
 from megatron.training.reporting.metrics import MetricsWriter
+from megatron.training.reporting.model_looks import ModelLooks
 from megatron.training.reporting.profiling import Profiling
 from megatron.training.reporting.progress_log import ProgressLog
-from megatron.training.reporting.sample_texts import SampleTexts
 from megatron.training.reporting.schedule_recorder import ScheduleRecorder
 from megatron.training.reporting.stragglers import StragglerReport, Stragglers
 from megatron.training.train_state import TrainState
@@ -56,6 +56,7 @@ class TrainingRun:
     parts: TrainingParts
     forward_step: ForwardStep
     train_state: TrainState
+    looks: ModelLooks
     evaluation_sets: EvaluationSets
     counter: ReadCounter | None
     metrics: MetricsWriter | None
@@ -67,7 +68,6 @@ class TrainingRun:
     stragglers: Stragglers | None = None
     continuation: Continuation | None = None
     live: LiveLine | None = None
-    sampler: SampleTexts | None = None
 
     def log(self, text: str) -> None:
         """Print on the reporting rank."""
@@ -82,7 +82,7 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     """
     config, state = run.config, run.train_state
     profiling, parts = run.profiling, run.parts
-    recorder = ScheduleRecorder(config, run.runtime, state.iteration)
+    recorder = ScheduleRecorder(config, run.runtime)
     timers, action_clock = profiling.timers(run.timers), recorder.action_clock(profiling.action_clock)
     observer = partial(_observe_gradients, run) if _observes_gradients(config) else None
     step = TrainingStep(config, run.runtime, parts, run.forward_step, timers, observer, action_clock, run.guard)
@@ -146,8 +146,7 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
                 _leave_evaluation_out(run, run.evaluation_sets.validation)
             else:
                 evaluate_and_report(run, run.evaluation_sets.validation)
-        if run.sampler is not None and _is_due(config.logging.sample_interval, state.iteration):
-            run.sampler.write(state.iteration, run.metrics)
+        run.looks.take(state.iteration, run.metrics)
         reason = _exit_reason(config, state.iteration, agreement)
         if _is_due(config.checkpoint.save_interval, state.iteration) or reason is not None:
             _save(run)

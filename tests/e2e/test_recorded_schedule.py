@@ -13,17 +13,20 @@ from tests.e2e.toy_run import toy_args
 from tests.harness.forked_training import fork_training
 
 
-@pytest.mark.parametrize("iterations", [1, 3])
+@pytest.mark.parametrize(
+    ("iterations", "more", "recorded"),
+    [(1, "", 1), (3, "", 2), (4, "--iterations-to-skip 0", 3), (3, "--iterations-to-skip 0 1", 3)],
+)
 def test_the_passes_of_a_pipeline_are_recorded_and_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], iterations: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], iterations: int, more: str, recorded: int
 ) -> None:
     path = tmp_path / "new" / "schedule.json"
-    flags = f"--train-iters {iterations} --eval-iters 0 --lr-warmup-iters 0 --cpu-matmul mkl"
+    flags = f"--train-iters {iterations} --eval-iters 0 --lr-warmup-iters 0 --cpu-matmul mkl {more}"
     layout = "--pipeline-model-parallel-size 2 --global-batch-size 6"
     plain = fork_training(toy_args(tmp_path / "plain", flags, layout, save=False), 2)
     words = toy_args(tmp_path / "run", flags, layout, "--record-schedule", path, save=False)
     run = fork_training(words, 2).check()
-    assert f"wrote {path}: the passes of iteration {min(iterations, 2)};" in run.stdout
+    assert f"wrote {path}: the passes of iteration {recorded};" in run.stdout
     assert run.losses() == plain.losses()
     timeline = read_timeline(path)
     assert (timeline.pipeline_size, timeline.num_microbatches) == (2, 3)

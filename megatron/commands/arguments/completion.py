@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+import functools
+import importlib
+import inspect
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron.training.config.arguments import all_flags
@@ -43,10 +47,27 @@ def print_completion(words: Sequence[str], commands: Mapping[str, str]) -> int:
 
 
 def _flags(place: str) -> list[str]:
-    """Return the flags that a command's file declares, which is read and not imported; training has all of a run's."""
+    """Return the flags that a command's file declares, which is read and not imported, and those that it shares.
+
+    Training has all of a run's.
+    """
     tree = ast.parse((_ROOMS / (place.replace(".", "/") + ".py")).read_text(encoding="utf-8"))
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
     found = {"--help", *(text for text in texts if re.fullmatch(r"--[a-z][a-z0-9-]+", text))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{__package__}."):
+            for name in (alias.name for alias in node.names if alias.name.startswith("add_")):
+                found |= _shared_flags(str(node.module), name)
     if place == _TRAINING:
         found |= {name for name, effect in all_flags().items() if effect == "effective"}
     return sorted(found)
+
+
+@functools.cache
+def _shared_flags(module: str, name: str) -> frozenset[str]:
+    """Return the flags that a function which commands share adds to a parser."""
+    add: Callable[..., object] = getattr(importlib.import_module(module), name)
+    parser = argparse.ArgumentParser(add_help=False)
+    others = list(inspect.signature(add).parameters.values())[1:]
+    add(parser, *(None for each in others if each.default is each.empty))
+    return frozenset(flag for action in parser._actions for flag in action.option_strings if flag.startswith("--"))

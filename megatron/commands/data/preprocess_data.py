@@ -331,6 +331,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
     finally:
         folder.close()
     if progress is not None:
+        progress.finish()
         print(f"Done: {progress.rates()}, {progress.elapsed_s:.2f} s.")
     skipped = f", {folder.num_skipped} lines skipped" if folder.num_skipped else ""
     print(f"{folder.num_documents} documents, {num_tokens} tokens{skipped}")

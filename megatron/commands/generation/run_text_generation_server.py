@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron.commands.arguments.end_request import EndRequest
 from megatron.commands.arguments.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
+from megatron.commands.arguments.server_arguments import add_server_flags, server_problems
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.serving.generation_setup import load_engine, open_checkpoint
 from megatron.training.process.initialize import LaunchEnvironment, initialize_device, shut_down
@@ -32,22 +33,7 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1: this machine only)")
-    parser.add_argument("--port", type=int, default=5000, metavar="N", help="port to listen at (5000); 0: a free one")
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of requests that bring none (1234)")
-    parser.add_argument(
-        "--max-tokens-to-oom",
-        type=int,
-        default=12000,
-        metavar="N",
-        help="refuse requests of more prompts x (longest prompt + tokens to generate) at once (12000)",
-    )
-    parser.add_argument(
-        "--hang-report-seconds",
-        type=int,
-        metavar="N",
-        help="report a process that holds up the others for this long, and end all (60; 0: never)",
-    )
+    add_server_flags(parser, 5000)
     add_model_flags(parser)
     return parser
 
@@ -58,16 +44,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: naming them.
     """
-    problems = []
-    if not 0 <= arguments.port < 2**16:
-        problems.append(f"--port {arguments.port} is not between 0 and {2**16 - 1}")
-    if arguments.seed < 0:
-        problems.append(f"--seed {arguments.seed} is negative")
-    if arguments.hang_report_seconds is not None and arguments.hang_report_seconds < 0:
-        problems.append(f"--hang-report-seconds {arguments.hang_report_seconds} is negative")
-    if arguments.max_tokens_to_oom < 1:
-        problems.append(f"--max-tokens-to-oom {arguments.max_tokens_to_oom} is not positive")
-    if problems:
+    if problems := list(server_problems(arguments)):
         raise ConfigurationError(problems)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.commands.arguments.end_request import EndRequest
 from megatron.commands.arguments.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
+from megatron.commands.arguments.server_arguments import add_server_flags, server_problems
 from megatron.core.datasets.conversations.template_choice import choose_template
 from megatron.core.errors import ConfigurationError, DataError, InputError
 from megatron.serving.generation_setup import Checkpoint, load_engine, open_checkpoint
@@ -34,30 +35,21 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1: this machine only)")
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="port to listen at (8000); 0: a free one")
+    add_server_flags(parser, 8000)
     parser.add_argument("--api-key", metavar="KEY", help="answer only who sends Authorization: Bearer KEY")
     parser.add_argument("--api-key-file", metavar="FILE", help="file whose first line is the key")
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (its folder's name)")
     parser.add_argument(
         "--chat-template", metavar="NAME|FILE", help="how conversations are written (as the tokenizer's files say)"
     )
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of requests that bring none (1234)")
     limits = parser.add_argument_group("limits")
     for flag, default, text in (
         ("--inference-max-requests", 32, "prompts that run together"),
-        ("--max-tokens-to-oom", 12000, "prompts that run together x (the longest with all its tokens)"),
         ("--max-waiting", 256, "requests that wait for their turn; others get 429"),
         ("--max-connections", 512, "requests that are open at once; others get 503"),
         ("--max-body-mib", 16, "MiB of a request; longer ones get 413"),
     ):
         limits.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} ({default})")
-    parser.add_argument(
-        "--hang-report-seconds",
-        type=int,
-        metavar="N",
-        help="report a process that holds up the others for this long, and end all (60; 0: never)",
-    )
     add_model_flags(parser)
     return parser
 
@@ -68,14 +60,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: naming them.
     """
-    problems = []
-    if not 0 <= arguments.port < 2**16:
-        problems.append(f"--port {arguments.port} is not between 0 and {2**16 - 1}")
-    if arguments.seed < 0:
-        problems.append(f"--seed {arguments.seed} is negative")
-    if arguments.hang_report_seconds is not None and arguments.hang_report_seconds < 0:
-        problems.append(f"--hang-report-seconds {arguments.hang_report_seconds} is negative")
-    for name in ("inference_max_requests", "max_tokens_to_oom", "max_waiting", "max_connections", "max_body_mib"):
+    problems = list(server_problems(arguments))
+    for name in ("inference_max_requests", "max_waiting", "max_connections", "max_body_mib"):
         if getattr(arguments, name) < 1:
             problems.append(f"--{name.replace('_', '-')} {getattr(arguments, name)} is not positive")
     if arguments.api_key is not None and arguments.api_key_file is not None:

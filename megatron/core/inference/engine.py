@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from megatron.core.errors import InputError
 from megatron.core.inference.beam_batch import BeamBatch
 from megatron.core.inference.padded_prompts import batches_of_like_length
 from megatron.core.inference.request import (
@@ -17,6 +19,7 @@ from megatron.core.inference.request import (
 )
 from megatron.core.inference.sampled_batch import SampledBatch
 from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.inference.scored_batch import Score, ScoredBatch, ScoredRow, score_request
 from megatron.core.inference.staged_model import StagedModel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
@@ -98,15 +101,51 @@ class InferenceEngine:
         """
         check_request(self.model.config, request)
         results = [Continuation(tokens=[]) for _ in request.prompts]
+        with self._evaluating():
+            run = self._run_sampled if request.beams is None else self._run_beams
+            run(request, results, on_token, is_cancelled)
+        return results
+
+    def score(
+        self,
+        rows: Sequence[ScoredRow],
+        *,
+        max_batch_size: int | None = None,
+        on_batch: Callable[[int], None] = lambda size: None,
+    ) -> list[Score]:
+        """Return how likely the model finds the last tokens of each row, the same on every rank.
+
+        Every rank is given the same rows. ``on_batch`` is called with the size of each batch that is done.
+
+        Raises:
+            InputError: a row cannot be scored, holds a token outside the vocabulary or is longer than the learned
+                positions and one; or the model's logits are not finite.
+        """
+        given = tuple(rows)
+        for row in given:
+            if row.tokens and not 0 <= row.tokens[-1] < self.model.config.vocab_size:
+                raise InputError(
+                    f"token {row.tokens[-1]} cannot be scored: the model knows 0..{self.model.config.vocab_size - 1}"
+                )
+        request = score_request(given)
+        check_request(self.model.config, request)
+        scores: dict[int, Score] = {}
+        with self._evaluating():
+            for numbers in batches_of_like_length(request.prompts, max_batch_size or self.max_batch_size):
+                scores.update(zip(numbers, ScoredBatch(self.staged, given, numbers).run(), strict=True))
+                on_batch(len(numbers))
+        return [scores[number] for number in range(len(given))]
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Let the model neither drop anything nor keep anything for a backward pass."""
         was_training = self.model.training
         self.model.eval()
         try:
             with torch.inference_mode():
-                run = self._run_sampled if request.beams is None else self._run_beams
-                run(request, results, on_token, is_cancelled)
+                yield
         finally:
             self.model.train(was_training)
-        return results
 
     def _run_sampled(
         self,

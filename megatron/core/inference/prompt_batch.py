@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -44,14 +44,19 @@ class PromptBatch:
 
     def see_prompts(self) -> torch.Tensor | None:
         """Show the model the prompts, a stretch of positions at a time, and return the logits of the last position."""
-        stretch = max(1, _PROMPT_TOKENS_AT_ONCE // len(self.numbers))
         logits = None
-        for start in range(0, self.length, stretch):
-            tokens = self.prompts.tokens[:, start : start + stretch]
+        for start, end in self.stretches():
+            tokens = self.prompts.tokens[:, start:end]
             logits = self._forward(tokens, start, all_positions=self.request.log_probabilities)
             if self.request.log_probabilities:
-                self.prompt_values.append(self._values_of_prompts(logits, start, start + tokens.shape[1]))
+                self.prompt_values.append(self._values_of_prompts(logits, start, end))
         return None if logits is None else logits[-1:]
+
+    def stretches(self) -> Iterator[tuple[int, int]]:
+        """Yield the columns of the prompts, from and to, that the model is shown at once."""
+        stretch = max(1, _PROMPT_TOKENS_AT_ONCE // len(self.numbers))
+        for start in range(0, self.length, stretch):
+            yield start, min(start + stretch, self.length)
 
     def see_tokens(self, tokens: Sequence[int], step: int) -> torch.Tensor | None:
         """Show the model every row's token of the step before, and return what follows.

@@ -63,11 +63,30 @@ class HuggingFaceTokenizer(EngineTokenizer):
         # Those beside a file of another name are only kept if they tell of the end of a document.
         self.files = (tokenizer_path, *dict.fromkeys([*found, *with_companions(tokenizer_path)[1:]]))
         self.eod_id = _find_end_id(self._engine, found)
+        self._settings = [file for file in found if file.name != _GENERATION_FILE]
         self.arguments: Mapping[str, object] = {
             "tokenizer_type": self.name,
             "tokenizer_model": str(path),
             "extra_vocab_size": extra_vocab_size,
         }
+
+    @property
+    def leading_ids(self) -> tuple[int, ...]:
+        """Give what the model's own files put in front of a text; `tokenize` does not."""
+        return self._engine.leading_ids()
+
+    @property
+    def begin_id(self) -> int | None:
+        """Give the id of the bos_token of the files, None where they name none."""
+        for path in self._settings:
+            token = _token_text(read_json_object(path).get("bos_token"))
+            if token is not None:
+                return self._engine.token_to_id(token)
+        return None
+
+    def plain_text(self, ids: Sequence[int]) -> str:
+        """Decode ids without special tokens."""
+        return self._engine.decode(ids, skip_special_tokens=True)
 
 
 def _way_on(folder: Path) -> str:

@@ -89,6 +89,14 @@ class TokenizersEngine:
         ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
         return ids
 
+    def leading_ids(self) -> tuple[int, ...]:
+        """Return what tokenizer.json puts in front of a text where special tokens are asked for."""
+        bare, whole = (self._engine.encode("a", add_special_tokens=special).ids for special in (False, True))
+        for start in range(len(whole) - len(bare) + 1):
+            if whole[start : start + len(bare)] == bare:
+                return tuple(whole[:start])
+        return ()
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode several texts, without the positions that `encode` also finds.
 
@@ -103,9 +111,9 @@ class TokenizersEngine:
             ids += [found.ids for found in self._engine.encode_batch_fast(batch, add_special_tokens=False)]
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Decode ids, special tokens included; ids without an entry are left out."""
-        text: str = self._engine.decode(list(ids), skip_special_tokens=False)
+        text: str = self._engine.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def to_json(self) -> str:

@@ -22,6 +22,7 @@ from megatron.corpus.cleaning.tally import BLACKLISTED_URL, EXACT_DUPLICATE, NEA
 from megatron.corpus.cleaning.text_filters import NO_TEXT, OTHER_LANGUAGE, TOO_SHORT, Finding, TextRules
 from megatron.corpus.cleaning.url_blacklist import UrlBlacklist
 from megatron.corpus.cleaning.workers import Item, examine_all
+from megatron.training.process.progress_bar import ProgressBar
 
 MAX_REPORTED: Final = 20
 
@@ -65,6 +66,7 @@ class Cleaner:
     def __init__(self, plan: CleaningPlan, report: Callable[[str], None]) -> None:
         self._plan = plan
         self._report = report
+        self._bar = ProgressBar()
         self._tally = Tally()
         reasons = {
             BLACKLISTED_URL: plan.blacklist is not None,
@@ -108,11 +110,15 @@ class Cleaner:
         next_report = self._plan.log_interval
         for document, finding in examine_all(self._read(), self._plan.rules, self._plan.workers):
             self._decide(document, finding)
+            if self._bar.is_on:
+                self._bar.tell(f"cleaning: {self._tally.documents} documents read, {self._tally.kept} kept")
             if self._tally.documents >= next_report:
+                self._bar.clear()
                 next_report = (self._tally.documents // self._plan.log_interval + 1) * self._plan.log_interval
                 rate = self._tally.text_bytes / 1e6 / max(time.monotonic() - start_time, 1e-9)
                 done = f"{self._tally.documents} documents read, {self._tally.kept} kept"
                 self._report(f"{done}, {rate:.2f} MB/s")
+        self._bar.clear()
 
     def _read(self) -> Iterator[Item]:
         """Read all documents and decide on their URLs."""

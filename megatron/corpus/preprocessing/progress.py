@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from megatron.training.process.progress_bar import ProgressBar
+
 
 class Progress:
     """Print rates and the time left, every so many documents, and not more than once a second.
+
+    On a terminal a bar shows the same between two lines.
 
     ``total_bytes`` is the size of the input on disk, None where it is not known, and ``source_bytes`` what is done
     of it; ``num_bytes`` counts text, which rates are of.
@@ -20,6 +24,7 @@ class Progress:
         self._log_interval = log_interval
         self._next_report = log_interval
         self._clock = clock
+        self._bar = ProgressBar()
         self.start()
 
     def start(self) -> None:
@@ -35,7 +40,21 @@ class Progress:
         if self.num_documents >= self._next_report and now - self._last_report >= 1:
             self._last_report = now
             self._next_report = (self.num_documents // self._log_interval + 1) * self._log_interval
+            self._bar.clear()
             print(f"Processed {self.rates()}{self._time_left()}.", flush=True)
+        if self._bar.is_on:
+            self._draw()
+
+    def finish(self) -> None:
+        """Take the bar away."""
+        self._bar.clear()
+
+    def _draw(self) -> None:
+        text = f"{self.rates()}{self._time_left()}"
+        if self._total_bytes is None:
+            self._bar.tell(f"processing {text}")
+        else:
+            self._bar.show("processing", self._source_bytes, self._total_bytes, text)
 
     @property
     def elapsed_s(self) -> float:

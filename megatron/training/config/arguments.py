@@ -102,11 +102,17 @@ def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool
     Raises:
         ConfigurationError: with every problem of the command line.
     """
+    off: tuple[FieldSpec, ...] = ()
+    if any(word.endswith("=false") for word in argv):
+        from megatron.training.config.sources.switched_off import split_switched_off
+
+        argv, off = split_switched_off(argv)
     if any(word.startswith(("--config", "--model-preset")) for word in argv):
         from megatron.training.config.sources.config_words import with_sources
 
-        argv = with_sources(argv)
+        argv = with_sources(argv, off)
     given, extras, problems = _parse_words(argv)
+    given |= {spec.name: spec.default for spec in off}
     problems += unknown_flags(extras, all_flags(), argv)
     notes, refused = table_flags(given)
     problems += refused

@@ -95,7 +95,7 @@ class LoggingConfig(Config, role="output"):
     sample_tokens: int = flag(32, bounds=POSITIVE, needs="sample_interval")
     """Most tokens that follow each text."""
     record_schedule: str | None = flag(None, metavar="FILE")
-    """File of when each pass of the second iteration of this job ran on each pipeline rank, which
+    """File of when each pass of the second iteration that this job trains ran on each pipeline rank, which
     tools/visualize_pipeline.py --recorded draws."""
     record_memory_history: bool = False
     """Record every allocation of CUDA memory, and write --memory-snapshot-path when the run ends, in an error too."""

@@ -138,6 +138,17 @@ class ValidationConfig(Config, role="run"):
     extra_valid_data_names: tuple[str, ...] = flag((), append=True, metavar="NAME")
     """Name under which one more validation set is reported; one for each --extra-valid-datalist, or none: the names
     of the files."""
+    eval_tasks: tuple[str, ...] = flag((), nargs="+", metavar="TASK")
+    """Tasks of lm-evaluation-harness, by name or file, that the model is asked at intervals; needs the package
+    lm-eval."""
+    eval_tasks_interval: int | None = flag(None, bounds=POSITIVE, needs="eval_tasks")
+    """Iterations from one time to the next; by default those of --eval-interval."""
+    eval_tasks_include_path: str | None = flag(None, metavar="DIR", needs="eval_tasks")
+    """Folder with further task files."""
+    eval_tasks_num_fewshot: int | None = flag(None, bounds=NOT_NEGATIVE, needs="eval_tasks")
+    """Solved examples before each question; by default as the task says."""
+    eval_tasks_limit: int | None = flag(None, bounds=POSITIVE, needs="eval_tasks")
+    """Ask the first N questions of each task only."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ from types import TracebackType
 from megatron.core.flight.recorder import FlightRecorder
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.console import CLEAR_LINE
+from megatron.training.process.progress_bar import format_bar
 from megatron.training.reporting.log_lines import StepReport
 
 _REDRAW_S = 0.5
-_BAR_WIDTH = 24
 _NEW_SHARE = 0.2
 _PHASES = {
     "setup": "setting up",
@@ -104,12 +104,6 @@ class LiveLine:
 def is_terminal() -> bool:
     """Return whether what this process prints is seen on a terminal, as it comes."""
     return sys.stdout is not None and sys.stdout.isatty()
-
-
-def format_bar(done: int, total: int) -> str:
-    """Return a bar and the share that is done."""
-    share = min(done / max(total, 1), 1.0)
-    return f"[{'=' * int(share * _BAR_WIDTH):<{_BAR_WIDTH}}] {share:4.0%}"
 
 
 def format_duration(seconds: float) -> str:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.request import GenerationRequest, StopRule, check_request
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
-from megatron.core.process_group import single_rank_group
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.config.run_config import RunConfig
 from megatron.training.model_setup import TrainingParts
@@ -28,14 +24,19 @@ class SampleTexts:
     Every model copy generates the same; the first one's texts are written. All ranks make one together.
 
     Raises:
-        ConfigurationError: the prompts cannot be read, or the model is none that generates.
+        ConfigurationError: the prompts cannot be read.
         InputError: a prompt is empty or too long.
     """
 
-    def __init__(self, config: RunConfig, runtime: Runtime, parts: TrainingParts, tokenizer: Tokenizer) -> None:
-        model, options, state = parts.chunks[0], config.logging, runtime.state
-        if not isinstance(model, GPTModel):
-            raise ConfigurationError("--sample-interval: this model generates no text; leave it out")
+    def __init__(
+        self,
+        config: RunConfig,
+        runtime: Runtime,
+        parts: TrainingParts,
+        tokenizer: Tokenizer,
+        engine: InferenceEngine,
+    ) -> None:
+        options = config.logging
         self._runtime = runtime
         self._parts = parts
         self._tokenizer = tokenizer
@@ -47,12 +48,8 @@ class SampleTexts:
             sampling=SamplingConfig(greedy=True),
             stop=StopRule(end_tokens=frozenset() if end is None else frozenset((end,))),
         )
-        check_request(model.config, self._request)
-        # Copies of the model and the ranks of none other take part in nothing.
-        alone = replace(state, dp=single_rank_group(("dp",), state.rank), cp=single_rank_group(("cp",), state.rank))
-        device = runtime.device.torch_device
-        links = create_pipeline_links(state.pp, device=device) if state.pp.size > 1 else None
-        self._engine = InferenceEngine(model, alone, links)
+        check_request(engine.model.config, self._request)
+        self._engine = engine
 
     def write(self, iteration: int, metrics: MetricsWriter | None) -> None:
         """Generate, and give the texts to the log, the metrics file and the loggers; every rank must call."""

@@ -18,28 +18,31 @@ ActionClock = Callable[[Sequence[Action]], Clock | None]
 
 
 class ScheduleRecorder:
-    """Record the second iteration after ``done`` ones, or the first where it is the run's last.
+    """Record the second iteration that this job trains, or the first where it is the run's last.
 
-    The first one has work that others do not have. The pipeline of the first rank is written; clocks of several
-    machines must agree. On CUDA the recorded iteration waits for the device at both ends of each pass.
+    Iterations that are passed over do not count. The first one has work that others do not have. The pipeline of the
+    first rank is written; clocks of several machines must agree. On CUDA the recorded iteration waits for the device at
+    both ends of each pass.
     """
 
-    def __init__(self, config: RunConfig, runtime: Runtime, done: int) -> None:
+    def __init__(self, config: RunConfig, runtime: Runtime) -> None:
         self._path = config.logging.record_schedule
         self._runtime = runtime
-        self._done = done
-        self._due = min(done + 2, config.train_iters)
+        self._last = config.train_iters
+        self._num_trained = 0
+        self._is_over = self._path is None
         self._actions: tuple[Action, ...] = ()
         self._times: list[float] = []
 
     def action_clock(self, inner: ActionClock) -> ActionClock:
         """Return what also keeps the times that the executor asks for, where the iteration is the one to record."""
-        if self._path is None:
+        if self._is_over:
             return inner
 
         def begin(actions: Sequence[Action]) -> Clock | None:
             other = inner(actions)
-            if self._done + 1 != self._due:
+            is_due = self._num_trained == 1 or self._runtime.flight.iteration + 1 == self._last
+            if self._is_over or not is_due:
                 return other
             self._actions, self._times = tuple(actions), []
 
@@ -54,9 +57,10 @@ class ScheduleRecorder:
 
     def end_iteration(self, done: int) -> None:
         """Write the file where the iteration that ends was recorded; every rank must call."""
-        self._done = done
+        self._num_trained += 1
         if self._path is None or not self._times:
             return
+        self._is_over = True
         own = RankTimeline(self._actions, tuple(self._times[::2]), tuple(self._times[1::2]))
         timeline = gather_timeline(own, self._runtime.state.pp)
         self._actions, self._times = (), []

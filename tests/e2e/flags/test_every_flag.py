@@ -41,6 +41,11 @@ ANSWERED = {
     "--max-consecutive-skipped-iterations": "no iteration was finite of 1 in a row",
     "--spike-budget": "--spike-budget 0 is used up",
     # The tests go without these packages.
+    "--eval-tasks": "error: --eval-tasks t needs the package lm-eval",
+    "--eval-tasks-include-path": "/t has no effect without --eval-tasks",
+    "--eval-tasks-interval": "--eval-tasks-interval 2 has no effect without --eval-tasks",
+    "--eval-tasks-limit": "--eval-tasks-limit 2 has no effect without --eval-tasks",
+    "--eval-tasks-num-fewshot": "--eval-tasks-num-fewshot 2 has no effect without --eval-tasks",
     "--mlflow-experiment": "error: --mlflow-experiment e needs the package mlflow",
     "--mlflow-run-name": "--mlflow-run-name x has no effect without --mlflow-experiment",
     "--mlflow-tracking-uri": "/m has no effect without --mlflow-experiment",

@@ -32,6 +32,10 @@ def test_help_has_a_line_for_every_command(monkeypatch: pytest.MonkeyPatch, caps
         ("megatron train --tensor-model-p", {"--tensor-model-parallel-size"}),
         ("megatron train --npr", {"--nproc"}),
         ("megatron doctor --js", {"--json"}),
+        ("megatron serve --load", {"--load", "--load-hf"}),
+        ("megatron run_text_generation_server --hang", {"--hang-report-seconds"}),
+        ("megatron evaluate --rotary-int", {"--rotary-interleaved"}),
+        ("megatron preprocess --vocab-f", {"--vocab-file"}),
     ],
 )
 def test_bash_completes_commands_and_flags(typed: str, expected: set[str], capsys: pytest.CaptureFixture[str]) -> None:

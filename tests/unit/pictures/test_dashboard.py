@@ -85,7 +85,7 @@ def test_checkpoints_hangs_and_recorded_schedules_are_shown(server: DashboardSer
     assert '<td>iter_0000010</td><td>0.0</td><td class="text">the one that is loaded</td>' in text
     assert '<td>iter_0000005</td><td>0.0</td><td class="text">known to train</td>' in text
     assert "hang-20261122-140005.json" in text
-    assert text.count("Recorded schedule of first") == 1
+    assert text.count("Recorded schedule of first") == text.count("Planned schedule of first") == 1
 
 
 def test_a_step_of_no_run_is_not_looked_for(server: DashboardServer) -> None:

@@ -65,6 +65,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "uvicorn": ("megatron/serving/openai/http_server.py",),
     "mlflow": ("megatron/training/reporting/loggers/mlflow_logger.py",),
     "wandb": ("megatron/training/reporting/loggers/wandb_logger.py",),
+    "lm_eval": ("megatron/evaluation/harness_model.py", "megatron/evaluation/harness_tasks.py"),
     "jinja2": ("megatron/core/datasets/conversations/chat_template.py",),
     "triton": ("megatron/core/kernels/triton_programs/", "megatron/dry_run/pretended/triton.py"),
     # What it computes is compared with: in tests, and after a conversion where that is asked for.
@@ -200,3 +201,12 @@ def test_configuration_and_its_checks_import_no_torch() -> None:
         [sys.executable, "-c", program, *modules], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_help_waits_for_nothing_that_only_a_run_needs() -> None:
+    late = ("megatron.training.process.preflight", "megatron.training.process.restart.keeper", "lm_eval", "torch")
+    program = f"import sys, pretrain_gpt\nprint([name for name in {late} if name in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert result.stdout == "[]\n", result.stderr

@@ -32,11 +32,12 @@ class _FileWords:
     preset: str | None = None
 
 
-def with_sources(argv: Sequence[str]) -> list[str]:
+def with_sources(argv: Sequence[str], switched_off: Collection[FieldSpec] = ()) -> list[str]:
     """Return a command line with the words of the preset and the files that it names before its own.
 
-    What a later source says of a flag holds alone, and so do the typed words: an earlier value is left out, and so is
-    what the new one excludes (another precision, another tokenizer, --train-samples in place of --train-iters).
+    What they say of the switches that are ``switched_off`` does not hold. What a later source says of a flag holds
+    alone, and so do the typed words: an earlier value is left out, and so is what the new one excludes (another
+    precision, another tokenizer, --train-samples in place of --train-iters).
 
     Raises:
         ConfigurationError: a file cannot be read, or has a key that is no flag; with every problem of all files.
@@ -59,7 +60,8 @@ def with_sources(argv: Sequence[str]) -> list[str]:
         kept = {flag: words for flag, words in settings.items() if flag not in each.dropped}
         settings = _settle(kept, each.given)
     typed = _by_flag(argv)
-    settings = _settle(settings, typed)
+    off = {spec.flags[0] for spec in switched_off}
+    settings = _settle({flag: words for flag, words in settings.items() if flag not in off}, typed)
     return [word for flag, words in settings.items() if flag not in typed for word in words] + list(argv)
 
 

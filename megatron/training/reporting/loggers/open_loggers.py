@@ -36,17 +36,18 @@ def open_loggers(config: RunConfig, start_iteration: int) -> list[RunLogger]:
 
 
 def check_packages(config: RunConfig) -> None:
-    """See whether the packages of the loggers are there, without importing them.
+    """See whether the packages of the loggers and of what is measured are there, without importing them.
 
     Raises:
         ConfigurationError: some are not.
     """
     options = config.logging
     problems = [
-        f"{flag} {value} needs the package {package}, which is not installed; run pip install {package}"
-        for package, flag, value in (
-            ("wandb", "--wandb-project", options.wandb_project),
-            ("mlflow", "--mlflow-experiment", options.mlflow_experiment),
+        f"{flag} {value} needs the package {name}, which is not installed; run pip install {name}"
+        for package, name, flag, value in (
+            ("wandb", "wandb", "--wandb-project", options.wandb_project),
+            ("mlflow", "mlflow", "--mlflow-experiment", options.mlflow_experiment),
+            ("lm_eval", "lm-eval", "--eval-tasks", " ".join(config.validation.eval_tasks)),
         )
         if value and importlib.util.find_spec(package) is None
     ]

@@ -8,10 +8,13 @@ from typing import Any
 
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.run_config import RunConfig
+from megatron.training.reporting.loggers.wandb_identity import identify_run
 
 
 class WandbLogger:
     """Log to the project of ``--wandb-project``; ``WANDB_MODE=offline`` keeps everything on this machine.
+
+    A run that starts again in its save folder goes on with its run there; without a folder each start is a new one.
 
     Raises:
         ConfigurationError: the package is not installed, or the run cannot be begun.
@@ -28,6 +31,11 @@ class WandbLogger:
         beside = config.checkpoint.local_save
         folder = Path(options.wandb_save_dir or (f"{beside}/wandb" if beside else "wandb"))
         folder.mkdir(parents=True, exist_ok=True)
+        again: dict[str, Any] = {}
+        if beside:
+            number = identify_run(Path(beside), options.wandb_project, options.wandb_entity)
+            # The flags of a later start may be others.
+            again = {"id": number, "resume": "allow", "allow_val_change": True}
         # Capturing the console would put a pipe behind the log.
         settings = wandb.Settings(console="off", silent=True)
         try:
@@ -38,6 +46,7 @@ class WandbLogger:
                 dir=str(folder),
                 config=config.to_dict(),
                 settings=settings,
+                **again,
             )
         except wandb.Error as error:
             reason = " ".join(str(error).split())

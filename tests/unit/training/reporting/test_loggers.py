@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -83,6 +84,41 @@ def test_wandb_is_told_figures_by_iteration_and_texts(wandb: SimpleNamespace, tm
         {"samples": "<pre>a &lt; b</pre>", "iteration": 3},
         "finished",
     ]
+
+
+def test_a_run_that_starts_again_in_its_folder_goes_on_in_wandb(wandb: SimpleNamespace, tmp_path: Path) -> None:
+    def begin(*flags: str, iteration: int = 0) -> dict[str, Any]:
+        with MetricsWriter(config_of(*flags), Device("cpu"), iteration):
+            pass
+        begun: dict[str, Any] = wandb.begun[-1]
+        return begun
+
+    one, two = ("--save", str(tmp_path / "one")), ("--save", str(tmp_path / "two"))
+    first = begin("--wandb-project", "p", *one)
+    again = begin("--wandb-project", "p", *one, "--lr", "0.5", iteration=3)
+    assert (again["id"], again["resume"], again["allow_val_change"]) == (first["id"], "allow", True)
+    others = [begin("--wandb-project", "p", *two), begin("--wandb-project", "p", "--wandb-entity", "t", *one)]
+    assert len({first["id"], *(each["id"] for each in others)}) == 3
+    assert "id" not in begin("--wandb-project", "p", "--wandb-save-dir", str(tmp_path / "w"))
+    file = tmp_path / "one" / "wandb_run.json"
+    for text in ("{", '["p"]', '{"p": 3}'):
+        file.write_text(text)
+        with pytest.raises(ConfigurationError, match="remove it to begin a new run of W&B"):
+            begin("--wandb-project", "p", *one)
+
+
+@pytest.mark.long
+def test_wandb_itself_goes_on_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the package wandb is not installed (the extra loggers)")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for iteration in (0, 2):
+        flags = ("--wandb-project", "p", "--save", str(tmp_path / "run"), "--lr", f"{iteration + 1}e-3")
+        with MetricsWriter(config_of(*flags), Device("cpu"), iteration) as metrics:
+            metrics.scalars({"lm loss": 2.5}, iteration + 1, 12)
+    (number,) = json.loads((tmp_path / "run" / "wandb_run.json").read_text()).values()
+    folders = [path.name for path in (tmp_path / "run" / "wandb").rglob("offline-run-*") if path.is_dir()]
+    assert folders
+    assert all(name.endswith(f"-{number}") for name in folders)
 
 
 def test_wandb_of_a_run_that_saves_into_a_store_keeps_its_files_here(

@@ -75,6 +75,21 @@ def test_later_files_win_over_earlier_ones_and_the_command_line_over_all(tmp_pat
     assert config.validation.extra_valid_datalist == ("c",)
 
 
+def test_a_typed_switch_is_off_whatever_a_file_or_an_earlier_word_says(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.toml", TOML)
+
+    def seen(words: str) -> tuple[str, bool, bool]:
+        config = resolve(f"{REST} {words}", file).config
+        return config.model.params_dtype, config.model.swiglu, config.checkpoint.verify_checkpoint
+
+    assert seen("") == ("bfloat16", True, False)
+    assert seen("--swiglu --swiglu=false --bf16=false --no-verify-checkpoint=false") == ("float32", False, True)
+    assert seen("--swiglu=false --swiglu --fp16 --bf16=false") == ("float16", True, False)
+    for word in ("--swiglu=true", "--hidden-size=false", "--no-such=false"):
+        with pytest.raises(ConfigurationError, match=word.partition("=")[0]):
+            seen(word)
+
+
 def test_what_the_command_line_excludes_is_taken_from_no_file(tmp_path: Path) -> None:
     path = write(tmp_path / "a.toml", "train_iters = 40\nrampup_batch_size = [1, 1, 8]\nvocab_size = 3\n")
     words = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --mock-data --lr 1 --train-samples 8"

@@ -1,0 +1,1 @@
+"""A model measured: the tasks of lm-evaluation-harness, and the perplexity of texts."""

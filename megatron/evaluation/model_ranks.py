@@ -1,0 +1,215 @@
+"""One model over several processes, which the first of them asks to score and to continue texts.
+
+The first rank runs what decides the questions; the others wait for them. Copies of the model share the questions out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from megatron.core.collectives import all_gather_objects, broadcast_object
+from megatron.core.errors import InputError, MegatronError, TrainingError
+from megatron.core.inference.engine import InferenceEngine
+from megatron.core.inference.padded_prompts import batches_of_like_length
+from megatron.core.inference.request import GenerationCancelled, GenerationRequest, StopRule
+from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.inference.scored_batch import Score, ScoredRow
+from megatron.core.process_group import Group
+from megatron.evaluation.text_encoding import TextEncoding
+
+Result = TypeVar("Result")
+Show = Callable[[str, int, int], None]
+"""(what is done, how much of it, of how much): told of what gets done."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextQuestion:
+    """Hold prompts that are to be continued until one of the texts ``until`` comes, or their document ends."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_new_tokens: int
+    until: tuple[str, ...]
+    sampling: SamplingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreQuestion:
+    """Hold rows that are to be scored."""
+
+    rows: tuple[ScoredRow, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _End:
+    """Say that no more questions come, and why where that is an error."""
+
+    error: MegatronError | None = None
+
+
+class ModelRanks:
+    """Answer questions with one model, on every rank of ``world``; ``copies`` are those that hold the same part of it.
+
+    ``max_batch_size`` rows run together on a copy. ``tick`` is called whenever something has got done, on every rank.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        encoding: TextEncoding,
+        world: Group,
+        copies: Group,
+        max_batch_size: int,
+        tick: Callable[[], None] = lambda: None,
+        show: Show = lambda what, done, total: None,
+    ) -> None:
+        self._engine = engine
+        self._encoding = encoding
+        self._world = world
+        self._copies = copies
+        self._max_batch_size = max_batch_size
+        self._tick = tick
+        self._show = show
+
+    def lead(self, drive: Callable[[], Result]) -> Result | None:
+        """Return what ``drive`` returns, which the first rank alone calls; it may ask this object's questions.
+
+        Raises:
+            MegatronError: what ``drive`` raises, on every rank.
+            TrainingError: ``drive`` fails with another error; the first rank raises that one.
+        """
+        if not self._world.is_first:
+            self._follow()
+            return None
+        try:
+            result = drive()
+        except MegatronError as error:
+            broadcast_object(_End(error), self._world)
+            raise
+        except Exception as error:
+            broadcast_object(_End(TrainingError(f"rank 0 failed: {type(error).__name__}: {error}")), self._world)
+            raise
+        broadcast_object(_End(), self._world)
+        return result
+
+    def score(self, rows: Sequence[ScoredRow]) -> list[Score]:
+        """Return the scores of rows; the first rank asks.
+
+        Raises:
+            InputError: a row cannot be scored, or the model's logits are not finite.
+        """
+        return self._ask(ScoreQuestion(tuple(rows)))
+
+    def continue_texts(self, question: TextQuestion) -> list[str]:
+        """Return what follows each prompt, up to the first text that ends it; the first rank asks.
+
+        Raises:
+            InputError: a prompt cannot be continued, or the model's logits are not finite.
+        """
+        return self._ask(question)
+
+    def _ask(self, question: ScoreQuestion | TextQuestion) -> list[Any]:
+        answer = self._answer(broadcast_object(question, self._world))
+        if isinstance(answer, InputError):
+            raise answer
+        return answer
+
+    def _follow(self) -> None:
+        while True:
+            question = broadcast_object(None, self._world)
+            self._tick()
+            if isinstance(question, _End):
+                if question.error is not None:
+                    raise question.error
+                return
+            self._answer(question)
+
+    def _answer(self, question: ScoreQuestion | TextQuestion) -> list[Any] | InputError:
+        """Return the answers to all of a question, of which each copy of the model has found its part."""
+        size, place = self._copies.size, self._copies.rank
+        part: list[Any] | InputError
+        try:
+            if isinstance(question, ScoreQuestion):
+                part = self._scores(question.rows[place::size])
+            else:
+                part = self._texts(dataclasses.replace(question, prompts=question.prompts[place::size]))
+        except InputError as error:
+            part = error
+        parts = all_gather_objects(part, self._copies)
+        answers: list[Any] = [None] * sum(len(found) for found in parts if isinstance(found, list))
+        for number, found in enumerate(parts):
+            if isinstance(found, InputError):
+                return found
+            answers[number::size] = found
+        return answers
+
+    def _scores(self, rows: tuple[ScoredRow, ...]) -> list[Score]:
+        done = 0
+
+        def count(size: int) -> None:
+            nonlocal done
+            done += size
+            self._tick()
+            self._show("scoring", done, len(rows))
+
+        return self._engine.score(rows, max_batch_size=self._max_batch_size, on_batch=count)
+
+    def _texts(self, question: TextQuestion) -> list[str]:
+        texts = [""] * len(question.prompts)
+        done = 0
+        for numbers in batches_of_like_length(question.prompts, self._max_batch_size):
+            prompts = tuple(question.prompts[number] for number in numbers)
+            running = _RunningTexts(self._encoding, len(numbers), question.until, self._tick)
+            end = self._encoding.tokenizer.eod_id
+            request = GenerationRequest(
+                prompts=prompts,
+                max_new_tokens=question.max_new_tokens,
+                sampling=question.sampling,
+                stop=StopRule(end_tokens=frozenset() if end is None else frozenset((end,))),
+            )
+            try:
+                self._engine.generate(request, on_token=running.add, is_cancelled=running.have_ended)
+            except GenerationCancelled:
+                self._tick()  # Every text has come to its end.
+            for number, text in zip(numbers, running.texts(), strict=True):
+                texts[number] = text
+            done += len(numbers)
+            self._show("generating", done, len(texts))
+        return texts
+
+
+class _RunningTexts:
+    """Hold texts that are being generated, each until one of some texts comes in it."""
+
+    def __init__(self, encoding: TextEncoding, count: int, until: tuple[str, ...], tick: Callable[[], None]) -> None:
+        self._encoding = encoding
+        self._until = tuple(text for text in until if text)
+        self._tokens: list[list[int]] = [[] for _ in range(count)]
+        self._has_stopped = [False] * count
+        self._tick = tick
+
+    def add(self, number: int, token: int) -> None:
+        """Take a token of one text."""
+        self._tick()
+        self._tokens[number].append(token)
+        if not self._has_stopped[number]:
+            text = self._encoding.decode(self._tokens[number])
+            self._has_stopped[number] = any(end in text for end in self._until)
+
+    def have_ended(self) -> bool:
+        """Return whether no text need go on: one that got no token at the last step has ended by itself."""
+        longest = max(map(len, self._tokens))
+        return longest > 0 and all(
+            has_stopped or len(tokens) < longest
+            for has_stopped, tokens in zip(self._has_stopped, self._tokens, strict=True)
+        )
+
+    def texts(self) -> list[str]:
+        """Return each text up to the first that ends it."""
+        return [self._cut(self._encoding.decode(tokens)) for tokens in self._tokens]
+
+    def _cut(self, text: str) -> str:
+        for end in self._until:
+            text = text.split(end)[0]
+        return text

@@ -1,0 +1,126 @@
+"""The perplexity of texts, each document by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.errors import InputError
+from megatron.core.inference.scored_batch import ScoredRow
+from megatron.evaluation.model_ranks import ModelRanks
+from megatron.evaluation.text_encoding import TextEncoding
+
+_LINES = (".jsonl", ".json")
+_AT_ONCE = 64
+_LARGEST_LOSS = 700.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """Hold a text and where it is from."""
+
+    name: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TextLikelihood:
+    """Hold how likely a text is: the natural logarithm of its probability, over its tokens and UTF-8 bytes."""
+
+    name: str
+    num_tokens: int
+    num_bytes: int
+    log_likelihood: float
+
+    @property
+    def perplexity(self) -> float:
+        """Give the perplexity of a token; infinite where it is too large for a number."""
+        loss = -self.log_likelihood / max(self.num_tokens, 1)
+        return math.exp(loss) if loss < _LARGEST_LOSS else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Give the bits of a byte of the text, which does not depend on the tokenizer."""
+        return -self.log_likelihood / math.log(2.0) / max(self.num_bytes, 1)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything for a line of JSON."""
+        return {
+            "document": self.name,
+            "tokens": self.num_tokens,
+            "bytes": self.num_bytes,
+            "log_likelihood": self.log_likelihood,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+        }
+
+
+def read_documents(paths: Sequence[str], key: str) -> Iterator[Document]:
+    """Yield the documents of files: of .jsonl each line's ``key``, any other file whole.
+
+    Raises:
+        InputError: a file cannot be read, or a line has no such text.
+    """
+    for path in paths:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read --text {path}: {error}") from error
+        if Path(path).suffix not in _LINES:
+            yield Document(path, text)
+            continue
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                yield Document(f"{path}:{number}", _text_of(line, key, f"{path}, line {number}"))
+
+
+def _text_of(line: str, key: str, place: str) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"--text {place}: {error}") from error
+    text = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        raise InputError(f"--text {place} has no text {key!r}; name the texts with --json-key")
+    return text
+
+
+def measure_texts(
+    ranks: ModelRanks, encoding: TextEncoding, documents: Sequence[Document], max_length: int
+) -> Iterator[TextLikelihood]:
+    """Yield how likely each document is; the first rank asks.
+
+    A document's tokens are predicted behind the token that begins a text, in windows of ``max_length`` that follow one
+    another: each but the first window begins with the last token of the one before. Its tokens do not see further back.
+
+    Raises:
+        InputError: the tokenizer has no such token, or the model's logits are not finite.
+    """
+    for start in range(0, len(documents), _AT_ONCE):
+        some = documents[start : start + _AT_ONCE]
+        ids = [encoding.encode(document.text, with_leading=False) for document in some]
+        rows = [list(_windows([encoding.first_id, *tokens], max_length)) for tokens in ids]
+        scores = iter(ranks.score([row for own in rows for row in own]))
+        for document, tokens, own in zip(some, ids, rows, strict=True):
+            total = sum(next(scores).log_probability for _ in own)
+            yield TextLikelihood(document.name, len(tokens), len(document.text.encode()), total)
+
+
+def in_all(found: Sequence[TextLikelihood]) -> TextLikelihood:
+    """Return what the texts are together."""
+    return TextLikelihood(
+        f"{len(found)} documents",
+        sum(each.num_tokens for each in found),
+        sum(each.num_bytes for each in found),
+        math.fsum(each.log_likelihood for each in found),
+    )
+
+
+def _windows(tokens: Sequence[int], max_length: int) -> Iterator[ScoredRow]:
+    for start in range(0, len(tokens) - 1, max_length):
+        window = tuple(tokens[start : start + max_length + 1])
+        yield ScoredRow(window, len(window) - 1)

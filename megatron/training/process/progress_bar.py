@@ -1,0 +1,54 @@
+"""A bar in the last line of a terminal, for what takes long; nothing where there is no terminal."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from megatron.training.process.console import CLEAR_LINE
+
+_BAR_WIDTH = 24
+_REDRAW_S = 0.1
+
+
+class ProgressBar:
+    """Draw on standard error, or another stream, where that is a terminal.
+
+    The cursor rests at the line's beginning. Who prints a line clears the bar first.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self.is_on = self._stream is not None and self._stream.isatty()
+        self._clock = clock
+        self._drawn = -_REDRAW_S
+
+    def show(self, what: str, done: int, total: int, more: str = "") -> None:
+        """Draw how much of something is done, and ``more`` behind it; too soon after the last time nothing changes."""
+        if self.is_on:
+            self.tell(" ".join(filter(None, (what, format_bar(done, total), more))))
+
+    def tell(self, text: str) -> None:
+        """Draw a text where there is no total to draw a bar of."""
+        now = self._clock() if self.is_on else 0.0
+        if self.is_on and now - self._drawn >= _REDRAW_S:
+            self._drawn = now
+            width = shutil.get_terminal_size().columns - 1
+            self._stream.write(f"{CLEAR_LINE}{text[:width]}\r")
+            self._stream.flush()
+
+    def clear(self) -> None:
+        """Take the line away; the next drawing does not wait."""
+        if self.is_on:
+            self._drawn = self._clock() - _REDRAW_S
+            self._stream.write(CLEAR_LINE)
+            self._stream.flush()
+
+
+def format_bar(done: int, total: int) -> str:
+    """Return a bar and the share that is done."""
+    share = min(done / max(total, 1), 1.0)
+    return f"[{'=' * int(share * _BAR_WIDTH):<{_BAR_WIDTH}}] {share:4.0%}"

@@ -1,0 +1,68 @@
+"""A bar for what takes long: on a terminal, and nowhere else."""
+
+from __future__ import annotations
+
+import io
+import itertools
+
+import pytest
+
+from megatron.conversion.progress import ByteProgress
+from megatron.corpus.preprocessing.progress import Progress
+from megatron.training.process.console import CLEAR_LINE
+from megatron.training.process.progress_bar import ProgressBar, format_bar
+
+
+class Terminal(io.StringIO):
+    """Keep what a terminal is sent."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_a_bar_that_is_taken_away_and_not_drawn_too_often() -> None:
+    terminal, times = Terminal(), iter((10.0, 10.05, 10.2, 10.25, 10.3))
+    bar = ProgressBar(terminal, lambda: next(times))
+    for done in (1, 2, 3):
+        bar.show("scoring", done, 4, "texts")
+    assert terminal.getvalue() == "".join(f"{CLEAR_LINE}scoring {format_bar(done, 4)} texts\r" for done in (1, 3))
+    bar.clear()
+    bar.tell("something else")
+    assert terminal.getvalue().endswith(f"texts\r{CLEAR_LINE}{CLEAR_LINE}something else\r")
+
+
+def test_elsewhere_there_is_nothing() -> None:
+    stream = io.StringIO()
+    bar = ProgressBar(stream)
+    bar.show("scoring", 1, 4)
+    bar.clear()
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_conversion_has_a_bar_in_place_of_its_lines(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    lines: list[str] = []
+    progress = ByteProgress("writing", 4 * 10**9, lines.append, itertools.count(0.0, 3.0).__next__)
+    for _ in range(4):
+        progress.add(10**9)
+    progress.finish()
+    assert (len(lines), bool(stream.getvalue())) == ((1, True) if is_terminal else (5, False))
+    assert lines[-1].startswith("  writing: 4.00 GB in ")
+
+
+@pytest.mark.parametrize("total", [400, None])
+def test_preprocessing_has_a_bar_between_its_lines(total: int | None, monkeypatch, capsys) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    progress = Progress(total, 1000, itertools.count(0.0, 2.0).__next__)
+    progress.add(999, 50, 100)
+    assert capsys.readouterr().out == ""
+    drawn = terminal.getvalue()
+    assert ("  25%" in drawn) == (total is not None)
+    assert "999 documents (" in drawn
+    progress.add(1, 50, 100)
+    assert capsys.readouterr().out.startswith("Processed 1000 documents (")
+    progress.finish()
+    assert terminal.getvalue().endswith(CLEAR_LINE)
