@@ -146,16 +146,18 @@ def _check_beside_experts(config: RunConfig) -> Iterator[str]:
         )
 
 
+SPREAD = Check(
+    (
+        *("num_experts", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+        *("moe_ffn_hidden_size", "ffn_hidden_size", "tensor_model_parallel_size"),
+        "moe_shared_expert_intermediate_size",
+    ),
+    _check_spread,
+)
+
 CHECKS = (
     Check(("num_layers", "num_experts", "moe_layer_freq"), _check_layers),
-    Check(
-        (
-            *("num_experts", "expert_model_parallel_size", "expert_tensor_parallel_size"),
-            *("moe_ffn_hidden_size", "ffn_hidden_size", "tensor_model_parallel_size"),
-            "moe_shared_expert_intermediate_size",
-        ),
-        _check_spread,
-    ),
+    SPREAD,
     Check(("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _check_choice),
     Check(("moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_granularity"), _check_balancing),
     Check(("num_experts", "moe_token_dispatcher_type", "moe_expert_capacity_factor"), _check_dispatch),
