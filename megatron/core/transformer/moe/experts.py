@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import Box, ParamSpec, Piece
 from megatron.core.tensor_parallel.layers import make_parameter
+from megatron.core.tensor_parallel.saved_tensors import saved_as_inputs
 from megatron.core.transformer.mlp import activation_of
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.grouped_linear import grouped_linear
@@ -79,6 +81,7 @@ class GroupedExperts(nn.Module):
         num_stacked = 2 if config.is_gated else 1
         dtype = dtype_from_name(config.params_dtype)
         self.activation = activation_of(config)
+        self.recomputes_activation = "moe_act" in config.recomputed_modules
         self.linear_fc1 = GroupedLinear(
             config.num_experts,
             (config.moe_ffn_hidden_size * num_stacked, config.hidden_size),
@@ -105,7 +108,11 @@ class GroupedExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Return what the experts make of their rows; ``counts`` are the rows of each."""
-        output: torch.Tensor = self.linear_fc2(self.activation(self.linear_fc1(x, counts)), counts)
+        inner = self.linear_fc1(x, counts)
+        activated = self.activation(inner)
+        is_again = self.recomputes_activation and self.training
+        with saved_as_inputs(activated, self.activation, inner) if is_again else nullcontext():
+            output: torch.Tensor = self.linear_fc2(activated, counts)
         return output
 
 

@@ -53,6 +53,16 @@ WRONG = [
     (f"{EIGHT} --save somewhere --ckpt-format torch", "--ckpt-format torch cannot hold a model with --num-experts 8"),
     (f"{EIGHT} --cpu-offloading --cpu-offloading-num-layers 1", "--cpu-offloading is not built for layers of experts"),
     ("--recompute-granularity selective --recompute-modules moe", "has no effect without --num-experts"),
+    ("--recompute-granularity selective --recompute-modules moe_act", "moe_act has no effect without --num-experts"),
+    (
+        f"{EIGHT} --recompute-granularity selective --recompute-modules shared_experts",
+        "has no effect without --moe-shared-expert-intermediate-size",
+    ),
+    (
+        f"{EIGHT} --moe-shared-expert-intermediate-size 16 --moe-shared-expert-overlap --moe-token-dispatcher-type "
+        "alltoall --recompute-granularity selective --recompute-modules shared_experts",
+        "exclude each other",
+    ),
     ("--moe-router-topk 4", "--moe-router-topk 4 has no effect without --num-experts N; add it"),
     ("--expert-model-parallel-size 2", "has no effect without --num-experts N; add it"),
     (f"{EIGHT} --moe-input-jitter-eps 0.1", "is not supported yet; leave it out: experts are built without it"),

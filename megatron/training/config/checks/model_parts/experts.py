@@ -121,11 +121,28 @@ def _check_dispatch(config: RunConfig) -> Iterator[str]:
         yield (f"{given} cannot be overlapped by --moe-shared-expert-overlap; use --moe-token-dispatcher-type alltoall")
 
 
+def _check_recompute(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    of_experts = [name for name in model.recomputed_modules if name in ("moe", "moe_act", "shared_experts")]
+    if of_experts and model.num_experts is None:
+        yield f"--recompute-modules {' '.join(of_experts)} has no effect without --num-experts; leave it out"
+    elif "shared_experts" in of_experts:
+        if model.moe_shared_expert_intermediate_size is None:
+            yield (
+                "--recompute-modules shared_experts has no effect without --moe-shared-expert-intermediate-size; leave "
+                "it out"
+            )
+        elif model.moe_shared_expert_overlap:
+            yield (
+                "--recompute-modules shared_experts and --moe-shared-expert-overlap exclude each other: what is computed "
+                "while tokens travel is kept; leave one out"
+            )
+
+
 def _check_beside_experts(config: RunConfig) -> Iterator[str]:
     model = config.model
+    yield from _check_recompute(config)
     if model.num_experts is None:
-        if "moe" in model.recomputed_modules:
-            yield "--recompute-modules moe has no effect without --num-experts; leave it out"
         return
     given = f"--num-experts {model.num_experts}:"
     if model.fp8_format is not None:
