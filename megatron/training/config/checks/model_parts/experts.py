@@ -134,8 +134,8 @@ def _check_recompute(config: RunConfig) -> Iterator[str]:
             )
         elif model.moe_shared_expert_overlap:
             yield (
-                "--recompute-modules shared_experts and --moe-shared-expert-overlap exclude each other: what is computed "
-                "while tokens travel is kept; leave one out"
+                "--recompute-modules shared_experts and --moe-shared-expert-overlap exclude each other: what is "
+                "computed while tokens travel is kept; leave one out"
             )
 
 
