@@ -8,12 +8,14 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import Box, ParamSpec, Piece
 from megatron.core.tensor_parallel.layers import make_parameter
 from megatron.core.tensor_parallel.saved_tensors import saved_as_inputs
 from megatron.core.transformer.mlp import activation_of
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
+from megatron.core.transformer.moe.float8_grouped_linear import float8_grouped_linear
 from megatron.core.transformer.moe.grouped_linear import grouped_linear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -43,6 +45,7 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.product_library = library
+        self.quantisers: Float8Quantisers | None = None
         self.adds_bias = cut_dim == 1 or groups.tensor_rank == 0
         whole = (num_experts, *shape)
         local = [num_experts // groups.size, *shape]
@@ -66,6 +69,16 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Return the products; ``counts`` are the rows of each of this rank's experts."""
+        if self.quantisers is not None:
+            return float8_grouped_linear(
+                x,
+                self.weight,
+                self.bias,
+                counts,
+                self.quantisers,
+                adds_bias=self.adds_bias,
+                library=self.product_library,
+            )
         return grouped_linear(x, self.weight, self.bias, counts, adds_bias=self.adds_bias, library=self.product_library)
 
 
