@@ -13,7 +13,9 @@ import argparse
 import contextlib
 import functools
 import os
+import re
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,10 @@ def direct_cuda_to_cpu() -> None:
     for name in ("tensor", "zeros", "ones", "empty", "full"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
     torch.cuda.current_device = lambda: torch.device("cpu")
+    # One stream, which is the current one: what is done beside it is done in its turn.
+    event = types.SimpleNamespace(synchronize=lambda: None)
+    stream = types.SimpleNamespace(synchronize=lambda: None, record_event=lambda: event)
+    torch.cuda.Stream = torch.cuda.current_stream = lambda *args: stream
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     original_type = torch.Tensor.type
 
@@ -47,6 +53,19 @@ def direct_cuda_to_cpu() -> None:
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
     torch.Tensor.type = type_name
+
+
+def expert_settings(workload: Workload) -> dict[str, Any]:
+    """Return the settings of experts that are computed one after the other (SequentialMLP)."""
+    return {
+        "num_moe_experts": workload.num_experts,
+        "moe_router_topk": workload.router_topk,
+        "moe_ffn_hidden_size": workload.expert_width,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1e-2,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+    }
 
 
 def build_model(workload: Workload) -> torch.nn.Module:
@@ -76,10 +95,22 @@ def build_model(workload: Workload) -> torch.nn.Module:
         bias_dropout_fusion=True,
         masked_softmax_fusion=False,
         attention_softmax_in_fp32=True,
+        ffn_hidden_size=workload.active_width,
+        gated_linear_unit=workload.is_gated,
+        activation_func=torch.nn.functional.silu if workload.is_gated else torch.nn.functional.gelu,
+        add_bias_linear=not workload.is_gated,
+        **(expert_settings(workload) if workload.num_experts else {}),
     )
+    if workload.num_experts:
+        from megatron.core.transformer.moe import moe_utils
+
+        # Without transformer-engine this name is asked for and missing.
+        moe_utils.te_general_gemm = None
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            num_experts=workload.num_experts or None, moe_grouped_gemm=False, normalization="LayerNorm"
+        ),
         vocab_size=workload.padded_vocab_size,
         max_sequence_length=workload.seq_length,
         share_embeddings_and_output_weights=True,
@@ -96,7 +127,8 @@ def load_weights(model: torch.nn.Module, path: Path, tp_rank: int, tp_size: int)
     """Fill the model from whole weights under megatron-core's names, cut for this rank."""
     with np.load(path) as weights, torch.no_grad():
         for name, parameter in model.named_parameters():
-            whole = torch.from_numpy(weights[name.removeprefix("module.")])
+            name, *expert = re.split(r"local_experts\.(\d+)\.", name.removeprefix("module."))
+            whole = torch.from_numpy(weights[name + expert[1]][int(expert[0])] if expert else weights[name])
             if whole.shape != parameter.shape:
                 dim = next(i for i in range(whole.dim()) if whole.shape[i] != parameter.shape[i])
                 whole = whole.chunk(tp_size, dim=dim)[tp_rank]

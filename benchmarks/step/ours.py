@@ -62,7 +62,18 @@ def training_flags(workload: Workload, num_steps: int) -> list[str]:
         *("--make-vocab-size-divisible-by", str(workload.padded_vocab_size // tp)),
         *("--tensor-model-parallel-size", str(tp), "--distributed-backend", "gloo", "--timing-log-level", "2"),
         *(["--sequence-parallel"] if workload.sequence_parallel else []),
+        *("--ffn-hidden-size", str(workload.active_width)),
+        *(["--swiglu", "--disable-bias-linear"] if workload.is_gated else []),
+        *(_expert_flags(workload) if workload.num_experts else []),
         *_DTYPE_FLAGS[workload.dtype],
+    ]
+
+
+def _expert_flags(workload: Workload) -> list[str]:
+    return [
+        *("--num-experts", str(workload.num_experts), "--moe-router-topk", str(workload.router_topk)),
+        *("--moe-ffn-hidden-size", str(workload.expert_width), "--moe-aux-loss-coeff", "1e-2"),
+        *("--moe-token-dispatcher-type", "alltoall"),
     ]
 
 

@@ -72,6 +72,10 @@ def markdown(result: dict[str, Any]) -> str:
             "padded_vocab_size",
         )
     )
+    experts = max(entry["workload"]["num_experts"] for entry in result["contestants"])
+    if experts:
+        width, topk = workload["ffn_hidden_size"], workload["router_topk"]
+        size += f", {experts} experts, top {topk} of width {width // topk}, beside a dense feed-forward of {width}"
     load = result["load_average"]
     lines = [
         f"# Training step, {result['date']}",

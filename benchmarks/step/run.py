@@ -43,15 +43,21 @@ class Contestant:
         return self.workload.tensor_model_parallel_size
 
 
-def contestants(base: Workload, dtypes: list[str]) -> list[Contestant]:
+def contestants(base: Workload, dtypes: list[str], threads: int) -> list[Contestant]:
     """Return all contestants, in the order in which each round runs them."""
     result = []
-    for dtype in dtypes:
+    for dtype in dtypes if base.num_experts else ():
+        few = replace(base, dtype=dtype)
+        dense = replace(few, num_experts=0)
+        result.append(Contestant(f"ours {dtype}, dense of the same active parameters", dense, False, threads))
+        result.append(Contestant(f"ours {dtype}, experts", few, False, threads))
+        result.append(Contestant(f"megatron-core {dtype}, experts (SequentialMLP), fused AdamW", few, True, threads))
+    for dtype in () if base.num_experts else dtypes:
         one = replace(base, dtype=dtype)
         two = replace(one, tensor_model_parallel_size=2)
-        result.append(Contestant(f"ours {dtype}", one, False, 2))
-        result.append(Contestant(f"megatron-core {dtype}", replace(one, fused_adam=False), True, 2))
-        result.append(Contestant(f"megatron-core {dtype}, fused AdamW", one, True, 2))
+        result.append(Contestant(f"ours {dtype}", one, False, threads))
+        result.append(Contestant(f"megatron-core {dtype}", replace(one, fused_adam=False), True, threads))
+        result.append(Contestant(f"megatron-core {dtype}, fused AdamW", one, True, threads))
         sequence_parallel = replace(two, sequence_parallel=True)
         result.append(Contestant(f"ours {dtype}, TP 2", two, False, 1))
         result.append(Contestant(f"ours {dtype}, TP 2, sequence parallel", sequence_parallel, False, 1))
@@ -109,6 +115,7 @@ def main() -> None:
     parser.add_argument("--num-rounds", type=int, default=5)
     parser.add_argument("--num-warmup", type=int, default=2)
     parser.add_argument("--num-steps", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=2, help="threads of a contestant of one process")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--only", default="", help="run the contestants whose names this regular expression finds")
     parser.add_argument(
@@ -117,7 +124,8 @@ def main() -> None:
     parser.add_argument("--hardware", default="cpu", help="word for the hardware in the names of the result files")
     parser.add_argument("--results", type=Path, default=_ROOT / "benchmarks" / "results")
     options = parser.parse_args()
-    selected = [c for c in contestants(workload_of(options), options.dtypes) if re.search(options.only, c.name)]
+    everyone = contestants(workload_of(options), options.dtypes, options.threads)
+    selected = [contestant for contestant in everyone if re.search(options.only, contestant.name)]
     if options.reference_python is None:
         print("SKIPPED: megatron-core, for --reference-python was not given")
         selected = [contestant for contestant in selected if not contestant.is_reference]
@@ -126,7 +134,8 @@ def main() -> None:
     loads = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_initial_weights(selected[0].workload, folder / "weights.npz")
+        # A dense model among models of experts is not the reference's, and draws its own weights.
+        write_initial_weights(selected[-1].workload, folder / "weights.npz")
         for number in range(options.num_rounds):
             for contestant in selected:
                 loads.append(os.getloadavg()[0])
@@ -152,7 +161,8 @@ def main() -> None:
         ],
     }
     options.results.mkdir(parents=True, exist_ok=True)
-    stem = options.results / f"step_{options.hardware}_{today}"
+    kind = "experts_step" if options.num_experts else "step"
+    stem = options.results / f"{kind}_{options.hardware}_{today}"
     stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     stem.with_suffix(".md").write_text(markdown(result))
     print(markdown(result))

@@ -15,7 +15,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Hold the sizes and hyper-parameters of the measured training."""
+    """Hold the sizes and hyper-parameters of the measured training.
+
+    ``ffn_hidden_size`` is the width of a feed-forward that a token goes through, 0 for four times the hidden size: an
+    expert has a ``router_topk``-th of it. Gated layers have no biases.
+    """
 
     num_layers: int = 6
     hidden_size: int = 384
@@ -24,6 +28,10 @@ class Workload:
     micro_batch_size: int = 8
     vocab_size: int = 50257
     padded_vocab_size: int = 50304
+    ffn_hidden_size: int = 0
+    is_gated: bool = False
+    num_experts: int = 0
+    router_topk: int = 2
     dtype: str = "float32"
     tensor_model_parallel_size: int = 1
     sequence_parallel: bool = False
@@ -36,6 +44,16 @@ class Workload:
     clip_grad: float = 1.0
     init_method_std: float = 0.02
     seed: int = 1234
+
+    @property
+    def active_width(self) -> int:
+        """Return the width of all feed-forwards of a layer that a token goes through."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def expert_width(self) -> int:
+        """Return the width of one expert."""
+        return self.active_width // self.router_topk
 
     @property
     def tokens_per_step(self) -> int:

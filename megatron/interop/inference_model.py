@@ -19,6 +19,7 @@ from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.interop.checkpoint_source import CheckpointSource, TensorInfo
 
 EVEN_PIPELINE: Final[Mapping[str, Any]] = {
@@ -35,16 +36,11 @@ EVEN_PIPELINE: Final[Mapping[str, Any]] = {
 """Fields of a model's configuration for one stage on each pipeline rank, of as many layers as the others."""
 
 
-def inference_config(
-    config: GPTConfig,
-    tensor_model_parallel_size: int,
-    pipeline_model_parallel_size: int,
-    params_dtype: str | None = None,
-) -> GPTConfig:
+def inference_config(config: GPTConfig, sizes: ParallelSizes, params_dtype: str | None = None) -> GPTConfig:
     """Return a trained model's configuration at another layout, without what only training needs."""
     return dataclasses.replace(
         config,
-        **ParallelSizes(tp=tensor_model_parallel_size, pp=pipeline_model_parallel_size).model_fields(),
+        **sizes.model_fields(),
         sequence_parallel=False,
         **EVEN_PIPELINE,
         hidden_dropout=0.0,
@@ -90,6 +86,7 @@ def build_inference_model(config: GPTConfig, state: ParallelState, device: Devic
         layer_numbers=contents.layer_numbers,
         pre_process=contents.has_embedding,
         post_process=contents.has_loss,
+        experts=ExpertGroups.of(state),
     )
     return model.eval()
 
@@ -106,7 +103,7 @@ def load_model_from(
         ConfigurationError: the model cannot be spread over so many stages.
     """
     trained = config_from_dict(GPTConfig, source.common["config"]["model"])
-    config = inference_config(trained, state.tp.size, state.pp.size, params_dtype)
+    config = inference_config(trained, dataclasses.replace(state.sizes, dp=1, cp=1), params_dtype)
     model = build_inference_model(config, state, device)
     fill_model(model, source)
     return model

@@ -56,7 +56,7 @@ def streamed_logits(source: CheckpointSource, tokens: torch.Tensor) -> torch.Ten
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    config = inference_config(source_config(source), 1, 1, "float32")
+    config = inference_config(source_config(source), ONE_RANK, "float32")
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     hidden: torch.Tensor | None = None
     for contents in _one_by_one(config.num_layers):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError
 from megatron.core.files.object_path import as_path
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer
@@ -25,6 +26,7 @@ from megatron.core.tokenizers.tokenizer_record import (
 )
 from megatron.interop.torchtitan.told_settings import idle_lines
 from megatron.training.config.checks import layout
+from megatron.training.config.checks.model_parts import experts
 from megatron.training.config.data_config import TokenizerConfig
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.initialize import LaunchEnvironment, initialize_device, initialize_distributed
@@ -54,6 +56,7 @@ class ModelRequest:
         ckpt_step: iteration to load; None is the newest.
         tensor_parallel_size: None is all ranks that the pipeline leaves.
         tokenizer: keywords of `build_tokenizer` that stand in place of the checkpoint's own.
+        expert_parallel_size: how many of the tensor-parallel ranks hold different experts.
         told: what a torchtitan folder does not say of its model.
 
     Raises:
@@ -67,6 +70,7 @@ class ModelRequest:
     tensor_parallel_size: int | None
     pipeline_parallel_size: int
     tokenizer: Mapping[str, Any]
+    expert_parallel_size: int = 1
     told: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,14 +99,18 @@ class Checkpoint:
     load_model: Callable[[ParallelState, Device], GPTModel]
 
 
-def layout_sizes(request: ModelRequest, num_processes: int) -> tuple[int, int]:
-    """Return the tensor- and the pipeline-parallel size.
+def layout_sizes(request: ModelRequest, num_processes: int) -> ParallelSizes:
+    """Return the layout; tensor-parallel ranks share one copy of the experts.
 
     Raises:
-        ConfigurationError: they do not make the number of processes.
+        ConfigurationError: the sizes do not make the number of processes, or experts do not spread over them.
     """
-    tensor, pipeline = request.tensor_parallel_size, request.pipeline_parallel_size
-    for name, size in (("tensor", tensor), ("pipeline", pipeline)):
+    tensor, pipeline, experts = (
+        request.tensor_parallel_size,
+        request.pipeline_parallel_size,
+        request.expert_parallel_size,
+    )
+    for name, size in (("tensor", tensor), ("pipeline", pipeline), ("expert", experts)):
         if size is not None and size < 1:
             raise ConfigurationError(f"--{name}-model-parallel-size {size} is not 1 or more")
     if tensor is None:
@@ -118,7 +126,13 @@ def layout_sizes(request: ModelRequest, num_processes: int) -> tuple[int, int]:
             f"{num_processes}; start them with torchrun --nproc_per_node {tensor * pipeline}, or change "
             "--tensor-model-parallel-size or --pipeline-model-parallel-size"
         )
-    return tensor, pipeline
+    if tensor % experts:
+        works = ", ".join(str(size) for size in range(1, tensor + 1) if tensor % size == 0)
+        raise ConfigurationError(
+            f"--expert-model-parallel-size {experts} does not divide --tensor-model-parallel-size {tensor}, over whose "
+            f"processes experts are spread; sizes that work: {works}"
+        )
+    return ParallelSizes(tp=tensor, pp=pipeline, ep=experts, etp=tensor // experts if experts > 1 else None)
 
 
 def open_checkpoint(request: ModelRequest, launch: LaunchEnvironment) -> Checkpoint:
@@ -166,11 +180,11 @@ def _folder_of_other_format(request: ModelRequest) -> Path | None:
     return None if detect_format(folder) is None else folder
 
 
-def _open_native(request: ModelRequest, sizes: tuple[int, int], log: Log) -> Checkpoint:
+def _open_native(request: ModelRequest, sizes: ParallelSizes, log: Log) -> Checkpoint:
     from megatron.training.checkpointing.load import read_common
 
     common = read_common(request.folder, request.ckpt_step, log)
-    config = check_layout(RunConfig.from_dict(common["config"]), *sizes)
+    config = check_layout(RunConfig.from_dict(common["config"]), sizes)
     tokenizer = load_tokenizer(request, config.tokenizer, common["tokenizer"])
     is_own = not request.tokenizer and common["tokenizer"] is not None
     check_tokenizer(tokenizer, config.model.vocab_size, pads_any=is_own)
@@ -186,7 +200,7 @@ def _open_native(request: ModelRequest, sizes: tuple[int, int], log: Log) -> Che
     return Checkpoint(config.model, tokenizer, load_model)
 
 
-def _open_source(request: ModelRequest, folder: Path, sizes: tuple[int, int]) -> Checkpoint:
+def _open_source(request: ModelRequest, folder: Path, sizes: ParallelSizes) -> Checkpoint:
     from megatron.core.collectives import raise_on_all_ranks
     from megatron.interop.inference_model import load_model_from
     from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
@@ -204,7 +218,7 @@ def _open_source(request: ModelRequest, folder: Path, sizes: tuple[int, int]) ->
         source.close()
         source = type(source)(folder, tokenizer.vocab_size)
         config = RunConfig.from_dict(source.common["config"])
-    config = check_layout(config, *sizes)
+    config = check_layout(config, sizes)
 
     def load_model(state: ParallelState, device: Device) -> GPTModel:
         failure = None
@@ -239,7 +253,7 @@ def _source_of(folder: Path, told: Mapping[str, Any]) -> CheckpointSource:
     return HuggingFaceSource(folder) if found == "hf" else NativeSource(folder)
 
 
-def check_layout(config: RunConfig, tensor: int, pipeline: int) -> RunConfig:
+def check_layout(config: RunConfig, sizes: ParallelSizes) -> RunConfig:
     """Return a run's configuration with the layout of generation.
 
     Raises:
@@ -247,12 +261,14 @@ def check_layout(config: RunConfig, tensor: int, pipeline: int) -> RunConfig:
     """
     from megatron.interop.inference_model import inference_config, inference_stage
 
-    inference_stage(config.model.num_layers, pipeline, 0)
-    model = inference_config(config.model, tensor, pipeline)
-    config = dataclasses.replace(config, model=model, world_size=tensor * pipeline)
-    problems = [problem for check in layout.CHECKS for problem in check.find(config)]
+    inference_stage(config.model.num_layers, sizes.pp, 0)
+    if sizes.ep > 1 and config.model.num_experts is None:
+        raise ConfigurationError(f"--expert-model-parallel-size {sizes.ep}: the model has no experts; leave it out")
+    model = inference_config(config.model, sizes)
+    config = dataclasses.replace(config, model=model, world_size=sizes.world_size)
+    problems = [problem for check in (*layout.CHECKS, experts.SPREAD) for problem in check.find(config)]
     if problems:
-        raise ConfigurationError(f"{tensor * pipeline} processes cut each layer {tensor} ways: {'; '.join(problems)}")
+        raise ConfigurationError(f"{sizes.world_size} processes cut each layer {sizes.tp} ways: {'; '.join(problems)}")
     return config
 
 

@@ -130,7 +130,8 @@ def _mixed() -> Iterator[Cell]:
 
 def _kept() -> Iterator[Cell]:
     """Yield the ways in which activations are kept."""
-    for recompute in (("selective", "core_attn", "layernorm", "mlp", "moe"), ("full", "uniform", "1")):
+    of_parts = ("selective", "core_attn", "layernorm", "moe_act", "shared_experts")
+    for recompute in (("selective", "core_attn", "layernorm", "mlp", "moe"), of_parts, ("full", "uniform", "1")):
         for layout in (
             ExpertLayout(dp=2, ep=2),
             ExpertLayout(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True),

@@ -47,6 +47,7 @@ _LAYOUTS = (
     Layout(tp=2, pp=2, cp=2, sequence_parallel=True),
     Layout(tp=2, pp=2, dp=2, sequence_parallel=True, sharding="optim_grads", overlap=True),
     Layout(tp=2, sequence_parallel=True, recompute=MODULES),
+    Layout(tp=2, cp=2, sequence_parallel=True, recompute=("selective", "core_attn", "mla_up_proj")),
     Layout(pp=2, recompute=("full", "uniform", "1")),
 )
 

@@ -19,12 +19,15 @@ from megatron.verification.cells import (
     make_cell,
 )
 from megatron.verification.expert_cells import DISPATCHERS, EXPERT_SHAPES, ExpertLayout, make_expert_cell
+from megatron.verification.latent_cells import LATENT_SHAPES
+from megatron.verification.prediction_cells import PREDICTION_SHAPES
 
 
 def fuzz(seed: int, count: int) -> list[Cell]:
     """Return ``count`` configurations drawn at random; some of them are such that they must be refused.
 
-    A number's configuration depends on the seed and on it alone. Every fourth model has experts.
+    A number's configuration depends on the seed and on it alone. Every fourth model has experts, and every fourth one
+    latent attention or further tokens.
     """
     return [_draw(random.Random(f"{seed}/{number}"), number) for number in range(count)]
 
@@ -32,17 +35,44 @@ def fuzz(seed: int, count: int) -> list[Cell]:
 _SHARE_OF_WILD = 0.15
 """How many of the random configurations draw their sizes without a thought for what the layout can take."""
 
+_LATENT_EXPERTS = ("mixtral", "gpt2-experts", "deepseek-experts")
+"""Shapes with experts that may have latent attention; its positions are rotary (see "dropping"), its products bare."""
+
 
 def _draw(generator: random.Random, number: int) -> Cell:
     if number % 4 == 3:
         return _draw_experts(generator, number)
+    if number % 4 == 1:
+        return _draw_special(generator, number)
     layout = _draw_layout(generator)
     shape = generator.choice(tuple(SHAPES))
     data = generator.choice(tuple(DATA))
     is_wild = generator.random() < _SHARE_OF_WILD
-    extra = _draw_sizes(generator) if is_wild else _draw_fitting_sizes(generator, layout, shape)
+    extra = _draw_sizes(generator) if is_wild else _draw_fitting_sizes(generator, layout, SHAPES[shape])
     cell = make_cell(shape, layout, data, extra, num_layers=int(extra[1]))
     return replace(cell, name=f"#{number} {shape} {data} {layout.name} {' '.join(extra)}")
+
+
+def _draw_special(generator: random.Random, number: int) -> Cell:
+    """Draw a model with latent attention, with further tokens, or with both."""
+    layout = _draw_layout(generator)
+    shape = generator.choice((*LATENT_SHAPES, *PREDICTION_SHAPES))
+    if shape in LATENT_SHAPES and generator.random() < 0.3:
+        layout = replace(layout, recompute=("selective", "mla_up_proj", "mlp"))
+    data = generator.choice(tuple(DATA))
+    flags = LATENT_SHAPES.get(shape) or PREDICTION_SHAPES[shape]
+    if shape in LATENT_SHAPES:
+        sizes = _draw_fitting_sizes(generator, layout, ())
+        # Every head has a key of its own.
+        sizes = (*sizes, "--num-query-groups", sizes[3], *_draw_further(generator))
+    else:
+        sizes = _draw_fitting_sizes(generator, layout, flags)
+    cell = make_cell("gpt2", layout, data, (*flags, *sizes), num_layers=int(sizes[1]))
+    return replace(cell, name=f"#{number} {shape} {data} {layout.name} {' '.join(sizes)}")
+
+
+def _draw_further(generator: random.Random) -> tuple[str, ...]:
+    return ("--mtp-num-layers", generator.choice("12")) if generator.random() < 0.4 else ()
 
 
 def _draw_experts(generator: random.Random, number: int) -> Cell:
@@ -56,9 +86,16 @@ def _draw_experts(generator: random.Random, number: int) -> Cell:
         etp=generator.choice((None, None, 1, 2)),
         dispatcher="alltoall" if shape == "dropping" else generator.choice(DISPATCHERS),
     )
+    if generator.random() < 0.3:
+        parts = ["moe_act", "core_attn", "layernorm", "moe"]
+        parts += ["shared_experts"] if "--moe-shared-expert-intermediate-size" in EXPERT_SHAPES[shape] else []
+        layout = replace(layout, recompute=("selective", *generator.sample(parts, 2)))
     # The shapes' lists say which of four layers have experts.
     batch = layout.dp * generator.randint(1, 12 // layout.dp)
-    cell = make_expert_cell(shape, layout, generator.choice(tuple(DATA)), _sizes(4, 4, 6, 1, batch, 24))
+    data = generator.choice(tuple(DATA))
+    is_latent = shape in _LATENT_EXPERTS and generator.random() < 0.4
+    extra = (*(LATENT_SHAPES["latent"] if is_latent else ()), *_draw_further(generator))
+    cell = make_expert_cell(shape, layout, data, (*_sizes(4, 4, 6, 1, batch, 24), *extra))
     return replace(cell, name=f"#{number} {cell.name}")
 
 
@@ -104,9 +141,8 @@ def _draw_sizes(generator: random.Random) -> tuple[str, ...]:
     )
 
 
-def _draw_fitting_sizes(generator: random.Random, layout: Layout, shape: str) -> tuple[str, ...]:
+def _draw_fitting_sizes(generator: random.Random, layout: Layout, flags: tuple[str, ...]) -> tuple[str, ...]:
     """Draw sizes of which the layout divides what it cuts; a shape's number of key-value heads may still not fit."""
-    flags = SHAPES[shape]
     groups = int(flags[flags.index("--num-query-groups") + 1]) if "--num-query-groups" in flags else 1
     heads = math.lcm(layout.tp, groups)
     if layout.cp > 1 and layout.cp_comm_type == "a2a":

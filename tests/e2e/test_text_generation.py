@@ -290,6 +290,8 @@ def test_half_precision_checkpoints_generate(tmp_path: Path, flag: str, monkeypa
             "--load {llama} --prompt 5 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 3",
             "tensor(2) x pipeline(3) = 6 and the number of processes is 1; start them with torchrun --nproc_per_node 6",
         ),
+        ("--load {llama} --prompt 5 --expert-model-parallel-size 2", "--tensor-model-parallel-size 1"),
+        ("--load {llama} --prompt 5 --expert-model-parallel-size 0", "--expert-model-parallel-size 0 is not 1 or more"),
         ("--load {llama} --prompt five", "NullTokenizer reads ids"),
         ("--load {llama} --prompt 100", "id 100 is not in 0..99"),
         ("--load {llama} --prompt 5 --vocab-size 200", "NullTokenizer has 201 ids, the model was trained with 100"),
@@ -321,6 +323,15 @@ def test_wrong_input_is_one_line_and_status_2(
     assert err.startswith("error: ")
     assert message.format(**places) in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.long
+def test_processes_that_hold_different_experts_print_what_one_does(tmp_path: Path) -> None:
+    shape = f"{LLAMA_SHAPE} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 20"
+    save(tmp_path, f"{shape} {NULL_TOKENIZER}")
+    words = ("--load", tmp_path, "--prompt", "3 14 15", "--tokens-to-generate", "9", "--greedy")
+    expected = expected_text(f"{shape} {NULL_TOKENIZER}", "3 14 15", 9)
+    assert run_tool(*words, "--expert-model-parallel-size", "2", nproc=2).check().stdout == expected + "\n"
 
 
 @pytest.mark.parametrize("pattern", ["index.json", "*.safetensors"])

@@ -47,6 +47,13 @@ def add_model_flags(parser: argparse.ArgumentParser, *, required: bool = True) -
         metavar="N",
         help="stages over which the layers are spread (1)",
     )
+    cut.add_argument(
+        "--expert-model-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="how many of a layer's tensor-parallel processes hold different experts; the others cut them (1)",
+    )
     add_tokenizer_source(parser, None, "tokenizer, in place of the checkpoint's own")
     add_told_settings(parser)
 
@@ -59,6 +66,7 @@ def model_request(arguments: argparse.Namespace) -> ModelRequest:
         ckpt_step=arguments.ckpt_step,
         tensor_parallel_size=arguments.tensor_model_parallel_size,
         pipeline_parallel_size=arguments.pipeline_model_parallel_size,
+        expert_parallel_size=arguments.expert_model_parallel_size,
         tokenizer={name: value for name in TOKENIZER_FLAGS if (value := getattr(arguments, name)) is not None},
         told=told_settings(arguments),
     )

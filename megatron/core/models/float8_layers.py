@@ -15,6 +15,7 @@ from megatron.core.kernels.float8.scaled_product import has_scaled_products
 from megatron.core.kernels.transformer_engine import TRANSFORMER_ENGINE
 from megatron.core.kernels.triton_choice import casts_to_float8, triton_works
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.experts import GroupedLinear
 from megatron.core.transformer.query_key_value import SharedGroupQueryKeyValue
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -48,6 +49,8 @@ def compute_in_float8(
                 for name, parameter in module.named_parameters():
                     if name.endswith("weight"):
                         send_in_float8(parameter)
+        for experts in (module for module in layer.modules() if isinstance(module, GroupedLinear)):
+            experts.quantisers = Float8Quantisers(recipe)
     return state
 
 

@@ -6,7 +6,7 @@ not keep itself, and what it keeps instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +36,16 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Recipe:
-    """Say from what a saved tensor is computed, and how it lies in the result."""
+    """Say how results are computed again, what is kept for that, and how a saved tensor lies in one of them.
 
-    inputs: tuple[Any, ...]
+    The saved tensors of one region share a list of ``results``, which the first that is asked for fills.
+    """
+
+    again: Callable[[], Sequence[torch.Tensor]]
+    results: list[torch.Tensor]
+    number: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -55,30 +60,63 @@ def saved_as_inputs(
     The backward pass calls ``function(*inputs)``, which must give the same bits again. An output that does not fill its
     memory in the plain order is kept as it is.
     """
+    with several_saved_as_inputs((output,), lambda *given: (function(*given),), *inputs, shares=False):
+        yield
+
+
+@contextmanager
+def several_saved_as_inputs(
+    outputs: Sequence[torch.Tensor],
+    function: Callable[..., Sequence[torch.Tensor]],
+    *inputs: torch.Tensor,
+    shares: bool = True,
+) -> Iterator[None]:
+    """Keep, wherever one of the ``outputs`` or a view of it is saved inside, ``inputs`` in its place.
+
+    The backward pass calls ``function(*inputs)`` for all outputs. With ``shares`` it does so once, and what it gives is
+    held until the last saved tensor is gone.
+    """
     outer_pack, outer_unpack = outer_hooks()
-    key = storage_key(output) if output.is_contiguous() and output.storage_offset() == 0 else None
+    keys = {
+        storage_key(output): number
+        for number, output in enumerate(outputs)
+        if output.is_contiguous() and output.storage_offset() == 0
+    }
     # Autograd holds the hooks as long as what they have packed: they must hold no tensor.
-    held, packed_inputs = list(inputs), list[Any]()
-    del inputs
+    held, kept = list(inputs), list[tuple[Callable[[], Sequence[torch.Tensor]], list[torch.Tensor]]]()
+    del outputs, inputs
 
     def pack(tensor: torch.Tensor) -> Any:
-        if storage_key(tensor) != key:
+        number = keys.get(storage_key(tensor))
+        if number is None:
             return outer_pack(tensor)
-        if not packed_inputs:
-            packed_inputs.extend(outer_pack(each.detach()) for each in held)
-        return _Recipe(tuple(packed_inputs), tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        if not kept:
+            kept.append((_call_of(function, [outer_pack(each.detach()) for each in held], outer_unpack), []))
+        again, results = kept[0]
+        return _Recipe(again, results, number, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Recipe):
             return outer_unpack(packed)
-        with torch.no_grad():
-            again = function(*(outer_unpack(each) for each in packed.inputs))
-        return again.as_strided(packed.size, packed.stride, packed.offset)
+        results: Sequence[torch.Tensor] = packed.results or packed.again()
+        if shares and not packed.results:
+            packed.results.extend(results)
+        return results[packed.number].as_strided(packed.size, packed.stride, packed.offset)
 
     with saved_tensors_hooks(pack, unpack):
         yield
     held.clear()
-    packed_inputs.clear()
+    kept.clear()
+
+
+def _call_of(
+    function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[Any], unpack: Unpack
+) -> Callable[[], Sequence[torch.Tensor]]:
+    def call() -> Sequence[torch.Tensor]:
+        with torch.no_grad():
+            return function(*(unpack(each) for each in inputs))
+
+    return call
 
 
 @dataclass(frozen=True)

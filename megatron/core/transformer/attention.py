@@ -168,7 +168,27 @@ class SelfAttention(nn.Module):
         assert self.cp.size == 1 or (cache is None and pattern.mask is None), "a cache or a mask is of whole sequences"
         if angles is not None and self.window is not None and angles.local is not None:
             angles = angles.local
-        query, key, value = self._query_key_value(x, angles, cache)
+        return LayerOutput(self.linear_proj(self._context(x, pattern, angles, cache, dropout)))
+
+    def _context(
+        self,
+        x: torch.Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None,
+        cache: KeyValueCache | None,
+        dropout: DropoutKeys | None,
+    ) -> torch.Tensor:
+        """Return the weighted values of this rank's heads. Shapes: ``-> [s, b, n/tp * d]``."""
+        return self._weighted(*self._query_key_value(x, angles, cache), pattern, dropout)
+
+    def _weighted(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pattern: AttentionPattern,
+        dropout: DropoutKeys | None,
+    ) -> torch.Tensor:
         if self.score_factor is not None:
             query = query * self.score_factor
         if self.window is not None and self.window < key.shape[0] * self.cp.size:
@@ -179,10 +199,8 @@ class SelfAttention(nn.Module):
         if self.training and self.dropout > 0.0:
             of_weights = require_keys(dropout).of_attention(self.layer_number, self.dropout, self.heads)
         if self.recompute_core and self.training:
-            context = recompute(self._attend, query, key, value, pattern, of_weights)
-        else:
-            context = self._attend(query, key, value, pattern, of_weights)
-        return LayerOutput(self.linear_proj(context))
+            return recompute(self._attend, query, key, value, pattern, of_weights)
+        return self._attend(query, key, value, pattern, of_weights)
 
     def _query_key_value(
         self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None

@@ -147,13 +147,13 @@ class TransformerConfig(ModelParallelConfig, Float8Config, MoEConfig, Prediction
     recompute_modules: tuple[str, ...] = flag(
         ("core_attn",),
         nargs="+",
-        choices=("core_attn", "layernorm", "mlp", "moe"),
-        not_built=("mla_up_proj", "moe_act", "shared_experts"),
+        choices=("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"),
         role="run",
         in_args=False,
     )
     """With selective recompute: any of core_attn (the attention core, the default), layernorm (the outputs of the
-    norms in front of attention and feed-forward), mlp (a dense feed-forward) and moe (one of experts)."""
+    norms in front of attention and feed-forward), mlp (a dense feed-forward), moe (one of experts), moe_act (the
+    experts' activation), shared_experts and mla_up_proj (latent attention's queries, keys and values)."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"), role="run")
     """With full recompute: groups of layers all along (uniform), or only the first layers of a stage
     (block)."""

@@ -125,7 +125,7 @@ def test_what_only_training_needs_is_left_behind() -> None:
         attention_dropout=0.1,
         params_dtype="float32",
     )
-    config = inference_config(trained, 4, 3)
+    config = inference_config(trained, ParallelSizes(tp=4, pp=3))
     assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size) == (4, 3)
     assert config.parallel_sizes.world_size == 12
     assert not config.sequence_parallel

@@ -5,12 +5,14 @@ DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.kernels.attention_pattern import AttentionPattern
-from megatron.core.kernels.dropout_keys import AttentionDropout
+from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutKeys
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, make_parameter, replicated_spec
@@ -20,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.saved_tensors import several_saved_as_inputs
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import Norm
@@ -102,16 +105,45 @@ class LatentAttention(SelfAttention):
         self.linear_kv_up_proj = up(config.kv_lora_rank, config.qk_head_dim + config.v_head_dim)
         self.q_layernorm = norm(config.q_lora_rank) if config.q_lora_rank is not None else None
         self.kv_layernorm = norm(config.kv_lora_rank)
+        self.recomputes_up = "mla_up_proj" in config.recomputed_modules
+        self.query_factor = config.latent_score_factor
 
     def _factor_of_scores(self, config: TransformerConfig) -> float | None:
-        factor = config.latent_score_factor
-        return None if factor == 1.0 else factor
+        """Return none: queries are multiplied where they are made."""
+        return None
+
+    def _context(
+        self,
+        x: torch.Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None,
+        cache: KeyValueCache | None,
+        dropout: DropoutKeys | None,
+    ) -> torch.Tensor:
+        if not (self.recomputes_up and self.training):
+            return super()._context(x, pattern, angles, cache, dropout)
+        assert angles is not None, "latent attention has rotary positions"
+        narrow = self._narrow(x, angles, cache)
+        widen = partial(self._widen, angles)
+        heads = widen(*narrow)
+        with several_saved_as_inputs(heads, widen, *narrow):
+            return self._weighted(*heads, pattern, dropout)
 
     def _query_key_value(
         self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert angles is not None, "latent attention has rotary positions"
-        query = self._query(x)
+        return self._widen(angles, *self._narrow(x, angles, cache))
+
+    def _narrow(
+        self, x: torch.Tensor, angles: RotaryAngles, cache: KeyValueCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what queries are made of, the latent vectors of keys and values, and the rotary part of the keys.
+
+        Shapes: ``-> [s, b, q]``, ``[s, b, r]``, ``[s, b, 1, p]``; the first two are ``[s/tp, ...]`` under sequence
+        parallelism.
+        """
+        of_query = x if self.q_layernorm is None else self.q_layernorm(self.linear_q_down_proj(x))
         narrow: torch.Tensor = self.linear_kv_down_proj(x)
         latent, rotary_key = narrow.split_with_sizes((self.rank, self.rotary_width), dim=-1)
         latent = self.kv_layernorm(latent)
@@ -119,25 +151,30 @@ class LatentAttention(SelfAttention):
             rotary_key = gather_from_sequence_parallel_region(rotary_key.contiguous(), self.tp)
         else:
             rotary_key = copy_to_tensor_model_parallel_region(rotary_key, self.tp)
-        plain, rotary = query.split_with_sizes((self.plain_width, self.rotary_width), dim=-1)
-        query = torch.cat((plain, apply_rotary(rotary, angles)), dim=-1)
         rotary_key = apply_rotary(rotary_key.unsqueeze(2), angles)
         if cache is not None:
             latents, rotary_key = cache.update(self.layer_number, latent.unsqueeze(2), rotary_key)
             latent = latents.squeeze(2)
+        return of_query, latent, rotary_key
+
+    def _widen(
+        self, angles: RotaryAngles, of_query: torch.Tensor, latent: torch.Tensor, rotary_key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the queries, keys and values of this rank's heads, all of one width. Shapes: ``-> [s, b, n/tp, d]``"""
+        query: torch.Tensor = (
+            self.linear_q_proj(of_query) if self.q_layernorm is None else self.linear_q_up_proj(of_query)
+        )
+        query = query.view(*query.shape[:2], self.num_heads, self.plain_width + self.rotary_width)
+        plain, rotary = query.split_with_sizes((self.plain_width, self.rotary_width), dim=-1)
+        query = self._padded(torch.cat((plain, apply_rotary(rotary, angles)), dim=-1))
+        if self.query_factor != 1.0:
+            query = query * self.query_factor
         key_value = self.linear_kv_up_proj(latent)
         key_value = key_value.view(*key_value.shape[:2], self.num_heads, self.plain_width + self.value_width)
         key, value = key_value.split_with_sizes((self.plain_width, self.value_width), dim=-1)
         key = torch.cat((key, rotary_key.expand(-1, -1, self.num_heads, -1)), dim=-1)
-        return self._padded(query), self._padded(key), self._padded(value)
-
-    def _query(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the queries of this rank's heads. Shapes: ``-> [s, b, n/tp, d]``."""
-        if self.q_layernorm is not None:
-            query: torch.Tensor = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(x)))
-        else:
-            query = self.linear_q_proj(x)
-        return query.view(*query.shape[:2], self.num_heads, self.plain_width + self.rotary_width)
+        # A value that is not padded is a part of a wider tensor, of which nothing else is kept.
+        return query, self._padded(key), self._padded(value).contiguous() if self.recomputes_up else self._padded(value)
 
     def _padded(self, heads: torch.Tensor) -> torch.Tensor:
         missing = self.padded_width - heads.shape[-1]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 
+from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import Box, ParamSpec, Piece
 from megatron.core.tensor_parallel.layers import make_parameter
+from megatron.core.tensor_parallel.saved_tensors import saved_as_inputs
 from megatron.core.transformer.mlp import activation_of
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
+from megatron.core.transformer.moe.float8_grouped_linear import float8_grouped_linear
 from megatron.core.transformer.moe.grouped_linear import grouped_linear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -41,6 +45,7 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.product_library = library
+        self.quantisers: Float8Quantisers | None = None
         self.adds_bias = cut_dim == 1 or groups.tensor_rank == 0
         whole = (num_experts, *shape)
         local = [num_experts // groups.size, *shape]
@@ -64,6 +69,16 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Return the products; ``counts`` are the rows of each of this rank's experts."""
+        if self.quantisers is not None:
+            return float8_grouped_linear(
+                x,
+                self.weight,
+                self.bias,
+                counts,
+                self.quantisers,
+                adds_bias=self.adds_bias,
+                library=self.product_library,
+            )
         return grouped_linear(x, self.weight, self.bias, counts, adds_bias=self.adds_bias, library=self.product_library)
 
 
@@ -79,6 +94,7 @@ class GroupedExperts(nn.Module):
         num_stacked = 2 if config.is_gated else 1
         dtype = dtype_from_name(config.params_dtype)
         self.activation = activation_of(config)
+        self.recomputes_activation = "moe_act" in config.recomputed_modules
         self.linear_fc1 = GroupedLinear(
             config.num_experts,
             (config.moe_ffn_hidden_size * num_stacked, config.hidden_size),
@@ -105,7 +121,11 @@ class GroupedExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Return what the experts make of their rows; ``counts`` are the rows of each."""
-        output: torch.Tensor = self.linear_fc2(self.activation(self.linear_fc1(x, counts)), counts)
+        inner = self.linear_fc1(x, counts)
+        activated = self.activation(inner)
+        is_again = self.recomputes_activation and self.training
+        with saved_as_inputs(activated, self.activation, inner) if is_again else nullcontext():
+            output: torch.Tensor = self.linear_fc2(activated, counts)
         return output
 
 

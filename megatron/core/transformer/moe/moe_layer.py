@@ -16,6 +16,7 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.exchange import gather_copies
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
@@ -71,6 +72,7 @@ class MoELayer(nn.Module):
         self.experts = GroupedExperts(config, groups, device)
         has_shared = config.moe_shared_expert_intermediate_size is not None
         self.shared_experts = SharedExperts(config, groups.tp, device) if has_shared else None
+        self.recomputes_shared = "shared_experts" in config.recomputed_modules
         kind = AllToAllDispatcher if config.moe_token_dispatcher_type == "alltoall" else AllGatherDispatcher
         self.dispatch: TokenDispatcher = kind(config.num_experts, groups)
 
@@ -93,7 +95,8 @@ class MoELayer(nn.Module):
         def meanwhile() -> None:
             if self.shared_experts is not None:
                 with torch.set_grad_enabled(grad_enabled):
-                    shared.append(self.shared_experts(x).hidden)
+                    is_again = self.recomputes_shared and self.training
+                    shared.append((recompute(self.shared_experts, x) if is_again else self.shared_experts(x)).hidden)
 
         grad_enabled = torch.is_grad_enabled()
         overlaps = self.config.moe_shared_expert_overlap

@@ -199,8 +199,9 @@ def test_whose_layers_is_a_field_and_makes_no_line_of_its_own(impl: str) -> None
 
 
 def test_values_that_would_change_the_result_are_refused() -> None:
-    assert problems_of("--recompute-activations --recompute-modules core_attn moe_act") == (
-        "--recompute-modules moe_act is not supported yet; possible: core_attn, layernorm, mlp, moe",
+    assert problems_of("--moe-router-load-balancing-type sinkhorn --num-experts 4") == (
+        "--moe-router-load-balancing-type sinkhorn is not supported yet; possible: aux_loss, seq_aux_loss, "
+        "global_aux_loss, none",
     )
 
 

@@ -13,6 +13,7 @@ BASE = """
     --tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0
 """
 EIGHT = "--num-experts 8"
+FLOAT8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 WRONG = [
     (
         "--num-experts 6 --expert-model-parallel-size 4",
@@ -49,10 +50,23 @@ WRONG = [
         "cannot be overlapped by --moe-shared-expert-overlap; use --moe-token-dispatcher-type alltoall",
     ),
     (f"{EIGHT} --lora-rank 2 --load somewhere --finetune", "low-rank adapters of a model with experts are not built"),
-    (f"{EIGHT} --bf16 --fp8-format hybrid", "products of experts are not built in fp8"),
+    (f"{EIGHT} --bf16 --fp8-format hybrid", "use --fp8-recipe tensorwise, rowwise, blockwise or mxfp8"),
+    (f"{EIGHT} {FLOAT8} --fp8-param-gather", "--fp8-param-gather is not built for weights of experts"),
+    (f"{EIGHT} {FLOAT8} --moe-ffn-hidden-size 24", "a multiple of 16; use 32"),
+    (f"{EIGHT} {FLOAT8} --moe-shared-expert-intermediate-size 40", "40 on each tensor-parallel rank, which fp8 needs"),
     (f"{EIGHT} --save somewhere --ckpt-format torch", "--ckpt-format torch cannot hold a model with --num-experts 8"),
     (f"{EIGHT} --cpu-offloading --cpu-offloading-num-layers 1", "--cpu-offloading is not built for layers of experts"),
     ("--recompute-granularity selective --recompute-modules moe", "has no effect without --num-experts"),
+    ("--recompute-granularity selective --recompute-modules moe_act", "moe_act has no effect without --num-experts"),
+    (
+        f"{EIGHT} --recompute-granularity selective --recompute-modules shared_experts",
+        "has no effect without --moe-shared-expert-intermediate-size",
+    ),
+    (
+        f"{EIGHT} --moe-shared-expert-intermediate-size 16 --moe-shared-expert-overlap --moe-token-dispatcher-type "
+        "alltoall --recompute-granularity selective --recompute-modules shared_experts",
+        "exclude each other",
+    ),
     ("--moe-router-topk 4", "--moe-router-topk 4 has no effect without --num-experts N; add it"),
     ("--expert-model-parallel-size 2", "has no effect without --num-experts N; add it"),
     (f"{EIGHT} --moe-input-jitter-eps 0.1", "is not supported yet; leave it out: experts are built without it"),

@@ -13,6 +13,8 @@ def _check_shape(config: RunConfig) -> Iterator[str]:
     if not model.multi_latent_attention:
         if model.rope_type == "yarn":
             yield "--rope-type yarn is built for --multi-latent-attention alone; add that, or use --rope-type rope"
+        if "mla_up_proj" in model.recomputed_modules:
+            yield "--recompute-modules mla_up_proj has no effect without --multi-latent-attention; leave it out"
         return
     given = "--multi-latent-attention"
     heads, groups, width = model.num_attention_heads, model.num_query_groups, model.qk_pos_emb_head_dim

@@ -121,15 +121,55 @@ def _check_dispatch(config: RunConfig) -> Iterator[str]:
         yield (f"{given} cannot be overlapped by --moe-shared-expert-overlap; use --moe-token-dispatcher-type alltoall")
 
 
+def _check_float8(config: RunConfig, given: str) -> Iterator[str]:
+    model = config.model
+    if model.fp8_recipe == "delayed":
+        yield (
+            f"{given} --fp8-recipe delayed remembers no scales of experts, which are given other tokens each time; use "
+            "--fp8-recipe tensorwise, rowwise, blockwise or mxfp8"
+        )
+    if model.fp8_param_gather:
+        yield f"{given} --fp8-param-gather is not built for weights of experts; leave it out"
+    tensor, width = model.parallel_sizes.expert_tp, model.moe_ffn_hidden_size
+    if tensor > 0 and width % tensor == 0 and width // tensor % 16:
+        yield (
+            f"--moe-ffn-hidden-size {width} is {width // tensor} on each expert-tensor-parallel rank, which fp8 needs "
+            f"to be a multiple of 16; use {-(-width // (16 * tensor)) * 16 * tensor}"
+        )
+    tensor, shared = model.tensor_model_parallel_size, model.moe_shared_expert_intermediate_size
+    if shared is not None and tensor > 0 and shared % tensor == 0 and shared // tensor % 16:
+        yield (
+            f"--moe-shared-expert-intermediate-size {shared} is {shared // tensor} on each tensor-parallel rank, which "
+            f"fp8 needs to be a multiple of 16; use {-(-shared // (16 * tensor)) * 16 * tensor}"
+        )
+
+
+def _check_recompute(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    of_experts = [name for name in model.recomputed_modules if name in ("moe", "moe_act", "shared_experts")]
+    if of_experts and model.num_experts is None:
+        yield f"--recompute-modules {' '.join(of_experts)} has no effect without --num-experts; leave it out"
+    elif "shared_experts" in of_experts:
+        if model.moe_shared_expert_intermediate_size is None:
+            yield (
+                "--recompute-modules shared_experts has no effect without --moe-shared-expert-intermediate-size; leave "
+                "it out"
+            )
+        elif model.moe_shared_expert_overlap:
+            yield (
+                "--recompute-modules shared_experts and --moe-shared-expert-overlap exclude each other: what is "
+                "computed while tokens travel is kept; leave one out"
+            )
+
+
 def _check_beside_experts(config: RunConfig) -> Iterator[str]:
     model = config.model
+    yield from _check_recompute(config)
     if model.num_experts is None:
-        if "moe" in model.recomputed_modules:
-            yield "--recompute-modules moe has no effect without --num-experts; leave it out"
         return
     given = f"--num-experts {model.num_experts}:"
     if model.fp8_format is not None:
-        yield f"{given} products of experts are not built in fp8; leave --fp8-format out"
+        yield from _check_float8(config, given)
     if model.lora_rank:
         yield f"{given} low-rank adapters of a model with experts are not built; leave --lora-rank out"
     if config.training.cuda_graph_impl == "local":
@@ -146,18 +186,31 @@ def _check_beside_experts(config: RunConfig) -> Iterator[str]:
         )
 
 
+SPREAD = Check(
+    (
+        *("num_experts", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+        *("moe_ffn_hidden_size", "ffn_hidden_size", "tensor_model_parallel_size"),
+        "moe_shared_expert_intermediate_size",
+    ),
+    _check_spread,
+)
+
 CHECKS = (
     Check(("num_layers", "num_experts", "moe_layer_freq"), _check_layers),
-    Check(
-        (
-            *("num_experts", "expert_model_parallel_size", "expert_tensor_parallel_size"),
-            *("moe_ffn_hidden_size", "ffn_hidden_size", "tensor_model_parallel_size"),
-            "moe_shared_expert_intermediate_size",
-        ),
-        _check_spread,
-    ),
+    SPREAD,
     Check(("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _check_choice),
     Check(("moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_granularity"), _check_balancing),
     Check(("num_experts", "moe_token_dispatcher_type", "moe_expert_capacity_factor"), _check_dispatch),
-    Check(("num_experts", "fp8_format", "lora_rank", "cuda_graph_impl", "cpu_offloading"), _check_beside_experts),
+    Check(
+        (
+            "num_experts",
+            "fp8_format",
+            "fp8_recipe",
+            "fp8_param_gather",
+            "lora_rank",
+            "cuda_graph_impl",
+            "cpu_offloading",
+        ),
+        _check_beside_experts,
+    ),
 )

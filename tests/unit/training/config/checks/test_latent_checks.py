@@ -30,6 +30,7 @@ def test_models_of_both_are_taken() -> None:
         (f"{LATENT} --group-query-attention --num-query-groups 2", "--num-query-groups 2 shares them; leave it out"),
         ("--multi-latent-attention", "use --position-embedding-type rope"),
         (f"{LATENT} --qk-pos-emb-head-dim 7", "give 8"),
+        ("--recompute-granularity selective --recompute-modules mla_up_proj", "without --multi-latent-attention"),
         (f"{LATENT} --lora-rank 2", "leave --lora-rank out"),
         (f"{LATENT} --cuda-graph-impl local", "use --cuda-graph-impl none"),
         ("--rope-type yarn --position-embedding-type rope", "or use --rope-type rope"),

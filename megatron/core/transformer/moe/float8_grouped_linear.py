@@ -1,0 +1,125 @@
+"""The experts' products in fp8: each expert's operands are quantised as those of a linear layer of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.fp8.float8_quantisers import Float8Quantisers
+from megatron.core.kernels.float8.quantised import Quantised
+from megatron.core.kernels.float8.scaled_product import scaled_product
+from megatron.core.kernels.matrix_product import grouped_gradient
+from megatron.core.main_grad import main_grad_of
+
+_MULTIPLE = 16
+"""Of so many rows are what a device's fp8 products sum over; rows of zeros make up for what is missing."""
+_Operands = list[tuple[Quantised, Quantised] | None]
+
+
+class _Float8GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        counts: tuple[int, ...],
+        adds_bias: bool,
+        library: str,
+        quantisers: Float8Quantisers,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.counts, ctx.product_library, ctx.quantisers = counts, library, quantisers
+        # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
+        ctx.main_grad = main_grad_of(weight)
+        output = x.new_empty(len(x), weight.shape[1])
+        for number, (rows, into) in enumerate(zip(x.split_with_sizes(counts), output.split_with_sizes(counts))):
+            if len(rows):
+                quantised = quantisers.weight(weight[number], transpose=False, records=False, scale=None)
+                plain, _ = quantisers.matrix("input", _padded(rows), transpose=False, records=False)
+                into.copy_(scaled_product(plain, quantised, x.dtype, library=library)[: len(rows)])
+                if bias is not None and adds_bias:
+                    into += bias[number]
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        counts, library = ctx.counts, ctx.product_library
+        quantisers: Float8Quantisers = ctx.quantisers
+        needs_x_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[:3]
+        grad = grad.contiguous()
+        in_fp8 = needs_weight_grad and quantisers.recipe.has_weight_gradients
+        x_grad = grad.new_empty(len(grad), weight.shape[2]) if needs_x_grad else None
+        operands: _Operands = []
+        start = 0
+        for number, rows in enumerate(grad.split_with_sizes(counts)):
+            end = start + len(rows)
+            if not len(rows):
+                operands.append(None)
+                continue
+            plain, turned = quantisers.matrix("grad", _padded(rows), transpose=in_fp8, records=False)
+            if x_grad is not None:
+                quantised = quantisers.weight(weight[number], transpose=True, records=False, scale=None)
+                x_grad[start:end] = scaled_product(plain, quantised, grad.dtype, library=library)[: len(rows)]
+            if turned is not None:
+                operands.append((turned, quantisers.columns("input", _padded(x[start:end]))))
+            start = end
+        weight_grad = None
+        if in_fp8 and ctx.main_grad is not None:
+            ctx.main_grad.add_computed(
+                partial(_products, operands, weight.shape, ctx.main_grad.tensor.dtype, weight.device, library)
+            )
+        elif in_fp8:
+            weight_grad = _products(operands, weight.shape, weight.dtype, weight.device, library)
+        elif needs_weight_grad and ctx.main_grad is not None:
+            ctx.main_grad.add_grouped_matmul(grad, x, counts, library)
+        elif needs_weight_grad:
+            weight_grad = grouped_gradient(grad, x, counts, library)
+        bias_grad = None
+        if needs_bias_grad:
+            bias_grad = torch.stack([rows.sum(dim=0) for rows in grad.split_with_sizes(counts)])
+        return x_grad, weight_grad, bias_grad, None, None, None, None
+
+
+def float8_grouped_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    counts: Sequence[int],
+    quantisers: Float8Quantisers,
+    *,
+    adds_bias: bool,
+    library: str,
+) -> torch.Tensor:
+    """Do what `grouped_linear` does, with the three products of each group in fp8.
+
+    The recipe must not be one that remembers scales. The backward pass keeps the input as it came.
+
+    Shapes: as those of `grouped_linear`.
+    """
+    assert not quantisers.recipe.is_delayed, "the scales of experts are not remembered"
+    result: torch.Tensor = _Float8GroupedLinear.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, tuple(counts), adds_bias, library, quantisers
+    )
+    return result
+
+
+def _padded(rows: torch.Tensor) -> torch.Tensor:
+    missing = -len(rows) % _MULTIPLE
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def _products(
+    operands: _Operands, shape: torch.Size, dtype: torch.dtype, device: torch.device, library: str
+) -> torch.Tensor:
+    """Return the gradient of all weights; that of an expert without rows is zero."""
+    total = torch.zeros(shape, dtype=dtype, device=device)
+    for into, pair in zip(total, operands):
+        if pair is not None:
+            into.copy_(scaled_product(*pair, dtype, library=library))
+    return total
