@@ -104,6 +104,15 @@ class InnerOptimizer:
         tensor: torch.Tensor = self._torch_optimizer.state[parameter][name]
         return tensor
 
+    @property
+    def num_updates(self) -> torch.Tensor | int:
+        """Return the count of Adam's updates, where it lies; 0 for what keeps none."""
+        for state in self._torch_optimizer.state.values():
+            if "step" in state:
+                count: torch.Tensor = state["step"]
+                return count
+        return max((group.get("step", 0) for group in self._torch_optimizer.param_groups), default=0)
+
     def set_num_steps(self, num_steps: int) -> None:
         """Set the count of updates made, from which Adam corrects the bias of its moments."""
         for state in self._torch_optimizer.state.values():

@@ -231,7 +231,7 @@ class MegatronOptimizer:
         self._scaler.load_state_dict(state["grad_scaler"])
         self.num_steps = int(state["num_steps"])
         for compact, values in self._lent:
-            compact.encode(values.to(compact.tensor.device))
+            compact.encode(values.to(compact.tensor.device), self.num_steps)
         self._lent.clear()
         for bucket in self._buckets:
             bucket.inner.set_num_steps(self.num_steps)

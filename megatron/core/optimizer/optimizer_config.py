@@ -59,13 +59,10 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     )
     """Type of Adam's first moment; fp16 and fp8 with a scale for every 128 elements."""
     exp_avg_sq_dtype: str = flag(
-        "fp32",
-        choices=("fp32", "fp16", "bf16"),
-        not_built=("fp8",),
-        needs="use_precision_aware_optimizer",
-        in_args=False,
+        "fp32", choices=("fp32", "fp16", "bf16", "fp8"), needs="use_precision_aware_optimizer", in_args=False
     )
-    """Type of Adam's second moment; fp16 with a scale for every 128 elements."""
+    """Type of Adam's second moment; fp16 and fp8 with a scale for every 128 elements, fp8 of its root and rounded by
+    chance, and so is bf16 where --adam-beta2 is above 0.996."""
     lr: float = flag(0.0, bounds=NOT_NEGATIVE)
     """Highest learning rate."""
     min_lr: float = flag(0.0, bounds=NOT_NEGATIVE)

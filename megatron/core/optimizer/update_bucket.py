@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron.core.distributed.flat_parameters import ParamPart
-from megatron.core.optimizer.compact_state import CompactTensor, RemainderTensor, make_compact
+from megatron.core.optimizer.compact_state import CompactTensor, RemainderTensor, make_moment
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.matrix_owners import MatrixOwners
 from megatron.core.optimizer.muon import Muon
@@ -157,10 +157,13 @@ class UpdateBucket:
         for part in self.parts:
             if part.is_rounded and config.main_params_dtype != "fp32":
                 narrow.append(RemainderTensor(part.main_param, part.part.values))
-            for name, dtype in (("exp_avg", config.exp_avg_dtype), ("exp_avg_sq", config.exp_avg_sq_dtype)):
+            for name, dtype, decay in (
+                ("exp_avg", config.exp_avg_dtype, config.adam_beta1),
+                ("exp_avg_sq", config.exp_avg_sq_dtype, config.adam_beta2),
+            ):
                 if name in self.inner.state_names:
                     tensor = self.inner.state_of(part.main_param, name)
-                    narrow.append(make_compact(tensor, dtype, keeps_positive=name == "exp_avg_sq"))
+                    narrow.append(make_moment(tensor, dtype, decay, is_second=name == "exp_avg_sq"))
         self._compact = {id(stored.tensor): stored for stored in narrow if stored is not None}
 
     @contextmanager
@@ -169,7 +172,7 @@ class UpdateBucket:
             stored.open()
         yield
         for stored in self._compact.values():
-            stored.close()
+            stored.close(self.inner.num_updates)
 
     def _drop_gradients(self) -> None:
         for main_param in self.main_params:

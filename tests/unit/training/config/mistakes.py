@@ -150,7 +150,6 @@ MISTAKES = {
         Mistake("--use-precision-aware-optimizer --main-params-dtype fp16"),
         Mistake("--use-precision-aware-optimizer --main-params-dtype fp16 --bf16 --optimizer-cpu-offload"),
         Mistake("--use-precision-aware-optimizer --exp-avg-dtype bf16 --optimizer sgd"),
-        Mistake("--use-precision-aware-optimizer --exp-avg-sq-dtype fp8"),
         Mistake("--split 0,50,50"),
         Mistake("--split 1000000,1,1"),
         Mistake("--lora-rank 8 --lora-target-modules q_proj qkv"),
