@@ -41,8 +41,8 @@ TAKEN = """
     position_embedding_type use_rotary_position_embeddings add_position_embedding rotary_base rotary_percent
     rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor
     rope_scaling_low_freq_factor rope_scaling_high_freq_factor rope_scaling_original_max_position_embeddings
-    rotary_base_local scale_embeddings final_logit_softcapping untie_embeddings_and_output_weights seq_length
-    tokenizer_type vocab_file merge_file patch_tokenizer_type tokenizer_model vocab_size vocab_extra_ids
+    rotary_base_local scale_embeddings final_logit_softcapping z_loss_coeff untie_embeddings_and_output_weights
+    seq_length tokenizer_type vocab_file merge_file patch_tokenizer_type tokenizer_model vocab_size vocab_extra_ids
     extra_vocab_size padded_vocab_size tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens
 """
 
