@@ -29,7 +29,7 @@ _MODEL = """
     --num-layers 4 --hidden-size 128 --ffn-hidden-size 344 --num-attention-heads 4
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --seq-length 128 --max-position-embeddings 128 --init-method-std 0.05 --distributed-backend gloo
-    --split 90,5,5 --micro-batch-size 16 --global-batch-size 16
+    --split 90,5,5
     --lr-decay-style cosine --lr-warmup-fraction 0.05 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
     --hidden-dropout 0 --attention-dropout 0 --log-interval 100
     --eval-iters 1 --full-validation --eval-interval 1000000
@@ -51,11 +51,12 @@ class Plan:
     rate: float
     seed: int
     iterations: int
+    batch_size: int
 
     @property
     def name(self) -> str:
         """Return the run's name in the folder."""
-        return f"{self.rule}-{self.rate:g}-{self.seed}-{self.iterations}"
+        return f"{self.rule}-{self.rate:g}-{self.seed}-{self.iterations}x{self.batch_size}"
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     for rule, rates in _RATES.items():
         parser.add_argument(f"--{rule}-rates", type=float, nargs="+", default=rates, metavar="X", help="of the sweep")
+    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="samples of an iteration (16)")
     parser.add_argument("--output", type=Path, metavar="STEM", help="write STEM.json and STEM.md (print only)")
     return parser
 
@@ -105,7 +107,8 @@ def _train(plan: Plan, folder: Path, data: Sequence[str | Path]) -> Trained:
         part.unlink(missing_ok=True)
         words = ["pretrain_gpt.py", *_MODEL.split(), *data, *_RULES[plan.rule], "--metrics-jsonl", part]
         words += ["--lr", str(plan.rate), "--min-lr", str(plan.rate / 10), "--seed", str(plan.seed)]
-        words += ["--train-iters", str(plan.iterations)]
+        size = str(plan.batch_size)
+        words += ["--train-iters", str(plan.iterations), "--micro-batch-size", size, "--global-batch-size", size]
         _run(words)
         part.rename(metrics)
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
@@ -140,20 +143,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = arguments.runs.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     data, length, first = _prepare_text(folder), arguments.iterations, arguments.seeds[0]
+    size = arguments.batch_size
     swept = {"adam": arguments.adam_rates, "muon": arguments.muon_rates}
-    sweep = [_train(Plan(rule, rate, first, length), folder, data) for rule, rates in swept.items() for rate in rates]
+    sweep = [
+        _train(Plan(rule, rate, first, length, size), folder, data) for rule, rates in swept.items() for rate in rates
+    ]
     best = {
         rule: min((run for run in sweep if run.plan.rule == rule), key=lambda run: run.loss).plan.rate for rule in swept
     }
     seeds = [
         (
-            _train(Plan("adam", best["adam"], seed, length), folder, data),
-            [_train(Plan("muon", best["muon"], seed, round(share * length)), folder, data) for share in _SHARES],
+            _train(Plan("adam", best["adam"], seed, length, size), folder, data),
+            [_train(Plan("muon", best["muon"], seed, round(share * length), size), folder, data) for share in _SHARES],
         )
         for seed in arguments.seeds
     ]
     header = (
-        f"The quickstart's model (4 layers of width 128) and text, {length} iterations of 16 x 128 tokens, losses of "
+        f"The quickstart's model (4 layers of width 128) and text, {length} iterations of {size} x 128 tokens, losses of "
         f"the whole validation set; sweep with seed {first}. Muon: {' '.join(_RULES['muon'])}."
     )
     table = _table(sweep, seeds, header)
