@@ -159,8 +159,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for seed in arguments.seeds
     ]
     header = (
-        f"The quickstart's model (4 layers of width 128) and text, {length} iterations of {size} x 128 tokens, losses of "
-        f"the whole validation set; sweep with seed {first}. Muon: {' '.join(_RULES['muon'])}."
+        f"The quickstart's model (4 layers of width 128) and text, {length} iterations of {size} x 128 tokens, losses "
+        f"of the whole validation set; sweep with seed {first}. Muon: {' '.join(_RULES['muon'])}."
     )
     table = _table(sweep, seeds, header)
     print(table)
