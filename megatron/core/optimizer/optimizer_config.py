@@ -73,6 +73,9 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     """Lowest learning rate of the word embedding and the output layer; by default --min-lr."""
     weight_decay: float = flag(0.01, bounds=NOT_NEGATIVE)
     """Weight decay of the parameters with two or more dimensions."""
+    param_group_overrides: tuple[str, ...] = flag((), nargs="+", metavar="PATTERN:lr_mult=X,wd_mult=Y", in_args=False)
+    """Multiply the learning rate of the parameters whose names match a pattern, with * for any characters, and give
+    them a multiple of --weight-decay; of several the first that matches counts."""
     clip_grad: float = flag(1.0, bounds=NOT_NEGATIVE)
     """Largest global gradient norm; 0 turns clipping off."""
     adam_beta1: float = flag(0.9, bounds=BELOW_ONE)

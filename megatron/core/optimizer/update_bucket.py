@@ -14,6 +14,7 @@ from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.matrix_owners import MatrixOwners
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_rates import COMMON_RATE, Rate
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.timers import Timers
 
@@ -45,7 +46,7 @@ class UpdateBucket:
     """Update parts of parameters from their gradients.
 
     On the device the main parameters are the model's own or float32 copies; ``on_host`` makes all of them copies in the
-    machine's memory. What ``is_decoupled`` has a learning rate of its own. With the configuration's narrow types, state
+    machine's memory. All parts have the learning rate that ``rate`` says. With the configuration's narrow types, state
     is stored in these between two steps. With ``owners`` the parts are of matrices, and updated by Muon.
     """
 
@@ -56,10 +57,10 @@ class UpdateBucket:
         fused_adam: type[torch.optim.Optimizer] | None = None,
         *,
         on_host: bool = False,
-        is_decoupled: bool = False,
+        rate: Rate = COMMON_RATE,
         owners: MatrixOwners | None = None,
     ) -> None:
-        self.is_decoupled = is_decoupled
+        self.rate = rate
         pairs = [([_optimized(part, on_host) for part in parts], multiplier) for parts, multiplier in groups]
         self.parts = [part for parts, _ in pairs for part in parts]
         self.main_params = [part.main_param for part in self.parts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config_base import BELOW_ONE
+from megatron.core.optimizer.group_override import parse_override
 from megatron.training.config.checks.check import Check
 from megatron.training.config.run_config import RunConfig
 
@@ -36,6 +37,17 @@ def _check_decoupled(config: RunConfig) -> Iterator[str]:
         yield (
             f"--{name} {lowest} is greater than --decoupled-lr {highest}; give --decoupled-min-lr of {highest} or less"
         )
+
+
+def _check_overrides(config: RunConfig) -> Iterator[str]:
+    for text in config.optimizer.param_group_overrides:
+        try:
+            parse_override(text)
+        except ValueError as error:
+            yield (
+                f"--param-group-overrides {text}: {error}; give PATTERN:lr_mult=X,wd_mult=Y with a pattern of "
+                "parameters' names, as in *.mlp.*:lr_mult=0.5"
+            )
 
 
 def _check_units(config: RunConfig) -> Iterator[str]:
@@ -177,6 +189,7 @@ CHECKS = (
         ("optimizer", "ckpt_format", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step"), _check_rule
     ),
     Check(("lr", "min_lr"), _check_learning_rate),
+    Check(("param_group_overrides",), _check_overrides),
     Check(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), _check_decoupled),
     Check(_LENGTHS, _check_units),
     Check((*_LENGTHS, "global_batch_size", "micro_batch_size"), _check_warmup),

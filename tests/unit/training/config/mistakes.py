@@ -145,6 +145,7 @@ MISTAKES = {
         Mistake("--use-rope-scaling"),
         Mistake("--grad-reduce-in-bf16"),
         Mistake("--optimizer-cpu-offload --optimizer-offload-fraction 50"),
+        Mistake("--param-group-overrides *.mlp.*:lr=0.5"),
         Mistake("--exp-avg-dtype bf16"),
         Mistake("--use-precision-aware-optimizer --main-grads-dtype bf16"),
         Mistake("--use-precision-aware-optimizer --main-params-dtype fp16"),
