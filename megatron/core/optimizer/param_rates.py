@@ -11,9 +11,10 @@ from megatron.core.collectives import all_gather_objects
 from megatron.core.errors import ConfigurationError
 from megatron.core.optimizer.group_override import parse_override
 from megatron.core.optimizer.inner_optimizer import is_decayed, is_decoupled
+from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_group import Group
-from megatron.core.sharding import spec_of
+from megatron.core.sharding import ParamSpec, spec_of
 
 _NUM_NAMED = 4
 
@@ -36,6 +37,7 @@ class ParamRates:
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
+        self._config = config
         self._has_decoupled = config.decoupled_lr is not None
         self._overrides = [parse_override(text) for text in config.param_group_overrides]
 
@@ -43,7 +45,17 @@ class ParamRates:
         """Return the learning rate of a parameter."""
         name = spec_of(parameter).name
         given = (o.lr_mult for o in self._overrides if o.lr_mult is not None and o.matches(name))
-        return Rate(self._has_decoupled and is_decoupled(name), next(given, 1.0))
+        multiplier = next(given, 1.0) * self._of_width(spec_of(parameter))
+        return Rate(self._has_decoupled and is_decoupled(name), multiplier)
+
+    def _of_width(self, spec: ParamSpec) -> float:
+        """Return the factor of muP: as much narrower the base is, for what changes every element by as much."""
+        if spec.width_multiplier == 1.0:
+            return 1.0
+        if self._config.optimizer == "muon" and is_orthogonalized(spec):
+            # The other scales keep outputs as large at any width.
+            return spec.width_multiplier**-0.5 if self._config.muon_scale_mode == "spectral" else 1.0
+        return 1.0 / spec.width_multiplier
 
     def weight_decay(self, parameter: torch.nn.Parameter) -> float:
         """Return the multiplier of a parameter's weight decay, by default 1 or 0."""

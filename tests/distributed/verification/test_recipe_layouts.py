@@ -14,9 +14,11 @@ from megatron.verification.worker_pool import WorkerPool
 
 Z_LOSS = ("--z-loss-coeff", "0.05")
 GROUPS = ("--param-group-overrides", "*.mlp.*:lr_mult=0.25,wd_mult=0", "*norm*:wd_mult=3", "--weight-decay", "0.1")
+MUP = ("--use-mup", "--mup-width-mult", "3", "--mup-embedding-mult", "2", "--mup-output-mult", "1.5")
+HEADS = ("--mup-base-head-dim", "5", "--mup-attn-scale-power", "0.8")
 SHARDED = Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads", overlap=True)
 CELLS = (
-    make_cell("gpt2", Layout(tp=2, cp=2), "packed", extra=Z_LOSS),
+    make_cell("gpt2", Layout(tp=2, cp=2), "packed", extra=(*Z_LOSS, *MUP, *HEADS)),
     make_cell("gpt2", Layout(tp=2, pp=2), "uneven", extra=(*Z_LOSS, *GROUPS)),
 )
 FURTHER = (
@@ -24,6 +26,8 @@ FURTHER = (
     make_cell("llama", Layout(cp=2, dp=2), "uneven", extra=Z_LOSS),
     make_cell("gpt2", Layout(pp=2, schedule="zero-bubble", dp=2, sharding="optim"), extra=Z_LOSS),
     make_cell("gemma2", SHARDED, extra=Z_LOSS),
+    make_prediction_cell("qwen-mtp", Layout(tp=2, pp=2, sequence_parallel=True), extra=MUP),
+    make_cell("llama", SHARDED, extra=(*MUP, "--optimizer", "muon")),
     make_cell("llama", SHARDED, extra=(*GROUPS, "--optimizer", "muon")),
     make_cell("llama", Layout(pp=2, dp=2, sharding="optim"), extra=(*GROUPS, "--decoupled-lr", "1e-3")),
 )

@@ -100,6 +100,11 @@ class GPTConfig(TransformerConfig, in_args=True):
         return self.init_method_std if std is None else std
 
     @property
+    def logit_multiplier(self) -> float:
+        """Return what logits are multiplied by with --use-mup; 1 without it."""
+        return self.mup_output_mult / self.width_multiplier
+
+    @property
     def padded_vocab_size(self) -> int:
         """Return the number of rows of the embedding, padding included."""
         return padded_vocab_size(self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size)

@@ -43,6 +43,7 @@ from megatron.core.transformer.multi_token_prediction.prediction_layers import (
 )
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.width_scaling import scale_with_width
 
 _WORD_EMBEDDING = "embedding.word_embeddings"
 
@@ -119,6 +120,8 @@ class GPTModel(Model):
             weight = self.output_weight if self.embedding is None else self.embedding.word_embeddings.weight
             tied = tie_over_pipeline(spec_of(weight), name=f"{_WORD_EMBEDDING}.weight", is_first_stage=pre_process)
             attach_spec(weight, tied)
+        if config.use_mup:
+            scale_with_width(self.parameters(), config.width_multiplier)
         self.initialize_parameters(seed)
 
     @property
@@ -236,7 +239,8 @@ class GPTModel(Model):
         return replace(angles, local=self.local_rotary.angles(position_ids, dtype))
 
     def _logits(self, hidden: torch.Tensor, memory: ReusedMemory | None) -> torch.Tensor:
-        logits = self._raw_logits(hidden, memory)
+        factor = self.config.logit_multiplier
+        logits = self._raw_logits(hidden if factor == 1.0 else hidden * factor, memory)
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

@@ -50,6 +50,21 @@ def _check_overrides(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _check_mup(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not model.use_mup:
+        return
+    if model.mup_base_hidden_size is None and model.mup_width_mult is None:
+        yield "--use-mup needs the width of the base model; give --mup-base-hidden-size (or --mup-width-mult)"
+    if config.optimizer.elementwise == "sgd":
+        yield "--use-mup scales the rates of AdamW, Lion and Muon, not of --optimizer sgd; give --optimizer adam"
+    if model.multi_latent_attention and model.mup_base_head_dim is not None:
+        yield (
+            "--mup-base-head-dim is not built beside --multi-latent-attention; leave it out: scores are then divided "
+            "by the root of the heads' width"
+        )
+
+
 def _check_units(config: RunConfig) -> Iterator[str]:
     """Let the schedule be counted as the run is: in iterations or in samples."""
     schedule = config.scheduler
@@ -190,6 +205,17 @@ CHECKS = (
     ),
     Check(("lr", "min_lr"), _check_learning_rate),
     Check(("param_group_overrides",), _check_overrides),
+    Check(
+        (
+            "use_mup",
+            "mup_base_hidden_size",
+            "mup_width_mult",
+            "mup_base_head_dim",
+            "multi_latent_attention",
+            "optimizer",
+        ),
+        _check_mup,
+    ),
     Check(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), _check_decoupled),
     Check(_LENGTHS, _check_units),
     Check((*_LENGTHS, "global_batch_size", "micro_batch_size"), _check_warmup),
