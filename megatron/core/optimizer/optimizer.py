@@ -18,11 +18,11 @@ from megatron.core.optimizer.clip_grads import (
     Counting,
     GradMeter,
     GradStatistics,
-    clip_coefficient,
     sum_of_squares,
 )
 from megatron.core.optimizer.compact_state import CompactTensor
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
+from megatron.core.optimizer.gradient_kinds import ALL_KINDS, KINDS, clips_by_kind, grad_multipliers, kind_of
 from megatron.core.optimizer.gradient_report import check_weights, describe_bad_gradients
 from megatron.core.optimizer.host_offload import HostOffload, split_groups
 from megatron.core.optimizer.matrix_owners import MatrixOwners
@@ -71,7 +71,8 @@ class MegatronOptimizer:
         self._state = state
         self._timers = Timers()
         self._scaler = make_grad_scaler(config)
-        self._meter = GradMeter(model_chunks, state)
+        by_kind = clips_by_kind(config)
+        self._meter = GradMeter(model_chunks, state, *((kind_of, KINDS) if by_kind else ()))
         self._rates = ParamRates(config)
         self.num_steps = 0
         self._num_skipped = 0
@@ -132,15 +133,15 @@ class MegatronOptimizer:
         self._lent.clear()
         self._timers = timers or Timers()
         with self._timers("optimizer-unscale-and-check-inf", log_level=1):
-            totals = self._meter.measure(self.config.log_num_zeros_in_grad, self._timers)
+            totals, of_kinds = self._meter.measure_kinds(self.config.log_num_zeros_in_grad, self._timers)
         with self._timers("optimizer-clip-main-grad", log_level=1):
             norm = totals[0].sqrt()
             scale = self._scaler.scale
-            multiplier = clip_coefficient(norm / scale, self.config.clip_grad) / scale
+            multipliers = grad_multipliers(totals[0], of_kinds, scale, self.config)
         is_wanted = norm.isfinite()
         if accept is not None:
             is_wanted = is_wanted & accept(norm / scale)
-        self._update(is_wanted, multiplier)
+        self._update(is_wanted, multipliers)
         return totals
 
     @torch.no_grad()
@@ -241,15 +242,15 @@ class MegatronOptimizer:
     def _checks_for_nan(self) -> bool:
         return any(chunk.config.check_for_nan_in_loss_and_grad for chunk in self._chunks)
 
-    def _update(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
-        """Update the model from the gradients times a factor, if they are finite."""
+    def _update(self, is_finite: torch.Tensor, grad_multipliers: Mapping[str, torch.Tensor]) -> None:
+        """Update the model from the gradients times the factors of their kinds, if they are finite."""
         if self.offload is not None:
             self.offload.begin()
         for bucket in self._on_device:
-            bucket.step_if(is_finite, grad_multiplier, self._timers)
+            bucket.step_if(is_finite, grad_multipliers[bucket.rate.kind], self._timers)
         if self.offload is not None:
             with self._timers("optimizer-inner-step", log_level=1):
-                self.offload.finish(is_finite, grad_multiplier)
+                self.offload.finish(is_finite, grad_multipliers[ALL_KINDS])
 
     def _device_pieces(self, groups: list[PartGroup]) -> Iterator[list[PartGroup]]:
         """Yield what is updated together on the device, all of ``groups`` where nothing speaks against it."""

@@ -78,6 +78,13 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     them a multiple of --weight-decay; of several the first that matches counts."""
     clip_grad: float = flag(1.0, bounds=NOT_NEGATIVE)
     """Largest global gradient norm; 0 turns clipping off."""
+    clip_grad_matrices: float = flag(0.0, bounds=NOT_NEGATIVE, in_args=False)
+    """Largest norm of the gradients of all matrices between the embeddings and the output layer, before the norm of all
+    gradients is clipped; 0 for none."""
+    clip_grad_embeddings: float = flag(0.0, bounds=NOT_NEGATIVE, in_args=False)
+    """Largest norm of the gradients of the embeddings and the output layer, before that of all; 0 for none."""
+    clip_grad_vectors: float = flag(0.0, bounds=NOT_NEGATIVE, in_args=False)
+    """Largest norm of the gradients of biases and norms' weights, before that of all; 0 for none."""
     adam_beta1: float = flag(0.9, bounds=BELOW_ONE)
     """Decay of Adam's first moment."""
     adam_beta2: float = flag(0.999, bounds=BELOW_ONE)

@@ -9,6 +9,7 @@ import torch
 
 from megatron.core.collectives import all_gather_objects
 from megatron.core.errors import ConfigurationError
+from megatron.core.optimizer.gradient_kinds import ALL_KINDS, clips_by_kind, kind_of
 from megatron.core.optimizer.group_override import parse_override
 from megatron.core.optimizer.inner_optimizer import is_decayed, is_decoupled
 from megatron.core.optimizer.muon import is_orthogonalized
@@ -20,10 +21,14 @@ _NUM_NAMED = 4
 
 
 class Rate(NamedTuple):
-    """Hold which learning rate a parameter has, that of --decoupled-lr or that of all, and its factor."""
+    """Hold which learning rate a parameter has, that of --decoupled-lr or that of all, and its factor.
+
+    Also the ``kind`` by which its gradient is clipped, where kinds are told apart.
+    """
 
     is_decoupled: bool = False
     multiplier: float = 1.0
+    kind: str = ALL_KINDS
 
 
 COMMON_RATE = Rate()
@@ -46,7 +51,8 @@ class ParamRates:
         name = spec_of(parameter).name
         given = (o.lr_mult for o in self._overrides if o.lr_mult is not None and o.matches(name))
         multiplier = next(given, 1.0) * self._of_width(spec_of(parameter))
-        return Rate(self._has_decoupled and is_decoupled(name), multiplier)
+        kind = kind_of(spec_of(parameter)) if clips_by_kind(self._config) else ALL_KINDS
+        return Rate(self._has_decoupled and is_decoupled(name), multiplier, kind)
 
     def _of_width(self, spec: ParamSpec) -> float:
         """Return the factor of muP: as much narrower the base is, for what changes every element by as much."""

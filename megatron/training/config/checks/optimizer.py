@@ -65,6 +65,17 @@ def _check_mup(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_clipping(config: RunConfig) -> Iterator[str]:
+    optimizer = config.optimizer
+    for name in ("clip_grad_matrices", "clip_grad_embeddings", "clip_grad_vectors"):
+        value = getattr(optimizer, name)
+        if value and optimizer.offload_fraction:
+            yield (
+                f"--{name.replace('_', '-')} {value} beside the optimizer's offload is not built; leave it or the "
+                "offload (--optimizer-cpu-offload) out"
+            )
+
+
 def _check_units(config: RunConfig) -> Iterator[str]:
     """Let the schedule be counted as the run is: in iterations or in samples."""
     schedule = config.scheduler
@@ -205,6 +216,9 @@ CHECKS = (
     ),
     Check(("lr", "min_lr"), _check_learning_rate),
     Check(("param_group_overrides",), _check_overrides),
+    Check(
+        ("clip_grad_matrices", "clip_grad_embeddings", "clip_grad_vectors", "optimizer_cpu_offload"), _check_clipping
+    ),
     Check(
         (
             "use_mup",
