@@ -91,6 +91,7 @@ class ParamSpec:
     copies; without it the copies' gradients are equal already.
     ``fused_rows`` says, where rows of several matrices are stacked, how many of each follow one another, over and over:
     the query, key and value rows of each group, or all rows of gate and up.
+    ``width_multiplier`` says how many times wider than its base model's a matrix is that scales with the width (muP).
     ``is_owner`` is the one copy that counts in norms, parameter counts and checkpoints. Initial values are normal with
     ``init_mean`` and ``init_std``, or uniform from ``-init_bound`` to ``init_bound`` where that is not 0.
     """
@@ -107,6 +108,7 @@ class ParamSpec:
     init_bound: float = 0.0
     fused_rows: tuple[int, ...] = ()
     is_expert: bool = False
+    width_multiplier: float = 1.0
 
     @property
     def is_owner(self) -> bool:

@@ -12,6 +12,7 @@ from megatron.core.kernels.apex import load_fused_adam
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_rates import ParamRates
 from megatron.planning.activation_memory import activation_bytes
 from megatron.planning.optimizer_memory import host_state_bytes, state_bytes
 from megatron.training.config.run_config import RunConfig
@@ -30,7 +31,8 @@ def build_optimizer(
     """Build the optimizer, and log in one line what is offloaded, if anything; collective.
 
     Raises:
-        ConfigurationError: the machine has too little memory for what is offloaded.
+        ConfigurationError: the machine has too little memory for what is offloaded, or a pattern of
+            --param-group-overrides matches no parameter.
     """
     optimizer = config.optimizer
     if optimizer.offload_fraction:
@@ -44,6 +46,8 @@ def build_optimizer(
             f"optimizer offload: {optimizer.offload_fraction:.0%} of the main parameters and the optimizer's state, "
             f"{num_bytes / _GIB:.2f} GiB on this rank, in the machine's memory ({why})"
         )
+    trained = [p for chunk in ddp_chunks for p in chunk.parameters() if p.requires_grad]
+    ParamRates(optimizer).check_patterns(trained, runtime.state.world)
     fused_adam = load_fused_adam() if runtime.device.is_cuda else None
     return make_optimizer(optimizer, ddp_chunks, runtime.state, fused_adam, runtime.device.host_copies)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,11 +85,18 @@ class GradMeter:
     of copies that another rank counts have weight zero; a value in them that is not finite still makes the norm so.
     """
 
-    def __init__(self, model_chunks: Sequence[DistributedDataParallel], state: ParallelState) -> None:
+    def __init__(
+        self,
+        model_chunks: Sequence[DistributedDataParallel],
+        state: ParallelState,
+        kind_of: Callable[[ParamSpec], str] | None = None,
+        kinds: Sequence[str] = (),
+    ) -> None:
         self._counting = Counting(model_chunks, state)
+        self._kind_of, self._kinds = kind_of, kinds
         self._parts = [part for chunk in model_chunks for part in chunk.parts]
         self._segments = [
-            (segment.gradient, self._weights_of(segment, buffer))
+            (segment.gradient, self._weights_of(segment, buffer), self._weights_of_kinds(segment, buffer))
             for chunk in model_chunks
             for buffer in chunk.grad_buffers
             for segment in buffer.segments
@@ -104,26 +111,50 @@ class GradMeter:
                 weights[part.position // PARAM_ALIGNMENT : -(-end // PARAM_ALIGNMENT)] = 0.0
         return None if bool(weights.all()) else weights.to(segment.gradient.device)
 
+    def _weights_of_kinds(self, segment: GradSegment, buffer: ParamAndGradBuffer) -> list[torch.Tensor]:
+        """Return one weight a block for each kind of parameters."""
+        count = (segment.end - segment.start) // PARAM_ALIGNMENT
+        weights = {kind: torch.zeros(count, dtype=torch.float64) for kind in self._kinds}
+        if self._kind_of is not None:
+            for part in parts_of_range(buffer.layout.slots, segment.start, segment.end):
+                spec = spec_of(buffer.parameters[part.index])
+                if self._counting.counts(spec):
+                    end = part.position + part.end - part.start
+                    blocks = slice(part.position // PARAM_ALIGNMENT, -(-end // PARAM_ALIGNMENT))
+                    weights[self._kind_of(spec)][blocks] = 1.0
+        return [of_kind.to(segment.gradient.device) for of_kind in weights.values()]
+
     def measure(self, count_zeros: bool = False, timers: Timers | None = None) -> torch.Tensor:
+        """Return what `measure_kinds` does of all kinds together."""
+        return self.measure_kinds(count_zeros, timers)[0]
+
+    def measure_kinds(
+        self, count_zeros: bool = False, timers: Timers | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of squares and, if asked for, the number of zeros over the whole model, on the device.
+
+        Also the sums of squares of each kind, none where kinds are not told apart.
 
         Every rank that holds a part of the model must call. Nothing waits for the device but ``timers``, which time
         the counting; see `GradStatistics.from_totals`.
 
-        Shapes: ``-> [1 or 2]`` float64.
+        Shapes: ``-> [1 or 2], [kinds]`` float64.
         """
         device = self._segments[0][0].device
-        totals = torch.zeros(2 if count_zeros else 1, dtype=torch.float64, device=device)
+        num_totals = 2 if count_zeros else 1
+        totals = torch.zeros(num_totals + len(self._kinds), dtype=torch.float64, device=device)
         square_sum = totals[0]
-        for gradient, weights in self._segments:
+        for gradient, weights, of_kinds in self._segments:
             square_sum.add_(sum_of_squares(gradient, weights))
+            for index, of_kind in enumerate(of_kinds, num_totals):
+                totals[index].add_(sum_of_squares(gradient, of_kind))
         if count_zeros:
             with (timers or Timers())("optimizer-count-zeros", log_level=1):
                 for part in self._parts:
                     if self._counting.counts(part.spec):
                         totals[1].add_(_num_zeros(part))
         all_reduce(totals, self._counting.group)
-        return totals
+        return totals[:num_totals], totals[num_totals:]
 
 
 def _num_zeros(part: ParamPart) -> torch.Tensor | int:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from megatron.core.distributed.param_layout import PARAM_ALIGNMENT
+from megatron.core.optimizer.stochastic_rounding import random_words, round_roots, round_to_bfloat16
 
 STATE_DTYPES = {
     "fp32": torch.float32,
@@ -22,6 +23,10 @@ _LARGEST_EXPONENT = {torch.float16: 15, torch.float8_e4m3fn: 8}
 """The values of a block are brought to two to this power at most, which the type has room for."""
 _SMALLEST = {torch.float16: 2.0**-24, torch.float8_e4m3fn: 2.0**-9}
 _BIAS, _MANTISSA_BITS = 127, 23
+_SMALLEST_EXPONENT_OF_ROOTS = -54
+"""Squares of what is stored under a smaller scale would not be normal numbers."""
+_HALF_UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float8_e4m3fn: 2.0**-4}
+"""The largest relative error of rounding to the nearest."""
 
 
 class CompactTensor(ABC):
@@ -38,14 +43,17 @@ class CompactTensor(ABC):
         """Give the tensor its values."""
         self.tensor.data = self.decoded()
 
-    def close(self) -> None:
+    def close(self, num_updates: torch.Tensor | int = 0) -> None:
         """Store the tensor's values, and take its memory away."""
-        self.encode(self.tensor)
+        self.encode(self.tensor, num_updates)
         self.tensor.data = self.tensor.new_empty(0)
 
     @abstractmethod
-    def encode(self, values: torch.Tensor) -> None:
-        """Store float32 values; shape: ``[n]``."""
+    def encode(self, values: torch.Tensor, num_updates: torch.Tensor | int = 0) -> None:
+        """Store float32 values after so many updates, from which the chance of stochastic rounding follows.
+
+        Shapes: ``values: [n]``.
+        """
 
     @abstractmethod
     def decoded(self) -> torch.Tensor:
@@ -57,10 +65,18 @@ class CompactTensor(ABC):
 
 
 class RoundedTensor(CompactTensor):
-    """Store values rounded to bfloat16, whose range is that of float32."""
+    """Store values rounded to bfloat16, whose range is that of float32: to the nearest, or ``by_chance``."""
 
-    def encode(self, values: torch.Tensor) -> None:
-        """Round the values to the nearest."""
+    def __init__(self, tensor: torch.Tensor, *, by_chance: bool = False) -> None:
+        self._by_chance = by_chance
+        super().__init__(tensor)
+
+    def encode(self, values: torch.Tensor, num_updates: torch.Tensor | int = 0) -> None:
+        """Round the values."""
+        if self._by_chance:
+            blocks = _in_blocks(values)
+            rounded = round_to_bfloat16(blocks, random_words(blocks, num_updates))
+            values = rounded.view(-1)[: values.numel()]
         self._stored = values.to(torch.bfloat16)
 
     def decoded(self) -> torch.Tensor:
@@ -85,15 +101,11 @@ class ScaledTensor(CompactTensor):
         self._keeps_positive = keeps_positive
         super().__init__(tensor)
 
-    def encode(self, values: torch.Tensor) -> None:
+    def encode(self, values: torch.Tensor, num_updates: torch.Tensor | int = 0) -> None:
         """Scale and round the values to the nearest."""
         num_elements = values.numel()
-        padding = -num_elements % PARAM_ALIGNMENT
-        blocks = torch.nn.functional.pad(values, (0, padding)).view(-1, PARAM_ALIGNMENT)
-        # The smallest power of two that the block's largest value does not exceed, out of its bits: the value may be
-        # rounded up to it, and then has the same scale when it is stored again.
-        largest = ((blocks.abs().amax(dim=1).view(torch.int32) - 1) >> _MANTISSA_BITS) - _BIAS + 1
-        exponents = (largest - _LARGEST_EXPONENT[self._dtype]).clamp(1 - _BIAS, _BIAS - 1)
+        blocks = _in_blocks(values)
+        exponents = _exponents(blocks.abs(), self._dtype).clamp(1 - _BIAS, _BIAS - 1)
         scaled = blocks * _power_of_two(-exponents)
         if self._keeps_positive:
             scaled = torch.where(blocks > 0, scaled.clamp(min=_SMALLEST[self._dtype]), scaled)
@@ -111,6 +123,32 @@ class ScaledTensor(CompactTensor):
         return self._stored, self._exponents
 
 
+class RootTensor(CompactTensor):
+    """Store the roots of second moments in float8, with scales as `ScaledTensor` has them, and rounded by chance.
+
+    The mean of what may be stored is the second moment itself. No positive value is rounded down to zero.
+    """
+
+    def encode(self, values: torch.Tensor, num_updates: torch.Tensor | int = 0) -> None:
+        """Take the roots, scale and round them."""
+        blocks = _in_blocks(values)
+        exponents = _exponents(blocks.sqrt(), torch.float8_e4m3fn).clamp(_SMALLEST_EXPONENT_OF_ROOTS, _BIAS - 1)
+        inverse = _power_of_two(-exponents)
+        roots = round_roots(blocks * inverse * inverse, random_words(blocks, num_updates))
+        roots = torch.where(blocks > 0, roots.clamp(min=_SMALLEST[torch.float8_e4m3fn]), roots)
+        self._stored = roots.view(-1)[: values.numel()].to(torch.float8_e4m3fn)
+        self._exponents = exponents.to(torch.int8)
+
+    def decoded(self) -> torch.Tensor:
+        """Return the squares of the stored values times their scales."""
+        scales = _power_of_two(self._exponents.to(torch.int32)).expand(-1, PARAM_ALIGNMENT)
+        return (self._stored.float() * scales.reshape(-1)[: self._stored.numel()]).square_()
+
+    def held(self) -> tuple[torch.Tensor, ...]:
+        """Return the scaled roots and the exponents of the scales."""
+        return self._stored, self._exponents
+
+
 class RemainderTensor(CompactTensor):
     """Store of main parameters what their bfloat16 weights lack of float32: 16 bits each.
 
@@ -124,7 +162,7 @@ class RemainderTensor(CompactTensor):
         self._weights = weights
         super().__init__(tensor)
 
-    def encode(self, values: torch.Tensor) -> None:
+    def encode(self, values: torch.Tensor, num_updates: torch.Tensor | int = 0) -> None:
         """Round the values into the model, and store the distances."""
         self._weights.copy_(values)
         distances = values.view(torch.int32) - self._high_bits()
@@ -147,11 +185,31 @@ def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
     return ((exponents + _BIAS) << _MANTISSA_BITS).view(torch.float32).unsqueeze(1)
 
 
-def make_compact(tensor: torch.Tensor, dtype_name: str, *, keeps_positive: bool = False) -> CompactTensor | None:
-    """Return the storage of a moment in a type by name, or None for fp32, which is stored as it is."""
+def _in_blocks(values: torch.Tensor) -> torch.Tensor:
+    """Return values in rows of a block each, zeros after the last; shapes: ``[n] -> [blocks, 128]``."""
+    padding = -values.numel() % PARAM_ALIGNMENT
+    return torch.nn.functional.pad(values, (0, padding)).view(-1, PARAM_ALIGNMENT)
+
+
+def _exponents(sizes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the exponents of the blocks' scales, from values without sign; shapes: ``[blocks, 128] -> [blocks]``."""
+    # The smallest power of two that the block's largest value does not exceed, out of its bits: the value may be
+    # rounded up to it, and then has the same scale when it is stored again.
+    largest = ((sizes.amax(dim=1).view(torch.int32) - 1) >> _MANTISSA_BITS) - _BIAS + 1
+    return largest - _LARGEST_EXPONENT[dtype]
+
+
+def make_moment(tensor: torch.Tensor, dtype_name: str, decay: float, *, is_second: bool) -> CompactTensor | None:
+    """Return the storage of a moment in a type by name, or None for fp32, which is stored as it is.
+
+    Where an update moves the moment by less than half a unit of the type, rounding to the nearest would hold it where
+    it is: a bfloat16 moment that keeps more than 99.6 % (``decay``) is rounded by chance, and any second moment in fp8.
+    """
     dtype = STATE_DTYPES[dtype_name]
     if dtype is torch.float32:
         return None
     if dtype is torch.bfloat16:
-        return RoundedTensor(tensor)
-    return ScaledTensor(tensor, dtype, keeps_positive=keeps_positive)
+        return RoundedTensor(tensor, by_chance=1.0 - decay < _HALF_UNIT[dtype])
+    if dtype is torch.float8_e4m3fn and is_second:
+        return RootTensor(tensor)
+    return ScaledTensor(tensor, dtype, keeps_positive=is_second)

@@ -5,7 +5,7 @@ Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -51,14 +51,14 @@ class DistributedOptimizer(MegatronOptimizer):
         self._gathers_in_forward = overlaps and not self._gathers
         assert not (self._gathers and self.offload), "what the host updates is not in the order of the gathers"
 
-    def _update(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
+    def _update(self, is_finite: torch.Tensor, grad_multipliers: Mapping[str, torch.Tensor]) -> None:
         for chunk in self._chunks:
             # A module that no forward pass has called has not waited for its parameters.
             chunk.finish_param_gather()
         if self._gathers:
-            self._update_by_gather(is_finite, grad_multiplier)
+            self._update_by_gather(is_finite, grad_multipliers)
             return
-        super()._update(is_finite, grad_multiplier)
+        super()._update(is_finite, grad_multipliers)
         if not self._gathers_in_forward:
             self._start_gathers()
 
@@ -78,14 +78,15 @@ class DistributedOptimizer(MegatronOptimizer):
             for chunk in self._chunks:
                 chunk.start_param_gather()
 
-    def _update_by_gather(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
+    def _update_by_gather(self, is_finite: torch.Tensor, grad_multipliers: Mapping[str, torch.Tensor]) -> None:
         """Update what is gathered together; it is gathered while the next is updated."""
         if not all(bucket.inner.decides_on_device for bucket in self._on_device):
             # The host asks for each bucket: what it reads must not wait for those before.
-            is_finite, grad_multiplier = is_finite.cpu(), grad_multiplier.cpu()
+            is_finite = is_finite.cpu()
+            grad_multipliers = {kind: multiplier.cpu() for kind, multiplier in grad_multipliers.items()}
         for buckets, gather in self._gathers:
             for bucket in buckets:
-                bucket.step_if(is_finite, grad_multiplier, self._timers)
+                bucket.step_if(is_finite, grad_multipliers[bucket.rate.kind], self._timers)
             gather()
 
     def _device_pieces(self, groups: list[PartGroup]) -> Iterator[list[PartGroup]]:

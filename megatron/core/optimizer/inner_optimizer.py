@@ -5,15 +5,13 @@ Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from megatron.core.optimizer.lion import Lion
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.sharding import spec_of
 
 
 class InnerOptimizer:
@@ -104,6 +102,15 @@ class InnerOptimizer:
         tensor: torch.Tensor = self._torch_optimizer.state[parameter][name]
         return tensor
 
+    @property
+    def num_updates(self) -> torch.Tensor | int:
+        """Return the count of Adam's updates, where it lies; 0 for what keeps none."""
+        for state in self._torch_optimizer.state.values():
+            if "step" in state:
+                count: torch.Tensor = state["step"]
+                return count
+        return max((group.get("step", 0) for group in self._torch_optimizer.param_groups), default=0)
+
     def set_num_steps(self, num_steps: int) -> None:
         """Set the count of updates made, from which Adam corrects the bias of its moments."""
         for state in self._torch_optimizer.state.values():
@@ -141,14 +148,6 @@ def _state_names(config: OptimizerConfig) -> tuple[str, ...]:
     return ("momentum_buffer",) if config.sgd_momentum else ()
 
 
-@dataclass(frozen=True)
-class ParamGroup:
-    """Hold parameters that share a weight decay: the value of the schedule times ``weight_decay_multiplier``."""
-
-    parameters: tuple[torch.nn.Parameter, ...]
-    weight_decay_multiplier: float
-
-
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
     """Return whether weight decay applies: to everything but biases and one-dimensional parameters."""
     return parameter.dim() > 1 and not name.endswith("bias")
@@ -157,13 +156,3 @@ def is_decayed(name: str, parameter: torch.Tensor) -> bool:
 def is_decoupled(name: str) -> bool:
     """Return whether --decoupled-lr is the learning rate of a parameter: a word embedding or an output layer."""
     return name.endswith(("word_embeddings.weight", "output_layer.weight"))
-
-
-def build_param_groups(parameters: Iterable[torch.nn.Parameter]) -> tuple[ParamGroup, ...]:
-    """Return the decayed parameters and then the others, each in the given order; an empty group is left out."""
-    decayed: list[torch.nn.Parameter] = []
-    others: list[torch.nn.Parameter] = []
-    for parameter in parameters:
-        (decayed if is_decayed(spec_of(parameter).name, parameter) else others).append(parameter)
-    groups = (ParamGroup(tuple(decayed), 1.0), ParamGroup(tuple(others), 0.0))
-    return tuple(group for group in groups if group.parameters)

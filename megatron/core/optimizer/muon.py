@@ -35,6 +35,7 @@ class Muon:
 
     decides_on_device = True
     state_names = ("momentum_buffer",)
+    num_updates = 0
 
     def __init__(
         self,

@@ -18,17 +18,17 @@ from megatron.core.optimizer.clip_grads import (
     Counting,
     GradMeter,
     GradStatistics,
-    clip_coefficient,
     sum_of_squares,
 )
 from megatron.core.optimizer.compact_state import CompactTensor
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
+from megatron.core.optimizer.gradient_kinds import ALL_KINDS, KINDS, clips_by_kind, grad_multipliers, kind_of
 from megatron.core.optimizer.gradient_report import check_weights, describe_bad_gradients
 from megatron.core.optimizer.host_offload import HostOffload, split_groups
-from megatron.core.optimizer.inner_optimizer import build_param_groups, is_decoupled
 from megatron.core.optimizer.matrix_owners import MatrixOwners
 from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_rates import COMMON_RATE, ParamRates, Rate
 from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, cut_into_buckets
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import ParamSpec, spec_of
@@ -71,7 +71,9 @@ class MegatronOptimizer:
         self._state = state
         self._timers = Timers()
         self._scaler = make_grad_scaler(config)
-        self._meter = GradMeter(model_chunks, state)
+        by_kind = clips_by_kind(config)
+        self._meter = GradMeter(model_chunks, state, *((kind_of, KINDS) if by_kind else ()))
+        self._rates = ParamRates(config)
         self.num_steps = 0
         self._num_skipped = 0
         self._num_at_minimum = 0
@@ -79,16 +81,14 @@ class MegatronOptimizer:
             fused_adam = None
         on_host: list[UpdateBucket] = []
         self._on_device: list[UpdateBucket] = []
-        for groups, decoupled in self._part_groups():
+        for rate, groups in self._part_groups():
             away, here = split_groups(groups, config.offload_fraction)
-            on_host += [
-                UpdateBucket(config, piece, on_host=True, is_decoupled=decoupled) for piece in cut_into_buckets(away)
-            ]
+            on_host += [UpdateBucket(config, piece, on_host=True, rate=rate) for piece in cut_into_buckets(away)]
             self._on_device += [
-                UpdateBucket(config, piece, fused_adam, is_decoupled=decoupled) for piece in self._device_pieces(here)
+                UpdateBucket(config, piece, fused_adam, rate=rate) for piece in self._device_pieces(here)
             ]
         if config.optimizer == "muon":
-            self._on_device.append(self._matrix_bucket())
+            self._on_device += self._matrix_buckets()
         self.offload = HostOffload(config, on_host, host_copies()) if on_host else None
         self._buckets = (*on_host, *self._on_device)
         # What `sharded_state` has lent of state that is stored in few bytes, to be stored when it has been filled.
@@ -107,8 +107,9 @@ class MegatronOptimizer:
         """Set what the next step uses; the last is of the word embedding and the output layer, None for no other."""
         self.learning_rate = learning_rate
         for bucket in self._buckets:
-            own = decoupled_learning_rate if bucket.is_decoupled else None
-            bucket.inner.set_learning_rate(learning_rate if own is None else own, weight_decay)
+            own = decoupled_learning_rate if bucket.rate.is_decoupled else None
+            common = learning_rate if own is None else own
+            bucket.inner.set_learning_rate(common * bucket.rate.multiplier, weight_decay)
 
     def step(self) -> StepOutcome:
         """Update the parameters, or skip the update where a float16 gradient has overflowed.
@@ -132,15 +133,15 @@ class MegatronOptimizer:
         self._lent.clear()
         self._timers = timers or Timers()
         with self._timers("optimizer-unscale-and-check-inf", log_level=1):
-            totals = self._meter.measure(self.config.log_num_zeros_in_grad, self._timers)
+            totals, of_kinds = self._meter.measure_kinds(self.config.log_num_zeros_in_grad, self._timers)
         with self._timers("optimizer-clip-main-grad", log_level=1):
             norm = totals[0].sqrt()
             scale = self._scaler.scale
-            multiplier = clip_coefficient(norm / scale, self.config.clip_grad) / scale
+            multipliers = grad_multipliers(totals[0], of_kinds, scale, self.config)
         is_wanted = norm.isfinite()
         if accept is not None:
             is_wanted = is_wanted & accept(norm / scale)
-        self._update(is_wanted, multiplier)
+        self._update(is_wanted, multipliers)
         return totals
 
     @torch.no_grad()
@@ -231,7 +232,7 @@ class MegatronOptimizer:
         self._scaler.load_state_dict(state["grad_scaler"])
         self.num_steps = int(state["num_steps"])
         for compact, values in self._lent:
-            compact.encode(values.to(compact.tensor.device))
+            compact.encode(values.to(compact.tensor.device), self.num_steps)
         self._lent.clear()
         for bucket in self._buckets:
             bucket.inner.set_num_steps(self.num_steps)
@@ -241,15 +242,15 @@ class MegatronOptimizer:
     def _checks_for_nan(self) -> bool:
         return any(chunk.config.check_for_nan_in_loss_and_grad for chunk in self._chunks)
 
-    def _update(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
-        """Update the model from the gradients times a factor, if they are finite."""
+    def _update(self, is_finite: torch.Tensor, grad_multipliers: Mapping[str, torch.Tensor]) -> None:
+        """Update the model from the gradients times the factors of their kinds, if they are finite."""
         if self.offload is not None:
             self.offload.begin()
         for bucket in self._on_device:
-            bucket.step_if(is_finite, grad_multiplier, self._timers)
+            bucket.step_if(is_finite, grad_multipliers[bucket.rate.kind], self._timers)
         if self.offload is not None:
             with self._timers("optimizer-inner-step", log_level=1):
-                self.offload.finish(is_finite, grad_multiplier)
+                self.offload.finish(is_finite, grad_multipliers[ALL_KINDS])
 
     def _device_pieces(self, groups: list[PartGroup]) -> Iterator[list[PartGroup]]:
         """Yield what is updated together on the device, all of ``groups`` where nothing speaks against it."""
@@ -259,25 +260,21 @@ class MegatronOptimizer:
         elif groups:
             yield groups
 
-    def _part_groups(self) -> Iterator[tuple[list[PartGroup], bool]]:
-        """Yield this rank's parts by weight decay: those of the common learning rate, and those of another."""
-        trained = [p for p in self._trained() if not self._is_orthogonalized(p)]
-        for decoupled in (False, True):
-            chosen = [
-                p
-                for p in trained
-                if (self.config.decoupled_lr is not None and is_decoupled(spec_of(p).name)) == decoupled
-            ]
-            yield self._groups_of(chosen), decoupled
+    def _part_groups(self) -> Iterator[tuple[Rate, list[PartGroup]]]:
+        """Yield this rank's parts that share a learning rate, by weight decay."""
+        for rate, parameters in self._rates.by_rate([p for p in self._trained() if not self._is_orthogonalized(p)]):
+            yield rate, self._groups_of(parameters)
 
-    def _matrix_bucket(self) -> UpdateBucket:
-        """Return what updates the matrices, which are owned by ranks of the groups that share them; collective."""
-        matrices = [p for p in self._trained() if self._is_orthogonalized(p)]
-        groups = self._groups_of(matrices)
+    def _matrix_buckets(self) -> Iterator[UpdateBucket]:
+        """Yield what updates the matrices, which are owned by ranks of the groups that share them; collective."""
         is_sharded = any(chunk.is_sharded for chunk in self._chunks)
-        parts = [part for parts, _ in groups for part in parts]
-        owners = MatrixOwners(matrices, parts, self._state.tp, self._state.dp_cp, is_sharded=is_sharded)
-        return UpdateBucket(self.config, groups, owners=owners)
+        matrices = [p for p in self._trained() if self._is_orthogonalized(p)]
+        # A rank without matrices has part in the first bucket's collectives.
+        for rate, chosen in self._rates.by_rate(matrices) or [(COMMON_RATE, [])]:
+            groups = self._groups_of(chosen)
+            parts = [part for parts, _ in groups for part in parts]
+            owners = MatrixOwners(chosen, parts, self._state.tp, self._state.dp_cp, is_sharded=is_sharded)
+            yield UpdateBucket(self.config, groups, owners=owners, rate=rate)
 
     def _trained(self) -> list[torch.nn.Parameter]:
         return [p for chunk in self._chunks for p in chunk.parameters() if p.requires_grad]
@@ -292,8 +289,8 @@ class MegatronOptimizer:
             for part in chunk.parts:
                 parts_of.setdefault(id(part.parameter), []).append(part)
         return [
-            ([part for p in group.parameters for part in parts_of.get(id(p), [])], group.weight_decay_multiplier)
-            for group in build_param_groups(parameters)
+            ([part for p in chosen for part in parts_of.get(id(p), [])], multiplier)
+            for multiplier, chosen in self._rates.by_decay(parameters)
         ]
 
     @torch.no_grad()

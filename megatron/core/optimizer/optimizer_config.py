@@ -59,13 +59,10 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     )
     """Type of Adam's first moment; fp16 and fp8 with a scale for every 128 elements."""
     exp_avg_sq_dtype: str = flag(
-        "fp32",
-        choices=("fp32", "fp16", "bf16"),
-        not_built=("fp8",),
-        needs="use_precision_aware_optimizer",
-        in_args=False,
+        "fp32", choices=("fp32", "fp16", "bf16", "fp8"), needs="use_precision_aware_optimizer", in_args=False
     )
-    """Type of Adam's second moment; fp16 with a scale for every 128 elements."""
+    """Type of Adam's second moment; fp16 and fp8 with a scale for every 128 elements, fp8 of its root and rounded by
+    chance, and so is bf16 where --adam-beta2 is above 0.996."""
     lr: float = flag(0.0, bounds=NOT_NEGATIVE)
     """Highest learning rate."""
     min_lr: float = flag(0.0, bounds=NOT_NEGATIVE)
@@ -76,8 +73,18 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     """Lowest learning rate of the word embedding and the output layer; by default --min-lr."""
     weight_decay: float = flag(0.01, bounds=NOT_NEGATIVE)
     """Weight decay of the parameters with two or more dimensions."""
+    param_group_overrides: tuple[str, ...] = flag((), nargs="+", metavar="PATTERN:lr_mult=X,wd_mult=Y", in_args=False)
+    """Multiply the learning rate of the parameters whose names match a pattern, with * for any characters, and give
+    them a multiple of --weight-decay; of several the first that matches counts."""
     clip_grad: float = flag(1.0, bounds=NOT_NEGATIVE)
     """Largest global gradient norm; 0 turns clipping off."""
+    clip_grad_matrices: float = flag(0.0, bounds=NOT_NEGATIVE, in_args=False)
+    """Largest norm of the gradients of all matrices between the embeddings and the output layer, before the norm of all
+    gradients is clipped; 0 for none."""
+    clip_grad_embeddings: float = flag(0.0, bounds=NOT_NEGATIVE, in_args=False)
+    """Largest norm of the gradients of the embeddings and the output layer, before that of all; 0 for none."""
+    clip_grad_vectors: float = flag(0.0, bounds=NOT_NEGATIVE, in_args=False)
+    """Largest norm of the gradients of biases and norms' weights, before that of all; 0 for none."""
     adam_beta1: float = flag(0.9, bounds=BELOW_ONE)
     """Decay of Adam's first moment."""
     adam_beta2: float = flag(0.999, bounds=BELOW_ONE)

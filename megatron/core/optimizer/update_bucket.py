@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron.core.distributed.flat_parameters import ParamPart
-from megatron.core.optimizer.compact_state import CompactTensor, RemainderTensor, make_compact
+from megatron.core.optimizer.compact_state import CompactTensor, RemainderTensor, make_moment
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.matrix_owners import MatrixOwners
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_rates import COMMON_RATE, Rate
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.timers import Timers
 
@@ -45,7 +46,7 @@ class UpdateBucket:
     """Update parts of parameters from their gradients.
 
     On the device the main parameters are the model's own or float32 copies; ``on_host`` makes all of them copies in the
-    machine's memory. What ``is_decoupled`` has a learning rate of its own. With the configuration's narrow types, state
+    machine's memory. All parts have the learning rate that ``rate`` says. With the configuration's narrow types, state
     is stored in these between two steps. With ``owners`` the parts are of matrices, and updated by Muon.
     """
 
@@ -56,10 +57,10 @@ class UpdateBucket:
         fused_adam: type[torch.optim.Optimizer] | None = None,
         *,
         on_host: bool = False,
-        is_decoupled: bool = False,
+        rate: Rate = COMMON_RATE,
         owners: MatrixOwners | None = None,
     ) -> None:
-        self.is_decoupled = is_decoupled
+        self.rate = rate
         pairs = [([_optimized(part, on_host) for part in parts], multiplier) for parts, multiplier in groups]
         self.parts = [part for parts, _ in pairs for part in parts]
         self.main_params = [part.main_param for part in self.parts]
@@ -157,10 +158,13 @@ class UpdateBucket:
         for part in self.parts:
             if part.is_rounded and config.main_params_dtype != "fp32":
                 narrow.append(RemainderTensor(part.main_param, part.part.values))
-            for name, dtype in (("exp_avg", config.exp_avg_dtype), ("exp_avg_sq", config.exp_avg_sq_dtype)):
+            for name, dtype, decay in (
+                ("exp_avg", config.exp_avg_dtype, config.adam_beta1),
+                ("exp_avg_sq", config.exp_avg_sq_dtype, config.adam_beta2),
+            ):
                 if name in self.inner.state_names:
                     tensor = self.inner.state_of(part.main_param, name)
-                    narrow.append(make_compact(tensor, dtype, keeps_positive=name == "exp_avg_sq"))
+                    narrow.append(make_moment(tensor, dtype, decay, is_second=name == "exp_avg_sq"))
         self._compact = {id(stored.tensor): stored for stored in narrow if stored is not None}
 
     @contextmanager
@@ -169,7 +173,7 @@ class UpdateBucket:
             stored.open()
         yield
         for stored in self._compact.values():
-            stored.close()
+            stored.close(self.inner.num_updates)
 
     def _drop_gradients(self) -> None:
         for main_param in self.main_params:

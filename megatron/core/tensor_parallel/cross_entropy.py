@@ -18,8 +18,14 @@ from megatron.core.process_group import Group
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first_column: int, num_columns: int, tp: Group
-    ) -> torch.Tensor:
+        ctx: Any,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        first_column: int,
+        num_columns: int,
+        tp: Group,
+        with_normalizers: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         flat = logits.detach().reshape(-1, logits.shape[-1])
         local_labels = labels.reshape(-1) - first_column
         local_normalizer, label_logits = normalizer_and_label_logits(flat, local_labels, num_columns)
@@ -28,16 +34,29 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             log_normalizer, label_logits = _combine(local_normalizer, label_logits, tp)
         ctx.save_for_backward(logits, local_labels, local_normalizer, log_normalizer)
         ctx.num_columns = num_columns
-        return (log_normalizer - label_logits).reshape(labels.shape)
+        losses = (log_normalizer - label_logits).reshape(labels.shape)
+        if not with_normalizers:
+            return losses
+        # A copy: what is saved must not be an output, whose memory is the caller's.
+        return losses, log_normalizer.clone().reshape(labels.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(
+        ctx: Any, grad: torch.Tensor, normalizer_grad: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, None, None, None, None, None]:
         logits, local_labels, local_normalizer, log_normalizer = ctx.saved_tensors
         # The logits are this function's own from here on: nothing else of the graph reads them again.
         result = logits.detach().reshape(-1, logits.shape[-1])
         row_grad = grad.reshape(-1).to(log_normalizer.dtype)
-        overwrite_with_gradient(result, local_labels, ctx.num_columns, local_normalizer, log_normalizer, row_grad)
-        return result.reshape(logits.shape), None, None, None, None
+        further = None if normalizer_grad is None else normalizer_grad.reshape(-1).to(log_normalizer.dtype)
+        sums = row_grad if further is None else row_grad + further
+        overwrite_with_gradient(result, local_labels, ctx.num_columns, local_normalizer, log_normalizer, sums)
+        if further is not None:
+            # The normalizer does not depend on which column is the label.
+            is_here = (local_labels >= 0) & (local_labels < ctx.num_columns)
+            columns = local_labels.masked_fill(~is_here, 0)[:, None]
+            result.scatter_add_(1, columns, (further * is_here).to(result.dtype)[:, None])
+        return result.reshape(logits.shape), None, None, None, None, None
 
 
 def _combine(
@@ -61,9 +80,28 @@ def vocab_parallel_cross_entropy(
 
     Shapes: ``logits: [..., v/tp], labels: [...] -> [...]`` in float32 (float64 for float64 logits).
     """
-    first_column = tp.rank * logits.shape[-1]
-    num_columns = min(max(vocab_size - first_column, 0), logits.shape[-1])
     result: torch.Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, labels, first_column, num_columns, tp
+        logits, labels, *_columns_of_rank(logits, vocab_size, tp), tp, False
     )
     return result
+
+
+def vocab_parallel_losses_and_normalizers(
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, tp: Group
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the negative log-likelihood of every label, and the logarithm of every row's sum of exponentials.
+
+    Both can be differentiated; otherwise as `vocab_parallel_cross_entropy`.
+
+    Shapes: ``logits: [..., v/tp], labels: [...] -> [...], [...]`` in float32 (float64 for float64 logits).
+    """
+    both: tuple[torch.Tensor, torch.Tensor] = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, labels, *_columns_of_rank(logits, vocab_size, tp), tp, True
+    )
+    return both
+
+
+def _columns_of_rank(logits: torch.Tensor, vocab_size: int, tp: Group) -> tuple[int, int]:
+    """Return which column of the vocabulary a rank's first one is, and how many of its columns are no padding."""
+    first_column = tp.rank * logits.shape[-1]
+    return first_column, min(max(vocab_size - first_column, 0), logits.shape[-1])

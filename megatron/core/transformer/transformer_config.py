@@ -12,10 +12,13 @@ from megatron.core.transformer.latent_attention.latent_config import LatentConfi
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe.moe_config import MoEConfig, moe_layers
 from megatron.core.transformer.multi_token_prediction.prediction_config import PredictionConfig
+from megatron.core.transformer.mup_config import MupConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig(ModelParallelConfig, Float8Config, MoEConfig, PredictionConfig, LatentConfig, in_args=True):
+class TransformerConfig(
+    ModelParallelConfig, Float8Config, MoEConfig, PredictionConfig, LatentConfig, MupConfig, in_args=True
+):
     """Hold everything that a transformer layer is built from.
 
     ``ffn_hidden_size``, ``kv_channels`` and ``num_query_groups`` are 0 where they are not given and are then
@@ -256,6 +259,11 @@ class TransformerConfig(ModelParallelConfig, Float8Config, MoEConfig, Prediction
             ValueError: --lora-target-modules does not fit the model; the message says why.
         """
         return adapted_parts(self.lora_target_modules, self.is_gated) if self.lora_rank else {}
+
+    @property
+    def width_multiplier(self) -> float:
+        """Return how many times wider the model is than that of --mup-base-hidden-size; 1 without --use-mup."""
+        return self.width_multiplier_of(self.hidden_size)
 
     @property
     def score_scalar(self) -> int:

@@ -31,7 +31,6 @@ from megatron.training.config.flag_notes import (
     NOT_SUPPORTED,
 )
 from megatron.training.config.foreign_flags import foreign_flags
-from megatron.training.config.notes.refusal_reasons import VALUE_REASONS
 from megatron.training.config.resolution import resolve, resolve_checkpoint
 from megatron.training.config.run_config import RunConfig, command_line_fields, config_parts
 from megatron.training.config.table_flags import TABLE_PREFIX, cut_at_documents, packing_notes, table_flags
@@ -322,9 +321,7 @@ def _convert(spec: FieldSpec, text: str, problems: list[str]) -> Any:
     if choices is not None and text not in choices:
         foreign = foreign_flags().get(f"{name} {text}")
         if text in spec.options.not_built:
-            reason = VALUE_REASONS.get(f"{name} {text}")
-            why = f" ({reason})" if reason else ""
-            problems.append(f"{name} {text} is not supported yet; possible: {', '.join(choices)}{why}")
+            problems.append(f"{name} {text} is not supported yet; possible: {', '.join(choices)}")
         elif foreign is not None:
             problems.append(foreign_answer(name, [text], foreign))
         else:

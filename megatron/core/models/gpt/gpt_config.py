@@ -79,6 +79,9 @@ class GPTConfig(TransformerConfig, in_args=True):
     """Keep logits within this number of 0, by a tanh."""
     embedding_init_method_std: float | None = flag(None, role="run", bounds=NOT_NEGATIVE, in_args=False)
     """Standard deviation of the initial embeddings of words and positions; by default --init-method-std."""
+    z_loss_coeff: float | None = flag(None, role="recipe", bounds=NOT_NEGATIVE, in_args=False)
+    """Weight of the z-loss of the output layer's logits, the mean of the squared logarithm of the sum of their
+    exponentials, beside the loss that is trained; by default there is none. --moe-z-loss-coeff is of routers."""
     untie_embeddings_and_output_weights: bool = flag(False, role="weights")
     """Give the output layer a weight of its own."""
 
@@ -95,6 +98,11 @@ class GPTConfig(TransformerConfig, in_args=True):
         """Return the initial standard deviation of the embeddings, and of an output layer that is tied to them."""
         std = self.embedding_init_method_std
         return self.init_method_std if std is None else std
+
+    @property
+    def logit_multiplier(self) -> float:
+        """Return what logits are multiplied by with --use-mup; 1 without it."""
+        return self.mup_output_mult / self.width_multiplier
 
     @property
     def padded_vocab_size(self) -> int:

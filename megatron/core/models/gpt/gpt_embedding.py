@@ -64,6 +64,9 @@ class GPTEmbedding(nn.Module):
             # Rounded to the embeddings' own precision, as models are trained with it; a number, which no step copies.
             dtype = dtype_from_name(config.params_dtype)
             self.scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
+        self.multiplier = config.mup_embedding_mult
+        if self.multiplier != 1.0:
+            self.scale = self.multiplier * (1.0 if self.scale is None else self.scale)
         self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(config, tp, device)
@@ -85,7 +88,8 @@ class GPTEmbedding(nn.Module):
         hidden = self.of_words(tokens)
         if self.position_embeddings is not None:
             assert position_ids is not None, "learned positions are looked up"
-            hidden = hidden + self.position_embeddings(position_ids)
+            positions = self.position_embeddings(position_ids)
+            hidden = hidden + (positions if self.multiplier == 1.0 else positions * self.multiplier)
         keys = require_keys(dropout).of_embedding if self.dropout.is_active else None
         output: torch.Tensor = self.dropout(hidden, keys)
         return output

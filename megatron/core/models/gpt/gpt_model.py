@@ -15,11 +15,15 @@ from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.main_grad import set_gradient_uses
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_embedding import GPTEmbedding
+from megatron.core.models.gpt.logit_z_loss import LOGIT_Z_LOSS, logit_z_loss
 from megatron.core.models.model import Model
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import attach_spec, spec_of, tie_over_pipeline
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_losses_and_normalizers,
+)
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.linear import tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import InputRegion
@@ -39,6 +43,7 @@ from megatron.core.transformer.multi_token_prediction.prediction_layers import (
 )
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.width_scaling import scale_with_width
 
 _WORD_EMBEDDING = "embedding.word_embeddings"
 
@@ -83,7 +88,8 @@ class GPTModel(Model):
         self.mtp: MultiTokenPrediction | None = None
         if self.has_further_tokens:
             self.mtp = MultiTokenPrediction(config, tp, device, self.cp, experts)
-        self.auxiliary_loss_names = (*auxiliary_loss_names(config), *further_loss_names(config))
+        of_logits = (LOGIT_Z_LOSS,) if config.z_loss_coeff else ()
+        self.auxiliary_loss_names = (*auxiliary_loss_names(config), *further_loss_names(config), *of_logits)
         self._logits_memory = ReusedMemory()
         self.output_layer: ColumnParallelLinear | None = None
         is_tied = not config.untie_embeddings_and_output_weights
@@ -114,6 +120,8 @@ class GPTModel(Model):
             weight = self.output_weight if self.embedding is None else self.embedding.word_embeddings.weight
             tied = tie_over_pipeline(spec_of(weight), name=f"{_WORD_EMBEDDING}.weight", is_first_stage=pre_process)
             attach_spec(weight, tied)
+        if config.use_mup:
+            scale_with_width(self.parameters(), config.width_multiplier)
         self.initialize_parameters(seed)
 
     @property
@@ -173,23 +181,41 @@ class GPTModel(Model):
             hidden = hidden[-1:]
         if labels is None:
             return self._logits(hidden, None)
-        if self.mtp is None or losses is None or not self.training:
+        if losses is None or not self.training:
             return self._loss(hidden, labels)
+        if self.mtp is None:
+            return self._loss(hidden, labels, losses, loss_mask)
         assert self.embedding is not None, "further tokens are embedded"
         targets = further_targets(labels, loss_mask, pattern.document_ids, self.config.num_further_tokens, self.cp)
         embedded = self.embedding.of_words(targets.tokens.flatten(0, 1))
         states, found = self.mtp(hidden, embedded, pattern, angles, dropout)
         losses += found
         # All logits are one product, and use the output layer's weight once.
-        per_token = self._loss(torch.cat((hidden, *states), dim=1), torch.cat((labels, *targets.labels)))
+        all_labels = torch.cat((labels, *targets.labels))
+        per_token = self._loss(torch.cat((hidden, *states), dim=1), all_labels, losses, loss_mask)
         own, *further = per_token.chunk(1 + len(states))
         losses += further_losses(further, targets, self.config, self.cp)
         return own
 
-    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss of every token. Shapes: ``[s, b, h], [b, s] -> [b, s]``."""
+    def _loss(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        losses: list[AuxiliaryLoss] | None = None,
+        loss_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the loss of every token, and add the z-loss of the first ones, those of the mask, to ``losses``.
+
+        Shapes: ``[s, b, h], [b, s] -> [b, s]``.
+        """
         logits = self._logits(hidden, self._logits_memory)
-        return vocab_parallel_cross_entropy(logits, labels.t(), self.config.vocab_size, self.tp).t()
+        vocab_size, coefficient = self.config.vocab_size, self.config.z_loss_coeff
+        if losses is None or not coefficient:
+            return vocab_parallel_cross_entropy(logits, labels.t(), vocab_size, self.tp).t()
+        per_token, log_normalizers = vocab_parallel_losses_and_normalizers(logits, labels.t(), vocab_size, self.tp)
+        own = slice(None) if loss_mask is None else slice(len(loss_mask))
+        losses.append(logit_z_loss(log_normalizers.t()[own], loss_mask, coefficient, self.cp))
+        return per_token.t()
 
     def _dropout(self, samples: DropoutSamples | None, first: torch.Tensor) -> DropoutKeys | None:
         """Return the keys of dropout, if there is any, for a chunk that begins with ``first: [s, b, …]``."""
@@ -213,7 +239,8 @@ class GPTModel(Model):
         return replace(angles, local=self.local_rotary.angles(position_ids, dtype))
 
     def _logits(self, hidden: torch.Tensor, memory: ReusedMemory | None) -> torch.Tensor:
-        logits = self._raw_logits(hidden, memory)
+        factor = self.config.logit_multiplier
+        logits = self._raw_logits(hidden if factor == 1.0 else hidden * factor, memory)
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

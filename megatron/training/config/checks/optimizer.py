@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config_base import BELOW_ONE
+from megatron.core.optimizer.group_override import parse_override
 from megatron.training.config.checks.check import Check
 from megatron.training.config.run_config import RunConfig
 
@@ -36,6 +37,43 @@ def _check_decoupled(config: RunConfig) -> Iterator[str]:
         yield (
             f"--{name} {lowest} is greater than --decoupled-lr {highest}; give --decoupled-min-lr of {highest} or less"
         )
+
+
+def _check_overrides(config: RunConfig) -> Iterator[str]:
+    for text in config.optimizer.param_group_overrides:
+        try:
+            parse_override(text)
+        except ValueError as error:
+            yield (
+                f"--param-group-overrides {text}: {error}; give PATTERN:lr_mult=X,wd_mult=Y with a pattern of "
+                "parameters' names, as in *.mlp.*:lr_mult=0.5"
+            )
+
+
+def _check_mup(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not model.use_mup:
+        return
+    if model.mup_base_hidden_size is None and model.mup_width_mult is None:
+        yield "--use-mup needs the width of the base model; give --mup-base-hidden-size (or --mup-width-mult)"
+    if config.optimizer.elementwise == "sgd":
+        yield "--use-mup scales the rates of AdamW, Lion and Muon, not of --optimizer sgd; give --optimizer adam"
+    if model.multi_latent_attention and model.mup_base_head_dim is not None:
+        yield (
+            "--mup-base-head-dim is not built beside --multi-latent-attention; leave it out: scores are then divided "
+            "by the root of the heads' width"
+        )
+
+
+def _check_clipping(config: RunConfig) -> Iterator[str]:
+    optimizer = config.optimizer
+    for name in ("clip_grad_matrices", "clip_grad_embeddings", "clip_grad_vectors"):
+        value = getattr(optimizer, name)
+        if value and optimizer.offload_fraction:
+            yield (
+                f"--{name.replace('_', '-')} {value} beside the optimizer's offload is not built; leave it or the "
+                "offload (--optimizer-cpu-offload) out"
+            )
 
 
 def _check_units(config: RunConfig) -> Iterator[str]:
@@ -177,6 +215,21 @@ CHECKS = (
         ("optimizer", "ckpt_format", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step"), _check_rule
     ),
     Check(("lr", "min_lr"), _check_learning_rate),
+    Check(("param_group_overrides",), _check_overrides),
+    Check(
+        ("clip_grad_matrices", "clip_grad_embeddings", "clip_grad_vectors", "optimizer_cpu_offload"), _check_clipping
+    ),
+    Check(
+        (
+            "use_mup",
+            "mup_base_hidden_size",
+            "mup_width_mult",
+            "mup_base_head_dim",
+            "multi_latent_attention",
+            "optimizer",
+        ),
+        _check_mup,
+    ),
     Check(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), _check_decoupled),
     Check(_LENGTHS, _check_units),
     Check((*_LENGTHS, "global_batch_size", "micro_batch_size"), _check_warmup),

@@ -53,9 +53,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("--replication", _LOCAL_COPIES),
 )
 
-VALUE_REASONS = {"--exp-avg-sq-dtype fp8": "a second moment moves by less than its steps of 6 %"}
-"""Why a value is refused, where the possible ones do not show it."""
-
 
 def refusal_reason(flag: str) -> str:
     """Return what to do in place of a flag that is not supported; empty where nothing is known of it."""

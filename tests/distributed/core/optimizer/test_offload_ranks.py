@@ -33,6 +33,7 @@ NARROW: Options = {
     "exp_avg_dtype": "fp16",
     "exp_avg_sq_dtype": "fp16",
 }
+SMALLEST: Options = NARROW | {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
 
 
 def trained_with_each(options: Options, optimizers: list[Options], **settings: Any) -> list[Trained]:
@@ -50,8 +51,9 @@ def test_offload_computes_the_same_bits(options: Options, dtype: torch.dtype) ->
             assert all(torch.equal(parameter, expected[0][name]) for name, parameter in parameters.items())
 
 
-def test_state_in_few_bytes_does_not_depend_on_the_sharding() -> None:
-    settings = {"dtype": torch.bfloat16, "optimizer": {"clip_grad": 0.0, **NARROW}}
+@pytest.mark.parametrize("narrow", [NARROW, SMALLEST], ids=["fp16", "fp8"])
+def test_state_in_few_bytes_does_not_depend_on_the_sharding(narrow: Options) -> None:
+    settings = {"dtype": torch.bfloat16, "optimizer": {"clip_grad": 0.0, **narrow}}
     (whole, *_), *_ = run_distributed(2, trained, {}, **settings)
     (shards, *_), *_ = run_distributed(2, trained, OPTIM, **settings)
     assert all(torch.equal(parameter, shards[name]) for name, parameter in whole.items())
@@ -66,7 +68,9 @@ def load_with(optimizer: Options, folder: str, options: Options) -> Any:
 
 
 @pytest.mark.parametrize("options", [{}, OPTIM], ids=["whole", "optim"])
-@pytest.mark.parametrize(("saver", "loader"), [(HALF, PLAIN), (PLAIN, HALF), (HALF, HALF), (NARROW, NARROW)])
+@pytest.mark.parametrize(
+    ("saver", "loader"), [(HALF, PLAIN), (PLAIN, HALF), (HALF, HALF), (NARROW, NARROW), (SMALLEST, SMALLEST)]
+)
 def test_resuming_with_and_without_is_bitwise_exact(
     tmp_path: Path, options: Options, saver: Options, loader: Options
 ) -> None:

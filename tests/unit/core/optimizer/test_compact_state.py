@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.optimizer import optimizer as optimizer_module
-from megatron.core.optimizer.compact_state import CompactTensor, RemainderTensor, ScaledTensor, make_compact
+from megatron.core.optimizer.compact_state import CompactTensor, RemainderTensor, ScaledTensor, make_moment
 from megatron.core.optimizer.update_bucket import cut_into_buckets
 from tests.unit.core.optimizer.test_optimizer import build, poisoned_step, train_step
 
@@ -25,8 +25,8 @@ def numbers(count: int = 1000) -> torch.Tensor:
     return sizes * (1.0 + torch.rand(count, generator=generator)) * torch.randn(count, generator=generator).sign()
 
 
-def stored(values: torch.Tensor, dtype: str, **options: bool) -> CompactTensor:
-    compact = make_compact(values.clone(), dtype, **options)
+def stored(values: torch.Tensor, dtype: str, decay: float = 0.9, *, is_second: bool = False) -> CompactTensor:
+    compact = make_moment(values.clone(), dtype, decay, is_second=is_second)
     assert compact is not None
     return compact
 
@@ -38,11 +38,11 @@ def test_rounding_errors_are_those_of_the_type_at_any_magnitude(dtype: str) -> N
     assert 0.2 * EXACTNESS[dtype] < error.max().item() <= EXACTNESS[dtype]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
-def test_storing_what_was_read_changes_no_bit(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "is_second"), [("bf16", False), ("fp16", False), ("fp8", False), ("fp8", True)])
+def test_storing_what_was_read_changes_no_bit(dtype: str, is_second: bool) -> None:
     spread = torch.randn(20_000, generator=torch.Generator().manual_seed(2)) ** 5
     values = torch.cat((numbers(), spread, torch.zeros(300), torch.tensor([1e-45, 3e38])))
-    compact = stored(values, dtype)
+    compact = stored(values.abs() if is_second else values, dtype, is_second=is_second)
     once, held = compact.decoded(), [tensor.clone() for tensor in compact.held()]
     compact.open()
     assert torch.equal(compact.tensor, once)
@@ -53,18 +53,23 @@ def test_storing_what_was_read_changes_no_bit(dtype: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(compact.held(), held, strict=True))
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "fp8"])
-def test_a_shard_is_stored_as_in_the_whole(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "is_second"), [("fp16", False), ("fp8", False), ("fp8", True), ("bf16", True)])
+def test_a_shard_is_stored_as_in_the_whole(dtype: str, is_second: bool) -> None:
     """Blocks do not depend on where data parallelism cuts, at multiples of their length."""
     values = torch.randn(700, generator=torch.Generator().manual_seed(3)) ** 3
-    parts = [stored(part, dtype).decoded() for part in (values[:256], values[256:640], values[640:])]
-    assert torch.equal(torch.cat(parts), stored(values, dtype).decoded())
+    values = values.abs() if is_second else values
+    parts = [
+        stored(part, dtype, 0.999, is_second=is_second).decoded()
+        for part in (values[:256], values[256:640], values[640:])
+    ]
+    assert torch.equal(torch.cat(parts), stored(values, dtype, 0.999, is_second=is_second).decoded())
 
 
 def test_no_second_moment_becomes_zero() -> None:
     values = torch.tensor([1.0, 1e-20, 0.0])
     assert stored(values, "fp16").decoded()[1] == 0
-    assert (stored(values, "fp16", keeps_positive=True).decoded() > 0).tolist() == [True, True, False]
+    assert (stored(values, "fp16", is_second=True).decoded() > 0).tolist() == [True, True, False]
+    assert (stored(values, "fp8", is_second=True).decoded() > 0).tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
@@ -75,7 +80,58 @@ def test_bytes_stored_equal_the_closed_form(dtype: str) -> None:
 
 
 def test_fp32_is_stored_as_it_is() -> None:
-    assert make_compact(torch.ones(3), "fp32") is None
+    assert make_moment(torch.ones(3), "fp32", 0.9, is_second=True) is None
+
+
+def followed(compact: CompactTensor, decay: float, gradients: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Return a second moment that has followed squares of gradients, one row an update, and was stored after each."""
+    for count, gradient in enumerate(gradients, first + 1):
+        compact.open()
+        compact.tensor.lerp_(gradient.square(), 1.0 - decay)
+        compact.close(count)
+    return compact.decoded()
+
+
+@pytest.mark.parametrize(("dtype", "decay"), [("fp8", 0.95), ("fp8", 0.99), ("bf16", 0.999)])
+def test_a_second_moment_that_stalls_when_rounded_to_the_nearest_is_followed_by_chance(
+    dtype: str, decay: float
+) -> None:
+    """Gradients have become ten times smaller: their second moment falls to a hundredth."""
+    num_updates = round(6 / (1 - decay))
+    generator = torch.Generator().manual_seed(4)
+    gradients = 0.1 * torch.randn(num_updates, 512, generator=generator)
+    exact = torch.ones(512)
+    for gradient in gradients:
+        exact.lerp_(gradient.square(), 1.0 - decay)
+    nearest = ScaledTensor(torch.ones(512), torch.float8_e4m3fn, keeps_positive=True)
+    stalled = followed(nearest, decay, gradients) if dtype == "fp8" else torch.ones(512)
+    if dtype == "bf16":
+        for gradient in gradients:
+            stalled = stalled.lerp(gradient.square(), 1.0 - decay).bfloat16().float()
+    assert stalled.min().item() > 0.3
+    found = followed(stored(torch.ones(512), dtype, decay, is_second=True), decay, gradients)
+    assert found.mean().item() == pytest.approx(exact.mean().item(), rel=0.1)
+    # The roots are what an update is divided by.
+    error = (found / exact).sqrt() - 1.0
+    assert error.square().mean().sqrt().item() < (0.3 if dtype == "fp8" else 0.1)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "bf16"])
+def test_the_mean_of_what_may_be_stored_is_the_second_moment(dtype: str) -> None:
+    values = 10.0 ** torch.linspace(-3, 3, 256)
+    compact, total = stored(values, dtype, 0.999, is_second=True), torch.zeros(256)
+    for count in range(400):
+        compact.encode(values, count)
+        total += compact.decoded()
+    torch.testing.assert_close(total / 400, values, rtol=0.03, atol=0.0)
+
+
+def test_a_moment_without_gradients_falls_on_and_what_is_zero_stays() -> None:
+    compact = stored(torch.tensor([1.0, 0.0]), "fp8", 0.95, is_second=True)
+    fallen, zero = followed(compact, 0.95, torch.zeros(200, 2)).tolist()
+    assert zero == 0.0
+    # Exactly 3.5e-5; rounded to the nearest it would have stayed at 1.
+    assert 3e-6 < fallen < 3e-4
 
 
 def test_weights_and_remainders_are_the_whole_main_parameter() -> None:
@@ -137,6 +193,7 @@ def test_main_parameters_of_two_bytes_compute_the_same_weights() -> None:
         ({"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16"}, 1e-4),
         ({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, 1e-3),
         ({"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}, 2e-2),
+        ({"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}, 1e-1),
     ],
 )
 @pytest.mark.parametrize("offload", [False, True])
@@ -158,6 +215,7 @@ def test_narrow_moments_train_close_to_float64(types: dict[str, object], toleran
         ({"main_params_dtype": "fp16"}, 10.0),
         ({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, 8.0),
         ({"main_params_dtype": "fp16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}, 5.0),
+        ({"main_params_dtype": "fp16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}, 4.0),
     ],
 )
 def test_bytes_of_the_state_fall_as_promised(types: dict[str, object], bytes_an_element: float) -> None:
@@ -172,7 +230,7 @@ def test_bytes_of_the_state_fall_as_promised(types: dict[str, object], bytes_an_
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_skipped_step_changes_no_bit(offload: bool) -> None:
-    types = {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}
+    types = {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
     types |= {} if offload else {"main_params_dtype": "fp16"}
     ddp, optimizer = build(torch.bfloat16, check=False, **NARROW, **types, optimizer_cpu_offload=offload)
     train_step(ddp, optimizer, 0)
@@ -182,8 +240,9 @@ def test_a_skipped_step_changes_no_bit(offload: bool) -> None:
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(after, before, strict=True))
 
 
-def test_a_checkpoint_holds_float32_and_is_stored_again_when_loaded() -> None:
-    types = {"main_params_dtype": "fp16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}
+@pytest.mark.parametrize("second", ["fp16", "fp8"])
+def test_a_checkpoint_holds_float32_and_is_stored_again_when_loaded(second: str) -> None:
+    types = {"main_params_dtype": "fp16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": second}
     ddp, optimizer = build(torch.bfloat16, **NARROW, **types)
     train_step(ddp, optimizer, 0)
     saved = {name: tensor.clone() for name, (_, tensor) in optimizer.sharded_state().items()}

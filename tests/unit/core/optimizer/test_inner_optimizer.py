@@ -1,4 +1,4 @@
-"""Which parameters are decayed."""
+"""Which parameters are decayed, and which have learning rates of their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.optimizer.inner_optimizer import build_param_groups, is_decayed
+from megatron.core.optimizer.group_override import GroupOverride, parse_override
+from megatron.core.optimizer.inner_optimizer import is_decayed
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_rates import ParamRates, Rate
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
 
 
@@ -34,9 +37,37 @@ def parameter(name: str, shape: tuple[int, ...]) -> nn.Parameter:
 
 def test_decayed_parameters_come_first_in_the_given_order() -> None:
     a, b, c = parameter("a.weight", (2, 3)), parameter("a.bias", (2,)), parameter("b.weight", (3, 4))
-    groups = build_param_groups([a, b, c])
-    assert [group.weight_decay_multiplier for group in groups] == [1.0, 0.0]
-    assert groups[0].parameters[0] is a
-    assert groups[0].parameters[1] is c
-    assert groups[1].parameters[0] is b
-    assert len(build_param_groups([a, c])) == 1
+    rates = ParamRates(OptimizerConfig())
+    (most, decayed), (least, others) = rates.by_decay([a, b, c])
+    assert (most, least) == (1.0, 0.0)
+    assert decayed[0] is a
+    assert decayed[1] is c
+    assert others[0] is b
+    assert len(rates.by_decay([a, c])) == 1
+
+
+def test_the_first_override_that_matches_and_has_the_multiplier_counts() -> None:
+    texts = ("*.mlp.*:wd_mult=0", "decoder.*:lr_mult=0.5,wd_mult=2", "*.mlp.*:lr_mult=3")
+    rates = ParamRates(OptimizerConfig(decoupled_lr=1.0, param_group_overrides=texts))
+    fc1, norm = parameter("decoder.layers.0.mlp.linear_fc1.weight", (2, 2)), parameter("decoder.norm.weight", (2,))
+    words = parameter("embedding.word_embeddings.weight", (2, 2))
+    assert [rates.weight_decay(p) for p in (fc1, norm, words)] == [0.0, 2.0, 1.0]
+    assert [rates.learning_rate(p) for p in (fc1, norm, words)] == [Rate(False, 0.5), Rate(False, 0.5), Rate(True, 1.0)]
+    assert [rate for rate, _ in rates.by_rate([words, norm, fc1])] == [Rate(False, 0.5), Rate(True, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("lr_mult=2", "no pattern"),
+        ("a:lr=2", "'lr=2' is neither"),
+        ("a:lr_mult=x", "'x' of lr_mult is not a number"),
+        ("a:wd_mult=-1", "wd_mult=-1 must be 0 or more"),
+        ("a:lr_mult=nan", "must be 0 or more"),
+        ("a:lr_mult=1,lr_mult=2", "twice"),
+    ],
+)
+def test_an_override_that_says_something_else_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        parse_override(text)
+    assert parse_override("a:b:lr_mult=1e-1") == GroupOverride("a:b", 0.1)

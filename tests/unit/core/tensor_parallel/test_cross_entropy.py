@@ -8,7 +8,10 @@ import torch.nn.functional as F
 
 from megatron.core.kernels import cross_entropy
 from megatron.core.process_group import single_rank_group
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_losses_and_normalizers,
+)
 
 ALONE = single_rank_group()
 LENGTH, BATCH = 7, 3
@@ -52,6 +55,20 @@ def test_losses_and_gradients_equal_torch(
     torch.testing.assert_close(losses, expected_losses, rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-14)
     assert not gradient[..., vocab_size:].any()
+
+
+def test_normalizers_and_their_gradients_equal_torch() -> None:
+    logits, labels = logits_and_labels(16, 13)
+    weights, further = torch.rand(2, LENGTH, BATCH, dtype=torch.float64)
+    wide, leaf = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    real = wide[..., :13]
+    normalizers = real.logsumexp(dim=-1)
+    chosen = real.gather(-1, labels[..., None]).squeeze(-1)
+    ((normalizers - chosen) * weights + normalizers.square() * further).sum().backward()
+    losses, found = vocab_parallel_losses_and_normalizers(leaf * 1, labels, 13, ALONE)
+    (losses * weights + found.square() * further).sum().backward()
+    torch.testing.assert_close(found, normalizers, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(leaf.grad, wide.grad, rtol=1e-12, atol=1e-13)
 
 
 def test_slabs_cover_every_row_once(monkeypatch: pytest.MonkeyPatch) -> None:

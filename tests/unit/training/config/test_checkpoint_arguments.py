@@ -25,25 +25,27 @@ TRAINED = "--micro-batch-size 2 --train-iters 10 --lr 1e-4 --mock-data"
 REST = f"{TRAINED} --tokenizer-type NullTokenizer --vocab-size 50"
 
 TAKEN = """
-    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
-    rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim mtp_num_layers
-    mtp_loss_scaling_factor num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size
-    moe_shared_expert_gate moe_router_topk moe_router_pre_softmax moe_router_score_function moe_router_num_groups
-    moe_router_group_topk moe_router_topk_scaling_factor moe_router_dtype moe_router_enable_expert_bias
-    moe_router_bias_update_rate moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
-    moe_expert_capacity_factor moe_token_drop_policy fp16 bf16 num_layers hidden_size num_attention_heads
-    ffn_hidden_size kv_channels group_query_attention num_query_groups attention_head_type normalization
-    norm_epsilon apply_layernorm_1p qk_layernorm qk_layernorm_across_heads norm_placement
-    apply_residual_connection_post_layernorm use_parallel_residual attn_logit_softcapping query_pre_attn_scalar
-    window_size window_attn_skip_freq swiglu geglu quick_geglu glu_linear_offset activation_func_clamp_value
-    squared_relu openai_gelu bias_gelu_fusion add_bias_linear add_qkv_bias disable_qkv_bias hidden_dropout
-    attention_dropout lora_rank lora_alpha lora_target_modules lora_dropout max_position_embeddings
-    position_embedding_type use_rotary_position_embeddings add_position_embedding rotary_base rotary_percent
-    rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor
-    rope_scaling_low_freq_factor rope_scaling_high_freq_factor rope_scaling_original_max_position_embeddings
-    rotary_base_local scale_embeddings final_logit_softcapping untie_embeddings_and_output_weights seq_length
-    tokenizer_type vocab_file merge_file patch_tokenizer_type tokenizer_model vocab_size vocab_extra_ids
-    extra_vocab_size padded_vocab_size tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens
+    use_mup mup_base_hidden_size mup_width_mult mup_embedding_mult mup_output_mult mup_base_head_dim
+    mup_attn_scale_power multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim
+    v_head_dim rope_type rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale
+    mscale_all_dim mtp_num_layers mtp_loss_scaling_factor num_experts moe_layer_freq moe_ffn_hidden_size
+    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk moe_router_pre_softmax
+    moe_router_score_function moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor
+    moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_load_balancing_type
+    moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor moe_token_drop_policy fp16 bf16 num_layers
+    hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention num_query_groups
+    attention_head_type normalization norm_epsilon apply_layernorm_1p qk_layernorm qk_layernorm_across_heads
+    norm_placement apply_residual_connection_post_layernorm use_parallel_residual attn_logit_softcapping
+    query_pre_attn_scalar window_size window_attn_skip_freq swiglu geglu quick_geglu glu_linear_offset
+    activation_func_clamp_value squared_relu openai_gelu bias_gelu_fusion add_bias_linear add_qkv_bias
+    disable_qkv_bias hidden_dropout attention_dropout lora_rank lora_alpha lora_target_modules lora_dropout
+    max_position_embeddings position_embedding_type use_rotary_position_embeddings add_position_embedding
+    rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling
+    rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
+    rope_scaling_original_max_position_embeddings rotary_base_local scale_embeddings final_logit_softcapping
+    z_loss_coeff untie_embeddings_and_output_weights seq_length tokenizer_type vocab_file merge_file
+    patch_tokenizer_type tokenizer_model vocab_size vocab_extra_ids extra_vocab_size padded_vocab_size
+    tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens
 """
 
 
