@@ -15,6 +15,7 @@ from megatron.interop.huggingface.architectures.gpt_neo import GPTNeoFamily
 from megatron.interop.huggingface.architectures.gpt_neox import GPTNeoXFamily
 from megatron.interop.huggingface.architectures.llama import LlamaFamily
 from megatron.interop.huggingface.architectures.mistral import MistralFamily
+from megatron.interop.huggingface.architectures.mixtral import MixtralFamily
 from megatron.interop.huggingface.architectures.olmo2 import Olmo2Family
 from megatron.interop.huggingface.architectures.phi3 import Phi3Family
 from megatron.interop.huggingface.architectures.qwen2 import Qwen2Family
@@ -29,6 +30,7 @@ FAMILIES: tuple[Family, ...] = (
     Qwen2Family(),
     Qwen3Family(),
     MistralFamily(),
+    MixtralFamily(),
     GPTNeoFamily(),
     GPTNeoXFamily(),
     Olmo2Family(),

@@ -68,7 +68,7 @@ class LinkedTensors:
         """Copy a part of a link's box by pieces, which bound the memory of a transposition."""
         for piece in split_box(part, target.element_size(), MAX_PIECE_BYTES):
             values = self.weights.read(link.foreign, link.foreign_part(piece))
-            target[piece.relative_to(part.offset).slices].copy_(values.t() if link.is_transposed else values)
+            target[piece.relative_to(part.offset).slices].copy_(link.to_native(values))
 
     def _check_tied_copy(self) -> None:
         """Refuse a file that holds an output layer of its own although config.json says that it is tied."""

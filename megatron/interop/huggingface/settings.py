@@ -181,7 +181,7 @@ _DEFAULT_BASE = 10000.0
 _TYPES = ("default", "linear", "llama3")
 
 
-def read_rope(settings: Settings, max_position_embeddings: int) -> dict[str, Any]:
+def read_rope(settings: Settings, max_position_embeddings: int, default_base: float = _DEFAULT_BASE) -> dict[str, Any]:
     """Return the fields of a GPTConfig that describe the rotary positions, of which every channel is rotated.
 
     The newer form is one object, ``rope_parameters``; the older one has ``rope_theta`` apart and puts what scales the
@@ -191,7 +191,7 @@ def read_rope(settings: Settings, max_position_embeddings: int) -> dict[str, Any
     for place in (settings, scaling):
         if place is not None:
             place.require("partial_rotary_factor", 1.0, 1.0, "every channel of a head is rotated")
-    return read_frequencies(settings, scaling, max_position_embeddings, settings.number("rope_theta", _DEFAULT_BASE))
+    return read_frequencies(settings, scaling, max_position_embeddings, settings.number("rope_theta", default_base))
 
 
 def read_partial_rope(

@@ -56,6 +56,7 @@ OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
 GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
@@ -184,7 +185,10 @@ REFUSED = [
     (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
     (GPT2, {"add_cross_attention": True}, "add_cross_attention is true"),
     (GPT2, {"n_head": 7}, "n_embd 48 is not divisible by n_head 7"),
-    (LLAMA, {"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported"),
+    (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise is not 0"),
+    (MIXTRAL, {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but there are 4 experts"),
+    (MIXTRAL, {"num_local_experts": 0}, "num_local_experts is 0"),
+    (LLAMA, {"architectures": ["JambaForCausalLM"]}, "JambaForCausalLM is not supported"),
     (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
     (LLAMA, {"architectures": None, "model_type": "mamba"}, "model_type 'mamba' is not supported"),
 ]
@@ -229,6 +233,7 @@ MODELS = [
     QWEN3,
     QWEN3 | {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     MISTRAL,
+    MIXTRAL | {"sliding_window": 100, "num_experts_per_tok": 3},
     OLMO2,
     GEMMA2 | {"attn_logit_softcapping": None},
     GEMMA3 | {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
@@ -269,7 +274,7 @@ def test_a_model_of_no_family_is_refused_with_the_reason(tmp_path: Path, changes
     assert named in str(caught.value)
 
 
-FAMILY_SETTINGS = [GPT2, NEO, LLAMA, QWEN, QWEN3, MISTRAL, NEOX, OLMO2, PHI3, GEMMA2, GEMMA3]
+FAMILY_SETTINGS = [GPT2, NEO, LLAMA, QWEN, QWEN3, MISTRAL, MIXTRAL, NEOX, OLMO2, PHI3, GEMMA2, GEMMA3]
 
 
 @pytest.mark.parametrize("values", FAMILY_SETTINGS, ids=lambda values: values["model_type"])
