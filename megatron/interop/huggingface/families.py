@@ -17,9 +17,11 @@ from megatron.interop.huggingface.architectures.llama import LlamaFamily
 from megatron.interop.huggingface.architectures.mistral import MistralFamily
 from megatron.interop.huggingface.architectures.mixtral import MixtralFamily
 from megatron.interop.huggingface.architectures.olmo2 import Olmo2Family
+from megatron.interop.huggingface.architectures.olmoe import OlmoeFamily
 from megatron.interop.huggingface.architectures.phi3 import Phi3Family
 from megatron.interop.huggingface.architectures.qwen2 import Qwen2Family
 from megatron.interop.huggingface.architectures.qwen3 import Qwen3Family
+from megatron.interop.huggingface.architectures.qwen3_moe import Qwen3MoEFamily
 from megatron.interop.huggingface.family import Family, model_features
 from megatron.interop.huggingface.settings import Settings, read_settings
 from megatron.interop.huggingface.tokenizer_files import tokenizer_settings
@@ -29,11 +31,13 @@ FAMILIES: tuple[Family, ...] = (
     LlamaFamily(),
     Qwen2Family(),
     Qwen3Family(),
+    Qwen3MoEFamily(),
     MistralFamily(),
     MixtralFamily(),
     GPTNeoFamily(),
     GPTNeoXFamily(),
     Olmo2Family(),
+    OlmoeFamily(),
     Phi3Family(),
     Gemma2Family(),
     Gemma3Family(),

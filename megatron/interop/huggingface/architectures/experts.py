@@ -28,9 +28,9 @@ _IN_MEMORY = ExpertNames()
 """The names of router and experts in transformers' own modules, whatever their files call them."""
 
 
-def expert_fields(settings: Settings, num_experts: int, width: int) -> dict[str, Any]:
+def expert_fields(settings: Settings, num_experts: int, width: int, default_choices: int) -> dict[str, Any]:
     """Return the fields of a GPTConfig that any kind of experts has; note more choices a token than experts."""
-    chosen = settings.integer("num_experts_per_tok", 2)
+    chosen = settings.integer("num_experts_per_tok", default_choices)
     if chosen > num_experts and not settings.problems:
         settings.refuse(f"num_experts_per_tok is {chosen}, but there are {num_experts} experts")
         chosen = num_experts

@@ -11,7 +11,7 @@ from megatron.interop.huggingface.settings import Settings
 
 
 class MixtralFamily(MistralFamily):
-    """Translate Mixtral (``MixtralForCausalLM``): every layer has experts, weighed by a softmax over the chosen ones."""
+    """Translate Mixtral (``MixtralForCausalLM``): a softmax over the chosen experts weighs them."""
 
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
@@ -25,7 +25,7 @@ class MixtralFamily(MistralFamily):
         if settings.number("router_jitter_noise", 0.0):
             settings.refuse("router_jitter_noise is not 0: what goes into the router has no noise")
         experts = settings.integer("num_local_experts", 8)
-        return super().own_fields(settings) | expert_fields(settings, experts, settings.integer("intermediate_size"))
+        return super().own_fields(settings) | expert_fields(settings, experts, settings.integer("intermediate_size"), 2)
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""

@@ -57,6 +57,13 @@ PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
 GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+QWEN3_MOE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+OLMOE = LLAMA | {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 16}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
@@ -188,6 +195,14 @@ REFUSED = [
     (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise is not 0"),
     (MIXTRAL, {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but there are 4 experts"),
     (MIXTRAL, {"num_local_experts": 0}, "num_local_experts is 0"),
+    (QWEN3_MOE, {"num_experts_per_tok": 7}, "num_experts_per_tok is 7, but there are 6 experts"),
+    (QWEN3_MOE, {"mlp_only_layers": 2}, "mlp_only_layers is 2; a list of layer numbers"),
+    (
+        QWEN3_MOE,
+        {"mlp_only_layers": [0, 1, 2]},
+        "decoder_sparse_step 1 and mlp_only_layers leave no layer with experts",
+    ),
+    (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
     (LLAMA, {"architectures": ["JambaForCausalLM"]}, "JambaForCausalLM is not supported"),
     (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
     (LLAMA, {"architectures": None, "model_type": "mamba"}, "model_type 'mamba' is not supported"),
@@ -234,6 +249,10 @@ MODELS = [
     QWEN3 | {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     MISTRAL,
     MIXTRAL | {"sliding_window": 100, "num_experts_per_tok": 3},
+    QWEN3_MOE | {"norm_topk_prob": True, "decoder_sparse_step": 2},
+    QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 9},
+    OLMOE,
+    OLMOE | {"norm_topk_prob": True},
     OLMO2,
     GEMMA2 | {"attn_logit_softcapping": None},
     GEMMA3 | {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
@@ -274,7 +293,7 @@ def test_a_model_of_no_family_is_refused_with_the_reason(tmp_path: Path, changes
     assert named in str(caught.value)
 
 
-FAMILY_SETTINGS = [GPT2, NEO, LLAMA, QWEN, QWEN3, MISTRAL, MIXTRAL, NEOX, OLMO2, PHI3, GEMMA2, GEMMA3]
+FAMILY_SETTINGS = [GPT2, NEO, LLAMA, QWEN, QWEN3, MISTRAL, MIXTRAL, QWEN3_MOE, OLMOE, NEOX, OLMO2, PHI3, GEMMA2, GEMMA3]
 
 
 @pytest.mark.parametrize("values", FAMILY_SETTINGS, ids=lambda values: values["model_type"])
