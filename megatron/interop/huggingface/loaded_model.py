@@ -75,7 +75,9 @@ class LoadedModelSource:
         settings["architectures"] = [name]
         settings.pop("torch_dtype", None)
         settings["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-        self.family, self.config = read_model(Settings(settings, name))
+        if settings.get("quantization_config") is not None:
+            raise CheckpointError(f"{name}: the loaded weights are quantised; name the model's folder instead")
+        self.family, self.config = read_model(Settings(settings, name, tensor_names=lambda: weights))
         if _OUTPUT_LAYER_IN_FILES in {link.foreign for link in self.family.links(self.config)}:
             # transformers 5 calls every model's output layer alike in memory, and renames it when it writes a folder.
             names = {OUTPUT_LAYER: _OUTPUT_LAYER_IN_FILES}

@@ -18,7 +18,8 @@ class TensorLink:
     """Link a box of our tensor ``native`` to the box of their tensor ``foreign`` that holds the same values.
 
     With ``is_transposed`` one box is the other with its last two dims exchanged. Where theirs has fewer dims, the first
-    ones of ours are 1: it is one of the tensors that ours stacks.
+    ones of ours are 1: it is one of the tensors that ours stacks. ``is_copy`` marks values that another of their
+    tensors has too: they are written, and need not be there.
     """
 
     native: str
@@ -26,6 +27,7 @@ class TensorLink:
     foreign: str
     foreign_box: Box
     is_transposed: bool = False
+    is_copy: bool = False
 
     def foreign_part(self, native_part: Box) -> Box:
         """Return the box of their tensor that holds a part of this link's box of ours."""

@@ -154,6 +154,10 @@ class RotaryDecoderFamily:
             native, foreign = f"{ours}self_attention.{name}_layernorm.weight", f"{theirs}self_attn.{name}_norm.weight"
             yield whole(native, foreign, (rows_of_all if across else config.kv_channels,))
 
+    def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Return the links of a layer's router and experts."""
+        yield from expert_links(config, self.expert_names, ours, theirs)
+
     def layer_links(self, config: GPTConfig, ours: str, theirs: str, *, has_experts: bool) -> Iterator[TensorLink]:
         """Return the links of a layer, by what its tensors' names begin with."""
         width, ffn = config.hidden_size, config.ffn_hidden_size
@@ -163,7 +167,7 @@ class RotaryDecoderFamily:
         if config.qk_layernorm:
             yield from self.attention_norm_links(config, ours, theirs)
         if has_experts:
-            yield from expert_links(config, self.expert_names, ours, theirs)
+            yield from self.expert_layer_links(config, ours, theirs)
         else:
             yield whole(f"{ours}mlp.linear_fc2.weight", f"{theirs}mlp.down_proj.weight", (width, ffn))
         for name, their_name in self.norm_names:
