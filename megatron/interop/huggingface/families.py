@@ -24,8 +24,8 @@ from megatron.interop.huggingface.architectures.qwen2 import Qwen2Family
 from megatron.interop.huggingface.architectures.qwen3 import Qwen3Family
 from megatron.interop.huggingface.architectures.qwen3_moe import Qwen3MoEFamily
 from megatron.interop.huggingface.family import Family, model_features
-from megatron.interop.huggingface.quantization import read_quantization
 from megatron.interop.huggingface.settings import Settings, read_settings
+from megatron.interop.huggingface.stored.quantization import read_quantization
 from megatron.interop.huggingface.tokenizer_files import tokenizer_settings
 
 FAMILIES: tuple[Family, ...] = (

@@ -12,7 +12,7 @@ from typing import Any
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.files.plain_file import parse_json, read_plain_text
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.interop.huggingface.stored_names import stored_names
+from megatron.interop.huggingface.stored.stored_names import stored_names
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

@@ -13,9 +13,9 @@ from megatron.interop.checkpoint_source import TensorInfo
 from megatron.interop.huggingface.families import read_model
 from megatron.interop.huggingface.linked_tensors import LinkedTensors
 from megatron.interop.huggingface.model_record import MODEL_RECORD, FileRecord, record_model
-from megatron.interop.huggingface.quantization import read_quantization
-from megatron.interop.huggingface.quantized_weights import BlockFloat8Weights
 from megatron.interop.huggingface.settings import read_settings
+from megatron.interop.huggingface.stored.quantization import read_quantization
+from megatron.interop.huggingface.stored.quantized_weights import BlockFloat8Weights
 from megatron.interop.huggingface.tokenizer_files import copy_into_checkpoint, tokenizer_settings
 from megatron.interop.huggingface.weight_files import WeightFiles
 from megatron.interop.untrained_model import untrained_common

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.core.errors import CheckpointError
-from megatron.interop.megatron_torch.expert_keys import expert_tensors
+from megatron.interop.megatron_torch.experts.expert_keys import expert_tensors
 from megatron.interop.megatron_torch.stored_values import LazyTensor
 
 _LAYER = re.compile(r"(?:language_model\.)?(?:decoder|encoder|transformer)\.layers\.(\d+)\.(.+)")

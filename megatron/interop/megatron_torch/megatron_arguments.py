@@ -19,7 +19,7 @@ from megatron.core.config_base import IDENTITY, FieldSpec, field_specs
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
-from megatron.interop.megatron_torch.expert_arguments import arguments_of_experts, config_of_experts
+from megatron.interop.megatron_torch.experts.expert_arguments import arguments_of_experts, config_of_experts
 from megatron.interop.megatron_torch.stored_values import Record
 from megatron.training.config.run_config import config_parts
 

@@ -19,8 +19,8 @@ from megatron.interop.megatron_torch.common_state import (
     model_of_tensors,
     real_vocab_size,
 )
-from megatron.interop.megatron_torch.expert_arguments import has_experts
-from megatron.interop.megatron_torch.expert_keys import is_expert_key
+from megatron.interop.megatron_torch.experts.expert_arguments import has_experts
+from megatron.interop.megatron_torch.experts.expert_keys import is_expert_key
 from megatron.interop.megatron_torch.megatron_arguments import check_arguments, config_of_arguments
 from megatron.interop.megatron_torch.rank_files import RankFile, open_expert_files, open_rank_files
 from megatron.interop.megatron_torch.rank_tree import FLOAT8_SCALING

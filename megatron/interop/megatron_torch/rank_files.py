@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
-from megatron.interop.megatron_torch.expert_arguments import experts_of_file
+from megatron.interop.megatron_torch.experts.expert_arguments import experts_of_file
 from megatron.interop.megatron_torch.key_names import named_tensors
 from megatron.interop.megatron_torch.pickle_reader import NAMESPACE
 from megatron.interop.megatron_torch.stored_values import LazyTensor, Record

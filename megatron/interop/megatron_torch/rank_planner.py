@@ -19,7 +19,7 @@ from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, le
 from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout
 from megatron.core.precision import dtype_from_name
 from megatron.interop.megatron_torch.common_state import stored_schedule
-from megatron.interop.megatron_torch.expert_arguments import without_experts
+from megatron.interop.megatron_torch.experts.expert_arguments import without_experts
 from megatron.interop.megatron_torch.key_names import has_fused_norms
 from megatron.interop.megatron_torch.megatron_arguments import (
     PROGRESS,

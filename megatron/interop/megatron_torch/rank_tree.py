@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.interop.megatron_torch.expert_keys import grouped_key
+from megatron.interop.megatron_torch.experts.expert_keys import grouped_key
 from megatron.interop.megatron_torch.key_names import fused_key
 from megatron.interop.megatron_torch.pickle_writer import PlannedTensor, given_tensor
 from megatron.interop.megatron_torch.stage_parameters import LocalParameter

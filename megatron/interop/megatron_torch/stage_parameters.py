@@ -18,7 +18,7 @@ from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, even_pieces, spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
-from megatron.interop.megatron_torch.expert_keys import expert_pieces, is_expert_key
+from megatron.interop.megatron_torch.experts.expert_keys import expert_pieces, is_expert_key
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"

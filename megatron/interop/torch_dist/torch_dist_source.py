@@ -16,7 +16,7 @@ from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.sharding import Box
 from megatron.interop.checkpoint_source import TensorInfo
 from megatron.interop.megatron_torch.common_state import real_vocab_size, shared_state
-from megatron.interop.megatron_torch.expert_arguments import has_experts
+from megatron.interop.megatron_torch.experts.expert_arguments import has_experts
 from megatron.interop.megatron_torch.megatron_arguments import check_arguments, config_of_arguments
 from megatron.interop.megatron_torch.rank_tree import FLOAT8_SCALING
 from megatron.interop.megatron_torch.stage_parameters import OUTPUT_LAYER, WORD_EMBEDDING, StageDescriber

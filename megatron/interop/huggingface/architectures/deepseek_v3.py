@@ -9,9 +9,9 @@ from typing import Any
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.interop.huggingface.architectures.experts import expert_fields, layer_frequency, shared_expert_links
 from megatron.interop.huggingface.architectures.rotary_decoder import RotaryDecoderFamily
+from megatron.interop.huggingface.architectures.yarn import read_yarn, write_yarn
 from megatron.interop.huggingface.settings import Settings
 from megatron.interop.huggingface.tensor_link import TensorLink, whole
-from megatron.interop.huggingface.yarn_settings import read_yarn, write_yarn
 
 _NORM_EPSILON = 1e-6
 _RANKED_IN_GROUP = 2

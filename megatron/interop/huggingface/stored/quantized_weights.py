@@ -9,7 +9,7 @@ import torch
 from megatron.core.errors import CheckpointError
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import Box
-from megatron.interop.huggingface.quantization import BlockFloat8
+from megatron.interop.huggingface.stored.quantization import BlockFloat8
 from megatron.interop.huggingface.weight_files import WeightEntry, WeightFiles
 
 _FACTORS = "_scale_inv"
