@@ -31,6 +31,7 @@ class Target:
 
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int | None = None
+    expert_parallel_size: int | None = None
     num_layers_per_virtual_pipeline_stage: int | None = None
     make_vocab_size_divisible_by: int | None = None
     params_dtype: str | None = None
@@ -76,6 +77,7 @@ def idle_flags(request: ConversionRequest, found: str, saver: str) -> list[str]:
     layout = {
         "--target-tensor-parallel-size": target.tensor_parallel_size,
         "--target-pipeline-parallel-size": target.pipeline_parallel_size,
+        "--target-expert-parallel-size": target.expert_parallel_size,
         "--target-num-layers-per-virtual-pipeline-stage": target.num_layers_per_virtual_pipeline_stage,
         "--make-vocab-size-divisible-by": target.make_vocab_size_divisible_by,
     }

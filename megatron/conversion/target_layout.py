@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.training.config.run_config import RunConfig
 _TARGET_FLAGS = {
     "--tensor-model-parallel-size": "--target-tensor-parallel-size",
     "--pipeline-model-parallel-size": "--target-pipeline-parallel-size",
+    "--expert-model-parallel-size": "--target-expert-parallel-size",
     "--num-layers-per-virtual-pipeline-stage": "--target-num-layers-per-virtual-pipeline-stage",
 }
 
@@ -57,6 +59,7 @@ def _with_layout(config: RunConfig, target: Target) -> RunConfig:
     sizes = {
         "--target-tensor-parallel-size": tp,
         "--target-pipeline-parallel-size": pp,
+        "--target-expert-parallel-size": target.expert_parallel_size,
         "--target-num-layers-per-virtual-pipeline-stage": virtual,
         "--make-vocab-size-divisible-by": target.make_vocab_size_divisible_by,
     }
@@ -65,19 +68,38 @@ def _with_layout(config: RunConfig, target: Target) -> RunConfig:
         for name, size in sizes.items()
         if size is not None and size < 1
     ]
+    wrong += _expert_problems(old.num_experts, target.expert_parallel_size)
     if wrong:
         raise ConfigurationError(wrong)
     changes: dict[str, Any] = {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": _or(target.expert_parallel_size, old.expert_model_parallel_size),
         "sequence_parallel": old.sequence_parallel and tp > 1,
         "make_vocab_size_divisible_by": _or(target.make_vocab_size_divisible_by, old.make_vocab_size_divisible_by),
     }
     if virtual is not None or pp != old.pipeline_model_parallel_size:
         # A split that was made for another number of stages says nothing about this one.
         changes |= {**EVEN_PIPELINE, "num_layers_per_virtual_pipeline_stage": virtual}
+    if target.expert_parallel_size is not None:
+        changes["expert_tensor_parallel_size"] = None
     model = dataclasses.replace(old, **changes)
-    return dataclasses.replace(config, model=model, world_size=model.parallel_sizes.world_size)
+    sizes_of_copy = model.parallel_sizes
+    # As many copies of the model as its experts are spread over.
+    stage, experts = sizes_of_copy.size_of(("cp", "tp")), sizes_of_copy.ep * sizes_of_copy.expert_tp
+    copies = experts // math.gcd(stage, experts)
+    return dataclasses.replace(config, model=model, world_size=sizes_of_copy.world_size * copies)
+
+
+def _expert_problems(num_experts: int | None, size: int | None) -> list[str]:
+    if size is None or size < 1 or (num_experts is None and size == 1):
+        return []
+    if num_experts is None:
+        return [f"--target-expert-parallel-size {size}: the model has no experts; leave it out"]
+    if num_experts % size:
+        works = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
+        return [f"--target-expert-parallel-size {size} does not divide {num_experts} experts; {works} work"]
+    return []
 
 
 def _with_precision(config: RunConfig, dtype: str | None) -> RunConfig:

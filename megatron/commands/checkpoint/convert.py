@@ -32,7 +32,7 @@ NO_EFFECT: dict[str, tuple[bool, str]] = {
     "--sequential-save": (False, "tensors are always written one by one"),
 }
 """Flags of Megatron's converter: whether a value follows, and why they have no effect."""
-SINGLE_ONLY = ("--target-expert-parallel-size", "--target-expert-tensor-parallel-size")
+SINGLE_ONLY = ("--target-expert-tensor-parallel-size",)
 """Flags of Megatron's converter whose only value here is 1."""
 
 TOKENIZER_FLAGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
@@ -58,6 +58,9 @@ def build_parser() -> Parser:
     layout = parser.add_argument_group("layout of the result (as the checkpoint's)")
     layout.add_argument("--target-tensor-parallel-size", type=int, metavar="N", help="tensor-parallel size")
     layout.add_argument("--target-pipeline-parallel-size", type=int, metavar="N", help="number of pipeline stages")
+    layout.add_argument(
+        "--target-expert-parallel-size", type=int, metavar="N", help="number of ranks that hold different experts"
+    )
     layout.add_argument(
         "--target-num-layers-per-virtual-pipeline-stage", type=int, metavar="N", help="layers in one virtual stage"
     )
@@ -131,7 +134,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ConversionReques
     for name in SINGLE_ONLY:
         size = getattr(values, _field(name))
         if size not in (None, 1):
-            parser.error(f"{name} {size}: the models here have no experts; leave it out")
+            parser.error(f"{name} {size}: experts are cut as the other layers are; leave it out")
     if values.true_vocab_size is not None and values.true_vocab_size < 1:
         parser.error(f"--true-vocab-size {values.true_vocab_size} is not positive; give the tokenizer's real size")
     if values.merge_lora and FORMATS[values.saver] == "peft":
@@ -151,6 +154,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ConversionReques
         target=Target(
             tensor_parallel_size=values.target_tensor_parallel_size,
             pipeline_parallel_size=values.target_pipeline_parallel_size,
+            expert_parallel_size=values.target_expert_parallel_size,
             num_layers_per_virtual_pipeline_stage=values.target_num_layers_per_virtual_pipeline_stage,
             make_vocab_size_divisible_by=values.make_vocab_size_divisible_by,
             params_dtype="bfloat16" if values.bf16 else "float16" if values.fp16 else None,

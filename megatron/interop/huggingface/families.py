@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.config_base import config_to_dict, excesses
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.interop.huggingface.architectures.deepseek_v3 import DeepseekV3Family
 from megatron.interop.huggingface.architectures.gemma2 import Gemma2Family
 from megatron.interop.huggingface.architectures.gemma3 import Gemma3Family
 from megatron.interop.huggingface.architectures.gpt2 import GPT2Family
@@ -15,12 +16,16 @@ from megatron.interop.huggingface.architectures.gpt_neo import GPTNeoFamily
 from megatron.interop.huggingface.architectures.gpt_neox import GPTNeoXFamily
 from megatron.interop.huggingface.architectures.llama import LlamaFamily
 from megatron.interop.huggingface.architectures.mistral import MistralFamily
+from megatron.interop.huggingface.architectures.mixtral import MixtralFamily
 from megatron.interop.huggingface.architectures.olmo2 import Olmo2Family
+from megatron.interop.huggingface.architectures.olmoe import OlmoeFamily
 from megatron.interop.huggingface.architectures.phi3 import Phi3Family
 from megatron.interop.huggingface.architectures.qwen2 import Qwen2Family
 from megatron.interop.huggingface.architectures.qwen3 import Qwen3Family
+from megatron.interop.huggingface.architectures.qwen3_moe import Qwen3MoEFamily
 from megatron.interop.huggingface.family import Family, model_features
 from megatron.interop.huggingface.settings import Settings, read_settings
+from megatron.interop.huggingface.stored.quantization import read_quantization
 from megatron.interop.huggingface.tokenizer_files import tokenizer_settings
 
 FAMILIES: tuple[Family, ...] = (
@@ -28,14 +33,21 @@ FAMILIES: tuple[Family, ...] = (
     LlamaFamily(),
     Qwen2Family(),
     Qwen3Family(),
+    Qwen3MoEFamily(),
     MistralFamily(),
+    MixtralFamily(),
     GPTNeoFamily(),
     GPTNeoXFamily(),
+    DeepseekV3Family(),
     Olmo2Family(),
+    OlmoeFamily(),
     Phi3Family(),
     Gemma2Family(),
     Gemma3Family(),
 )
+
+_PUBLISHED_WITH_CODE = ("deepseek_v3",)
+"""Families whose folders name code of their own, which transformers has had since and passes over."""
 
 
 def hugging_face_config(folder: str | Path) -> GPTConfig:
@@ -56,9 +68,9 @@ def read_model(settings: Settings) -> tuple[Family, GPTConfig]:
         ConfigurationError: a setting is not.
     """
     family = _family_of(settings)
-    for name in ("quantization_config", "auto_map"):
-        if settings.values.get(name) is not None:
-            settings.refuse(f"{name} is set; only plain weights of the built-in architectures are supported")
+    read_quantization(settings)
+    if settings.values.get("auto_map") is not None and family.model_type not in _PUBLISHED_WITH_CODE:
+        settings.refuse("auto_map is set; only weights of the built-in architectures are supported")
     config = family.read_config(settings)
     for problem in excesses(config):
         settings.refuse(problem)

@@ -47,6 +47,8 @@ def model_features(config: GPTConfig) -> dict[str, Any]:
     config_class: type = type(config)
     specs = {spec.name: spec for spec in field_specs(config_class)}
 
+    unused = _unused_features(config)
+
     def counts(spec: FieldSpec) -> bool:
         if spec.options.where is None or spec.options.role == "shape":  # a shape is the model's, used or not
             return True
@@ -55,7 +57,32 @@ def model_features(config: GPTConfig) -> dict[str, Any]:
 
     found = (spec for spec in specs.values() if spec.options.role in IDENTITY and counts(spec))
     names = (spec.options.seen_as or spec.name for spec in found)
-    return {name: getattr(config, name) for name in names}
+    return {name: getattr(config, name) for name in names if name not in unused}
+
+
+_YARN = frozenset(
+    (
+        "rope_type",
+        "rotary_scaling_factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+    )
+)
+
+
+def _unused_features(config: GPTConfig) -> set[str]:
+    """Return the features that make no difference to a model: shapes of layers that it has none of, and precision."""
+    unused = {"moe_router_dtype"}
+    if config.multi_latent_attention:
+        unused |= {"kv_channels", "rotary_dim", "score_scalar", "rotary_interleaved"}
+        # Latent attention stretches positions by YaRN unless it is told not to, or by a factor that leaves them.
+        unused |= {"rope_type"} if config.stretches_positions else _YARN
+    if config.num_experts is not None and all(config.moe_layers):
+        unused.add("ffn_hidden_size")
+    return unused
 
 
 def dtype_fields(settings: Settings) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from megatron.interop.huggingface.tensor_link import TensorLink, shapes_of
 from megatron.interop.huggingface.weight_files import OUTPUT_LAYER, WeightEntry
 
 _MOST_NAMED = 8
+_USUAL_EXPERTS = 1024
 
 
 class StoredWeights(Protocol):
@@ -48,12 +49,22 @@ class LinkedTensors:
                 f"{weights.folder} is not the model that its {CONFIG_FILE} describes: {config.num_layers} layers, and "
                 f"{len(weights.entries)} tensors in its files"
             )
+        if (config.num_experts or 0) > max(_USUAL_EXPERTS, len(weights.entries)):
+            raise CheckpointError(
+                f"{weights.folder} is not the model that its {CONFIG_FILE} describes: {config.num_experts} experts, "
+                f"and {len(weights.entries)} tensors in its files"
+            )
         links = list(family.links(config))
         stored = _find_names(family, config, links, weights)
         links = [dataclasses.replace(link, foreign=stored[link.foreign]) for link in links]
-        self._table = LinkTable(links, {name: entry.dtype for name, entry in weights.entries.items()}, weights.folder)
+        self._table = LinkTable(
+            [link for link in links if not link.is_copy],
+            {name: entry.dtype for name, entry in weights.entries.items()},
+            weights.folder,
+        )
         self.tensors: Mapping[str, TensorInfo] = self._table.tensors
         self._check_tied_copy()
+        self._check_copies([link for link in links if link.is_copy and link.foreign in weights.entries])
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Return a box of a tensor, or all of it, contiguous on the CPU.
@@ -68,21 +79,36 @@ class LinkedTensors:
         """Copy a part of a link's box by pieces, which bound the memory of a transposition."""
         for piece in split_box(part, target.element_size(), MAX_PIECE_BYTES):
             values = self.weights.read(link.foreign, link.foreign_part(piece))
-            target[piece.relative_to(part.offset).slices].copy_(values.t() if link.is_transposed else values)
+            target[piece.relative_to(part.offset).slices].copy_(link.to_native(values))
 
     def _check_tied_copy(self) -> None:
         """Refuse a file that holds an output layer of its own although config.json says that it is tied."""
         if self.config.untie_embeddings_and_output_weights or OUTPUT_LAYER not in self.weights.entries:
             return
         (link,) = self._table.links_of("model.embedding.word_embeddings.weight")
-        embedding = link.foreign
-        for box in split_box(link.foreign_box, self.weights.entries[embedding].dtype.itemsize, MAX_PIECE_BYTES):
-            ours, theirs = (self.weights.read(name, box).view(torch.uint8) for name in (embedding, OUTPUT_LAYER))
-            if not torch.equal(ours, theirs):
+        if not self._are_equal(link, OUTPUT_LAYER):
+            raise CheckpointError(
+                f"{self.weights.folder}: {CONFIG_FILE} ties the output layer to the embedding, but {OUTPUT_LAYER} "
+                f"differs from {link.foreign}; set tie_word_embeddings to false"
+            )
+
+    def _check_copies(self, copies: list[TensorLink]) -> None:
+        """Refuse a second copy of values that differs from the first."""
+        for copy in copies:
+            (link,) = self._table.links_of(copy.native)
+            if not self._are_equal(link, copy.foreign):
                 raise CheckpointError(
-                    f"{self.weights.folder}: {CONFIG_FILE} ties the output layer to the embedding, but {OUTPUT_LAYER} "
-                    f"differs from {embedding}; set tie_word_embeddings to false"
+                    f"{self.weights.folder}: {copy.foreign} differs from {link.foreign}, of which it is to be a copy"
                 )
+
+    def _are_equal(self, link: TensorLink, other: str) -> bool:
+        """Tell whether another stored tensor has the bits of a link's whole one."""
+        size = self.weights.entries[link.foreign].dtype.itemsize
+        for box in split_box(link.foreign_box, size, MAX_PIECE_BYTES):
+            ours, theirs = (self.weights.read(name, box).view(torch.uint8) for name in (link.foreign, other))
+            if not torch.equal(ours, theirs):
+                return False
+        return True
 
 
 def _find_names(family: Family, config: GPTConfig, links: list[TensorLink], weights: StoredWeights) -> dict[str, str]:
@@ -101,7 +127,8 @@ def _find_names(family: Family, config: GPTConfig, links: list[TensorLink], weig
         known.add(OUTPUT_LAYER)
         embedding = links[0].foreign
         shapes[OUTPUT_LAYER], stored[OUTPUT_LAYER] = shapes[embedding], OUTPUT_LAYER
-    missing = [name for name in stored.values() if name not in weights.entries]
+    copies = {stored[link.foreign] for link in links if link.is_copy}
+    missing = [name for name in stored.values() if name not in weights.entries and name not in copies]
     unexpected = [name for name in weights.entries if name not in known and not family.is_buffer(name)]
     problems = [f"missing: {_listed(missing)}"] if missing else []
     problems += [f"unexpected: {_listed(unexpected)}"] if unexpected else []

@@ -12,6 +12,8 @@ import torch
 from megatron.core.errors import CheckpointError
 from megatron.core.sharding import Box
 from megatron.interop.checkpoint_source import TensorInfo
+from megatron.interop.huggingface.architectures.experts import weights_as_in_files
+from megatron.interop.huggingface.architectures.rotary_decoder import RotaryDecoderFamily
 from megatron.interop.huggingface.families import read_model
 from megatron.interop.huggingface.linked_tensors import LinkedTensors
 from megatron.interop.huggingface.settings import Settings
@@ -73,11 +75,15 @@ class LoadedModelSource:
         settings["architectures"] = [name]
         settings.pop("torch_dtype", None)
         settings["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-        self.family, self.config = read_model(Settings(settings, name))
+        if settings.get("quantization_config") is not None:
+            raise CheckpointError(f"{name}: the loaded weights are quantised; name the model's folder instead")
+        self.family, self.config = read_model(Settings(settings, name, tensor_names=lambda: weights))
         if _OUTPUT_LAYER_IN_FILES in {link.foreign for link in self.family.links(self.config)}:
             # transformers 5 calls every model's output layer alike in memory, and renames it when it writes a folder.
             names = {OUTPUT_LAYER: _OUTPUT_LAYER_IN_FILES}
             weights = {names.get(key, key): weight for key, weight in weights.items()}
+        if self.config.num_experts is not None and isinstance(self.family, RotaryDecoderFamily):
+            weights = weights_as_in_files(weights, self.family.expert_names)
         self._linked = LinkedTensors(self.family, self.config, LoadedWeights(name, weights))
         self.tensors: Mapping[str, TensorInfo] = self._linked.tensors
         self.common: Mapping[str, Any] = untrained_common(self.config, {})

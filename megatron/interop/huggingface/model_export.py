@@ -98,7 +98,7 @@ class ModelExport:
         for link in self._links[self._origins[stored]]:
             for part in split_box(link.native_box, weight.dtype.itemsize, MAX_PIECE_BYTES):
                 values = self._source.read(link.native, part)
-                result[link.foreign_part(part).slices].copy_(values.t() if link.is_transposed else values)
+                result[link.foreign_part(part).slices].copy_(link.to_foreign(values))
         return result
 
     def _recorded_names(self, record: ModelRecord) -> dict[str, str]:
@@ -108,7 +108,8 @@ class ModelExport:
         names = {name: name if name in self._links else self._family.base_prefix + name for name in stored}
         if OUTPUT_LAYER in names and not self._config.untie_embeddings_and_output_weights:
             names[OUTPUT_LAYER] = next(iter(self._links))
-        if set(names.values()) != set(self._links):
+        copies = {name for name, links in self._links.items() if links[0].is_copy}
+        if set(names.values()) | copies != set(self._links):
             raise CheckpointError(
                 f"checkpoint {self._source.folder}: its record of a Hugging Face folder lists other tensors than those "
                 "of its model"
@@ -148,7 +149,8 @@ def choose_family(config: GPTConfig, record: ModelRecord | None) -> tuple[Family
         ConfigurationError: no supported architecture can express the model.
     """
     if record is not None:
-        family, recorded = read_model(parse_settings(record.config, CONFIG_FILE))
+        tensors = [name for file in record.files.values() for name in file.tensors]
+        family, recorded = read_model(parse_settings(record.config, CONFIG_FILE, lambda: tensors))
         if model_features(recorded) == model_features(config):
             return family, record
     return family_for(config), None

@@ -128,7 +128,7 @@ def check_tensor_parallel_size(config: GPTConfig, size: int) -> None:
     Raises:
         ConfigurationError: its heads or its feed-forward layer do not divide; every reason.
     """
-    heads, groups, width = config.num_attention_heads, config.num_query_groups, config.ffn_hidden_size
+    heads, groups = config.num_attention_heads, config.num_query_groups
     problems = []
     if heads % size:
         problems.append(f"{heads} attention heads are not divisible by tensor-parallel size {size}")
@@ -136,7 +136,12 @@ def check_tensor_parallel_size(config: GPTConfig, size: int) -> None:
         problems.append(
             f"{groups} key-value heads and tensor-parallel size {size}: one must be a multiple of the other"
         )
-    if width % size:
-        problems.append(f"a feed-forward layer {width} wide is not divisible by tensor-parallel size {size}")
+    widths = {"a feed-forward layer": config.ffn_hidden_size if not all(config.moe_layers) else 0}
+    if config.num_experts is not None:
+        widths |= {"an expert": config.moe_ffn_hidden_size}
+        widths |= {"the shared expert": config.moe_shared_expert_intermediate_size or 0}
+    for name, width in widths.items():
+        if width % size:
+            problems.append(f"{name} {width} wide is not divisible by tensor-parallel size {size}")
     if problems:
         raise ConfigurationError(f"{'; '.join(problems)}; change the number of processes")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.files.plain_file import parse_json, read_plain_text
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.interop.huggingface.stored.stored_names import stored_names
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -23,13 +25,22 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 class Settings:
     """Hand out the values of one JSON object and note what is wrong with them.
 
+    ``tensor_names`` gives those of the weights, where there are some beside the settings.
+
     A value that cannot be used is noted in ``problems``, and the default, or a stand-in, is returned so that reading
     goes on; `raise_problems` then reports all of them.
     """
 
-    def __init__(self, values: Mapping[str, Any], place: str, problems: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        place: str,
+        problems: list[str] | None = None,
+        tensor_names: Callable[[], Collection[str]] | None = None,
+    ) -> None:
         self.values = values
         self.place = place
+        self.tensor_names = tensor_names
         self.problems: list[str] = [] if problems is None else problems
 
     def refuse(self, problem: str) -> None:
@@ -130,11 +141,13 @@ def read_settings(folder: Path) -> Settings:
     Raises:
         CheckpointError: the folder has none, or it is not a JSON object.
     """
-    return parse_settings(read_model_text(folder, CONFIG_FILE), str(folder / CONFIG_FILE))
+    return parse_settings(
+        read_model_text(folder, CONFIG_FILE), str(folder / CONFIG_FILE), partial(stored_names, folder)
+    )
 
 
-def parse_settings(text: str, place: str) -> Settings:
-    """Read the text of a config.json; ``place`` names it in messages.
+def parse_settings(text: str, place: str, tensor_names: Callable[[], Collection[str]] | None = None) -> Settings:
+    """Read the text of a config.json; ``place`` names it in messages, ``tensor_names`` gives those of the weights.
 
     Raises:
         CheckpointError: it is not a JSON object.
@@ -145,7 +158,7 @@ def parse_settings(text: str, place: str) -> Settings:
         raise CheckpointError(f"{place} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{place} holds a JSON {type(values).__name__}, not an object")
-    return Settings(values, place)
+    return Settings(values, place, tensor_names=tensor_names)
 
 
 def read_model_text(folder: Path, name: str) -> str:
@@ -181,7 +194,7 @@ _DEFAULT_BASE = 10000.0
 _TYPES = ("default", "linear", "llama3")
 
 
-def read_rope(settings: Settings, max_position_embeddings: int) -> dict[str, Any]:
+def read_rope(settings: Settings, max_position_embeddings: int, default_base: float = _DEFAULT_BASE) -> dict[str, Any]:
     """Return the fields of a GPTConfig that describe the rotary positions, of which every channel is rotated.
 
     The newer form is one object, ``rope_parameters``; the older one has ``rope_theta`` apart and puts what scales the
@@ -191,7 +204,7 @@ def read_rope(settings: Settings, max_position_embeddings: int) -> dict[str, Any
     for place in (settings, scaling):
         if place is not None:
             place.require("partial_rotary_factor", 1.0, 1.0, "every channel of a head is rotated")
-    return read_frequencies(settings, scaling, max_position_embeddings, settings.number("rope_theta", _DEFAULT_BASE))
+    return read_frequencies(settings, scaling, max_position_embeddings, settings.number("rope_theta", default_base))
 
 
 def read_partial_rope(

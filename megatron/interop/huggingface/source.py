@@ -14,6 +14,8 @@ from megatron.interop.huggingface.families import read_model
 from megatron.interop.huggingface.linked_tensors import LinkedTensors
 from megatron.interop.huggingface.model_record import MODEL_RECORD, FileRecord, record_model
 from megatron.interop.huggingface.settings import read_settings
+from megatron.interop.huggingface.stored.quantization import read_quantization
+from megatron.interop.huggingface.stored.quantized_weights import BlockFloat8Weights
 from megatron.interop.huggingface.tokenizer_files import copy_into_checkpoint, tokenizer_settings
 from megatron.interop.huggingface.weight_files import WeightFiles
 from megatron.interop.untrained_model import untrained_common
@@ -31,14 +33,19 @@ class HuggingFaceSource:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.family, self.config = read_model(read_settings(self.folder))
+        settings = read_settings(self.folder)
+        self.family, self.config = read_model(settings)
         self.files = WeightFiles(self.folder)
-        self._linked = LinkedTensors(self.family, self.config, self.files)
+        quantization = read_quantization(settings)
+        weights = self.files if quantization is None else BlockFloat8Weights(self.files, quantization)
+        self._linked = LinkedTensors(self.family, self.config, weights)
         self.tensors: Mapping[str, TensorInfo] = self._linked.tensors
-        files = {name: FileRecord(self.files.names_in(name), texts) for name, texts in self.files.metadata.items()}
-        record = record_model(self.folder, self.files.index_text, files, self.family.is_buffer)
         tokenizer = tokenizer_settings(self.folder, self.config.vocab_size)
-        self.common: Mapping[str, Any] = untrained_common(self.config, tokenizer) | {MODEL_RECORD: record.encode()}
+        self.common: Mapping[str, Any] = untrained_common(self.config, tokenizer)
+        if quantization is None:  # What was quantised is not written so again.
+            files = {name: FileRecord(self.files.names_in(name), texts) for name, texts in self.files.metadata.items()}
+            record = record_model(self.folder, self.files.index_text, files, self.family.is_buffer)
+            self.common |= {MODEL_RECORD: record.encode()}
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Return a box of a tensor, or all of it, contiguous on the CPU.

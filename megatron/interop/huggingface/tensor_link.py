@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from megatron.core.sharding import Box, full_pieces
 
 
@@ -15,7 +17,9 @@ from megatron.core.sharding import Box, full_pieces
 class TensorLink:
     """Link a box of our tensor ``native`` to the box of their tensor ``foreign`` that holds the same values.
 
-    With ``is_transposed`` (two dims only) one box is the other with rows and columns exchanged.
+    With ``is_transposed`` one box is the other with its last two dims exchanged. Where theirs has fewer dims, the first
+    ones of ours are 1: it is one of the tensors that ours stacks. ``is_copy`` marks values that another of their
+    tensors has too: they are written, and need not be there.
     """
 
     native: str
@@ -23,18 +27,29 @@ class TensorLink:
     foreign: str
     foreign_box: Box
     is_transposed: bool = False
+    is_copy: bool = False
 
     def foreign_part(self, native_part: Box) -> Box:
         """Return the box of their tensor that holds a part of this link's box of ours."""
-        return _counterpart(native_part, self.native_box, self.foreign_box, self.is_transposed)
+        relative, dims = native_part.relative_to(self.native_box.offset), len(self.foreign_box.shape)
+        stacked = len(relative.shape) - dims
+        offset, shape = relative.offset[stacked:], relative.shape[stacked:]
+        if self.is_transposed:
+            offset, shape = _exchanged(offset), _exchanged(shape)
+        return Box(tuple(o + base for o, base in zip(offset, self.foreign_box.offset, strict=True)), shape)
+
+    def to_native(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of theirs with our dims; those that we stack are broadcast over dims of 1."""
+        return values.mT if self.is_transposed else values
+
+    def to_foreign(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of ours with their dims."""
+        values = values.reshape(values.shape[values.dim() - len(self.foreign_box.shape) :])
+        return values.mT if self.is_transposed else values
 
 
-def _counterpart(part: Box, whole: Box, other: Box, is_transposed: bool) -> Box:
-    relative = part.relative_to(whole.offset)
-    offset, shape = relative.offset, relative.shape
-    if is_transposed:
-        offset, shape = offset[::-1], shape[::-1]
-    return Box(tuple(o + base for o, base in zip(offset, other.offset, strict=True)), shape)
+def _exchanged(dims: tuple[int, ...]) -> tuple[int, ...]:
+    return (*dims[:-2], dims[-1], dims[-2])
 
 
 def whole(native: str, foreign: str, shape: Sequence[int], *, is_transposed: bool = False) -> TensorLink:
@@ -64,6 +79,16 @@ def rows(
     if is_transposed and trailing:
         foreign_box = Box(foreign_box.offset[::-1], foreign_box.shape[::-1])
     return TensorLink(native, native_box, foreign, foreign_box, is_transposed and bool(trailing))
+
+
+def one_of(native: str, number: int, first_row: int, foreign: str, shape: tuple[int, ...]) -> TensorLink:
+    """Link a whole tensor of theirs, of this shape, to the tensor of that number in the stack that ours is.
+
+    There it begins at ``first_row``.
+    """
+    zeros = tuple(0 for _ in shape)
+    native_box = Box((number, first_row, *zeros[1:]), (1, *shape))
+    return TensorLink(native, native_box, foreign, Box(zeros, shape))
 
 
 def query_key_value_rows(num_heads: int, num_groups: int, head_dim: int) -> Iterator[tuple[str, int, int, int]]:

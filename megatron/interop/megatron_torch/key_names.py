@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.core.errors import CheckpointError
+from megatron.interop.megatron_torch.experts.expert_keys import expert_tensors
 from megatron.interop.megatron_torch.stored_values import LazyTensor
 
 _LAYER = re.compile(r"(?:language_model\.)?(?:decoder|encoder|transformer)\.layers\.(\d+)\.(.+)")
@@ -23,6 +24,9 @@ _LAYER_MODULES: dict[str, str] = {
     "self_attention.q_layernorm": "self_attention.q_layernorm",
     "self_attention.k_layernorm": "self_attention.k_layernorm",
     "pre_mlp_layernorm": "pre_mlp_layernorm",
+    "mlp.router": "mlp.router",
+    "mlp.shared_experts.linear_fc1": "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.linear_fc2": "mlp.shared_experts.linear_fc2",
     "mlp.linear_fc1": "mlp.linear_fc1",
     "mlp.linear_fc2": "mlp.linear_fc2",
     # before it, in the order of their age
@@ -36,6 +40,7 @@ _LAYER_MODULES: dict[str, str] = {
     "input_norm": "input_layernorm",
     "post_attention_norm": "pre_mlp_layernorm",
 }
+_SINGLE = ("mlp.router.expert_bias", "mlp.shared_experts.gate_weight")
 # transformer-engine keeps a norm in the linear layer that follows it.
 _FUSED_NORMS: dict[str, str] = {
     "self_attention.linear_qkv": "input_layernorm",
@@ -54,7 +59,9 @@ _WHOLE_MODEL: dict[str, str] = {
     "word_embeddings.weight": "output_layer.weight",
 }
 # Buffers that follow from the configuration, and the state of low-precision recipes.
-_NO_PARAMETER = re.compile(r"(.*\._extra_state|.*\.inv_freq|.*\.(?:self_)?attention\.(?:masked_)?bias)")
+_NO_PARAMETER = re.compile(
+    r"(.*\._extra_state|.*\.inv_freq|.*\.local_tokens_per_expert|.*\.(?:self_)?attention\.(?:masked_)?bias)"
+)
 
 
 def local_key(key: str) -> str | None:
@@ -77,6 +84,8 @@ def local_key(key: str) -> str | None:
     fused = _NORM_IN_LINEAR.fullmatch(rest)
     if fused:
         return f"decoder.layers.{number}.{_FUSED_NORMS[fused.group(1)]}.{fused.group(2)}"
+    if rest in _SINGLE:
+        return f"decoder.layers.{number}.{rest}"
     module, _, kind = rest.rpartition(".")
     if kind not in ("weight", "bias"):
         raise KeyError(key)
@@ -92,8 +101,10 @@ def flatten_keys(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield prefix + name, value
 
 
-def named_tensors(state: Mapping[str, Any], where: str) -> dict[str, LazyTensor]:
+def named_tensors(state: Mapping[str, Any], where: str, num_experts: int | None = None) -> dict[str, LazyTensor]:
     """Return the parameters of a model chunk under native names, in the file's order.
+
+    ``num_experts`` is the number of a layer's experts in the file; each has a name of its own.
 
     Raises:
         CheckpointError: it holds tensors that no GPT has; all of them are listed.
@@ -102,6 +113,10 @@ def named_tensors(state: Mapping[str, Any], where: str) -> dict[str, LazyTensor]
     unknown = []
     for key, value in flatten_keys(state):
         if not isinstance(value, LazyTensor):
+            continue
+        of_experts = dict(expert_tensors(key.removeprefix("language_model."), value, num_experts))
+        if of_experts:
+            found |= of_experts
             continue
         try:
             name = local_key(key)

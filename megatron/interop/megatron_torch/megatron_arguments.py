@@ -19,6 +19,7 @@ from megatron.core.config_base import IDENTITY, FieldSpec, field_specs
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
+from megatron.interop.megatron_torch.experts.expert_arguments import arguments_of_experts, config_of_experts
 from megatron.interop.megatron_torch.stored_values import Record
 from megatron.training.config.run_config import config_parts
 
@@ -39,7 +40,6 @@ _ATTENTION_BACKENDS = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "aut
 
 _NO_FIELD: Mapping[str, tuple[Any, ...]] = {
     "multi_latent_attention": (),
-    "num_experts": (),
     "qk_l2_norm": (),
     "softmax_type": ("vanilla",),
     "no_rope_freq": (),
@@ -79,7 +79,7 @@ def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any
                 expected = spec.item_type.__name__
                 raise CheckpointError(f"args.{name} is {arguments[name]!r}; a value of type {expected} is expected")
     model = config["model"]
-    model |= _window_fields(arguments)
+    model |= _window_fields(arguments) | config_of_experts(arguments)
     # There the flag also says that all linear layers have biases.
     if "add_qkv_bias" in model:
         model["add_qkv_bias"] = model["add_qkv_bias"] and not model.get("add_bias_linear", True)
@@ -175,9 +175,7 @@ def derived_arguments(
         "encoder_seq_length": seq_length,
         "ckpt_format": "torch",
         "use_dist_ckpt": False,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": model.tensor_model_parallel_size,
-        "num_experts": None,
+        **arguments_of_experts(model),
         "skipped_train_samples": 0,
         "transformer_impl": model.transformer_impl,
         "data_parallel_random_init": False,

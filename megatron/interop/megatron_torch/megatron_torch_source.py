@@ -19,8 +19,10 @@ from megatron.interop.megatron_torch.common_state import (
     model_of_tensors,
     real_vocab_size,
 )
+from megatron.interop.megatron_torch.experts.expert_arguments import has_experts
+from megatron.interop.megatron_torch.experts.expert_keys import is_expert_key
 from megatron.interop.megatron_torch.megatron_arguments import check_arguments, config_of_arguments
-from megatron.interop.megatron_torch.rank_files import RankFile, open_rank_files
+from megatron.interop.megatron_torch.rank_files import RankFile, open_expert_files, open_rank_files
 from megatron.interop.megatron_torch.rank_tree import FLOAT8_SCALING
 from megatron.interop.megatron_torch.stage_parameters import WORD_EMBEDDING, LocalParameter, StageDescriber
 from megatron.interop.megatron_torch.stored_optimizer import has_optimizer, stored_states
@@ -56,6 +58,7 @@ class MegatronTorchSource:
     def __init__(self, folder: Path, vocab_size: int | None = None, wanted: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
         self.ranks = open_rank_files(folder)
+        self._expert_ranks: list[RankFile] = []
         try:
             self._open(vocab_size, wanted)
         except BaseException:
@@ -67,6 +70,10 @@ class MegatronTorchSource:
         self.tp, self.pp = (1 + max(rank[axis] for rank in self.ranks) for axis in (0, 1))
         self.num_chunks = len(first.chunks)
         self.has_optimizer = all(has_optimizer(rank) for rank in self.ranks.values())
+        if has_experts(first.arguments):
+            # Experts have an optimizer of their own there, whose state is not read.
+            self.has_optimizer = False
+            self._expert_ranks = open_expert_files(self.folder)
         self.padded_vocab_size = first.chunks[0][WORD_EMBEDDING].shape[0] * self.tp
         check_arguments(first.arguments, first.file.path)
         self.config = config_of_arguments(first.arguments)
@@ -81,7 +88,7 @@ class MegatronTorchSource:
         self._boxes: dict[str, list[StoredBox]] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self._describer = StageDescriber(self.model, self.padded_vocab_size)
-        for rank in self.ranks.values():
+        for rank in (*self.ranks.values(), *self._expert_ranks):
             self._add_rank(rank)
         self._check_whole()
 
@@ -146,7 +153,7 @@ class MegatronTorchSource:
 
     def close(self) -> None:
         """Close the files; the source cannot be read afterwards."""
-        for rank in self.ranks.values():
+        for rank in (*self.ranks.values(), *self._expert_ranks):
             rank.close()
 
     def _check_vocabulary(self, vocab_size: int) -> None:
@@ -167,6 +174,8 @@ class MegatronTorchSource:
         chunks = [self._parameters(rank, chunk) for chunk in range(self.num_chunks)]
         for parameters, tensors in zip(chunks, rank.chunks):
             for parameter in parameters:
+                if rank.ep_rank and not is_expert_key(parameter.key):
+                    continue  # Every rank of expert parallelism has a copy.
                 self._add(f"model.{parameter.name}", parameter, rank, rank.file, tensors[parameter.key])
         if self.has_optimizer:
             for state in stored_states(rank, chunks):
@@ -180,6 +189,7 @@ class MegatronTorchSource:
             self.layer_numbers[rank.pp_rank, chunk],
             has_embedding=rank.pp_rank == 0 and chunk == 0,
             has_loss=rank.pp_rank == self.pp - 1 and chunk == self.num_chunks - 1,
+            ep_rank=rank.ep_rank,
         )
         by_key = {parameter.key: parameter for parameter in described}
         tensors = rank.chunks[chunk]

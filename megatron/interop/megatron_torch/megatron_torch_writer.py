@@ -73,6 +73,7 @@ def make_planner(source: CheckpointSource, carried: CarriedValues) -> RankPlanne
         lambda name: source.tensors[name].dtype,
         padded_vocab_size=carried.padded_vocab_size if keeps_padding else None,
         fused_norms=carried.fused_norms,
+        groups_experts=bool(carried.arguments.get("moe_grouped_gemm")),
     )
 
 
@@ -105,10 +106,11 @@ def _write_ranks(
             extras = RankExtras(arguments=carried.arguments, rng_state=state)
             if is_same_layout:
                 extras = carried.ranks[tp_rank, pp_rank]
-            for planned in planner.plan_rank(folder, tp_rank, pp_rank, iteration, extras):
-                planned.file.path.parent.mkdir(exist_ok=True)
-                _write_file(source, planned)
-                sync_folder(planned.file.path.parent)
+            for ep_rank in range(planner.ep):
+                for planned in planner.plan_rank(folder, tp_rank, pp_rank, iteration, extras, ep_rank):
+                    planned.file.path.parent.mkdir(exist_ok=True)
+                    _write_file(source, planned)
+                    sync_folder(planned.file.path.parent)
 
 
 def _write_file(source: CheckpointSource, planned: PlannedFile) -> None:

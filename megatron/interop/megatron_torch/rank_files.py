@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
+from megatron.interop.megatron_torch.experts.expert_arguments import experts_of_file
 from megatron.interop.megatron_torch.key_names import named_tensors
 from megatron.interop.megatron_torch.pickle_reader import NAMESPACE
 from megatron.interop.megatron_torch.stored_values import LazyTensor, Record
@@ -16,7 +18,7 @@ from megatron.interop.megatron_torch.torch_file import TorchFile
 
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
-_RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+_RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
@@ -33,14 +35,12 @@ class RankFile:
     file: TorchFile
     chunks: tuple[Mapping[str, LazyTensor], ...]
     flat_optimizer: TorchFile | None
+    ep_rank: int = 0
 
     @property
     def arguments(self) -> Mapping[str, Any]:
         """Return the values of ``args``; none where the file has no such entry."""
-        arguments = self.file.value.get("args")
-        if isinstance(arguments, Record) and arguments.kind == NAMESPACE:
-            return arguments.attributes
-        return {}
+        return _arguments(self.file)
 
     @property
     def version(self) -> float:
@@ -64,9 +64,17 @@ class RankFile:
             self.flat_optimizer.close()
 
 
-def rank_folder_name(tp_rank: int, pp_rank: int, pp: int) -> str:
-    """Return the name of a rank's folder; the stage is in it only where there is a pipeline."""
-    return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "")
+def _arguments(file: TorchFile) -> Mapping[str, Any]:
+    arguments = file.value.get("args") if isinstance(file.value, Mapping) else None
+    if isinstance(arguments, Record) and arguments.kind == NAMESPACE:
+        return arguments.attributes
+    return {}
+
+
+def rank_folder_name(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: int = 1) -> str:
+    """Return the name of a rank's folder; the stage is in it only where there is a pipeline, and so the experts."""
+    stage, experts = f"_{pp_rank:03d}" if pp > 1 else "", f"_{ep_rank:03d}" if ep > 1 else ""
+    return f"mp_rank_{tp_rank:02d}{stage}{experts}"
 
 
 def is_megatron_torch(folder: Path) -> bool:
@@ -75,27 +83,61 @@ def is_megatron_torch(folder: Path) -> bool:
 
 
 def open_rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
-    """Open the file of every rank, by (tensor-parallel rank, pipeline rank).
+    """Open the file of every rank, by (tensor-parallel rank, pipeline rank): of those with other experts the first.
 
     Raises:
         CheckpointError: one holds what is not data, or another kind of model.
         DamagedCheckpointError: a rank's file is missing or damaged.
     """
-    paths: dict[tuple[int, int], Path] = {}
-    for entry in sorted(folder.iterdir()):
-        match = _RANK_FOLDER.fullmatch(entry.name)
-        if match:
-            paths[int(match.group(1)), int(match.group(2) or 0)] = entry
-    if not paths:
+    return {(t, p): _open(path, t, p) for (t, p, e), path in _rank_folders(folder).items() if e == 0}
+
+
+def open_expert_files(folder: Path) -> list[RankFile]:
+    """Open the files that hold the experts of all but the first ranks of expert parallelism, and copies of the rest.
+
+    Raises:
+        CheckpointError: one holds what is not data, or another kind of model.
+        DamagedCheckpointError: a rank's file is missing or damaged.
+    """
+    return [_open(path, *rank) for rank, path in _rank_folders(folder).items() if rank[2] > 0]
+
+
+def _rank_folders(folder: Path) -> dict[tuple[int, int, int], Path]:
+    """Return every rank's folder, by (tensor-parallel, pipeline, expert-parallel) rank."""
+    found = [(match, entry) for entry in sorted(folder.iterdir()) if (match := _RANK_FOLDER.fullmatch(entry.name))]
+    if not found:
         raise CheckpointError(f"{folder} holds no mp_rank_XX folder")
-    tp, pp = (1 + max(rank[axis] for rank in paths) for axis in (0, 1))
-    missing = [rank_folder_name(t, p, pp) for p in range(pp) for t in range(tp) if (t, p) not in paths]
+    has_two = any(match.group(2) for match, _ in found) and not any(match.group(3) for match, _ in found)
+    # Of two numbers the second is that of the stage, or of the experts where there is no pipeline.
+    is_expert = has_two and _has_no_stages(found[0][1])
+    paths: dict[tuple[int, int, int], Path] = {}
+    for match, entry in found:
+        tensor, *others = (int(number or 0) for number in match.groups())
+        stage, experts = reversed(others) if is_expert else others
+        paths[tensor, stage, experts] = entry
+    tp, pp, ep = (1 + max(rank[axis] for rank in paths) for axis in (0, 1, 2))
+    missing = [
+        rank_folder_name(t, p, pp, e, ep)
+        for p in range(pp)
+        for t in range(tp)
+        for e in range(ep)
+        if (t, p, e) not in paths
+    ]
     if missing:
         raise DamagedCheckpointError(f"{folder}: {', '.join(missing)} missing")
-    return {rank: _open(path, *rank) for rank, path in paths.items()}
+    return paths
 
 
-def _open(folder: Path, tp_rank: int, pp_rank: int) -> RankFile:
+def _has_no_stages(folder: Path) -> bool:
+    if not (folder / MODEL_FILE).is_file():
+        return False
+    with closing(TorchFile(folder / MODEL_FILE)) as file:
+        arguments = _arguments(file)
+    is_cut = isinstance(size := arguments.get("expert_model_parallel_size"), int) and size > 1
+    return is_cut and arguments.get("pipeline_model_parallel_size") == 1
+
+
+def _open(folder: Path, tp_rank: int, pp_rank: int, ep_rank: int = 0) -> RankFile:
     file = TorchFile(folder / MODEL_FILE)
     state = file.value
     if not isinstance(state, Mapping):
@@ -107,6 +149,7 @@ def _open(folder: Path, tp_rank: int, pp_rank: int) -> RankFile:
     )
     if not chunk_names or not all(isinstance(state[name], Mapping) for name in chunk_names):
         raise CheckpointError(f"{file.path} holds no model; it has {', '.join(map(str, state))}")
-    chunks = tuple(named_tensors(state[name], f"{file.path} ({name})") for name in chunk_names)
+    experts = experts_of_file(_arguments(file))
+    chunks = tuple(named_tensors(state[name], f"{file.path} ({name})", experts) for name in chunk_names)
     flat = folder / OPTIMIZER_FILE
-    return RankFile(tp_rank, pp_rank, file, chunks, TorchFile(flat) if flat.exists() else None)
+    return RankFile(tp_rank, pp_rank, file, chunks, TorchFile(flat) if flat.exists() else None, ep_rank)

@@ -19,6 +19,7 @@ from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, le
 from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout
 from megatron.core.precision import dtype_from_name
 from megatron.interop.megatron_torch.common_state import stored_schedule
+from megatron.interop.megatron_torch.experts.expert_arguments import without_experts
 from megatron.interop.megatron_torch.key_names import has_fused_norms
 from megatron.interop.megatron_torch.megatron_arguments import (
     PROGRESS,
@@ -82,9 +83,10 @@ class RankPlanner:
 
     ``dtype_of`` gives the dtype of a tensor by native name. ``padded_vocab_size`` and ``fused_norms``
     (transformer-engine's names of norms) follow the files that a checkpoint came from, where it came from such.
+    Experts are written where ``groups_experts`` says by which names, transformer-engine's or plain ones.
 
     Raises:
-        ConfigurationError: Megatron's arguments cannot describe the model.
+        ConfigurationError: Megatron's arguments cannot describe the model, or experts have optimizer state.
     """
 
     def __init__(
@@ -94,10 +96,12 @@ class RankPlanner:
         *,
         padded_vocab_size: int | None = None,
         fused_norms: bool = False,
+        groups_experts: bool | None = None,
     ) -> None:
         self.common = common
         self.model = config_from_dict(GPTConfig, common["config"]["model"])
-        if flags := flags_without_argument(self.model):
+        self.groups_experts = bool(groups_experts)
+        if flags := flags_without_argument(self.model if groups_experts is None else without_experts(self.model)):
             raise ConfigurationError(f"Megatron's arguments do not know {', '.join(flags)}; use the native format")
         self.tp, self.pp = self.model.tensor_model_parallel_size, self.model.pipeline_model_parallel_size
         self.stages = plan_stage_layout(self.model, self.model.num_layers, self.model.pipeline_model_parallel_layout)
@@ -105,15 +109,20 @@ class RankPlanner:
         self.fused_norms = fused_norms
         self._dtype_of = dtype_of
         self._describer = StageDescriber(self.model, self.padded_vocab_size)
+        self.ep = self.model.expert_model_parallel_size
         self.terms = None if common["optimizer"] is None else self._optimizer_terms()
+        if self.terms is not None and self.model.num_experts is not None:
+            raise ConfigurationError("Megatron's files of experts are written without optimizer state; leave it out")
 
     def plan_rank(
-        self, folder: Path, tp_rank: int, pp_rank: int, iteration: int, extras: RankExtras
+        self, folder: Path, tp_rank: int, pp_rank: int, iteration: int, extras: RankExtras, ep_rank: int = 0
     ) -> tuple[PlannedFile, ...]:
         """Return the plan of a rank's file, and of the distributed optimizer's where there is one."""
-        chunks = self.parameters(tp_rank, pp_rank)
+        chunks = self.parameters(tp_rank, pp_rank, ep_rank)
         arguments = self.arguments(extras.arguments)
-        models = [model_state(parameters, self._dtype_of, self.fused_norms) for parameters in chunks]
+        models = [
+            model_state(parameters, self._dtype_of, self.fused_norms, self.groups_experts) for parameters in chunks
+        ]
         optimizer: Any = None
         slots = [slot for model in models for slot in model.slots]
         flat: PlannedValue | None = None
@@ -139,18 +148,22 @@ class RankPlanner:
             float(self.common["progress"]["floating_point_operations_so_far"]),
         )
         value |= float8_entry(self.common)
-        rank_folder = folder / rank_folder_name(tp_rank, pp_rank, self.pp)
+        rank_folder = folder / rank_folder_name(tp_rank, pp_rank, self.pp, ep_rank, self.ep)
         files = [PlannedFile(plan_torch_file(rank_folder / MODEL_FILE, value), tuple(slots))]
         if flat is not None:
             files.append(PlannedFile(plan_torch_file(rank_folder / OPTIMIZER_FILE, flat.value), flat.slots))
         return tuple(files)
 
-    def parameters(self, tp_rank: int, pp_rank: int) -> list[Sequence[LocalParameter]]:
+    def parameters(self, tp_rank: int, pp_rank: int, ep_rank: int = 0) -> list[Sequence[LocalParameter]]:
         """Return the parameters of each model chunk of a rank, in the order of its files."""
         chunks: list[Sequence[LocalParameter]] = []
         for contents in self.stages.chunks(pp_rank):
             parameters = self._describer.parameters(
-                tp_rank, contents.layer_numbers, has_embedding=contents.has_embedding, has_loss=contents.has_loss
+                tp_rank,
+                contents.layer_numbers,
+                has_embedding=contents.has_embedding,
+                has_loss=contents.has_loss,
+                ep_rank=ep_rank,
             )
             chunks.append(in_fused_order(parameters) if self.fused_norms else parameters)
         return chunks
@@ -167,6 +180,8 @@ class RankPlanner:
             self.padded_vocab_size,
         )
         defaults = {"accumulate_allreduce_grads_in_fp32": half}
+        if self.model.num_experts is not None:
+            derived["moe_grouped_gemm"] = self.groups_experts
         counts = {theirs: progress[ours] for ours, theirs in PROGRESS.items()}
         carried = {name: value for name, value in carried.items() if name != TRAIN_DATA}
         if TRAIN_DATA in progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.interop.megatron_torch.experts.expert_keys import grouped_key
 from megatron.interop.megatron_torch.key_names import fused_key
 from megatron.interop.megatron_torch.pickle_writer import PlannedTensor, given_tensor
 from megatron.interop.megatron_torch.stage_parameters import LocalParameter
@@ -19,6 +21,8 @@ CHECKPOINT_VERSION = 3.0
 FLOAT8_SCALING = "float8_scaling"
 """Key of what fp8's delayed scaling remembers, in a ``common`` and in the files."""
 _LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
+
+_OF_ONE_EXPERT = re.compile(r"\.local_experts\.\d+")
 
 DtypeOf = Callable[[str], torch.dtype]
 """Gives the dtype of a tensor by its native name."""
@@ -68,19 +72,27 @@ class OptimizerTerms:
         return ("momentum_buffer",) if self.config.sgd_momentum else ()
 
 
-def model_state(parameters: Sequence[LocalParameter], dtype_of: DtypeOf, fused_norms: bool) -> PlannedValue:
+def model_state(
+    parameters: Sequence[LocalParameter], dtype_of: DtypeOf, fused_norms: bool, groups_experts: bool = False
+) -> PlannedValue:
     """Return the state of one model chunk. Linear layers have an empty ``_extra_state``."""
+    keys = {parameter.key for parameter in parameters}
     state: OrderedDict[str, PlannedTensor | None] = OrderedDict()
     slots = []
     for number, parameter in enumerate(parameters):
         module, _, _ = parameter.key.rpartition(".")
         name = f"model.{parameter.name}"
-        tensor = PlannedTensor(dtype_of(name), parameter.local_shape)
-        state[fused_key(parameter.key) if fused_norms else parameter.key] = tensor
+        tensor = PlannedTensor(dtype_of(name), parameter.stored_shape)
+        layer = parameter.key.partition(".pre_mlp_layernorm.")[0]
+        has_fused = fused_norms and f"{layer}.mlp.router.weight" not in keys
+        key = fused_key(parameter.key) if has_fused else parameter.key
+        state[grouped_key(key) if groups_experts else key] = tensor
         slots.append(Slot(tensor, 0, name, parameter))
         following = parameters[number + 1].key if number + 1 < len(parameters) else ""
         if module.rpartition(".")[2] in _LINEAR and not following.startswith(f"{module}."):
-            state[f"{module}._extra_state"] = None
+            state[_OF_ONE_EXPERT.sub("", module) + "._extra_state" if groups_experts else f"{module}._extra_state"] = (
+                None
+            )
     if any(p.key == "decoder.final_layernorm.weight" for p in parameters):
         # The module is there even where its weight is the embedding's.
         state.setdefault("output_layer._extra_state", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.inner_optimizer import is_decayed
 from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.process_group import Group
-from megatron.core.sharding import Piece, even_pieces, spec_of
+from megatron.core.sharding import ParamSpec, Piece, even_pieces, spec_of
 from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.transformer.moe.expert_groups import ExpertGroups
+from megatron.interop.megatron_torch.experts.expert_keys import expert_pieces, is_expert_key
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
@@ -46,6 +48,11 @@ class LocalParameter:
         return len(self.local_shape) > 1 and not self.key.endswith("bias")
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Return the shape in the file, where the one expert of a tensor has no dim."""
+        return self.local_shape[1:] if is_expert_key(self.key) else self.local_shape
+
+    @property
     def num_elements(self) -> int:
         """Return the number of elements of the local tensor, padding included."""
         return math.prod(self.local_shape)
@@ -67,19 +74,26 @@ class StageDescriber:
             self._rng = RngStreams(Device("cpu"), 0, ONE_RANK.place())
 
     def parameters(
-        self, tp_rank: int, layer_numbers: Sequence[int], *, has_embedding: bool, has_loss: bool
+        self, tp_rank: int, layer_numbers: Sequence[int], *, has_embedding: bool, has_loss: bool, ep_rank: int = 0
     ) -> tuple[LocalParameter, ...]:
         """Return the parameters of one model chunk in the order in which Megatron's optimizer lists them."""
-        tp = self.config.tensor_model_parallel_size
+        tp, ep = self.config.tensor_model_parallel_size, self.config.expert_model_parallel_size
+        group = Group(("tp",), tuple(range(tp)), tp_rank)
+        of_experts = dataclasses.replace(
+            ExpertGroups.like_dense(group, None),
+            model=Group(("ep", "tp"), tuple(range(tp * ep)), ep_rank * tp + tp_rank),
+            tensor_size=tp,
+        )
         model = GPTModel(
             self.config,
-            Group(("tp",), tuple(range(tp)), tp_rank),
+            group,
             self._rng,
             seed=0,
             device="meta",
             layer_numbers=layer_numbers,
             pre_process=has_embedding,
             post_process=has_loss,
+            experts=of_experts,
         )
         local_numbers = {number: local for local, number in enumerate(layer_numbers)}
         found: dict[str, LocalParameter] = {}
@@ -87,7 +101,11 @@ class StageDescriber:
             spec = spec_of(parameter)
             is_copy = spec.is_tied_over_pipeline and parameter_name == OUTPUT_LAYER
             local_shape, pieces, is_replica = tuple(parameter.shape), spec.pieces, not spec.is_owner
-            if parameter_name.rsplit(".", 1)[-1] not in ("weight", "bias"):
+            if spec.is_expert:
+                for local in _of_single_experts(spec, local_shape, local_numbers):
+                    found[local.key] = local
+                continue
+            if parameter_name.rsplit(".", 1)[-1] != spec.name.rsplit(".", 1)[-1]:
                 # Ranks that share a key-value group keep it apart here; Megatron cuts the rows of the whole evenly.
                 rows = spec.global_shape[0] // tp
                 local_shape, is_replica = (rows, *spec.global_shape[1:]), False
@@ -99,6 +117,17 @@ class StageDescriber:
             )
             assert found[key].is_decayed == is_decayed(spec.name, parameter), key
         return tuple(found.values())
+
+
+def _of_single_experts(
+    spec: ParamSpec, local_shape: tuple[int, ...], local_numbers: dict[int, int]
+) -> Iterator[LocalParameter]:
+    """Yield the parameters of each of a rank's experts, which Megatron's files have by themselves."""
+    key = _with_layer(spec.name, local_numbers)
+    for number, pieces in expert_pieces(spec):
+        own_key = key.replace(".mlp.experts.", f".mlp.experts.local_experts.{number}.")
+        shape = (1, *local_shape[1:])
+        yield LocalParameter(own_key, spec.name, spec.global_shape, shape, pieces, not spec.is_owner, is_tied=False)
 
 
 def _with_layer(name: str, numbers: dict[int, int]) -> str:

@@ -16,6 +16,7 @@ from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.sharding import Box
 from megatron.interop.checkpoint_source import TensorInfo
 from megatron.interop.megatron_torch.common_state import real_vocab_size, shared_state
+from megatron.interop.megatron_torch.experts.expert_arguments import has_experts
 from megatron.interop.megatron_torch.megatron_arguments import check_arguments, config_of_arguments
 from megatron.interop.megatron_torch.rank_tree import FLOAT8_SCALING
 from megatron.interop.megatron_torch.stage_parameters import OUTPUT_LAYER, WORD_EMBEDDING, StageDescriber
@@ -50,6 +51,11 @@ class TorchDistSource:
         common = read_common(folder)
         self.arguments: Mapping[str, Any] = common["args"].attributes
         check_arguments(self.arguments, folder / COMMON_FILE)
+        if has_experts(self.arguments):
+            raise CheckpointError(
+                f"{folder / COMMON_FILE}: its args describe a model that is not supported: num_experts "
+                f"{self.arguments['num_experts']}; with experts the files of --ckpt-format torch are read"
+            )
         self._float8_scaling: Mapping[str, torch.Tensor] = common.get(FLOAT8_SCALING) or {}
         self._keys = self._parsed_keys()
         self._reader = BoxReader()

@@ -46,7 +46,7 @@ def _best(scores: torch.Tensor, config: MoEConfig) -> torch.Tensor:
     """Return the experts with the largest scores, of the best groups only where there are groups."""
     groups, group_topk = config.moe_router_num_groups, config.moe_router_group_topk
     if groups is not None and group_topk is not None:
-        by_group = scores.view(len(scores), groups, -1)
+        by_group = scores.view(len(scores), groups, scores.shape[1] // groups)
         of_group = by_group.topk(max(config.moe_router_topk // group_topk, 1), dim=-1).values.sum(dim=-1)
         chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, of_group.topk(group_topk).indices, True)
         scores = by_group.masked_fill(~chosen.unsqueeze(-1), -math.inf).view_as(scores)

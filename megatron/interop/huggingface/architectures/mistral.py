@@ -17,10 +17,11 @@ class MistralFamily(RotaryDecoderFamily):
     architecture = "MistralForCausalLM"
     default_positions = 131072
     default_groups = 8
+    default_window: int | None = 4096
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the window."""
-        has_window = settings.values.get("sliding_window", 4096) is not None
+        has_window = settings.values.get("sliding_window", self.default_window) is not None
         return window_fields(settings, [has_window] * settings.integer("num_hidden_layers"), 4096)
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:

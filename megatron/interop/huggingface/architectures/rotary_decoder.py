@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.interop.huggingface.architectures.experts import ExpertNames, expert_links
 from megatron.interop.huggingface.family import dtype_fields
 from megatron.interop.huggingface.settings import Settings, read_rope, write_rope
 from megatron.interop.huggingface.tensor_link import TensorLink, query_key_value_rows, rows, whole
@@ -32,9 +33,11 @@ class RotaryDecoderFamily:
     default_groups: int | None = None
     default_head_dim: int | None = None
     default_epsilon = 1e-6
+    default_rotary_base = 10000.0
     is_tied_by_default = False
     activation = ("hidden_act", "silu", "swiglu")
     """The setting of the gate's activation, its only value, and the switch that this is here."""
+    expert_names = ExpertNames()
     norm_names: tuple[tuple[str, str], ...] = (
         ("input_layernorm", "input_layernorm"),
         ("pre_mlp_layernorm", "post_attention_layernorm"),
@@ -47,7 +50,7 @@ class RotaryDecoderFamily:
         groups = settings.integer("num_key_value_heads", self.default_groups or heads)
         head_dim = settings.integer("head_dim", self.default_head_dim or max(width // heads, 1))
         if not settings.problems:
-            self._check_heads(settings, width, heads, groups, head_dim)
+            self.check_heads(settings, width, heads, groups, head_dim)
         setting, activation, switch = self.activation
         settings.require(setting, activation, activation, "the feed-forward layer is gated by it")
         positions = settings.integer("max_position_embeddings", self.default_positions)
@@ -79,7 +82,7 @@ class RotaryDecoderFamily:
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         """Return the fields of the rotary positions."""
-        return read_rope(settings, positions)
+        return read_rope(settings, positions, self.default_rotary_base)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return what only this family's settings decide of a model, and note what is not supported of it."""
@@ -114,7 +117,8 @@ class RotaryDecoderFamily:
             "model.embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight", (config.vocab_size, width)
         )
         for layer in range(config.num_layers):
-            yield from self._layer_links(config, f"model.decoder.layers.{layer}.", f"{prefix}layers.{layer}.")
+            ours, theirs = f"model.decoder.layers.{layer}.", f"{prefix}layers.{layer}."
+            yield from self.layer_links(config, ours, theirs, has_experts=config.moe_layers[layer])
         yield whole("model.decoder.final_layernorm.weight", f"{prefix}norm.weight", (width,))
         if config.untie_embeddings_and_output_weights:
             yield whole("model.output_layer.weight", "lm_head.weight", (config.vocab_size, width))
@@ -124,8 +128,16 @@ class RotaryDecoderFamily:
         return _BUFFER.fullmatch(name) is not None
 
     def projection_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
-        """Return the links of a layer's projections to queries, keys and values, and to gate and up."""
+        """Return the links of a dense layer's projections to queries, keys and values, and to gate and up."""
         width, ffn = config.hidden_size, config.ffn_hidden_size
+        yield from self.attention_links(config, ours, theirs)
+        gated = f"{ours}mlp.linear_fc1.weight"
+        yield rows(gated, 0, f"{theirs}mlp.gate_proj.weight", 0, ffn, (width,))
+        yield rows(gated, ffn, f"{theirs}mlp.up_proj.weight", 0, ffn, (width,))
+
+    def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Return the links of a layer's projections to queries, keys and values."""
+        width = config.hidden_size
         fused = list(query_key_value_rows(config.num_attention_heads, config.num_query_groups, config.kv_channels))
         for name in ("q", "k", "v"):
             for kind, trailing in (("weight", (width,)), ("bias", ()))[: 2 if self.has_qkv_bias else 1]:
@@ -134,28 +146,35 @@ class RotaryDecoderFamily:
                         native = f"{ours}self_attention.linear_qkv.{kind}"
                         foreign = f"{theirs}self_attn.{name}_proj.{kind}"
                         yield rows(native, native_start, foreign, foreign_start, count, trailing)
-        gated = f"{ours}mlp.linear_fc1.weight"
-        yield rows(gated, 0, f"{theirs}mlp.gate_proj.weight", 0, ffn, (width,))
-        yield rows(gated, ffn, f"{theirs}mlp.up_proj.weight", 0, ffn, (width,))
 
-    def _layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+    def attention_norm_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Return the links of the norms within a layer's attention."""
+        across = config.qk_layernorm_across_heads
+        for name, rows_of_all in (("q", config.query_projection_size), ("k", config.kv_projection_size)):
+            native, foreign = f"{ours}self_attention.{name}_layernorm.weight", f"{theirs}self_attn.{name}_norm.weight"
+            yield whole(native, foreign, (rows_of_all if across else config.kv_channels,))
+
+    def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Return the links of a layer's router and experts."""
+        yield from expert_links(config, self.expert_names, ours, theirs)
+
+    def layer_links(self, config: GPTConfig, ours: str, theirs: str, *, has_experts: bool) -> Iterator[TensorLink]:
+        """Return the links of a layer, by what its tensors' names begin with."""
         width, ffn = config.hidden_size, config.ffn_hidden_size
-        yield from self.projection_links(config, ours, theirs)
-        projection = (width, config.query_projection_size)
+        yield from (self.attention_links if has_experts else self.projection_links)(config, ours, theirs)
+        projection = (width, config.context_size)
         yield whole(f"{ours}self_attention.linear_proj.weight", f"{theirs}self_attn.o_proj.weight", projection)
         if config.qk_layernorm:
-            across = config.qk_layernorm_across_heads
-            for name, rows_of_all in (("q", config.query_projection_size), ("k", config.kv_projection_size)):
-                native, foreign = (
-                    f"{ours}self_attention.{name}_layernorm.weight",
-                    f"{theirs}self_attn.{name}_norm.weight",
-                )
-                yield whole(native, foreign, (rows_of_all if across else config.kv_channels,))
-        yield whole(f"{ours}mlp.linear_fc2.weight", f"{theirs}mlp.down_proj.weight", (width, ffn))
+            yield from self.attention_norm_links(config, ours, theirs)
+        if has_experts:
+            yield from self.expert_layer_links(config, ours, theirs)
+        else:
+            yield whole(f"{ours}mlp.linear_fc2.weight", f"{theirs}mlp.down_proj.weight", (width, ffn))
         for name, their_name in self.norm_names:
             yield whole(f"{ours}{name}.weight", f"{theirs}{their_name}.weight", (width,))
 
-    def _check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:
+    def check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:
+        """Note what is wrong with the numbers and the width of heads."""
         if heads % groups:
             settings.refuse(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
         if settings.values.get("head_dim", self.default_head_dim) is None and width % heads:

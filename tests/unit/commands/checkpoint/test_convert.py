@@ -40,7 +40,10 @@ def test_what_users_of_megatron_type_is_accepted_and_said() -> None:
         ("--loader troch", "unknown --loader troch; did you mean torch?"),
         ("--saver safetensors_v9", "unknown --saver safetensors_v9; one of megatron, native"),
         ("--model-type BERT", "invalid choice: 'BERT'"),
-        ("--target-expert-parallel-size 4", "--target-expert-parallel-size 4: the models here have no experts"),
+        (
+            "--target-expert-tensor-parallel-size 4",
+            "--target-expert-tensor-parallel-size 4: experts are cut as the other layers are",
+        ),
         ("--checkpoint-type meta", "Meta's own files"),
         ("--target-tensor-parallel-size two", "invalid int value: 'two'"),
         ("--bf16 --fp16", "not allowed with argument --bf16"),

@@ -56,6 +56,26 @@ OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
 GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+QWEN3_MOE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+DEEPSEEK = LLAMA | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 6,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "rms_norm_eps": 1e-6,
+}
+YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+OLMOE = LLAMA | {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 16}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
@@ -184,7 +204,30 @@ REFUSED = [
     (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
     (GPT2, {"add_cross_attention": True}, "add_cross_attention is true"),
     (GPT2, {"n_head": 7}, "n_embd 48 is not divisible by n_head 7"),
-    (LLAMA, {"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported"),
+    (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise is not 0"),
+    (MIXTRAL, {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but there are 4 experts"),
+    (MIXTRAL, {"num_local_experts": 0}, "num_local_experts is 0"),
+    (QWEN3_MOE, {"num_experts_per_tok": 7}, "num_experts_per_tok is 7, but there are 6 experts"),
+    (QWEN3_MOE, {"mlp_only_layers": 2}, "mlp_only_layers is 2; a list of layer numbers"),
+    (
+        QWEN3_MOE,
+        {"mlp_only_layers": [0, 1, 2]},
+        "decoder_sparse_step 1 and mlp_only_layers leave no layer with experts",
+    ),
+    (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+    (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads is 2; latent attention has one for each of 6"),
+    (DEEPSEEK, {"qk_rope_head_dim": 5}, "qk_rope_head_dim is 5"),
+    (DEEPSEEK, {"n_group": 3}, "n_group 3 and topk_group 2 do not divide 16 experts"),
+    (DEEPSEEK, {"topk_group": 4}, "num_experts_per_tok 4 / topk_group 4 is not 2"),
+    (DEEPSEEK, {"first_k_dense_replace": 3}, "none of 3 layers has experts"),
+    (DEEPSEEK, {"scoring_func": "softmax"}, 'scoring_func is "softmax"'),
+    (DEEPSEEK, {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05"),
+    (DEEPSEEK, {"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "mscale_all_dim is given without mscale"),
+    (DEEPSEEK, {"rope_scaling": YARN | {"factor": 1.0}}, "factor is 1.0; more than 1"),
+    (DEEPSEEK, {"rope_scaling": YARN | {"type": "linear"}}, "rope_type 'linear' is not supported in this family"),
+    (DEEPSEEK, {"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
+    (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None"),
+    (LLAMA, {"architectures": ["JambaForCausalLM"]}, "JambaForCausalLM is not supported"),
     (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
     (LLAMA, {"architectures": None, "model_type": "mamba"}, "model_type 'mamba' is not supported"),
 ]
@@ -229,6 +272,14 @@ MODELS = [
     QWEN3,
     QWEN3 | {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     MISTRAL,
+    MIXTRAL | {"sliding_window": 100, "num_experts_per_tok": 3},
+    QWEN3_MOE | {"norm_topk_prob": True, "decoder_sparse_step": 2},
+    QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 9},
+    DEEPSEEK,
+    DEEPSEEK | {"num_nextn_predict_layers": 2, "q_lora_rank": None, "rope_scaling": YARN},
+    DEEPSEEK | {"n_group": 1, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    OLMOE,
+    OLMOE | {"norm_topk_prob": True},
     OLMO2,
     GEMMA2 | {"attn_logit_softcapping": None},
     GEMMA3 | {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
@@ -269,7 +320,23 @@ def test_a_model_of_no_family_is_refused_with_the_reason(tmp_path: Path, changes
     assert named in str(caught.value)
 
 
-FAMILY_SETTINGS = [GPT2, NEO, LLAMA, QWEN, QWEN3, MISTRAL, NEOX, OLMO2, PHI3, GEMMA2, GEMMA3]
+FAMILY_SETTINGS = [
+    GPT2,
+    NEO,
+    LLAMA,
+    QWEN,
+    QWEN3,
+    MISTRAL,
+    MIXTRAL,
+    QWEN3_MOE,
+    DEEPSEEK,
+    OLMOE,
+    NEOX,
+    OLMO2,
+    PHI3,
+    GEMMA2,
+    GEMMA3,
+]
 
 
 @pytest.mark.parametrize("values", FAMILY_SETTINGS, ids=lambda values: values["model_type"])

@@ -187,6 +187,72 @@ KINDS: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
         },
     },
+    "mixtral": {
+        "class": "Mixtral",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_moe": {
+        "class": "Qwen3Moe",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "max_position_embeddings": 512,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+    "olmoe": {
+        "class": "Olmoe",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "pad_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+    },
+    "deepseek": {
+        "class": "DeepseekV3",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "max_position_embeddings": 512,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 20,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 10,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 8.0,
+            "beta_slow": 2.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.3,
+        },
+        "tie_word_embeddings": False,
+    },
     "mistral_without_window": {
         "class": "Mistral",
         **_DECODER,
@@ -219,7 +285,8 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     model = model_class(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(sum(map(ord, kind)))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        router_biases = (pair for pair in model.named_buffers() if pair[0].endswith("e_score_correction_bias"))
+        for name, parameter in (*model.named_parameters(), *router_biases):
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.dim() == 1 and name.endswith("weight")
             # Gemma stores the weights of norms as their difference from one.

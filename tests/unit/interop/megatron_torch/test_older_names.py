@@ -145,8 +145,8 @@ def test_every_key_that_is_known() -> None:
 
 def test_a_tensor_of_another_model_is_named() -> None:
     tensor = LazyTensor(StorageKey("0", torch.float32, 1), 0, (1,), (1,))
-    with pytest.raises(CheckpointError, match=r"decoder\.layers\.0\.mlp\.router\.weight"):
-        named_tensors({"decoder.layers.0.mlp.router.weight": tensor}, "file")
+    with pytest.raises(CheckpointError, match=r"decoder\.layers\.0\.mixer\.in_proj\.weight"):
+        named_tensors({"decoder.layers.0.mixer.in_proj.weight": tensor}, "file")
 
 
 def test_flat_buffer_places() -> None:

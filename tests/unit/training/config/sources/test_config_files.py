@@ -100,8 +100,9 @@ def test_what_the_command_line_excludes_is_taken_from_no_file(tmp_path: Path) ->
 @pytest.mark.parametrize("name", preset_names())
 def test_a_preset_is_a_model_that_flags_and_files_change(name: str, tmp_path: Path) -> None:
     config = resolve(f"{RUN} --model-preset {name}").config
-    assert config.model.num_layers >= 24
-    path = write(tmp_path / "a.toml", f'num_layers = 8\nmodel_preset = "{name}"\nlr = 1e-2\n')
+    assert config.model.num_layers >= 16
+    dense = 'moe_layer_freq = "[0]*3+[1]*5"' if name == "deepseek-v3" else ""
+    path = write(tmp_path / "a.toml", f'num_layers = 8\nmodel_preset = "{name}"\nlr = 1e-2\n{dense}')
     changed = resolve("--mock-data --train-iters 4 --vocab-size 99", path).config
     assert (changed.model.num_layers, changed.model.hidden_size) == (8, config.model.hidden_size)
     assert (changed.tokenizer.vocab_size, changed.optimizer.lr) == (99, 1e-2)
@@ -181,5 +182,7 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(
 
 
 def test_an_unknown_preset_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigurationError, match=r"--model-preset gpt9 is not known; possible: gpt2-1\.5b, gpt2-345m"):
+    with pytest.raises(
+        ConfigurationError, match=r"--model-preset gpt9 is not known; possible: deepseek-v3, gpt2-1\.5b, gpt2-345m"
+    ):
         resolve("--model-preset gpt9")

@@ -1,0 +1,1 @@
+"""What lies in a folder's files: the names of tensors, and weights that are quantised."""

@@ -1,0 +1,1 @@
+"""Experts in Megatron's files: their keys and their arguments."""

@@ -1,0 +1,50 @@
+"""Models with experts go from Hugging Face's folders to Megatron's files and back, at several layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.core.errors import ConfigurationError
+from megatron.interop.huggingface.source import HuggingFaceSource
+from tests.e2e.test_convert import run_converter
+from tests.e2e.toy_run import newest, toy_args
+from tests.harness.forked_training import fork_training
+from tests.unit.interop.huggingface.tiny_models import folder_bytes, save_model
+
+LAYOUT = "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 3 --target-expert-parallel-size 2"
+
+
+def test_mixtral_crosses_megatrons_files_at_another_layout(tmp_path: Path) -> None:
+    save_model("mixtral", tmp_path / "hf")
+    run_converter(tmp_path / "hf", tmp_path / "torch", f"--loader hf --saver torch {LAYOUT}")
+    folders = {path.parent.name for path in (tmp_path / "torch").glob("release/*/*.pt")}
+    assert folders == {f"mp_rank_0{t}_00{p}_00{e}" for t in range(2) for p in range(3) for e in range(2)}
+    run_converter(tmp_path / "torch", tmp_path / "one", "--saver torch --target-expert-parallel-size 1")
+    assert len(list((tmp_path / "one").glob("release/*/*.pt"))) == 6
+    run_converter(tmp_path / "one", tmp_path / "again", "--saver hf")
+    weights = "model.safetensors"
+    assert folder_bytes(tmp_path / "again")[weights] == folder_bytes(tmp_path / "hf")[weights]
+    assert HuggingFaceSource(tmp_path / "again").config.num_experts == 4
+
+
+@pytest.mark.long
+def test_a_run_with_spread_experts_becomes_megatrons_files_without_its_optimizer(tmp_path: Path) -> None:
+    words = "--num-experts 4 --moe-router-topk 2 --moe-layer-freq 2 --mock-data --train-iters 2 --lr-warmup-iters 0"
+    run = toy_args(tmp_path, f"{words} --eval-iters 0", "--expert-model-parallel-size 2", data=False)
+    fork_training(run, 2).check()
+    trained = newest(tmp_path / "checkpoints").parent
+    lines = run_converter(trained, tmp_path / "torch", "--saver torch")
+    assert any("without optimizer state" in line for line in lines)
+    assert len(list((tmp_path / "torch").glob("iter_0000002/mp_rank_00_00?/*.pt"))) == 2
+    run_converter(tmp_path / "torch", tmp_path / "native", "--saver native")
+
+
+def test_experts_that_cannot_be_spread_so_are_refused(tmp_path: Path) -> None:
+    save_model("mixtral", tmp_path / "hf")
+    with pytest.raises(ConfigurationError, match="3 does not divide 4 experts; 1, 2, 4 work"):
+        run_converter(tmp_path / "hf", tmp_path / "a", "--loader hf --saver torch --target-expert-parallel-size 3")
+    save_model("llama_tied", tmp_path / "dense")
+    with pytest.raises(ConfigurationError, match="the model has no experts; leave it out"):
+        run_converter(tmp_path / "dense", tmp_path / "b", "--loader hf --saver torch --target-expert-parallel-size 2")
