@@ -12,7 +12,7 @@ from megatron.core.host_memory.reused_memory import ReusedMemory
 from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.kernels.dropout_keys import DropoutKeys, DropoutSamples
 from megatron.core.layer_output import AuxiliaryLoss
-from megatron.core.main_grad import set_gradient_uses
+from megatron.core.main_grad import gradient_uses_of, set_gradient_uses
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_embedding import GPTEmbedding
 from megatron.core.models.model import Model
@@ -115,6 +115,13 @@ class GPTModel(Model):
             tied = tie_over_pipeline(spec_of(weight), name=f"{_WORD_EMBEDDING}.weight", is_first_stage=pre_process)
             attach_spec(weight, tied)
         self.initialize_parameters(seed)
+
+    @property
+    def first_alone(self) -> nn.Module | None:
+        """Return the embedding where it is neither the output layer nor that of further tokens."""
+        if self.embedding is None or not self.pre_process:
+            return None
+        return self.embedding if gradient_uses_of(self.embedding.word_embeddings.weight) == 1 else None
 
     @property
     def output_weight(self) -> nn.Parameter:
