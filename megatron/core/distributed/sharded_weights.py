@@ -17,7 +17,7 @@ from megatron.core.distributed.param_and_grad_buffer import GradSegment, Reducti
 from megatron.core.distributed.param_layout import ParamLayout, parts_of_range
 from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
 from megatron.core.flight.communication import PendingWork
-from megatron.core.layer_weights import LayersInUse
+from megatron.core.host_memory.layers_in_use import LayersInUse
 from megatron.core.process_group import Group
 from megatron.core.sharding import attach_held
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from megatron.core.host_memory.host_copies import Copied, HostCopies
-from megatron.core.layer_weights import LayersInUse
+from megatron.core.host_memory.layers_in_use import LayersInUse
 
 
 class WeightOffload(LayersInUse):

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.host_memory.layers_in_use import LayersInUse
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dropout_keys import DropoutKeys
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
-from megatron.core.layer_weights import LayersInUse
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.activation_offload import ActivationOffload
 from megatron.core.tensor_parallel.recompute import recompute
