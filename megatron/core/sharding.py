@@ -149,6 +149,25 @@ def spec_of(parameter: torch.Tensor) -> ParamSpec:
     return cast(ParamSpec, parameter.spec)  # type: ignore[attr-defined]
 
 
+def attach_held(parameter: torch.nn.Parameter, held: Sequence[tuple[ParamSpec, torch.Tensor]]) -> None:
+    """Say which boxes of a sharded parameter this rank holds, with their values."""
+    parameter.held = tuple(held)  # type: ignore[attr-defined]
+
+
+def held_of(parameter: torch.Tensor) -> tuple[tuple[ParamSpec, torch.Tensor], ...]:
+    """Return what this rank holds of a parameter between two passes, with descriptions: all, or boxes of it.
+
+    Where weights are sharded over the data-parallel ranks the parameter's own memory has values in a pass only.
+    """
+    held: tuple[tuple[ParamSpec, torch.Tensor], ...] | None = parameter.__dict__.get("held")
+    return ((spec_of(parameter), parameter),) if held is None else held
+
+
+def is_held_in_parts(parameter: torch.Tensor) -> bool:
+    """Return whether this rank holds boxes of a parameter that no other data-parallel rank holds."""
+    return "held" in parameter.__dict__
+
+
 def tie_over_pipeline(spec: ParamSpec, *, name: str, is_first_stage: bool) -> ParamSpec:
     """Describe a weight that both ends of the pipeline hold, as the word embedding and as the output layer.
 

@@ -23,6 +23,7 @@ from megatron.planning.adapter_traffic import add_adapters, idle_in_first_layer
 from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.float8_traffic import Float8LayerEnds
 from megatron.planning.plan import refuse_unplanned
+from megatron.planning.weight_gathers import gathered_units, num_gathers
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
@@ -336,11 +337,11 @@ def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) 
     grad_element = ELEMENT_BYTES[ddp.grad_dtype(model.params_dtype)]
     replica = here.place["dp"] * sizes.cp + here.place["cp"]
     partial_bytes = 0
-    for parameters in _parameters_of_buffers(here, chunks):
+    for parameters, units in _parameters_of_buffers(here, chunks):
         in_float8 = is_sharded and parameters[0].is_sent_in_float8
         element = 1 if in_float8 else here.element
         tied = [index for index, parameter in enumerate(parameters) if parameter.is_tied]
-        buckets = plan_buckets([p.size for p in parameters], tied, ddp, sizes.num_replicas).buckets
+        buckets = plan_buckets([p.size for p in parameters], tied, ddp, sizes.num_replicas, units).buckets
         if in_float8:
             # The amax of every parameter, before what they scale is sent.
             is_of_bucket = ddp.overlap_param_gather and ddp.overlap_param_gather_with_optimizer_step
@@ -350,7 +351,10 @@ def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) 
             if is_sharded:
                 rounds = here.num_microbatches if ddp.shards_gradients else 1
                 total.add("reduce_scatter", DP_CP, grad_bytes, rounds)
-                total.add("all_gather", DP_CP, bucket.num_elements * element)
+                gathers = 1
+                if ddp.shards_weights:
+                    gathers = here.num_microbatches * num_gathers(units[bucket.slots[0].index])
+                total.add("all_gather", DP_CP, bucket.num_elements * element, gathers)
             else:
                 total.add("all_reduce", DP_CP, grad_bytes)
             start, end = bucket.shard(replica, sizes.num_replicas) if is_sharded else (bucket.start, bucket.end)
@@ -364,14 +368,22 @@ def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) 
         total.add("all_reduce", TP, partial_bytes)
 
 
-def _parameters_of_buffers(here: _Rank, chunks: tuple[StageContents, ...]) -> Iterator[list[ChunkParameter]]:
-    """Yield the trained parameters of each chunk, and those that travel in fp8 by themselves where they are sharded."""
+def _parameters_of_buffers(
+    here: _Rank, chunks: tuple[StageContents, ...]
+) -> Iterator[tuple[list[ChunkParameter], list[int]]]:
+    """Yield the trained parameters of each chunk, those that travel in fp8 by themselves where they are sharded.
+
+    With them go the labels of what is gathered together where weights are sharded.
+    """
     is_sharded = here.config.ddp.shards_over(here.sizes.num_replicas)
     for chunk in chunks:
-        by_kind: dict[bool, list[ChunkParameter]] = {}
-        for parameter in chunk_parameters(here.config.model, chunk):
+        by_kind: dict[bool, tuple[list[ChunkParameter], list[int]]] = {}
+        parameters = chunk_parameters(here.config.model, chunk)
+        for parameter, unit in zip(parameters, gathered_units(here.config.model, chunk), strict=True):
             if parameter.is_trained:
-                by_kind.setdefault(is_sharded and parameter.is_sent_in_float8, []).append(parameter)
+                of_kind, units = by_kind.setdefault(is_sharded and parameter.is_sent_in_float8, ([], []))
+                of_kind.append(parameter)
+                units.append(unit)
         yield from by_kind.values()
 
 

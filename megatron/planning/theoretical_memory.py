@@ -129,13 +129,16 @@ def _count_experts(model: GPTConfig, chunk: StageContents) -> int:
 
 
 def _bytes_a_trained_parameter(config: RunConfig, replicas: int, *, is_matrix: bool = False) -> float:
-    """Return the bytes of a gradient, and its share of main parameter and moments."""
+    """Return the bytes of a gradient, and its share of main parameter and moments, less the weight that is not held."""
     ddp = config.ddp
     gradient: float = ELEMENT_BYTES[ddp.grad_dtype(config.model.params_dtype)]
     state: float = state_bytes(config.optimizer, is_matrix=is_matrix)
     if ddp.shards_over(replicas):
         state /= replicas
         gradient /= replicas if ddp.shards_gradients else 1
+    if ddp.shards_over(replicas) and ddp.shards_weights:
+        # What a weight is short of the whole one, which is counted for every parameter.
+        gradient -= ELEMENT_BYTES[config.model.params_dtype] * (1 - 1 / replicas)
     return gradient + state
 
 

@@ -33,7 +33,6 @@ from megatron.core.transformer.attention import describe_attention
 from megatron.core.transformer.graphed_layers import GraphedLayers
 from megatron.core.transformer.moe.expert_load import ExpertLoads
 from megatron.core.transformer.moe.moe_layer import loads_of
-from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.interop.huggingface.families import describe_missing_family
 from megatron.training.compiled_regions import compile_regions
@@ -114,9 +113,19 @@ def build_training_parts(
         compile_regions(chunks, config, log)
     per_token = config.training.calculate_per_token_loss
     ddp_chunks = tuple(
-        DistributedDataParallel(chunk, config.ddp, runtime.state, calculate_per_token_loss=per_token)
+        DistributedDataParallel(
+            chunk,
+            config.ddp,
+            runtime.state,
+            calculate_per_token_loss=per_token,
+            layers=[layer for block in chunk.blocks for layer in block.layers.values()],
+            first=chunk.first_alone,
+        )
         for chunk in chunks
     )
+    for ddp_chunk, chunk in zip(ddp_chunks, chunks):
+        for block in chunk.blocks if ddp_chunk.weights is not None else ():
+            block.weights = ddp_chunk.weights
     optimizer = build_optimizer(config, runtime, ddp_chunks, log)
     weights: tuple[WeightOffload, ...] = ()
     if config.model.num_offloaded_layers:
@@ -148,15 +157,17 @@ def offload_layers(chunks: Sequence[Model], copies: HostCopies, config: Transfor
     Raises:
         ConfigurationError: the model has no transformer layers.
     """
-    blocks = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerBlock)]
+    blocks = [block for chunk in chunks for block in chunk.blocks]
     if not blocks:
         raise ConfigurationError("--cpu-offloading: this model has no transformer layers; leave it out")
+    moved: list[WeightOffload] = []
     for block in blocks:
         if config.cpu_offloading_activations:
             block.offload = ActivationOffload(copies, config.num_offloaded_layers)
         if config.cpu_offloading_weights:
             block.weights = WeightOffload(copies, list(block.layers.values())[: config.num_offloaded_layers])
-    return tuple(block.weights for block in blocks if block.weights is not None)
+            moved.append(block.weights)
+    return tuple(moved)
 
 
 def record_layers(
@@ -169,7 +180,7 @@ def record_layers(
     """
     if backend is None:
         raise ConfigurationError("--cuda-graph-impl local needs a CUDA device, and this run is on CPU; leave it out")
-    blocks = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerBlock)]
+    blocks = [block for chunk in chunks for block in chunk.blocks]
     if not blocks:
         raise ConfigurationError("--cuda-graph-impl local: this model has no transformer layers; leave it out")
     graphs = tuple(GraphedLayers(backend, num_warmup_steps) for _ in blocks)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron.core.device import Device
-from megatron.core.sharding import spec_of
+from megatron.core.sharding import held_of
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.config.arguments import resolve_arguments
@@ -73,7 +73,8 @@ def run_cell(
     for chunk in parts.ddp_chunks:
         chunk.finish_param_gather()
         for parameter in chunk.parameters():
-            result.parameters += fragments_of(spec_of(parameter), parameter, runtime.state.rank)
+            for spec, values in held_of(parameter):
+                result.parameters += fragments_of(spec, values, runtime.state.rank)
     return result
 
 

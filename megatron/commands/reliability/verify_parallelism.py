@@ -23,6 +23,7 @@ from megatron.verification.expert_cells import EXPERT_SHAPES, expert_matrix
 from megatron.verification.latent_cells import LATENT_SHAPES, latent_matrix
 from megatron.verification.prediction_cells import PREDICTION_SHAPES, prediction_matrix
 from megatron.verification.random_cells import fuzz
+from megatron.verification.sharding_cells import sharding_matrix
 
 
 def build_parser() -> Parser:
@@ -65,7 +66,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def choose_cells(arguments: argparse.Namespace) -> list[Cell]:
     """Return the cells that the command line asks for."""
-    proved = [*matrix(), *expert_matrix(), *prediction_matrix(), *latent_matrix()]
+    proved = [*matrix(), *expert_matrix(), *prediction_matrix(), *latent_matrix(), *sharding_matrix()]
     cells = fuzz(arguments.seed, arguments.fuzz) if arguments.fuzz else proved
     words = arguments.filter.split()
     return [

@@ -11,7 +11,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec, whole_tensor
 from megatron.core.parallel_sizes import GRID_AXES, Place
 from megatron.core.parallel_state import ParallelState
-from megatron.core.sharding import ParamSpec, spec_of
+from megatron.core.sharding import ParamSpec, held_of
 
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
@@ -66,8 +66,7 @@ def model_tensors(models: Sequence[torch.nn.Module]) -> list[ShardedTensor]:
     for model in models:
         for name, parameter in model.named_parameters():
             assert hasattr(parameter, "spec"), f"parameter {name} carries no spec"
-            spec = spec_of(parameter)
-            tensors.append(from_spec(spec.with_prefix(MODEL_PREFIX), parameter))
+            tensors += [from_spec(spec.with_prefix(MODEL_PREFIX), values) for spec, values in held_of(parameter)]
     return tensors
 
 

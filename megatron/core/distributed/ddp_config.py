@@ -25,10 +25,16 @@ class DistributedDataParallelConfig(Config, role="layout", in_args=True):
     )
     """Begin to gather each bucket of parameters as soon as it is updated, while the next one is."""
     data_parallel_sharding_strategy: str = flag(
-        "no_shard", choices=("no_shard", "optim", "optim_grads"), not_built=("optim_grads_params",), in_args=False
+        "no_shard", choices=("no_shard", "optim", "optim_grads", "optim_grads_params"), in_args=False
     )
     """What the data-parallel ranks share among them in place of holding copies: nothing, the optimizer's state
-    (the same as --use-distributed-optimizer), or that and the gradients."""
+    (the same as --use-distributed-optimizer), that and the gradients, or these and the weights, which are gathered
+    layer by layer as passes need them."""
+    use_torch_fsdp2: bool = flag(False, in_args=False)
+    """The same as --data-parallel-sharding-strategy optim_grads_params, in the spelling of Megatron-LM."""
+    use_megatron_fsdp: bool = flag(False, aliases=("--use-custom-fsdp",), in_args=False)
+    """Shard as --data-parallel-sharding-strategy says, in the spelling of Megatron-LM, or optim_grads_params where that
+    is not given."""
     ddp_bucket_size: int | None = flag(None, bounds=POSITIVE)
     """Number of parameters in one gradient bucket; by default max(40,000,000, 1,000,000 x data-parallel
     size)."""
@@ -64,4 +70,9 @@ class DistributedDataParallelConfig(Config, role="layout", in_args=True):
     @property
     def shards_gradients(self) -> bool:
         """Return whether each data-parallel rank keeps the gradients of its own shard only."""
-        return self.data_parallel_sharding_strategy == "optim_grads"
+        return self.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+
+    @property
+    def shards_weights(self) -> bool:
+        """Return whether each data-parallel rank keeps the weights of its own shard only."""
+        return self.data_parallel_sharding_strategy == "optim_grads_params"

@@ -18,6 +18,7 @@ from megatron.core.distributed.float8_parameters import is_sent_in_float8
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, ReductionPlan, await_in_forward
 from megatron.core.distributed.param_layout import plan_buckets
 from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
+from megatron.core.distributed.sharded_weights import ShardedWeightBuffer, ShardedWeights, unit_labels
 from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import dtype_from_name
@@ -39,6 +40,9 @@ class DistributedDataParallel(nn.Module):
     gradients of its own shards only, the parameters are views of flat buffers, and ``start_param_gather`` brings in the
     other ranks' updates. ``parts`` are what this rank has to update, at any sharding; ``gathers_while_updating`` asks
     for an update bucket by bucket, each of which is gathered while the next is updated.
+
+    Where weights are sharded too, ``weights`` has those of ``layers``, ``first`` and the rest in memory while they are
+    used (see `ShardedWeights`); it is None else.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class DistributedDataParallel(nn.Module):
         state: ParallelState,
         *,
         calculate_per_token_loss: bool = False,
+        layers: Sequence[nn.Module] = (),
+        first: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -63,6 +69,7 @@ class DistributedDataParallel(nn.Module):
             fuse_accumulation=config.gradient_accumulation_fusion,
             num_averaged=state.dp_cp.size,
         )
+        self._labels = unit_labels(module, layers, first)
         self.grad_buffers = tuple(
             buffer
             for is_expert, group in sorted(groups.items(), key=lambda item: item[0])
@@ -73,6 +80,8 @@ class DistributedDataParallel(nn.Module):
         for buffer in self.grad_buffers:
             for parameter in buffer.parameters:
                 parameter.register_post_accumulate_grad_hook(_move_into_main_grad)  # type: ignore[no-untyped-call]
+        sharded = [buffer for buffer in self.grad_buffers if isinstance(buffer, ShardedWeightBuffer)]
+        self.weights = ShardedWeights(module, layers, first, sharded) if sharded else None
         self._overlaps_gather = self.is_sharded and config.overlap_param_gather
         self.gathers_while_updating = self._overlaps_gather and config.overlap_param_gather_with_optimizer_step
         if self._overlaps_gather:
@@ -88,10 +97,13 @@ class DistributedDataParallel(nn.Module):
         for parameter in trained:
             in_float8 = is_sharded and is_sent_in_float8(parameter)
             by_kind.setdefault((parameter.dtype, in_float8), []).append(parameter)
-        make = ShardedGradBuffer if plan.shard and self.config.shards_gradients else ParamAndGradBuffer
+        make = ParamAndGradBuffer
+        if plan.shard and self.config.shards_gradients:
+            make = ShardedWeightBuffer if self.config.shards_weights else ShardedGradBuffer
         for (dtype, _), parameters in by_kind.items():
             tied = [i for i, parameter in enumerate(parameters) if spec_of(parameter).is_tied_over_pipeline]
-            layout = plan_buckets([p.numel() for p in parameters], tied, self.config, group.size)
+            units = [self._labels[id(parameter)] for parameter in parameters]
+            layout = plan_buckets([p.numel() for p in parameters], tied, self.config, group.size, units)
             grad_dtype = dtype_from_name(self.config.grad_dtype(str(dtype).removeprefix("torch.")))
             yield make(parameters, layout, grad_dtype, group, plan, lambda: self.is_last_microbatch)
 
@@ -117,6 +129,8 @@ class DistributedDataParallel(nn.Module):
             if ends_microbatch:
                 for buffer in self.grad_buffers:
                     buffer.end_microbatch()
+                if self.weights is not None:
+                    self.weights.free_all()
         finally:
             self.is_last_microbatch = True
 
@@ -129,6 +143,8 @@ class DistributedDataParallel(nn.Module):
         """Wait until every gradient of ``parts`` holds the sum or the mean over the replicas."""
         for buffer in self.grad_buffers:
             buffer.finish_sync()
+        if self.weights is not None:
+            self.weights.free_all()
 
     def start_param_gather(self) -> None:
         """Gather the parameters that other ranks have updated.
@@ -158,6 +174,16 @@ class DistributedDataParallel(nn.Module):
         for buffer in self.grad_buffers:
             if buffer.flat_parameters is not None:
                 buffer.flat_parameters.wait_for_all()
+
+    @contextlib.contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Let every parameter have its values inside, also where weights are sharded; collective."""
+        self.finish_param_gather()
+        if self.weights is not None:
+            self.weights.use_all()
+        yield
+        if self.weights is not None:
+            self.weights.free_all()
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply every reduced gradient by a number or a one-element tensor."""

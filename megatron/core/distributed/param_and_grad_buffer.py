@@ -110,8 +110,8 @@ class ParamAndGradBuffer:
         self.plan = plan
         self._counts_as_last_microbatch = counts_as_last_microbatch
         first = parameters[0]
-        kind = Float8FlatParameters if is_sent_in_float8(first) else FlatParameters
-        self.flat_parameters = kind(parameters, layout, group) if plan.shard else None
+        self.flat_parameters: FlatParameters | None = None
+        self._keep_weights()
         self._fuses_products = plan.fuse_accumulation and adds_wide_products(first.dtype, grad_dtype, first.device)
         self.grad_data = torch.zeros(self._grad_length(), dtype=grad_dtype, device=first.device)
         self.buckets = tuple(self._make_bucket(index, bucket) for index, bucket in enumerate(layout.buckets))
@@ -151,6 +151,11 @@ class ParamAndGradBuffer:
         """Multiply every reduced gradient by a factor."""
         for segment in self.segments:
             segment.gradient.mul_(factor)
+
+    def _keep_weights(self) -> None:
+        """Let the weights lie where they are gathered after an update, where the plan shards."""
+        kind = Float8FlatParameters if is_sent_in_float8(self.parameters[0]) else FlatParameters
+        self.flat_parameters = kind(self.parameters, self.layout, self.group) if self.plan.shard else None
 
     def _grad_length(self) -> int:
         return self.layout.num_elements

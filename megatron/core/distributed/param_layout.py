@@ -80,13 +80,15 @@ def plan_layout(
     param_alignment: int = PARAM_ALIGNMENT,
     num_shards: int = 1,
     alone: Collection[int] = (),
+    units: Sequence[int] = (),
 ) -> ParamLayout:
     """Place parameters of ``sizes`` elements, given in order of use, last used first.
 
     A bucket is closed by the parameter that brings it to ``bucket_size`` elements; None makes one bucket. Every
     parameter starts at a multiple of ``param_alignment``, and the length of every bucket is a multiple of it times
     ``num_shards``, so that a bucket can be cut into aligned equal shards. Parameters listed in ``alone`` get a bucket
-    each: whatever else a rank holds, their shards are the same.
+    each: whatever else a rank holds, their shards are the same. No bucket has parameters of two ``units``, which are a
+    label for each parameter.
     """
     buckets: list[BucketLayout] = []
     slots: list[ParamSlot] = []
@@ -100,7 +102,8 @@ def plan_layout(
         slots.clear()
 
     for index in reversed(range(len(sizes))):
-        if index in alone and slots:
+        begins_unit = bool(units) and bool(slots) and units[index] != units[slots[-1].index]
+        if slots and (index in alone or begins_unit):
             close_bucket()
         start = round_up(position, param_alignment)
         position = start + sizes[index]
@@ -114,20 +117,27 @@ def plan_layout(
 
 
 def plan_buckets(
-    sizes: Sequence[int], tied: Collection[int], config: DistributedDataParallelConfig, num_replicas: int
+    sizes: Sequence[int],
+    tied: Collection[int],
+    config: DistributedDataParallelConfig,
+    num_replicas: int,
+    units: Sequence[int] = (),
 ) -> ParamLayout:
     """Return the buckets and shards in which data parallelism reduces the gradients of parameters of one dtype.
 
     ``sizes`` are in order of use, ``tied`` lists those that another pipeline stage holds too, ``num_replicas`` is the
-    number of ranks with the same weights.
+    number of ranks with the same weights. Where weights are sharded, each of the ``units``, one label for each
+    parameter, has buckets of its own, and no other limit.
     """
     is_sharded = config.shards_over(num_replicas)
     shares_piecewise = is_sharded and (config.shards_gradients or config.overlap_param_gather)
     bucket_size = None
-    if config.overlap_grad_reduce or shares_piecewise:
+    by_unit = is_sharded and config.shards_weights and bool(units)
+    if not by_unit and (config.overlap_grad_reduce or shares_piecewise):
         bucket_size = config.ddp_bucket_size or default_bucket_size(num_replicas)
     # Both stages that hold a copy must find the same elements of it in their shards.
-    return plan_layout(sizes, bucket_size, num_shards=num_replicas, alone=tied if is_sharded else ())
+    alone = tied if is_sharded else ()
+    return plan_layout(sizes, bucket_size, num_shards=num_replicas, alone=alone, units=units if by_unit else ())
 
 
 def parts_of_range(slots: Sequence[ParamSlot], start: int, end: int) -> list[SlotPart]:

@@ -11,7 +11,7 @@ from megatron.core.collectives import all_gather_first_dim, all_gather_objects
 from megatron.core.errors import TrainingError
 from megatron.core.parallel_state import ParallelState
 from megatron.core.process_group import Group
-from megatron.core.sharding import ParamSpec, spec_of
+from megatron.core.sharding import ParamSpec, is_held_in_parts, spec_of
 
 _CHUNK_ELEMENTS = 1 << 22
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,15 +41,20 @@ def check_replicas_equal(parameters: Iterable[torch.nn.Parameter], state: Parall
     Raises:
         TrainingError: replicas differ; the message names the parameters, and the ranks that differ from most others.
     """
-    difference = compare_over_replicas([(spec_of(each), each) for each in parameters], state)
+    difference = compare_over_replicas(_copies(parameters), state)
     if difference:
         raise TrainingError(difference)
 
 
 def differing_replicas(parameters: Iterable[torch.nn.Parameter], state: ParallelState) -> str:
     """Return what `check_replicas_equal` finds in the data-parallel groups of all ranks; empty where all are equal."""
-    found = compare_over_replicas([(spec_of(each), each) for each in parameters], state)
+    found = compare_over_replicas(_copies(parameters), state)
     return "; ".join(dict.fromkeys(text for text in all_gather_objects(found, state.world) if text))
+
+
+def _copies(parameters: Iterable[torch.nn.Parameter]) -> list[tuple[ParamSpec, torch.Tensor]]:
+    """Return what has copies: of sharded weights no other data-parallel rank has any."""
+    return [(spec_of(each), each) for each in parameters if not is_held_in_parts(each)]
 
 
 def compare_over_replicas(

@@ -11,7 +11,7 @@ import torch
 from megatron.core.collectives import all_gather_objects
 from megatron.core.errors import TrainingError
 from megatron.core.process_group import Group
-from megatron.core.sharding import ParamSpec, spec_of
+from megatron.core.sharding import ParamSpec, held_of
 
 OUTLIER_RATIO = 1.0e3
 """How many times as large as its neighbours an element must be to be suspected, beside other evidence."""
@@ -48,10 +48,9 @@ class BadWeight:
 
 def find_bad_weights(parameters: Iterable[torch.Tensor]) -> list[BadWeight]:
     """Return the parameters of this rank that hold what is not finite; it waits for the device."""
-    return [
-        _describe(spec_of(parameter), parameter.detach(), ~parameter.detach().isfinite())
-        for parameter in not_finite(list(parameters))
-    ]
+    held = [each for parameter in parameters for each in held_of(parameter)]
+    bad = {id(values) for values in not_finite([values for _, values in held])}
+    return [_describe(spec, each.detach(), ~each.detach().isfinite()) for spec, each in held if id(each) in bad]
 
 
 def not_finite(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -70,8 +69,8 @@ def find_outlying_weights(parameters: Iterable[torch.Tensor], ratio: float = OUT
     Such an element is finite, and no training makes it: a bit of it was changed, or it was written by mistake.
     """
     found = []
-    for parameter in parameters:
-        values = parameter.detach().abs().double()
+    for spec, held in (each for parameter in parameters for each in held_of(parameter)):
+        values = held.detach().abs().double()
         largest = values.max()
         others = (values.square().sum() - largest.square()).clamp(min=0.0)
         # What cancels in the difference is measured anew without the largest.
@@ -79,7 +78,7 @@ def find_outlying_weights(parameters: Iterable[torch.Tensor], ratio: float = OUT
             others = torch.where(values == largest, 0.0, values).square().sum()
         mean = (others / max(values.numel() - 1, 1)).sqrt().clamp(min=1.0e-3)
         if values.numel() > 1 and bool(largest > ratio * mean):
-            found.append(_describe(spec_of(parameter), parameter.detach(), values > ratio * mean))
+            found.append(_describe(spec, held.detach(), values > ratio * mean))
     return found
 
 

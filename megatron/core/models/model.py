@@ -7,6 +7,7 @@ from torch import nn
 
 from megatron.core.sharding import attach_spec, spec_of
 from megatron.core.tensor_parallel.initialization import initialize_module
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -23,6 +24,16 @@ class Model(nn.Module):
     post_process: bool
     auxiliary_loss_names: tuple[str, ...] = ()
     """Names of the whole model's auxiliary losses that are reported, the same on every chunk."""
+
+    @property
+    def blocks(self) -> tuple[TransformerBlock, ...]:
+        """Return the blocks of layers, whose weights may be elsewhere while other layers run."""
+        return tuple(module for module in self.modules() if isinstance(module, TransformerBlock))
+
+    @property
+    def first_alone(self) -> nn.Module | None:
+        """Return what runs before all layers, if its backward pass and all else do without its weights."""
+        return None
 
     def name_parameters(self) -> None:
         """Put each module's place in the model before the names in its parameters' descriptions."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from megatron.core.host_memory.host_copies import Copied, HostCopies
+from megatron.core.host_memory.layers_in_use import LayersInUse
 
 
-class WeightOffload:
+class WeightOffload(LayersInUse):
     """Take the weights of ``layers`` from the device while a step's passes run, but for the layers that are in use.
 
     Between `leave` and `come_home` a layer's weights are on the device while it or its neighbour runs. Outside they are
@@ -18,9 +18,8 @@ class WeightOffload:
     """
 
     def __init__(self, copies: HostCopies, layers: Sequence[nn.Module]) -> None:
-        self.is_away = False
         self._layers = [_LayerWeights(copies, list(layer.parameters())) for layer in layers]
-        self._index_of = {id(layer): index for index, layer in enumerate(layers)}
+        super().__init__(layers, self._layers)
 
     def leave(self) -> None:
         """Copy all weights to the machine's memory and free the device's, before the first pass of a step."""
@@ -35,46 +34,6 @@ class WeightOffload:
         for layer in self._layers:
             layer.use()
         self.is_away = False
-
-    def enter(self, modules: Sequence[nn.Module]) -> None:
-        """Have the weights of layers that run next, and begin to fetch those of the layer behind them."""
-        self._use(self._indices(modules), ahead=1)
-
-    def exit(self, modules: Sequence[nn.Module], before: torch.Tensor, after: torch.Tensor) -> None:
-        """Free the weights of layers that have run; the backward pass has them from ``after`` to ``before``.
-        Where nothing in front of the layers is trained, they stay until the end of the step's passes.
-        """
-        indices = self._indices(modules)
-        if not indices or not self.is_away:
-            return
-        self._free(indices)
-        if after.requires_grad:
-            after.register_hook(lambda grad: self._go_back_to(indices))  # type: ignore[no-untyped-call]
-        if after.requires_grad and before.requires_grad:
-            before.register_hook(lambda grad: self._free(indices))  # type: ignore[no-untyped-call]
-
-    def _go_back_to(self, indices: Sequence[int]) -> None:
-        """Have the weights of layers whose backward pass begins; that of the layers behind them has ended."""
-        self._free(range(max(indices) + 1, len(self._layers)))
-        self._use(indices, ahead=-1)
-
-    def _indices(self, modules: Sequence[nn.Module]) -> list[int]:
-        return [self._index_of[id(module)] for module in modules if id(module) in self._index_of]
-
-    def _use(self, indices: Sequence[int], ahead: int) -> None:
-        if not self.is_away or not indices:
-            return
-        for index in indices:
-            self._layers[index].begin()
-        for index in indices:
-            self._layers[index].use()
-        following = (max(indices) if ahead > 0 else min(indices)) + ahead
-        if 0 <= following < len(self._layers):
-            self._layers[following].begin()
-
-    def _free(self, indices: Sequence[int]) -> None:
-        for index in indices if self.is_away else ():
-            self._layers[index].free()
 
 
 class _LayerWeights:

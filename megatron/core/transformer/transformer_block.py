@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.host_memory.layers_in_use import LayersInUse
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dropout_keys import DropoutKeys
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
@@ -19,7 +20,6 @@ from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.activation_offload import ActivationOffload
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.tensor_parallel.saved_tensors import saved_in_parts
-from megatron.core.tensor_parallel.weight_offload import WeightOffload
 from megatron.core.transformer.graphed_layers import GraphedLayers, GraphUnit
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
@@ -34,7 +34,7 @@ class TransformerBlock(nn.Module):
 
     Layers are keyed by their global numbers, so that parameter names are the same at any pipeline layout. In training
     they run as ``graphs`` where these are set and warm. What the first layers save goes to the machine's memory where
-    ``offload`` is set, and their own weights where ``weights`` is.
+    ``offload`` is set. Their weights come and go as ``weights`` says, where it is set.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -58,7 +58,7 @@ class TransformerBlock(nn.Module):
         self.tp = tp
         self.graphs: GraphedLayers | None = None
         self.offload: ActivationOffload | None = None
-        self.weights: WeightOffload | None = None
+        self.weights: LayersInUse | None = None
 
     def forward(
         self,

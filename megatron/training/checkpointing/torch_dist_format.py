@@ -12,14 +12,13 @@ import torch
 from megatron.core.dist_checkpointing.background import StagingArea
 from megatron.core.dist_checkpointing.disk import write_error
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.state_dict import OPTIMIZER_PREFIX
 from megatron.core.parallel_state import ParallelState
 from megatron.interop.torch_dist.chunk_file import ChunkFile, ChunkPlace, WrittenEntry
 from megatron.interop.torch_dist.folder_files import METADATA_FILE
 from megatron.interop.torch_dist.metadata_writer import write_shared_files
 from megatron.interop.torch_dist.torch_dist_plan import TorchDistPlan
 from megatron.interop.torch_dist.torch_dist_writer import data_file_name
-from megatron.training.checkpointing.torch_format import stored_random_states
+from megatron.training.checkpointing.torch_format import prefixes_held_apart, stored_random_states
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,17 +89,13 @@ def plan_torch_dist_share(
 ) -> TorchDistShare:
     """Return this rank's share; collective. ``content`` and ``rng`` are as for `plan_torch_share`.
 
-    A copy of the model writes its weights once, in its first data- and context-parallel rank; of a sharded optimizer
-    every rank writes what it alone holds.
+    A copy of the model writes its weights once, in its first data- and context-parallel rank; of a sharded optimizer,
+    and of sharded weights, every rank writes what it alone holds.
     """
     plan = TorchDistPlan(content)
     is_first = state.dp_cp.is_first
-    is_sharded = bool(content["config"]["ddp"]["use_distributed_optimizer"])
-    ours = [
-        tensor
-        for tensor in tensors
-        if tensor.is_owner and (is_first or (is_sharded and tensor.name.startswith(OPTIMIZER_PREFIX)))
-    ]
+    held_apart = prefixes_held_apart(content["config"]["ddp"])
+    ours = [tensor for tensor in tensors if tensor.is_owner and (is_first or tensor.name.startswith(held_apart))]
     random_states = stored_random_states(content, rng, state)
     objects: list[tuple[str, Any]] = []
     if is_first and state.tp.is_first:

@@ -274,10 +274,10 @@ def plan_torch_share(
     for tensor in tensors:
         holdings.setdefault(tensor.name, []).append(tensor)
     is_first = state.dp_cp.is_first
-    is_sharded = bool(content["config"]["ddp"]["use_distributed_optimizer"])
+    held_apart = prefixes_held_apart(content["config"]["ddp"])
 
     def is_ours(slot: Slot) -> bool:
-        return is_first or (is_sharded and slot.name.startswith(OPTIMIZER_PREFIX))
+        return is_first or slot.name.startswith(held_apart)
 
     files = []
     shares_groups = planner.model.num_query_groups % planner.tp != 0
@@ -291,6 +291,13 @@ def plan_torch_share(
     if not shares_groups:
         raise_on_all_ranks(_find_gap(share, state), state.world)
     return share
+
+
+def prefixes_held_apart(ddp: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return how names begin of what each data-parallel rank holds another part of, from a run's configuration."""
+    if ddp["data_parallel_sharding_strategy"] == "optim_grads_params":
+        return MODEL_PREFIX, OPTIMIZER_PREFIX
+    return (OPTIMIZER_PREFIX,) if ddp["use_distributed_optimizer"] else ()
 
 
 def _held_boxes(slot: Slot, held: Sequence[ShardedTensor]) -> Iterator[BoxWrite]:

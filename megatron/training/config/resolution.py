@@ -192,7 +192,8 @@ def _resolve_pipeline_overlap(config: RunConfig, notes: list[str]) -> RunConfig:
     splits = "with --pipeline-schedule zero-bubble, which defers weight gradients itself"
     splits = splits if model.pipeline_schedule == "zero-bubble" else ""
     delays = "with --delay-wgrad-compute, which computes them with the others" if model.delay_wgrad_compute else ""
-    reduces = "with --data-parallel-sharding-strategy optim_grads: gradients are reduced after each micro-batch"
+    reduces = f"with --data-parallel-sharding-strategy {config.ddp.data_parallel_sharding_strategy}: gradients are "
+    reduces += "reduced after each micro-batch"
     reduces = reduces if config.ddp.shards_gradients and config.parallel_sizes.num_replicas > 1 else ""
     deferred = alone or splits or delays or reduces
     reasons = {
@@ -262,6 +263,8 @@ def _resolve_precision(config: RunConfig) -> RunConfig:
 
 def _resolve_data_parallelism(config: RunConfig, notes: list[str]) -> RunConfig:
     ddp = config.ddp
+    if (ddp.use_torch_fsdp2 or ddp.use_megatron_fsdp) and ddp.data_parallel_sharding_strategy == "no_shard":
+        ddp = dataclasses.replace(ddp, data_parallel_sharding_strategy="optim_grads_params")
     if ddp.shards_optimizer and config.parallel_sizes.num_replicas == 1:
         notes.append(
             "--use-distributed-optimizer, --data-parallel-sharding-strategy and --overlap-param-gather have no effect "
@@ -273,6 +276,12 @@ def _resolve_data_parallelism(config: RunConfig, notes: list[str]) -> RunConfig:
             data_parallel_sharding_strategy="no_shard",
             overlap_param_gather=False,
         )
+    if ddp.shards_weights and ddp.overlap_param_gather:
+        notes.append(
+            "--overlap-param-gather has no effect with --data-parallel-sharding-strategy optim_grads_params: weights "
+            "are always gathered while the layer before runs"
+        )
+        ddp = dataclasses.replace(ddp, overlap_param_gather=False)
     if ddp.shards_optimizer:
         ddp = dataclasses.replace(ddp, use_distributed_optimizer=True)
     elif ddp.overlap_param_gather:

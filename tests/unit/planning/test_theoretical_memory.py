@@ -72,9 +72,14 @@ def test_weights_and_optimizer_are_what_a_run_holds(flags: str) -> None:
 def test_sharding_divides_what_it_shards() -> None:
     per_parameter = [
         theoretical_memory(configure(f"{GPT2_345M} {flags}", 4)).weights_and_optimizer / 354871296
-        for flags in ("", "--use-distributed-optimizer", "--data-parallel-sharding-strategy optim_grads")
+        for flags in (
+            "",
+            "--use-distributed-optimizer",
+            "--data-parallel-sharding-strategy optim_grads",
+            "--data-parallel-sharding-strategy optim_grads_params",
+        )
     ]
-    assert per_parameter == [18, 6 + 12 / 4, 2 + 16 / 4]
+    assert per_parameter == [18, 6 + 12 / 4, 2 + 16 / 4, 18 / 4]
 
 
 def test_activations_are_those_of_the_published_form() -> None:

@@ -17,6 +17,7 @@ from megatron.verification.expert_cells import expert_matrix
 from megatron.verification.latent_cells import latent_matrix
 from megatron.verification.prediction_cells import prediction_matrix
 from megatron.verification.random_cells import fuzz
+from megatron.verification.sharding_cells import sharding_matrix
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -103,7 +104,7 @@ def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_lists_the_cells_that_every_word_fits() -> None:
     listed = tool("--list", "--filter", "gpt2 zero-bubble dp2").stdout.splitlines()
     everything = tool("--list").stdout.splitlines()
-    proved = (*matrix(), *expert_matrix(), *prediction_matrix(), *latent_matrix())
+    proved = (*matrix(), *expert_matrix(), *prediction_matrix(), *latent_matrix(), *sharding_matrix())
     assert [cell.name for cell in proved] == everything
     assert listed == [name for name in everything if all(word in name for word in ("gpt2", "zero-bubble", "dp2"))]
     assert 0 < len(listed) < len(everything)

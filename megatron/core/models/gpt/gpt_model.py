@@ -12,7 +12,7 @@ from megatron.core.host_memory.reused_memory import ReusedMemory
 from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.kernels.dropout_keys import DropoutKeys, DropoutSamples
 from megatron.core.layer_output import AuxiliaryLoss
-from megatron.core.main_grad import set_gradient_uses
+from megatron.core.main_grad import gradient_uses_of, set_gradient_uses
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_embedding import GPTEmbedding
 from megatron.core.models.gpt.logit_z_loss import LOGIT_Z_LOSS, logit_z_loss
@@ -123,6 +123,13 @@ class GPTModel(Model):
         if config.use_mup:
             scale_with_width(self.parameters(), config.width_multiplier)
         self.initialize_parameters(seed)
+
+    @property
+    def first_alone(self) -> nn.Module | None:
+        """Return the embedding where it is neither the output layer nor that of further tokens."""
+        if self.embedding is None or not self.pre_process:
+            return None
+        return self.embedding if gradient_uses_of(self.embedding.word_embeddings.weight) == 1 else None
 
     @property
     def output_weight(self) -> nn.Parameter:

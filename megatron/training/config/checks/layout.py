@@ -60,7 +60,31 @@ def _check_sequence_parallel(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_sharding(config: RunConfig) -> Iterator[str]:
+    """Refuse what sharded weights cannot go with."""
+    model, ddp = config.model, config.ddp
+    strategy = f"--data-parallel-sharding-strategy {ddp.data_parallel_sharding_strategy}"
+    if ddp.use_torch_fsdp2 and not ddp.shards_weights and config.parallel_sizes.num_replicas > 1:
+        yield f"--use-torch-fsdp2 shards weights too, and {strategy} does not; leave one of them out"
+    if not ddp.shards_weights:
+        return
+    instead = "leave it out, or give --data-parallel-sharding-strategy optim_grads"
+    if model.lora_rank:
+        yield f"--lora-rank {model.lora_rank} with {strategy}: frozen weights would not be sharded; {instead}"
+    if model.fp8_param_gather:
+        yield f"--fp8-param-gather with {strategy}: weights are gathered in the model's own precision; {instead}"
+    if ddp.overlap_param_gather_with_optimizer_step:
+        yield f"--overlap-param-gather-with-optimizer-step with {strategy}: an update gathers no weights; {instead}"
+
+
 CHECKS = (
+    Check(
+        (
+            *("data_parallel_sharding_strategy", "use_torch_fsdp2", "use_megatron_fsdp", "lora_rank"),
+            *("fp8_param_gather", "overlap_param_gather_with_optimizer_step", *MODEL_SIZE_NAMES),
+        ),
+        _check_sharding,
+    ),
     Check(MODEL_SIZE_NAMES, _check_world_size),
     Check(("num_attention_heads", "tensor_model_parallel_size"), _check_heads),
     Check(("num_attention_heads", "num_query_groups", "tensor_model_parallel_size"), _check_key_value_heads),

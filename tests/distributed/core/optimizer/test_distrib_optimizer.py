@@ -23,6 +23,7 @@ from tests.distributed.core.optimizer.toy_training import (
     IN_STEP,
     OPTIM,
     OVERLAP,
+    WEIGHTS,
     Options,
     Run,
     build,
@@ -45,6 +46,8 @@ def test_any_sharding_trains_as_no_sharding(world_size: int, cp: int, per_token:
         GRADS | OVERLAP,
         GRADS | OVERLAP | GATHER | {"check_for_nan_in_loss_and_grad": False},
         {"data_parallel_sharding_strategy": "optim_grads", "ddp_average_in_collective": True},
+        WEIGHTS,
+        WEIGHTS | OVERLAP,
     ]
     ranks = run_distributed(world_size, trained_each, variants, per_token=per_token, cp=cp)
     expected, expected_outcomes, plain = ranks[0][0]
@@ -84,6 +87,16 @@ def test_overlap_changes_no_bit(strategy: str) -> None:
             assert all(torch.equal(apart[0][name], parameter) for name, parameter in together[0].items())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sharded_weights_change_no_bit(dtype: torch.dtype) -> None:
+    for (expected, outcomes, _), *others in run_distributed(
+        4, trained_each, [GRADS, WEIGHTS, WEIGHTS | OVERLAP], dtype=dtype
+    ):
+        for parameters, found, _ in others:
+            assert found == outcomes
+            assert all(torch.equal(parameter, expected[name]) for name, parameter in parameters.items())
+
+
 def events_of_a_step(options: Options) -> list[str]:
     """Return which updates and gathers a step makes, in their order."""
     run = build(options, state=create_parallel_state(observer=lambda call: events.append(call.operation)))
@@ -114,7 +127,9 @@ def test_each_bucket_is_gathered_while_the_next_is_updated() -> None:
     ("dtype", "in_bf16"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)]
 )
 def test_half_precisions_train_as_without_sharding(dtype: torch.dtype, in_bf16: bool) -> None:
-    variants = [options | {"grad_reduce_in_bf16": in_bf16} for options in ({}, OPTIM, GRADS, GRADS | OVERLAP | GATHER)]
+    variants = [
+        options | {"grad_reduce_in_bf16": in_bf16} for options in ({}, OPTIM, GRADS, GRADS | OVERLAP | GATHER, WEIGHTS)
+    ]
     settings = {"dtype": dtype, "optimizer": {"initial_loss_scale": 2.0**6}}
     ranks = run_distributed(2, trained_each, variants, **settings)
     for (expected, outcomes, _), *others in ranks:
@@ -169,7 +184,9 @@ def load_each_and_train(
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype"), [(OPTIM, torch.float32), (GRADS | OVERLAP | GATHER, torch.bfloat16)], ids=["optim", "grads"]
+    ("options", "dtype"),
+    [(OPTIM, torch.float32), (GRADS | OVERLAP | GATHER, torch.bfloat16), (WEIGHTS | OVERLAP, torch.bfloat16)],
+    ids=["optim", "grads", "weights"],
 )
 def test_resuming_at_the_same_layout_is_bitwise_exact(tmp_path: Path, options: Options, dtype: torch.dtype) -> None:
     saved = run_distributed(4, train_and_save, str(tmp_path), options, dtype)
@@ -182,7 +199,7 @@ def test_resuming_at_the_same_layout_is_bitwise_exact(tmp_path: Path, options: O
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_checkpoint_loads_at_any_sharding(tmp_path: Path, dtype: torch.dtype) -> None:
     """What is saved at one layout goes on at every other as it would have where it was saved."""
-    layouts: list[tuple[int, Options]] = [(4, OPTIM), (2, GRADS | GATHER), (1, {}), (2, {})]
+    layouts: list[tuple[int, Options]] = [(4, OPTIM), (2, GRADS | GATHER), (1, {}), (2, {}), (2, WEIGHTS)]
     folders = [str(tmp_path / str(source)) for source in range(len(layouts))]
     saved = []
     for folder, (world_size, options) in zip(folders, layouts):
@@ -217,14 +234,14 @@ def poisoned(options: Options, dtype: torch.dtype, bad_rank: int) -> tuple[StepO
     return outcome, all(torch.equal(before[name], p) for name, p in run.parameters().items())
 
 
-@pytest.mark.parametrize("options", [OPTIM, GRADS | OVERLAP], ids=["optim", "grads"])
+@pytest.mark.parametrize("options", [OPTIM, GRADS | OVERLAP, WEIGHTS], ids=["optim", "grads", "weights"])
 def test_the_rank_with_a_bad_gradient_is_named(options: Options) -> None:
     with pytest.raises(RankFailure, match=r"rank 2: fc1\.bias; --no-check") as caught:
         run_distributed(4, poisoned, options, torch.bfloat16, 2)
     assert isinstance(caught.value.__cause__, TrainingError)
 
 
-@pytest.mark.parametrize("options", [OPTIM, GRADS | OVERLAP | GATHER], ids=["optim", "grads"])
+@pytest.mark.parametrize("options", [OPTIM, GRADS | OVERLAP | GATHER, WEIGHTS], ids=["optim", "grads", "weights"])
 def test_an_overflow_skips_the_step_on_all_ranks(options: Options) -> None:
     for outcome, is_unchanged in run_distributed(2, poisoned, options, torch.float16, 1):
         assert outcome == StepOutcome(False, None, None)

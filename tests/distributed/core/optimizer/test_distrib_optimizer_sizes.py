@@ -15,6 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import CollectiveCall
+from megatron.core.sharding import held_of
 from tests.distributed.core.optimizer.toy_training import (
     GATHER,
     GRADS,
@@ -44,28 +45,29 @@ def bytes_of_state(options: Options) -> dict[str, int]:
         "num_parameters": sum(p.numel() for p in ddp.parameters()),
         "num_padded": buffer.layout.num_elements,
         "num_buckets": len(buffer.buckets),
-        "weights": storage_bytes(list(ddp.parameters())),
+        "weights": storage_bytes([*ddp.parameters(), *(v for p in ddp.parameters() for _, v in held_of(p))]),
         "gradients": buffer.grad_data.untyped_storage().nbytes(),
         "optimizer": storage_bytes(held),
     }
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_bytes_of_each_rank_equal_the_closed_form(world_size: int, strategy: str) -> None:
-    """Assert 6 + 12/d bytes a parameter in bf16 (18 unsharded, 2 + 16/d with sharded gradients) and little padding."""
+    """Assert 6 + 12/d bytes a parameter in bf16: 18 unsharded, 2 + 16/d with sharded gradients, 18/d with weights."""
     results = run_distributed(world_size, bytes_of_state, {"data_parallel_sharding_strategy": strategy})
     n, padded = results[0]["num_parameters"], results[0]["num_padded"]
     assert n <= padded < n + 4 * PARAM_ALIGNMENT + results[0]["num_buckets"] * PARAM_ALIGNMENT * world_size
     d = 1 if strategy == "no_shard" else world_size
-    gradient_shards = d if strategy == "optim_grads" else 1
+    gradient_shards = d if strategy.startswith("optim_grads") else 1
+    weight_shards = d if strategy == "optim_grads_params" else 1
     for held in results:
-        assert held["weights"] == 2 * (padded if d > 1 else n)
+        assert held["weights"] == 2 * (padded if d > 1 else n) // weight_shards
         assert held["gradients"] == 4 * padded // gradient_shards
         # State has no padding: a rank's share differs from n/d by no more than the padding of its own shard.
         assert abs(held["optimizer"] - 12 * n / d) <= 12 * (padded - n)
         total = held["weights"] + held["gradients"] + held["optimizer"]
-        assert abs(total - (2 + 4 / gradient_shards + 12 / d) * n) <= 18 * (padded - n)
+        assert abs(total - (2 / weight_shards + 4 / gradient_shards + 12 / d) * n) <= 18 * (padded - n)
     assert sum(held["optimizer"] for held in results) == 12 * n * (world_size if d == 1 else 1)
 
 

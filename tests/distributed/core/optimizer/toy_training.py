@@ -26,6 +26,7 @@ DTYPE_NAMES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat1
 Options = dict[str, object]
 OPTIM: Options = {"use_distributed_optimizer": True}
 GRADS: Options = {"data_parallel_sharding_strategy": "optim_grads", "ddp_bucket_size": 65}
+WEIGHTS: Options = {"data_parallel_sharding_strategy": "optim_grads_params", "ddp_bucket_size": 65}
 OVERLAP: Options = {"overlap_grad_reduce": True, "ddp_bucket_size": 65}
 GATHER: Options = {"overlap_param_gather": True, "ddp_bucket_size": 65}
 IN_STEP: Options = GATHER | {"overlap_param_gather_with_optimizer_step": True}
@@ -61,8 +62,8 @@ class Run:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters, gathered."""
-        self.ddp.finish_param_gather()
-        return {name: p.detach().clone() for name, p in self.ddp.module.named_parameters()}
+        with self.ddp.whole_parameters():
+            return {name: p.detach().clone() for name, p in self.ddp.module.named_parameters()}
 
 
 def build(

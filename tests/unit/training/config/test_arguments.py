@@ -227,10 +227,6 @@ def test_values_of_megatron_that_are_not_built_are_told_from_wrong_ones() -> Non
     assert problems_of("--optimizer cpu_adam") == (
         "--optimizer cpu_adam is not supported yet; possible: adam, sgd, hybridadam, muon, dist_muon, lion",
     )
-    assert problems_of("--data-parallel-sharding-strategy optim_grads_params") == (
-        "--data-parallel-sharding-strategy optim_grads_params is not supported yet; "
-        "possible: no_shard, optim, optim_grads",
-    )
     assert problems_of("--optimizer adm") == (
         "--optimizer adm: possible values are adam, sgd, hybridadam, muon, dist_muon, lion",
     )

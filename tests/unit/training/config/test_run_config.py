@@ -43,6 +43,7 @@ def test_precision_reaches_the_optimizer() -> None:
         ("--use-distributed-optimizer", 2, True, False),
         ("--data-parallel-sharding-strategy optim", 2, True, False),
         ("--data-parallel-sharding-strategy optim_grads --overlap-param-gather", 2, True, True),
+        ("--data-parallel-sharding-strategy optim_grads_params", 2, True, True),
         ("--overlap-grad-reduce", 2, False, False),
     ],
 )

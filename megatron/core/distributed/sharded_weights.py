@@ -1,0 +1,213 @@
+"""Sharded weights: a rank keeps its shards of them, and has a layer's whole weights while a pass runs through it.
+
+Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054 (stage 3); Zhao et al. 2023, https://arxiv.org/abs/2304.11277.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.collectives import all_gather_into
+from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.distributed.param_and_grad_buffer import GradSegment, ReductionPlan
+from megatron.core.distributed.param_layout import ParamLayout, parts_of_range
+from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
+from megatron.core.flight.communication import PendingWork
+from megatron.core.host_memory.layers_in_use import LayersInUse
+from megatron.core.process_group import Group
+from megatron.core.sharding import attach_held
+
+
+class WeightShards:
+    """Keep this rank's shard of every bucket of weights, and bring whole buckets from all ranks' shards.
+
+    The parameters become views of the whole buckets, whose memory is filled again and again: autograd's references to
+    them stay true. Between `begin` and `free` a parameter has its values.
+
+    Shapes: ``data: [layout.num_elements / group.size]``, the shards one after the other.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: ParamLayout, group: Group) -> None:
+        self.layout = layout
+        self.group = group
+        first = parameters[0]
+        self.data = torch.zeros(layout.num_elements // group.size, dtype=first.dtype, device=first.device)
+        self._shards: list[torch.Tensor] = []
+        self._whole: list[torch.Tensor] = []
+        self._works: dict[int, PendingWork] = {}
+        self._is_here = [True] * len(layout.buckets)
+        position = 0
+        for index, bucket in enumerate(layout.buckets):
+            whole = torch.zeros(bucket.num_elements, dtype=first.dtype, device=first.device)
+            for slot in bucket.slots:
+                parameter = parameters[slot.index]
+                view = whole[slot.start - bucket.start : slot.end - bucket.start].view(parameter.shape)
+                view.copy_(parameter.detach())
+                parameter.data = view
+            start, end = bucket.shard(group.rank, group.size)
+            shard = self.data[position : position + end - start]
+            position += end - start
+            shard.copy_(whole[start - bucket.start : end - bucket.start])
+            self._shards.append(shard)
+            self._whole.append(whole)
+            self.free(index)
+
+    def begin(self, bucket_index: int) -> None:
+        """Begin to gather a bucket, unless it is here or on its way."""
+        if self._is_here[bucket_index]:
+            return
+        whole = self._whole[bucket_index]
+        whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+        work = all_gather_into(whole, self._shards[bucket_index], self.group, async_op=True)
+        if work is not None:
+            self._works[bucket_index] = work
+        self._is_here[bucket_index] = True
+
+    def use(self, bucket_index: int) -> None:
+        """Gather a bucket where that has not begun, and wait for it."""
+        self.begin(bucket_index)
+        work = self._works.pop(bucket_index, None)
+        if work is not None:
+            work.wait()
+
+    def free(self, bucket_index: int) -> None:
+        """Free a bucket's memory, if it has any."""
+        if self._is_here[bucket_index]:
+            work = self._works.pop(bucket_index, None)
+            if work is not None:
+                work.wait()
+            self._whole[bucket_index].untyped_storage().resize_(0)
+            self._is_here[bucket_index] = False
+
+
+class ShardedWeightBuffer(ShardedGradBuffer):
+    """Shard weights as well as their gradients: what this rank updates is its shards of both."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        layout: ParamLayout,
+        grad_dtype: torch.dtype,
+        group: Group,
+        plan: ReductionPlan,
+        counts_as_last_microbatch: Callable[[], bool],
+    ) -> None:
+        self.weights = WeightShards(parameters, layout, group)
+        super().__init__(parameters, layout, grad_dtype, group, plan, counts_as_last_microbatch)
+        held: dict[int, list[ParamPart]] = {index: [] for index in range(len(parameters))}
+        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        for part in self.parts:
+            held[index_of[id(part.parameter)]].append(part)
+        for index, parts in held.items():
+            attach_held(parameters[index], [box for part in parts for box in part.described(part.values)])
+
+    def _keep_weights(self) -> None:
+        """Leave the weights to their shards: nothing is gathered after an update."""
+        self.flat_parameters = None
+
+    def _parts_of(self, segment: GradSegment) -> Iterable[ParamPart]:
+        # The shards of weights lie one after the other, as those of gradients do.
+        begin = segment.gradient.storage_offset() - self.grad_data.storage_offset()
+        values = self.weights.data[begin : begin + segment.end - segment.start]
+        for part in parts_of_range(self.layout.slots, segment.start, segment.end):
+            own = slice(part.position, part.position + part.end - part.start)
+            yield ParamPart(self.parameters[part.index], part.start, part.end, values[own], segment.gradient[own])
+
+
+class _Unit:
+    """Hold weights that come and go together: those of a layer, in the buckets of one or several buffers."""
+
+    def __init__(self) -> None:
+        self.buckets: list[tuple[WeightShards, int]] = []
+
+    def begin(self) -> None:
+        for shards, index in self.buckets:
+            shards.begin(index)
+
+    def use(self) -> None:
+        self.begin()
+        for shards, index in self.buckets:
+            shards.use(index)
+
+    def free(self) -> None:
+        for shards, index in self.buckets:
+            shards.free(index)
+
+
+class ShardedWeights(LayersInUse):
+    """Have a chunk's whole weights layer by layer, as its passes run; those of the next layer come meanwhile.
+
+    ``layers`` are told of by who runs them, see `LayersInUse`. The weights of ``first``, which runs before the layers,
+    come for its forward pass alone: its backward pass must not need them. All others come with a forward pass of the
+    chunk, and stay until its backward pass has ended, or until the forward pass has where none follows.
+    """
+
+    def __init__(
+        self,
+        chunk: nn.Module,
+        layers: Sequence[nn.Module],
+        first: nn.Module | None,
+        buffers: Sequence[ShardedWeightBuffer],
+    ) -> None:
+        units = [_Unit() for _ in layers]
+        self._first, self._rest = _Unit(), _Unit()
+        super().__init__(layers, units)
+        self.is_away = True
+        labels = unit_labels(chunk, layers, first)
+        named = {REST: self._rest, FIRST: self._first} | dict(enumerate(units))
+        for buffer in buffers:
+            for index, bucket in enumerate(buffer.buckets):
+                (label,) = {labels[id(parameter)] for parameter in buffer.parameters_of(bucket)}
+                named[label].buckets.append((buffer.weights, index))
+        self._all = tuple(named.values())
+        chunk.register_forward_pre_hook(self._begin_forward)
+        chunk.register_forward_hook(self._end_forward)
+        if first is not None:
+            first.register_forward_pre_hook(self._begin_first)
+            first.register_forward_hook(self._end_first)
+
+    def use_all(self) -> None:
+        """Have all weights, until they are freed."""
+        for unit in self._all:
+            unit.use()
+
+    def free_all(self) -> None:
+        """Free all weights: a micro-batch's backward pass has ended, or nobody needs them any more."""
+        for unit in self._all:
+            unit.free()
+
+    def _begin_forward(self, chunk: nn.Module, arguments: object) -> None:
+        self._rest.use()
+
+    def _end_forward(self, chunk: nn.Module, arguments: object, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            self.free_all()
+        elif isinstance(output, torch.Tensor) and output.requires_grad:
+            # The backward pass of another micro-batch may have ended since.
+            output.register_hook(lambda grad: self._rest.use())  # type: ignore[no-untyped-call]
+
+    def _begin_first(self, module: nn.Module, arguments: object) -> None:
+        self._first.use()
+        for unit in self._weights[:1]:
+            unit.begin()
+
+    def _end_first(self, module: nn.Module, arguments: object, output: object) -> None:
+        self._first.free()
+
+
+FIRST, REST = -1, -2
+"""Labels of what is in no layer: of the module before the layers, and of everything else."""
+
+
+def unit_labels(chunk: nn.Module, layers: Sequence[nn.Module], first: nn.Module | None) -> dict[int, int]:
+    """Return for each parameter, by its id, the number of its layer, or one of the labels beside."""
+    labels = {id(parameter): REST for parameter in chunk.parameters()}
+    if first is not None:
+        labels |= {id(parameter): FIRST for parameter in first.parameters()}
+    for number, layer in enumerate(layers):
+        labels |= {id(parameter): number for parameter in layer.parameters()}
+    return labels

@@ -1,0 +1,75 @@
+"""Weights of layers that are in memory only while a pass uses them: when they are brought, and when they go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+class ComingWeights(Protocol):
+    """Bring weights that are somewhere else, and free their memory."""
+
+    def begin(self) -> None:
+        """Begin to bring the weights, unless they are here or on their way."""
+
+    def use(self) -> None:
+        """Let what is computed from here on have the weights."""
+
+    def free(self) -> None:
+        """Free the weights' memory, if they have any."""
+
+
+class LayersInUse:
+    """Have the weights of ``layers``, in their order, in memory while a pass runs through them.
+
+    Those of the neighbour that comes next are brought meanwhile. While ``is_away`` is false all weights are here.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], weights: Sequence[ComingWeights]) -> None:
+        self.is_away = False
+        self._weights = tuple(weights)
+        self._index_of = {id(layer): index for index, layer in enumerate(layers)}
+
+    def enter(self, modules: Sequence[nn.Module]) -> None:
+        """Have the weights of layers that run next, and begin to bring those of the layer behind them."""
+        self._use(self._indices(modules), ahead=1)
+
+    def exit(self, modules: Sequence[nn.Module], before: torch.Tensor, after: torch.Tensor) -> None:
+        """Free the weights of layers that have run; the backward pass has them from ``after`` to ``before``.
+
+        Where nothing in front of the layers is trained, they stay until the end of the step's passes.
+        """
+        indices = self._indices(modules)
+        if not indices or not self.is_away:
+            return
+        self._free(indices)
+        if after.requires_grad:
+            after.register_hook(lambda grad: self._go_back_to(indices))  # type: ignore[no-untyped-call]
+        if after.requires_grad and before.requires_grad:
+            before.register_hook(lambda grad: self._free(indices))  # type: ignore[no-untyped-call]
+
+    def _go_back_to(self, indices: Sequence[int]) -> None:
+        """Have the weights of layers whose backward pass begins; that of the layers behind them has ended."""
+        self._free(range(max(indices) + 1, len(self._weights)))
+        self._use(indices, ahead=-1)
+
+    def _indices(self, modules: Sequence[nn.Module]) -> list[int]:
+        return [self._index_of[id(module)] for module in modules if id(module) in self._index_of]
+
+    def _use(self, indices: Sequence[int], ahead: int) -> None:
+        if not self.is_away or not indices:
+            return
+        for index in indices:
+            self._weights[index].begin()
+        for index in indices:
+            self._weights[index].use()
+        following = (max(indices) if ahead > 0 else min(indices)) + ahead
+        if 0 <= following < len(self._weights):
+            self._weights[following].begin()
+
+    def _free(self, indices: Sequence[int]) -> None:
+        for index in indices if self.is_away else ():
+            self._weights[index].free()

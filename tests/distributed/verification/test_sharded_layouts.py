@@ -1,0 +1,40 @@
+"""Weights sharded over the data-parallel ranks in float64: the same losses, gradients and weights at any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import pretrain_gpt
+from megatron.verification.cells import DROPOUT, Cell, Layout, make_cell
+from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
+from megatron.verification.sharding_cells import fully_sharded, sharding_matrix
+from megatron.verification.verifier import Verifier
+from megatron.verification.worker_pool import WorkerPool
+
+FULL = ("full", "uniform", "1")
+CELLS = (
+    make_cell("gpt2", fully_sharded(Layout(tp=2, sequence_parallel=True, pp=2, dp=2, recompute=FULL)), extra=DROPOUT),
+    make_cell("llama", fully_sharded(Layout(pp=2, virtual_stages=2, cp=2), overlap=True), "uneven"),
+    make_expert_cell("deepseek-experts", fully_sharded(ExpertLayout(dp=4, ep=2), overlap=True)),
+)
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[Verifier]:
+    with WorkerPool(8, timeout_s=120) as pool:
+        yield Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_sharded_weights_are_the_same_at_any_layout(cell: Cell, verifier: Verifier) -> None:
+    report = verifier.check(cell)
+    assert report.outcome == "passed", report.describe()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cell", sharding_matrix(), ids=lambda cell: cell.name)
+def test_every_layout_of_sharded_weights_passes(cell: Cell, verifier: Verifier) -> None:
+    report = verifier.check(cell)
+    assert report.outcome == "passed", report.describe()
