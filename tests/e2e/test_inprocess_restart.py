@@ -144,8 +144,9 @@ def test_a_rank_is_killed_every_thirty_seconds_for_twenty_minutes(tmp_path: Path
         kills += 1
     figures = attacked.figures()
     assert attacked.launch.text.count(RESTARTED) == kills
-    print(f"{kills} kills, {len(figures)} iterations")
-    args = toy_args(tmp_path / "quiet", "--eval-interval 1000 --keep-last 2", flags, f"--exit-interval {len(figures)}")
+    last = figures[-1][0]
+    print(f"{kills} kills, {last} iterations")
+    args = toy_args(tmp_path / "quiet", "--eval-interval 1000 --keep-last 2", flags, f"--exit-interval {last}")
     quiet = fork_training(args, nproc=4, timeout_s=3600.0).check()
     assert figures == exact_figures(quiet.metrics)
 
