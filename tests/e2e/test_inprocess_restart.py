@@ -133,7 +133,8 @@ def test_a_rank_of_four_is_killed_every_few_seconds(tmp_path: Path, runs: list[R
 @pytest.mark.long
 def test_a_rank_is_killed_every_thirty_seconds_for_twenty_minutes(tmp_path: Path, runs: list[Run]) -> None:
     flags = "--lr-decay-iters 400 --global-batch-size 8 --save-interval 25 --use-distributed-optimizer --log-interval 1"
-    attacked = start(runs, tmp_path / "attacked", 4, flags, "--train-iters 1000000 --exit-duration-in-mins 21")
+    flags += " --train-iters 1000000"  # the order of samples depends on it
+    attacked = start(runs, tmp_path / "attacked", 4, flags, "--exit-duration-in-mins 21")
     rng = random.Random(2)
     end = time.monotonic() + 20 * 60.0
     kills = 0
