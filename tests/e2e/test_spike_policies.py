@@ -242,10 +242,12 @@ def test_three_poisoned_samples_cost_next_to_nothing(tmp_path: Path) -> None:
     flags = (
         "--train-iters 400 --lr-decay-iters 400 --save-interval 20 --eval-interval 400 --eval-iters 20 --keep-last 2"
     )
-    clean = fork_training(toy_args(tmp_path / "clean", flags)).check()
+    clean = fork_training(toy_args(tmp_path / "clean", flags), timeout_s=600.0).check()
     bad = (403, 802, 1201)
     faults = Faults(poisoned=bad, poison=100.0)
-    run = fork_training(toy_args(tmp_path / "healed", flags, "--spike-policy rewind"), 1, faults).check()
+    run = fork_training(
+        toy_args(tmp_path / "healed", flags, "--spike-policy rewind"), 1, faults, timeout_s=600.0
+    ).check()
     assert [samples for _, _, samples in left_out(tmp_path / "healed")] == [[sample] for sample in bad]
     ours, expected = (each.evaluations("validation")[-1]["lm_loss"] for each in (run, clean))
     print(f"final validation loss {ours:.6f}, clean {expected:.6f}: {100 * (ours / expected - 1):+.3f} %")
