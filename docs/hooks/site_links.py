@@ -12,6 +12,9 @@ from typing import Any
 
 _LINK = re.compile(r"(?<!!)\[([^\]\[]+)\]\((\.\.?/[^)#\s]+)(#[^)\s]*)?\)")
 
+# The site leaves out these folders of docs/.
+_NOT_PAGES = ("docs/hooks/", "docs/scripts/")
+
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
     """Replace the links of a page that leave the folder of the documents; MkDocs calls this by its name."""
@@ -24,7 +27,7 @@ def outside_links_named(markdown: str, page: str, repository: str | None) -> str
     def replaced(link: re.Match[str]) -> str:
         text, target, anchor = link.group(1), link.group(2), link.group(3) or ""
         path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), target))
-        if path.startswith("docs/"):
+        if path.startswith("docs/") and not path.startswith(_NOT_PAGES):
             return link.group(0)
         if repository:
             return f"[{text}]({repository.rstrip('/')}/blob/main/{path}{anchor})"

@@ -19,7 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "messages.md"
 VALUE = "…"
-BASES = ("InputError", "TrainingError")
+# A ValueError of the library becomes the end of the message that names the flag.
+BASES = ("InputError", "TrainingError", "ValueError")
 CHECKING_FILES = (
     "megatron/training/config/", "megatron/core/config_base.py", "megatron/core/parallel_sizes.py",
     "megatron/core/pipeline_parallel/stage_layout.py",
@@ -33,48 +34,83 @@ _CHECKING = re.compile(r"problem|check|conflict|refus|mistake|unknown|wrong")
 _FEWEST_WORDS = 2
 
 SUBJECTS = {
-    "Flags": (
-        "Change the flag that is named. `megatron train --help` and [every flag](arguments.md) say what it takes.",
-        "megatron/training/config/", "megatron/core/config_base.py", "megatron/core/model_parallel_config.py",
-    ),
-    "The layout, the model and its parts": (
-        "Change the sizes that are named; `tools/explain.py` shows a layout without running it.",
-        "megatron/core/",
-    ),
+    "Flags": ("megatron/training/config/", "megatron/core/config_base.py", "megatron/core/model_parallel_config.py"),
+    "The layout, the model and its parts": ("megatron/core/",),
     "Data and tokenizers": (
-        "Look at the file and the place in it that are named; `megatron preprocess` writes token files anew.",
         "megatron/core/datasets/", "megatron/core/tokenizers/", "megatron/corpus/", "megatron/training/data/",
+        "megatron/commands/data/",
     ),
     "Checkpoints": (
-        "`megatron inspect FOLDER` shows a checkpoint; `--ckpt-step N` loads an older one.",
         "megatron/core/dist_checkpointing/", "megatron/training/checkpointing/", "megatron/interop/",
         "megatron/conversion/", "megatron/commands/checkpoint/",
     ),
-    "Files and object stores": ("Look at the path, its permissions and the store's message.", "megatron/core/files/"),
-    "While a run starts, trains and ends": (
-        "The log before the message has the iteration; [reliability](reliability.md) says what a run survives.",
-        "megatron/training/",
-    ),
+    "Files and object stores": ("megatron/core/files/",),
+    "While a run starts, trains and ends": ("megatron/training/",),
     "Planning and explaining": (
-        "Change what is named; [planning](planning.md) says what is predicted and what is not.",
         "megatron/planning/", "megatron/advice/", "megatron/dry_run/", "megatron/commands/planning/",
     ),
-    "Other trainers' scripts": ("Change the script, or give the flag by hand.", "megatron/adoption/"),
-    "Generating and serving": (
-        "Change the request or the flag that is named; [serving](serving.md) has what is answered.",
-        "megatron/serving/", "megatron/core/inference/", "megatron/commands/generation/",
-    ),
-    "Pictures": ("Name a run's `--save` folder.", "megatron/pictures/", "megatron/commands/pictures/"),
-    "Other commands": ("`megatron COMMAND --help` says what a command takes.", "megatron/", "pretrain_gpt.py"),
+    "Other trainers' scripts": ("megatron/adoption/",),
+    "Generating and serving": ("megatron/serving/", "megatron/core/inference/", "megatron/commands/generation/"),
+    "Pictures": ("megatron/pictures/", "megatron/commands/pictures/"),
+    "Other commands": ("megatron/", "pretrain_gpt.py"),
 }  # fmt: skip
-"""What to do where a message of a section does not say it, and the files of the section: the longest path decides."""
+"""Where the messages of each section of the page come from; the longest path that fits decides."""
+
+_ANOTHER = "what a checkpoint holds is shown by `megatron inspect FOLDER`; load an intact one, or save it anew"
+ADVICE = {
+    "megatron/": "change what is named; `megatron COMMAND --help` says what a command takes",
+    "pretrain_gpt.py": "change what is named; `--help` says what the flags take",
+    "megatron/training/config/": "change the flag that is named; [its meaning and values](arguments.md)",
+    "megatron/training/config/checks/context_parallelism.py": "see [context parallelism](context_parallelism.md)",
+    "megatron/training/config/checks/float8.py": "see [fp8](fp8.md)",
+    "megatron/training/config/checks/model_parts/": "see [mixtures of experts](mixture_of_experts.md)",
+    "megatron/training/config/checks/architectures/latent": "see [latent attention](latent_attention.md)",
+    "megatron/training/config/checks/data_files.py": "name files that are there; see [data sets](datasets.md)",
+    "megatron/training/config/checkpoint_arguments.py": "name a checkpoint that knows its model, or give its flags",
+    "megatron/training/config/sources/": "mend the line of the file; see [files](running.md#configuration-files)",
+    "megatron/core/config_base.py": "mend the field or its value in the file, or in the class where you add one",
+    "megatron/core/": "change the size or setting that is named; `tools/explain.py` shows a layout without running it",
+    "megatron/core/pipeline_parallel/": "see [pipelines](parallelism_in_pictures.md#pipeline-parallelism)",
+    "megatron/core/datasets/": "look at the file that is named; damaged token files: run `megatron preprocess` again",
+    "megatron/core/datasets/conversations/": "mend the conversation or its template; see [fine-tuning](fine_tuning.md)",
+    "megatron/core/datasets/history/": "resume with the data the run began with, or start anew with `--finetune`",
+    "megatron/core/tokenizers/": "name the tokenizer's own files; `--tokenizer-type` says of which kind they are",
+    "megatron/core/files/": "look at the path, its permissions, and the store's own message",
+    "megatron/core/dist_checkpointing/": _ANOTHER,
+    "megatron/core/inference/": "change the request; see [generation](text_generation.md)",
+    "megatron/corpus/": "mend the input that is named, or leave it out; see [preparing text](preprocessing.md)",
+    "megatron/commands/data/": "mend the input or the flag that is named; see [preparing text](preprocessing.md)",
+    "megatron/training/": "the log before it has the iteration; see [reliability](reliability.md)",
+    "megatron/training/data/": "look at the data that is named; see [data sets](datasets.md)",
+    "megatron/training/checkpointing/": "see what the file system says, and [checkpoints](checkpoint_format.md)",
+    "megatron/training/process/hang/": "see [hangs](hangs.md)",
+    "megatron/interop/": _ANOTHER,
+    "megatron/interop/huggingface/": "take a folder as its author published it; see [which models](huggingface.md)",
+    "megatron/interop/adapters/": "see [adapters](lora.md)",
+    "megatron/interop/megatron_torch/": "see [what of Megatron's checkpoints is read](megatron_checkpoints.md)",
+    "megatron/interop/torch_dist/": "see [what of Megatron's checkpoints is read](megatron_checkpoints.md)",
+    "megatron/conversion/": "see [converting](converting.md)",
+    "megatron/commands/checkpoint/": "see [converting](converting.md)",
+    "megatron/planning/": "see [what is planned and what is not](planning.md)",
+    "megatron/advice/": "see [what is planned and what is not](planning.md)",
+    "megatron/commands/planning/": "see [what is planned and what is not](planning.md)",
+    "megatron/dry_run/": "see [the dry run](gpu_dry_run.md)",
+    "megatron/adoption/": "change the script, or give the flag by hand; see [adopting](adopting_scripts.md)",
+    "megatron/serving/": "change the request or the flag that is named; see [serving](serving.md)",
+    "megatron/commands/generation/": "change the request or the flag; see [generation](text_generation.md)",
+    "megatron/pictures/": "name a run's `--save` folder; see [pictures](pictures.md)",
+    "megatron/verification/": "see [layouts proved](parallelism.md)",
+    "megatron/verification/faults/": "see [a cluster of yours](reliability.md#on-your-own-cluster)",
+}
+"""What to do where a message does not say it itself; the longest path that fits decides."""
 
 _HEAD = """# Messages and what to do
 
 Generated by `docs/scripts/list_refusals.py` from the code; do not edit. It has every message with which a command
-refuses its input or ends a run, with `…` where a value stands. Search this page for some words of yours. Most
-messages say what to do behind their semicolon; for the others the head of the section says where to look. What is
-answered to typical mistakes, with values, is in [Mistakes and answers](mistakes.md); what to do about a run that hangs or is slow in
+refuses its input or ends a run that is written in the code. `…` stands for values, and for what other libraries and
+the operating system say. Search this page for some words of yours. Most messages say what to do behind their
+semicolon, which is shown as code here. What is answered to typical mistakes, with values, is in
+[Mistakes and answers](mistakes.md); what to do about a run that hangs or is slow in
 [a tutorial](tutorials/slow_or_hung.md).
 
 | exit status | meaning |
@@ -96,8 +132,16 @@ class Message:
     @property
     def subject(self) -> str:
         """Return the section of the page that it belongs to."""
-        fitting = [(len(p), name) for name, (_, *paths) in SUBJECTS.items() for p in paths if self.path.startswith(p)]
+        fitting = [(len(p), name) for name, paths in SUBJECTS.items() for p in paths if self.path.startswith(p)]
         return max(fitting)[1]
+
+    @property
+    def advice(self) -> str:
+        """Return what to do: what the message says, else what is said for its files."""
+        said = self.text.partition("; ")[2]
+        if said == VALUE:
+            return "what the message says"
+        return code(said) if said else max((len(p), text) for p, text in ADVICE.items() if self.path.startswith(p))[1]
 
     @property
     def pattern(self) -> re.Pattern[str]:
@@ -179,8 +223,8 @@ def tidy(text: str) -> str:
 
 
 def is_message(message: Message) -> bool:
-    """Tell whether a text says something: words of its own beside its values."""
-    return len(re.findall(r"[a-z]{2,}", message.text)) >= _FEWEST_WORDS and " " in message.text
+    """Tell whether a text says something: words of its own beside its values and the names of flags."""
+    return len(re.findall(r"[a-z]{2,}", re.sub(r"--[\w-]+", "", message.text))) >= _FEWEST_WORDS and " " in message.text
 
 
 def all_messages() -> list[Message]:
@@ -206,18 +250,14 @@ def document(messages: list[Message]) -> str:
     """Return the whole page."""
     rows: dict[str, list[str]] = {subject: [] for subject in SUBJECTS}
     for message, anchor in zip(messages, anchors(messages), strict=True):
-        what, _, advice = message.text.partition("; ")
-        cells = (f'<a id="{anchor}"></a>{code(what)}', code(advice) if advice else "", code(message.path))
+        what = message.text.partition("; ")[0]
+        cells = (f'<a id="{anchor}"></a>{code(what)}', message.advice, code(message.path))
         rows[message.subject].append(f"| {' | '.join(cells)} |")
     parts = [_HEAD]
     for subject, lines in rows.items():
         if lines:
-            advice = f"Where nothing else is said: {SUBJECTS[subject][0][0].lower()}{SUBJECTS[subject][0][1:]}"
-            parts.append(
-                "\n".join(
-                    [f"## {subject}", "", advice, "", "| message | what to do | file |", "|---|---|---|", *lines, ""]
-                )
-            )
+            table = ["| message | what to do | file |", "|---|---|---|", *lines]
+            parts.append("\n".join([f"## {subject}", "", *table, ""]))
     return "\n".join(parts)
 
 

@@ -41,6 +41,7 @@ def test_the_page_is_what_the_code_has(refusals: ModuleType, messages: list[Any]
     anchors = re.findall(r'<a id="([^"]+)">', page)
     assert len(anchors) > 800
     assert len(set(anchors)) == len(anchors)
+    assert all(message.advice for message in messages)
 
 
 def test_every_answer_to_a_typical_mistake_is_on_it(messages: list[Any]) -> None:
@@ -69,7 +70,7 @@ def size():
 def test_messages_are_found_wherever_they_are_made(refusals: ModuleType) -> None:
     tree = ast.parse(CODE)
     errors = refusals.error_names({"x": tree})
-    assert errors == {"InputError", "TrainingError", "DataError", "OwnError"}
+    assert errors == {"InputError", "TrainingError", "ValueError", "DataError", "OwnError"}
     found = {message.text for message in refusals.messages_of("megatron/x.py", tree, errors)}
     assert {text for text in found if " " in text} == {
         "… cannot be read; give a longer one",
@@ -77,4 +78,9 @@ def test_messages_are_found_wherever_they_are_made(refusals: ModuleType) -> None
         "… do not divide | at all",
         "one thing is wrong",
     }
+    said, unsaid = (
+        refusals.Message(text, "megatron/training/data/x.py").advice for text in ("… is short; give more", "… is short")
+    )
+    assert said == "`give more`"
+    assert "(datasets.md)" in unsaid
     assert refusals.code("… do not divide | at all") == "`… do not divide \\| at all`"

@@ -45,6 +45,7 @@ def site_links() -> ModuleType:
         ("a.md", None, "[megatron/core](../megatron/core)", "megatron/core"),
         ("tutorials/a.md", None, "[code](../../tools/plan.py)", "code (`tools/plan.py`)"),
         ("tutorials/a.md", None, "[page](../b.md#x) ![p](../../p.svg)", "[page](../b.md#x) ![p](../../p.svg)"),
+        ("a.md", None, "[code](./scripts/draw.py)", "code (`docs/scripts/draw.py`)"),
         ("a.md", "https://host/team/p/", "[code](../x.py#L3)", "[code](https://host/team/p/blob/main/x.py#L3)"),
     ],
 )
