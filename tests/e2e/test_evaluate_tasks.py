@@ -177,7 +177,9 @@ def test_tasks_that_cannot_be_run_are_one_line(
         choice.replace("local_choice", "empty").replace("test_split: test", "test_split: x")
     )
     (tasks / "wrong.yaml").write_text(
-        choice.replace("local_choice", "wrong_field").replace("{{question}}", "{{question.no.such if answer == 2 else question}}")
+        choice.replace("local_choice", "wrong_field").replace(
+            "{{question}}", "{{question.no.such if answer == 2 else question}}"
+        )
     )
     status, out, error = call_tool(
         monkeypatch, capsys, "--load", checkpoint, "--include-path", tasks, *words.split(), tool=evaluate
