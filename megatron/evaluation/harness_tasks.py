@@ -49,20 +49,26 @@ def check_package(flag: str) -> None:
 class HarnessTasks:
     """Hold loaded tasks; ``names`` are those of what was found, groups taken apart.
 
+    Within a run (``in_run``) the package's own progress bars are drawn nowhere.
+
     Raises:
         InputError: the package is missing, or a task cannot be found or loaded; its data set may not be here.
     """
 
-    def __init__(self, choice: TaskChoice, flag: str = "--tasks") -> None:
+    def __init__(self, choice: TaskChoice, in_run: bool = False) -> None:
+        flag, path_flag = ("--eval-tasks", "--eval-tasks-include-path") if in_run else ("--tasks", "--include-path")
         check_package(flag)
         if choice.include_path is not None and not Path(choice.include_path).is_dir():
-            raise InputError(f"--include-path {choice.include_path} is not a folder; name one with task files")
+            raise InputError(f"{path_flag} {choice.include_path} is not a folder; name one with task files")
         self._choice = choice
-        with _quiet(), _kept_random():
+        self._in_run = in_run
+        with _quiet(in_run), _kept_random():
             manager = _manager(choice)
             for name in choice.names:
                 if name not in manager.all_tasks and not Path(name).is_file():
-                    raise InputError(f"{flag} {name} is no task that is known, and no file; {_nearest(name, manager)}")
+                    raise InputError(
+                        f"{flag} {name} is no task that is known, and no file; {_nearest(name, manager, path_flag)}"
+                    )
             try:
                 self._loaded: Any = manager.load(list(choice.names))
             except Exception as error:
@@ -79,7 +85,7 @@ class HarnessTasks:
         """
         from lm_eval.evaluator import evaluate
 
-        with _quiet(), _kept_random():
+        with _quiet(self._in_run), _kept_random():
             for task in self._loaded["tasks"].values():
                 task.set_fewshot_seed(seed=_SEED)
             try:
@@ -90,6 +96,7 @@ class HarnessTasks:
                     bootstrap_iters=1000 if with_errors else 0,
                     log_samples=with_samples,
                     apply_chat_template=bool(model.chat_template()),
+                    fewshot_as_multiturn=bool(model.chat_template()),
                 )
             except MegatronError:
                 raise
@@ -140,12 +147,12 @@ def _set_examples(task: Any, num_fewshot: int | None) -> None:
         task.set_config(key="num_fewshot", value=num_fewshot or 0)
 
 
-def _nearest(name: str, manager: Any) -> str:
+def _nearest(name: str, manager: Any, path_flag: str) -> str:
     import difflib
 
     close = difflib.get_close_matches(name, manager.all_tasks, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    return f"{hint}`lm-eval ls tasks` lists the package's own, and --include-path DIR adds the files of a folder"
+    return f"{hint}`lm-eval ls tasks` lists the package's own, and {path_flag} DIR adds the files of a folder"
 
 
 def _reason(error: BaseException) -> str:
@@ -165,9 +172,9 @@ def _kept_random() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the packages' progress bars out of files and pipes; what else they say comes at the end."""
-    if sys.stderr is None or sys.stderr.isatty():
+def _quiet(in_run: bool) -> Iterator[None]:
+    """Keep the packages' progress bars out of files, pipes and runs; what else they say comes at the end."""
+    if sys.stderr is None or (sys.stderr.isatty() and not in_run):
         yield
         return
     said = StringIO()

@@ -5,6 +5,7 @@ torch is imported where the model is built, so that wrong usage is answered at o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ from megatron.training.config.checks.model_parts import experts
 from megatron.training.config.data_config import TokenizerConfig
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.initialize import LaunchEnvironment, initialize_device, initialize_distributed
+from megatron.training.process.progress_bar import waiting
 
 if TYPE_CHECKING:
     from megatron.core.device import Device
@@ -353,7 +355,8 @@ def load_engine(
     initialize_distributed(launch, device, device.default_backend, TIMEOUT_MINUTES)
     config = checkpoint.config
     state = create_parallel_state(config.parallel_sizes, recorder=flight)
-    model = checkpoint.load_model(state, device)
+    with waiting("loading the model") if launch.rank == 0 else contextlib.nullcontext():
+        model = checkpoint.load_model(state, device)
     links = create_pipeline_links(state.pp, device=device.torch_device) if state.pp.size > 1 else None
     return InferenceEngine(model, state, links)
 

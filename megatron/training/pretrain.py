@@ -46,8 +46,8 @@ from megatron.training.reporting.dataset_lines import describe_datasets
 from megatron.training.reporting.live_line import LiveLine
 from megatron.training.reporting.log_lines import format_datetime
 from megatron.training.reporting.loggers.open_loggers import check_packages
+from megatron.training.reporting.looks.model_looks import open_looks
 from megatron.training.reporting.metrics import MetricsWriter
-from megatron.training.reporting.model_looks import open_looks
 from megatron.training.reporting.profiling import Profiling
 from megatron.training.reporting.progress_log import open_progress
 from megatron.training.reporting.run_record import RunRecord

@@ -37,8 +37,8 @@ from megatron.training.reporting.log_lines import (
     format_memory,
     format_step,
 )
+from megatron.training.reporting.looks.model_looks import ModelLooks
 from megatron.training.reporting.metrics import MetricsWriter
-from megatron.training.reporting.model_looks import ModelLooks
 from megatron.training.reporting.profiling import Profiling
 from megatron.training.reporting.progress_log import ProgressLog
 from megatron.training.reporting.schedule_recorder import ScheduleRecorder

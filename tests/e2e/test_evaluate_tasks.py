@@ -57,7 +57,7 @@ def tasks(tmp_path_factory) -> Path:
     return write_tasks(tmp_path_factory.mktemp("tasks") / "local")
 
 
-def by_transformers(folder: Path, tasks: Path) -> dict[str, Any]:
+def by_transformers(folder: Path, tasks: Path, **options: Any) -> dict[str, Any]:
     """Return what the harness finds with transformers and the files that were exported."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -65,7 +65,11 @@ def by_transformers(folder: Path, tasks: Path) -> dict[str, Any]:
 
     model = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=5)
     found = simple_evaluate(
-        model, tasks=list(NAMES), task_manager=TaskManager(include_path=str(tasks)), bootstrap_iters=0
+        model,
+        tasks=list(NAMES),
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        bootstrap_iters=0,
+        **options,
     )
     assert found is not None
     return dict(found)
@@ -77,14 +81,42 @@ def answers(results: dict[str, Any], name: str) -> list[Any]:
     return [sample["filtered_resps"] for sample in samples]
 
 
-def test_scores_are_those_of_transformers(checkpoint: Path, tasks: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [
+        ((), {}),
+        (("--num-fewshot", "2", "--limit", "7"), {"num_fewshot": 2, "limit": 7}),
+        (("--apply-chat-template",), {"apply_chat_template": True}),
+    ],
+    ids=["plain", "examples", "conversations"],
+)
+def test_scores_are_those_of_transformers(
+    more: Sequence[str], options: dict[str, Any], checkpoint: Path, tasks: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    if more == ("--apply-chat-template",) and "gpt2" in checkpoint.parent.name:
+        assert (
+            "no chat template"
+            in call_tool(
+                monkeypatch,
+                capsys,
+                "--load",
+                checkpoint,
+                "--tasks",
+                *NAMES,
+                "--include-path",
+                tasks,
+                *more,
+                tool=evaluate,
+            )[2]
+        )
+        return
     run_converter(checkpoint, tmp_path / "hf", "--saver hf")
-    words = ("--load", checkpoint, "--tasks", *NAMES, "--include-path", tasks, "--batch-size", "5")
+    words = ("--load", checkpoint, "--tasks", *NAMES, "--include-path", tasks, "--batch-size", "5", *more)
     out = tmp_path / "results.json"
     status, table, error = call_tool(monkeypatch, capsys, *words, "--output", out, "--log-samples", tool=evaluate)
     assert (status, error) == (0, "")
     assert all(f"|{name}" in table.replace(" ", "") for name in NAMES)
-    found, expected = json.loads(out.read_text()), by_transformers(tmp_path / "hf", tasks)
+    found, expected = json.loads(out.read_text()), by_transformers(tmp_path / "hf", tasks, **options)
     for name, metrics in (("local_choice", ("acc,none", "acc_norm,none")), ("local_text", ("exact_match,none",))):
         for metric in metrics:
             assert found["results"][name][metric] == expected["results"][name][metric], metric
@@ -145,7 +177,9 @@ def test_tasks_that_cannot_be_run_are_one_line(
         choice.replace("local_choice", "empty").replace("test_split: test", "test_split: x")
     )
     (tasks / "wrong.yaml").write_text(
-        choice.replace("local_choice", "wrong_field").replace("{{question}}", "{{question.no.such}}")
+        choice.replace("local_choice", "wrong_field").replace(
+            "{{question}}", "{{question.no.such if answer == 2 else question}}"
+        )
     )
     status, out, error = call_tool(
         monkeypatch, capsys, "--load", checkpoint, "--include-path", tasks, *words.split(), tool=evaluate

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from megatron.training.process.console import CLEAR_LINE
 
 _BAR_WIDTH = 24
 _REDRAW_S = 0.1
+_WAITING_REDRAW_S = 0.5
 
 
 class ProgressBar:
@@ -48,7 +51,38 @@ class ProgressBar:
             self._stream.flush()
 
 
+@contextlib.contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """Draw a text and for how long it has been so, until the work within is done."""
+    bar, ending, since = ProgressBar(), threading.Event(), time.monotonic()
+
+    def draw() -> None:
+        while not ending.wait(_WAITING_REDRAW_S):
+            bar.tell(f"{text} {format_duration(time.monotonic() - since)}")
+
+    if not bar.is_on:
+        yield
+        return
+    thread = threading.Thread(target=draw, name="waiting line", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        thread.join()
+        bar.clear()
+
+
 def format_bar(done: int, total: int) -> str:
     """Return a bar and the share that is done."""
     share = min(done / max(total, 1), 1.0)
     return f"[{'=' * int(share * _BAR_WIDTH):<{_BAR_WIDTH}}] {share:4.0%}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return seconds as they are said: 42s, 3m05s, 2h07m, 3d04h."""
+    whole = int(max(seconds, 0.0))
+    for size, name, rest, of_rest in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{name}{whole % size // rest:02d}{of_rest}"
+    return f"{whole}s"

@@ -11,7 +11,7 @@ from types import TracebackType
 from megatron.core.flight.recorder import FlightRecorder
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.console import CLEAR_LINE
-from megatron.training.process.progress_bar import format_bar
+from megatron.training.process.progress_bar import format_bar, format_duration
 from megatron.training.reporting.log_lines import StepReport
 
 _REDRAW_S = 0.5
@@ -104,12 +104,3 @@ class LiveLine:
 def is_terminal() -> bool:
     """Return whether what this process prints is seen on a terminal, as it comes."""
     return sys.stdout is not None and sys.stdout.isatty()
-
-
-def format_duration(seconds: float) -> str:
-    """Return seconds as they are said: 42s, 3m05s, 2h07m, 3d04h."""
-    whole = int(max(seconds, 0.0))
-    for size, name, rest, of_rest in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
-        if whole >= size:
-            return f"{whole // size}{name}{whole % size // rest:02d}{of_rest}"
-    return f"{whole}s"

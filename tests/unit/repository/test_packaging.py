@@ -76,6 +76,7 @@ def test_nothing_imported_at_run_time_is_undeclared() -> None:
         "object-storage",
         "serve",
         "loggers",
+        "eval",
     ):
         declared |= {Requirement(text).name for text in project_metadata()["optional-dependencies"][extra]}
     distributions = importlib.metadata.packages_distributions()

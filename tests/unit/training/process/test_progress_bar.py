@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import itertools
+import threading
 
 import pytest
 
 from megatron.conversion.progress import ByteProgress
 from megatron.corpus.preprocessing.progress import Progress
 from megatron.training.process.console import CLEAR_LINE
-from megatron.training.process.progress_bar import ProgressBar, format_bar
+from megatron.training.process.progress_bar import ProgressBar, format_bar, waiting
 
 
 class Terminal(io.StringIO):
@@ -66,3 +67,23 @@ def test_preprocessing_has_a_bar_between_its_lines(total: int | None, monkeypatc
     assert capsys.readouterr().out.startswith("Processed 1000 documents (")
     progress.finish()
     assert terminal.getvalue().endswith(CLEAR_LINE)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_waiting_is_shown_while_it_lasts(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr("megatron.training.process.progress_bar._WAITING_REDRAW_S", 0.001)
+    drawn = threading.Event()
+    write = stream.write
+
+    def note(text: str) -> int:
+        drawn.set()
+        return write(text)
+
+    monkeypatch.setattr(stream, "write", note)
+    with waiting("loading the model"):
+        assert not is_terminal or drawn.wait(20.0)
+    text = stream.getvalue()
+    assert (text.startswith(f"{CLEAR_LINE}loading the model 0s\r") and text.endswith(CLEAR_LINE)) == is_terminal
+    assert bool(text) == is_terminal

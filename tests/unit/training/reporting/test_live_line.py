@@ -17,8 +17,8 @@ from megatron.core.flight.recorder import FlightRecorder
 from megatron.training.config.argument_block import summarize
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.process.console import CLEAR_LINE, print_line
-from megatron.training.process.progress_bar import format_bar
-from megatron.training.reporting.live_line import LiveLine, format_duration
+from megatron.training.process.progress_bar import format_bar, format_duration
+from megatron.training.reporting.live_line import LiveLine
 from megatron.training.reporting.log_lines import StepReport, format_first_step
 from tests.unit.training.config.command_lines import MINIMAL
 

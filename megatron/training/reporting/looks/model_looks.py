@@ -60,11 +60,11 @@ def open_looks(
     links = create_pipeline_links(state.pp, device=device) if state.pp.size > 1 else None
     engine = InferenceEngine(model, alone, links)
     if sampling is not None:
-        from megatron.training.reporting.sample_texts import SampleTexts
+        from megatron.training.reporting.looks.sample_texts import SampleTexts
 
         looks.append((sampling, SampleTexts(config, runtime, parts, tokenizer, engine)))
     if tasks:
-        from megatron.training.reporting.task_scores import TaskScores
+        from megatron.training.reporting.looks.task_scores import TaskScores
 
         interval = config.validation.eval_tasks_interval or config.validation.eval_interval
         looks.append(

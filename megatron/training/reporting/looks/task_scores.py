@@ -50,7 +50,7 @@ class TaskScores:
         error: InputError | None = None
         if runtime.is_reporter:
             try:
-                self._tasks = HarnessTasks(own, "--eval-tasks")
+                self._tasks = HarnessTasks(own, in_run=True)
             except InputError as failure:
                 error = failure
         raise_on_all_ranks(error, state.world)

@@ -1,0 +1,1 @@
+"""What looks at the model at intervals while it is trained."""
