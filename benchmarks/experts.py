@@ -1,6 +1,6 @@
 """Compare training steps of a model of 8 experts, top 2, with those of a dense one of the same active parameters.
 
-    python benchmarks/experts.py [--batch 4] [--steps 5]
+    python benchmarks/experts.py [--batch 4] [--steps 5] [--cpu-matmul mkl]
 
 Both take the same tokens in turn, in one process. Times are of the processor, so that other work on the machine counts
 for less; what is printed are medians and the quickest step.
@@ -83,9 +83,13 @@ def main() -> None:
     """Measure, and print a line for each model and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=4, metavar="N", help="sequences of 512 tokens a step (4)")
+    parser.add_argument(
+        "--cpu-matmul", default="auto", metavar="LIBRARY", help="onednn or mkl; a run measures which is quicker (auto)"
+    )
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps that count (5)")
     arguments = parser.parse_args()
-    models = {"dense": Trained(), "experts": Trained(**_EXPERTS)}
+    library = arguments.cpu_matmul
+    models = {"dense": Trained(cpu_matmul=library), "experts": Trained(**_EXPERTS, cpu_matmul=library)}
     generator = torch.Generator().manual_seed(1)
     for _ in range(arguments.steps + 1):
         tokens = torch.randint(0, _VOCABULARY, (arguments.batch, _LENGTH + 1), generator=generator)

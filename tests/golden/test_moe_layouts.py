@@ -255,7 +255,7 @@ def check(name: str, ranks: list[Seen]) -> None:
 
 
 _LONG = pytest.mark.long
-DEFAULT = {("mixtral", "ep2-pp2"), ("deepseek", "etp1-tp2")}
+DEFAULT = {("deepseek", "etp1-tp2")}
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def _tokens(continuations: list[Continuation]) -> list[list[int]]:
         (ParallelSizes(tp=2, ep=2, etp=1), "alltoall"),
         pytest.param(ParallelSizes(tp=2, ep=2, etp=1), "allgather", marks=pytest.mark.long),
         pytest.param(ParallelSizes(tp=4, ep=2, etp=2), "alltoall", marks=pytest.mark.long),
-        (ParallelSizes(tp=2, pp=2, ep=2, etp=1), "alltoall"),
+        pytest.param(ParallelSizes(tp=2, pp=2, ep=2, etp=1), "alltoall", marks=pytest.mark.long),
     ],
     ids=["tp2-ep2", "tp2-ep2-allgather", "tp4-ep2", "tp2-pp2-ep2"],
 )
