@@ -12,7 +12,7 @@ from megatron.core.kernels.apex import load_fused_adam
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_rates import ParamRates
+from megatron.core.optimizer.recipes.param_rates import ParamRates
 from megatron.planning.activation_memory import activation_bytes
 from megatron.planning.optimizer_memory import host_state_bytes, state_bytes
 from megatron.training.config.run_config import RunConfig
