@@ -91,8 +91,8 @@ def _run(words: Sequence[str | Path]) -> None:
 
 def _prepare_text(folder: Path) -> tuple[str | Path, ...]:
     """Make the quickstart's tokens where they are not there; return the flags that name them."""
-    files = ("--vocab-file", folder / "vocab.json", "--merge-file", folder / "merges.txt")
-    tokenizer = ("--tokenizer-type", "GPT2BPETokenizer", *files)
+    tokenizer: tuple[str | Path, ...] = ("--tokenizer-type", "GPT2BPETokenizer")
+    tokenizer += ("--vocab-file", folder / "vocab.json", "--merge-file", folder / "merges.txt")
     if not (folder / "quickstart_text_document.idx").exists():
         _run(["examples/prepare_quickstart_text.py", "--output-dir", folder])
         source = ("--input", folder / "quickstart.jsonl", "--output-prefix", folder / "quickstart")

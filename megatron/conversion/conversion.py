@@ -26,6 +26,7 @@ from megatron.core.transformer.adapters.adapter_targets import ADAPTERS
 from megatron.interop.adapters.merged_source import MergedSource
 from megatron.interop.adapters.peft_export import write_peft
 from megatron.interop.adapters.peft_source import PeftSource
+from megatron.interop.averaged_source import AveragedSource
 from megatron.interop.checkpoint_format import FORMAT_NAMES, CheckpointFormat
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.model_export import write_hugging_face
@@ -74,6 +75,7 @@ def convert(request: ConversionRequest, log: Log = say) -> None:
     base = None if request.base_model is None else find_checkpoint(request.base_model).folder
     source = open_for(formats, found.folder, request.true_vocab_size, request.told, base)
     try:
+        source = AveragedSource(source) if request.takes_averages else source
         source = with_adapters(source, request.merges_adapters, saver)
         target = read_target(request, source, saver)
         common = retarget(source.common, target, has_random_streams=any(map(is_random_stream, source.tensors)))

@@ -53,6 +53,7 @@ class ConversionRequest:
         verify: read the result again and compare it.
         test_logits: compare the logits with the transformers package's.
         merges_adapters: make the low-rank adapters part of the weights.
+        takes_averages: write the averages of the weights in their place.
         base_model: folder of the model that adapters of peft are of.
     """
 
@@ -68,6 +69,7 @@ class ConversionRequest:
     verify: bool
     test_logits: bool
     merges_adapters: bool = False
+    takes_averages: bool = False
     base_model: Path | None = None
 
 

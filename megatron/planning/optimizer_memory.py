@@ -18,12 +18,18 @@ def state_bytes(optimizer: OptimizerConfig, *, is_matrix: bool = False) -> int:
     """
     sizes = _sizes(optimizer)
     has_main_copy = ELEMENT_BYTES[optimizer.params_dtype] < sizes["fp32"]
-    return (sizes[optimizer.main_params_dtype] if has_main_copy else 0) + _moment_bytes(optimizer, is_matrix=is_matrix)
+    main_copy = sizes[optimizer.main_params_dtype] if has_main_copy else 0
+    return main_copy + _average_bytes(optimizer) + _moment_bytes(optimizer, is_matrix=is_matrix)
 
 
 def host_state_bytes(optimizer: OptimizerConfig, num_elements: int) -> int:
     """Return what the offloaded part of so many parameters takes on the host: there each main parameter is a copy."""
-    return math.ceil(optimizer.offload_fraction * num_elements) * (_sizes(optimizer)["fp32"] + _moment_bytes(optimizer))
+    of_each = _sizes(optimizer)["fp32"] + _average_bytes(optimizer) + _moment_bytes(optimizer)
+    return math.ceil(optimizer.offload_fraction * num_elements) * of_each
+
+
+def _average_bytes(optimizer: OptimizerConfig) -> int:
+    return 0 if optimizer.ema_decay is None else _sizes(optimizer)["fp32"]
 
 
 def _moment_bytes(optimizer: OptimizerConfig, *, is_matrix: bool = False) -> int:

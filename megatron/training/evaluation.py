@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
+from megatron.core.datasets.samples.batch import Batch
 from megatron.core.models.model import Model
 from megatron.core.pipeline_parallel.action import Action
 from megatron.core.pipeline_parallel.executor import ChunkResult, ModelChunk, run_schedule
@@ -16,6 +18,50 @@ from megatron.training.data.microbatches import Microbatches, MicrobatchSource
 from megatron.training.model_setup import TrainingParts
 from megatron.training.process.initialize import Runtime
 from megatron.training.training_step import ForwardStep
+
+
+@dataclass(eq=False)
+class _KeptMicrobatches:
+    """Give a source's micro-batches, and all of them again after ``rewind``."""
+
+    source: MicrobatchSource
+    kept: list[Batch] = field(default_factory=list)
+    _again: Iterator[Batch] | None = None
+
+    def next(self) -> Batch:
+        """Return the next micro-batch."""
+        if self._again is not None:
+            return next(self._again)
+        self.kept.append(self.source.next())
+        return self.kept[-1]
+
+    def rewind(self) -> None:
+        """Begin with the first one again."""
+        self._again = iter(self.kept)
+
+
+def evaluate_weights(
+    config: RunConfig,
+    runtime: Runtime,
+    parts: TrainingParts,
+    forward_step: ForwardStep,
+    source: MicrobatchSource,
+    num_microbatches: int,
+    begin_microbatch: Callable[[int], None] = lambda microbatch: None,
+) -> list[tuple[str, str, float]]:
+    """Return the loss of the weights, and on the same micro-batches that of their average, where one is kept.
+
+    Each has what stands behind a set's name in the metrics, and in the log; see `evaluate`.
+    """
+    rest = (forward_step, source, num_microbatches, begin_microbatch)
+    if not parts.optimizer.has_average:
+        return [("", "", evaluate(config, runtime, parts, *rest))]
+    kept = _KeptMicrobatches(source)
+    loss = evaluate(config, runtime, parts, forward_step, kept, num_microbatches, begin_microbatch)
+    kept.rewind()
+    with parts.optimizer.averaged_weights():
+        average = evaluate(config, runtime, parts, forward_step, kept, num_microbatches)
+    return [("", "", loss), ("_ema", " with averaged weights", average)]
 
 
 def evaluate(

@@ -6,13 +6,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from megatron.core.collectives import all_gather_objects
+from megatron.core.collectives import all_gather_objects, any_rank
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.errors import ConfigurationError
 from megatron.core.kernels.apex import load_fused_adam
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
+from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_rates import ParamRates
+from megatron.core.optimizer.recipes.param_rates import ParamRates
+from megatron.core.sharding import spec_of
 from megatron.planning.activation_memory import activation_bytes
 from megatron.planning.optimizer_memory import host_state_bytes, state_bytes
 from megatron.training.config.run_config import RunConfig
@@ -31,8 +34,8 @@ def build_optimizer(
     """Build the optimizer, and log in one line what is offloaded, if anything; collective.
 
     Raises:
-        ConfigurationError: the machine has too little memory for what is offloaded, or a pattern of
-            --param-group-overrides matches no parameter.
+        ConfigurationError: the machine has too little memory for what is offloaded, a pattern of
+            --param-group-overrides matches no parameter, or Muon is given no matrix.
     """
     optimizer = config.optimizer
     if optimizer.offload_fraction:
@@ -48,6 +51,12 @@ def build_optimizer(
         )
     trained = [p for chunk in ddp_chunks for p in chunk.parameters() if p.requires_grad]
     ParamRates(optimizer).check_patterns(trained, runtime.state.world)
+    has_matrices = any(is_orthogonalized(spec_of(parameter)) for parameter in trained)
+    if optimizer.optimizer == "muon" and not any_rank(has_matrices, runtime.state.world):
+        raise ConfigurationError(
+            "--optimizer muon updates matrices between the embeddings and the output layer, and this model trains none; "
+            "give --optimizer adam"
+        )
     fused_adam = load_fused_adam() if runtime.device.is_cuda else None
     return make_optimizer(optimizer, ddp_chunks, runtime.state, fused_adam, runtime.device.host_copies)
 

@@ -19,7 +19,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.continuation import Continuation
 from megatron.training.data.batch_source import BatchSource
 from megatron.training.data.evaluation_sets import EvaluationSet, EvaluationSets
-from megatron.training.evaluation import evaluate
+from megatron.training.evaluation import evaluate_weights
 from megatron.training.faults.fault_guard import FaultGuard
 from megatron.training.model_setup import TrainingParts
 from megatron.training.process.console import print_line
@@ -174,13 +174,14 @@ def evaluate_and_report(run: TrainingRun, evaluation_sets: Sequence[EvaluationSe
         if run.live is not None:
             begin = _drawn(begin, run.live, count)
         with run.timers("evaluate", log_level=0), chosen.open_source() as source:
-            lm_loss = evaluate(run.config, run.runtime, run.parts, run.forward_step, source, count, begin)
+            losses = evaluate_weights(run.config, run.runtime, run.parts, run.forward_step, source, count, begin)
         _report_time(run, "evaluate")
         run.train_state.consumed_valid_samples += chosen.num_advanced
-        run.log(format_evaluation(f"iteration {iteration} on {chosen.title}", lm_loss))
-        if run.metrics is not None:
-            run.metrics.write({"iteration": iteration, "split": chosen.name, "lm_loss": lm_loss})
-            run.metrics.evaluation_scalars(chosen.name, lm_loss, run.train_state)
+        for suffix, which, lm_loss in losses:
+            run.log(format_evaluation(f"iteration {iteration} on {chosen.title}{which}", lm_loss))
+            if run.metrics is not None:
+                run.metrics.write({"iteration": iteration, "split": chosen.name + suffix, "lm_loss": lm_loss})
+                run.metrics.evaluation_scalars(chosen.name + suffix, lm_loss, run.train_state)
 
 
 def _leave_evaluation_out(run: TrainingRun, evaluation_sets: Sequence[EvaluationSet]) -> None:

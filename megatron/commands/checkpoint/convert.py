@@ -70,6 +70,9 @@ def build_parser() -> Parser:
     content = parser.add_argument_group("content of the result")
     content.add_argument("--no-save-optim", action="store_true", help="leave the optimizer's state out")
     content.add_argument(
+        "--ema", action="store_true", help="write the average of the weights (--ema-decay) in their place"
+    )
+    content.add_argument(
         "--merge-lora", action="store_true", help="make low-rank adapters part of the weights that they adapt"
     )
     content.add_argument(
@@ -166,6 +169,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ConversionReques
         verify=values.verify,
         test_logits=values.test_logits,
         merges_adapters=values.merge_lora,
+        takes_averages=values.ema,
         base_model=values.base_model,
     )
     return request, [

@@ -15,6 +15,7 @@ from megatron.core.sharding import ParamSpec, held_of
 
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
+AVERAGE_PREFIX = OPTIMIZER_PREFIX + "ema."
 RNG_PREFIX = "rng."
 FLOAT8_PREFIX = "float8."
 
@@ -34,6 +35,9 @@ class CheckpointableOptimizer(Protocol):
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
         """Take over what `scalar_state` returned."""
+
+    def restart_average(self) -> None:
+        """Begin the average of the weights anew, if there is one."""
 
 
 class Float8Scaling(Protocol):

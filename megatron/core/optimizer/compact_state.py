@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from megatron.core.distributed.param_layout import PARAM_ALIGNMENT
-from megatron.core.optimizer.stochastic_rounding import random_words, round_roots, round_to_bfloat16
+from megatron.core.optimizer.recipes.stochastic_rounding import random_words, round_roots, round_to_bfloat16
 
 STATE_DTYPES = {
     "fp32": torch.float32,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +23,14 @@ from megatron.core.optimizer.clip_grads import (
 )
 from megatron.core.optimizer.compact_state import CompactTensor
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
-from megatron.core.optimizer.gradient_kinds import ALL_KINDS, KINDS, clips_by_kind, grad_multipliers, kind_of
 from megatron.core.optimizer.gradient_report import check_weights, describe_bad_gradients
 from megatron.core.optimizer.host_offload import HostOffload, split_groups
 from megatron.core.optimizer.matrix_owners import MatrixOwners
 from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_rates import COMMON_RATE, ParamRates, Rate
+from megatron.core.optimizer.recipes.gradient_kinds import ALL_KINDS, KINDS, clips_by_kind, grad_multipliers, kind_of
+from megatron.core.optimizer.recipes.param_rates import COMMON_RATE, ParamRates, Rate
+from megatron.core.optimizer.recipes.weight_average import AVERAGE, WeightAverage
 from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, cut_into_buckets
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import ParamSpec, spec_of
@@ -91,6 +93,7 @@ class MegatronOptimizer:
             self._on_device += self._matrix_buckets()
         self.offload = HostOffload(config, on_host, host_copies()) if on_host else None
         self._buckets = (*on_host, *self._on_device)
+        self._average = None if config.ema_decay is None else WeightAverage(self._buckets, config.ema_decay)
         # What `sharded_state` has lent of state that is stored in few bytes, to be stored when it has been filled.
         self._lent: list[tuple[CompactTensor, torch.Tensor]] = []
         self.learning_rate = 0.0
@@ -142,6 +145,8 @@ class MegatronOptimizer:
         if accept is not None:
             is_wanted = is_wanted & accept(norm / scale)
         self._update(is_wanted, multipliers)
+        if self._average is not None:
+            self._average.follow(is_wanted)
         return totals
 
     @torch.no_grad()
@@ -192,11 +197,37 @@ class MegatronOptimizer:
         """Take the main parameters from the model's, after weights were loaded without optimizer state."""
         for bucket in self._buckets:
             bucket.reload_main_params()
+        self.restart_average()
+
+    def restart_average(self) -> None:
+        """Begin the average of the weights anew, if there is one."""
+        if self._average is not None:
+            self._average.restart()
+
+    @property
+    def has_average(self) -> bool:
+        """Return whether an average of the weights is kept."""
+        return self._average is not None
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Let the model have the average of its weights inside; collective."""
+        assert self._average is not None
+        with torch.no_grad():
+            for chunk in self._chunks:
+                chunk.finish_param_gather()
+            with self._average.in_place_of_weights():
+                self._gather_weights()
+                with torch.enable_grad():
+                    yield
+            self._gather_weights()
 
     def held_tensors(self) -> Iterator[torch.Tensor]:
         """Yield every tensor of the state and every main parameter that is not the model's own, as it is stored."""
         for bucket in self._buckets:
             yield from bucket.held()
+        if self._average is not None:
+            yield from (self._average.of(part) for bucket in self._buckets for part in bucket.parts)
 
     def sharded_state(self) -> dict[str, tuple[ParamSpec, torch.Tensor]]:
         """Return the tensors that a checkpoint holds, each with its description, under names that are unique here.
@@ -209,7 +240,8 @@ class MegatronOptimizer:
         result: dict[str, tuple[ParamSpec, torch.Tensor]] = {}
         for bucket in self._buckets:
             for part in bucket.parts:
-                for kind, tensor in bucket.state_of(part):
+                average = () if self._average is None else ((AVERAGE, self._average.of(part)),)
+                for kind, tensor in (*bucket.state_of(part), *average):
                     for part_spec, view in part.part.described(self._readable(bucket, tensor)):
                         spec = part_spec.with_prefix(f"optimizer.{kind}.")
                         name = spec.name
@@ -237,6 +269,11 @@ class MegatronOptimizer:
         for bucket in self._buckets:
             bucket.inner.set_num_steps(self.num_steps)
             bucket.reload_unrounded()
+
+    def _gather_weights(self) -> None:
+        for chunk in self._chunks:
+            chunk.start_param_gather()
+            chunk.finish_param_gather()
 
     @property
     def _checks_for_nan(self) -> bool:

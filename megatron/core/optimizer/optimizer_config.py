@@ -85,6 +85,9 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     """Largest norm of the gradients of the embeddings and the output layer, before that of all; 0 for none."""
     clip_grad_vectors: float = flag(0.0, bounds=NOT_NEGATIVE, in_args=False)
     """Largest norm of the gradients of biases and norms' weights, before that of all; 0 for none."""
+    ema_decay: float | None = flag(None, bounds=BELOW_ONE, in_args=False)
+    """Keep an exponential moving average of the weights in float32, which keeps this share of itself at each update;
+    evaluations measure it too."""
     adam_beta1: float = flag(0.9, bounds=BELOW_ONE)
     """Decay of Adam's first moment."""
     adam_beta2: float = flag(0.999, bounds=BELOW_ONE)

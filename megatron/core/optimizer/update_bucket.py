@@ -14,7 +14,7 @@ from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.matrix_owners import MatrixOwners
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_rates import COMMON_RATE, Rate
+from megatron.core.optimizer.recipes.param_rates import COMMON_RATE, Rate
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.timers import Timers
 

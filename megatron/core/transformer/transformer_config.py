@@ -12,7 +12,7 @@ from megatron.core.transformer.latent_attention.latent_config import LatentConfi
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe.moe_config import MoEConfig, moe_layers
 from megatron.core.transformer.multi_token_prediction.prediction_config import PredictionConfig
-from megatron.core.transformer.mup_config import MupConfig
+from megatron.core.transformer.mup.mup_config import MupConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

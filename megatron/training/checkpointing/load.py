@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from megatron.core.collectives import raise_on_all_ranks
+from megatron.core.dist_checkpointing.averages import average_choice
 from megatron.core.dist_checkpointing.index import CheckpointIndex
 from megatron.core.dist_checkpointing.load import LoadedTensors
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict import (
     MODEL_PREFIX,
-    OPTIMIZER_PREFIX,
     RunTensors,
     model_tensors,
     optimizer_tensors,
@@ -181,8 +181,9 @@ def _load_folder(
     described, namespaces = model_tensors(tensors.models), [MODEL_PREFIX]
     described = without_new_adapters(described, folder, stored.index.tensors, config, begins_anew)
     if optimizer is not None:
-        described += optimizer_tensors(optimizer)
-        namespaces.append(OPTIMIZER_PREFIX)
+        averages = average_choice(optimizer_tensors(optimizer), stored.index)
+        described += averages.tensors
+        namespaces += averages.namespaces
     change = plan_precision(described, namespaces, stored.index, state)
     described = list(change.tensors)
     if optimizer is not None and strictness.allows_missing:
@@ -216,6 +217,9 @@ def _load_folder(
             # A loss scale belongs to a precision.
             scalars["grad_scaler"] = optimizer.scalar_state()["grad_scaler"]
         optimizer.load_scalar_state(scalars)
+        if averages.line is not None:
+            log(averages.line)
+            optimizer.restart_average()
     return LoadedCheckpoint(
         folder=folder,
         progress=progress,

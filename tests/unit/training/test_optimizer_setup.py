@@ -11,11 +11,14 @@ import pretrain_gpt
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory.machine_memory import HostRoom
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.parallel_state import create_parallel_state
+from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.planning.activation_memory import activation_bytes
 from megatron.training.config.arguments import parse_arguments
+from megatron.training.config.run_config import RunConfig
 from megatron.training.model_setup import build_training_parts
 from megatron.training.process.initialize import Runtime
 
@@ -109,3 +112,23 @@ def test_the_parameters_are_counted_right() -> None:
     optimizer, _ = build(FLAGS, None)
     assert sum(bucket.num_elements for bucket in optimizer._on_device) == NUM_PARAMETERS
     assert {tensor.dtype for tensor in optimizer.held_tensors()} == {torch.float32}
+
+
+def test_a_pattern_that_matches_no_parameter_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"\*\.experts\.\*: no trained parameter's name matches"):
+        build(f"{FLAGS} --param-group-overrides *.mlp.*:lr_mult=2 *.experts.*:lr_mult=2", None)
+
+
+def test_muon_is_refused_for_a_model_without_matrices() -> None:
+    def provide_frozen(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+        model = pretrain_gpt.provide_model(config, runtime, contents)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("linear" not in name or parameter.dim() == 1)
+        return model
+
+    config = parse_arguments(f"{FLAGS} --optimizer muon".split())
+    state = create_parallel_state()
+    device = Device("cpu")
+    runtime = Runtime(device, state, RngStreams(device, 1, state.place))
+    with pytest.raises(ConfigurationError, match="this model trains none; give --optimizer adam"):
+        build_training_parts(config, runtime, provide_frozen, lambda line: None)

@@ -41,9 +41,9 @@ from megatron.core.transformer.multi_token_prediction.prediction_layers import (
     MultiTokenPrediction,
     further_layer_numbers,
 )
+from megatron.core.transformer.mup.width_scaling import scale_with_width
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.width_scaling import scale_with_width
 
 _WORD_EMBEDDING = "embedding.word_embeddings"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config_base import BELOW_ONE
-from megatron.core.optimizer.group_override import parse_override
+from megatron.core.optimizer.recipes.group_override import parse_override
 from megatron.training.config.checks.check import Check
 from megatron.training.config.run_config import RunConfig
 
@@ -74,6 +74,21 @@ def _check_clipping(config: RunConfig) -> Iterator[str]:
                 f"--{name.replace('_', '-')} {value} beside the optimizer's offload is not built; leave it or the "
                 "offload (--optimizer-cpu-offload) out"
             )
+
+
+def _check_average(config: RunConfig) -> Iterator[str]:
+    decay, form = config.optimizer.ema_decay, config.checkpoint.ckpt_format
+    if decay is None:
+        return
+    if form in ("torch", "torch_dist") and config.checkpoint.save and not config.checkpoint.no_save_optim:
+        yield (
+            f"--ckpt-format {form} has no place for the averages of --ema-decay {decay}; leave it out for the native "
+            "format, which converts later, or give --no-save-optim"
+        )
+    if config.model.fp8_param_gather:
+        yield f"--ema-decay {decay} beside --fp8-param-gather is not built; leave one of them out"
+    if config.model.cpu_offloading_weights:
+        yield f"--ema-decay {decay} beside --cpu-offloading-weights is not built; leave one of them out"
 
 
 def _check_units(config: RunConfig) -> Iterator[str]:
@@ -216,6 +231,7 @@ CHECKS = (
     ),
     Check(("lr", "min_lr"), _check_learning_rate),
     Check(("param_group_overrides",), _check_overrides),
+    Check(("ema_decay", "ckpt_format", "save", "fp8_param_gather", "cpu_offloading_weights"), _check_average),
     Check(
         ("clip_grad_matrices", "clip_grad_embeddings", "clip_grad_vectors", "optimizer_cpu_offload"), _check_clipping
     ),

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.optimizer.group_override import GroupOverride, parse_override
 from megatron.core.optimizer.inner_optimizer import is_decayed
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_rates import ParamRates, Rate
+from megatron.core.optimizer.recipes.group_override import GroupOverride, parse_override
+from megatron.core.optimizer.recipes.param_rates import ParamRates, Rate
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
 
 

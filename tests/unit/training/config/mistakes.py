@@ -146,6 +146,8 @@ MISTAKES = {
         Mistake("--grad-reduce-in-bf16"),
         Mistake("--optimizer-cpu-offload --optimizer-offload-fraction 50"),
         Mistake("--param-group-overrides *.mlp.*:lr=0.5"),
+        Mistake("--ema-decay 1"),
+        Mistake("--ema-decay 0.99 --save checkpoints --ckpt-format torch"),
         Mistake("--clip-grad-vectors 0.1 --optimizer-cpu-offload"),
         Mistake("--use-mup"),
         Mistake("--use-mup --mup-base-hidden-size 8 --optimizer sgd"),

@@ -9,11 +9,11 @@ import torch
 
 from megatron.core.collectives import all_gather_objects
 from megatron.core.errors import ConfigurationError
-from megatron.core.optimizer.gradient_kinds import ALL_KINDS, clips_by_kind, kind_of
-from megatron.core.optimizer.group_override import parse_override
 from megatron.core.optimizer.inner_optimizer import is_decayed, is_decoupled
 from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.recipes.gradient_kinds import ALL_KINDS, clips_by_kind, kind_of
+from megatron.core.optimizer.recipes.group_override import parse_override
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, spec_of
 
