@@ -15,6 +15,7 @@ from megatron.interop.huggingface.families import FAMILIES, family_for, hugging_
 from megatron.interop.huggingface.family import model_features
 from megatron.interop.huggingface.settings import Settings
 from megatron.interop.huggingface.tensor_link import shapes_of
+from megatron.training.config.arguments import resolve_arguments
 
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 48, "n_head": 6, "n_layer": 3}
 LLAMA = {
@@ -355,3 +356,26 @@ def test_links_cover_every_element_of_both_sides_once(tmp_path: Path, values: di
                 size *= length
             assert sum(box.num_elements for box in held) == size, name
             assert not any(a.intersect(b) for i, a in enumerate(held) for b in held[:i]), name
+
+
+@pytest.mark.parametrize(
+    ("preset", "architecture"),
+    [
+        ("mixtral-8x7b", "MixtralForCausalLM"),
+        ("qwen3-30b-a3b", "Qwen3MoeForCausalLM"),
+        ("olmoe-7b", "OlmoeForCausalLM"),
+        ("deepseek-v3", "DeepseekV3ForCausalLM"),
+    ],
+)
+def test_a_preset_with_experts_is_a_model_of_its_family(preset: str, architecture: str) -> None:
+    words = f"--model-preset {preset} --mock-data --train-iters 4 --lr 1e-4 --global-batch-size 96"
+    model = resolve_arguments(words.split(), 1, needs_files=False).config.model
+    assert family_for(dataclasses.replace(model, vocab_size=model.hidden_size)).architecture == architecture
+
+
+def test_a_model_with_experts_of_no_family_is_refused_with_what_each_lacks(tmp_path: Path) -> None:
+    config = dataclasses.replace(config_of(tmp_path, MIXTRAL), moe_expert_capacity_factor=2.0)
+    with pytest.raises(ConfigurationError) as caught:
+        family_for(config)
+    assert "llama has no experts; " in str(caught.value)
+    assert "mixtral has no moe_expert_capacity_factor 2.0; " in str(caught.value)
