@@ -79,6 +79,11 @@ _IDLE = (
         lambda config: not config.model.multi_latent_attention and config.model.rope_type != "yarn",
         "without --rope-type yarn or --multi-latent-attention",
     ),
+    _Idle(
+        ("rope_type",),
+        lambda config: not config.model.multi_latent_attention and not config.model.stretches_positions,
+        "without --multi-latent-attention, but for yarn with a --rotary-scaling-factor other than 1",
+    ),
     _Idle(("sgd_momentum",), lambda config: config.optimizer.optimizer != "sgd", "without --optimizer sgd"),
     _Idle(
         ("adam_beta1", "adam_beta2", "adam_eps"),
