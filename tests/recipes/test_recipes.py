@@ -66,6 +66,26 @@ assert len(list(pathlib.Path("raw").glob("iter_0000003/*.bin"))) > 100
 assert convert.main("--load-dir raw --loader raw --saver native --save-dir again".split()) == 0
 assert diff.main(["native", "again"]) == 0
 """,
+    "family": """
+import torch, transformers
+from megatron.interop.huggingface.source import HuggingFaceSource
+from megatron.interop.huggingface.model_export import write_hugging_face
+from megatron.interop.streamed_logits import streamed_logits
+sizes = {"hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 2, "vocab_size": 101, "head_dim": 12}
+config = transformers.SeedOssConfig(**sizes, num_attention_heads=6, num_key_value_heads=2)
+model = transformers.SeedOssForCausalLM(config).eval()
+for parameter in model.parameters():
+    torch.nn.init.normal_(parameter, std=0.2)
+model.save_pretrained("theirs")
+tokens = torch.arange(60).reshape(2, 30)
+with torch.no_grad():
+    expected = model(tokens).logits
+source = HuggingFaceSource("theirs")
+assert (streamed_logits(source, tokens) - expected).abs().max() < 1e-5 * expected.abs().max()
+write_hugging_face(source, "again")
+for path in pathlib.Path("theirs").iterdir():
+    assert path.read_bytes() == pathlib.Path("again", path.name).read_bytes(), path
+""",
     "model": """
 import json
 import pretrain_bigram
@@ -113,7 +133,7 @@ assert tokenizer.tokenize("aé") == [97, 195, 169]
 assert tokenizer.detokenize([*tokenizer.tokenize("aé"), tokenizer.eod_id]) == "aé"
 """,
 }
-TRAINED = ("flag", "layer_kind", "model", "checkpoint_format")
+TRAINED = ("flag", "layer_kind", "model", "checkpoint_format", "family")
 """Recipes whose use takes the longest; their patches are held against the files by default."""
 PREAMBLE = """
 import pathlib, sys

@@ -93,6 +93,9 @@ def family_for(config: GPTConfig) -> Family:
         changed += settings.problems
         if not changed:
             return family
+        if config.num_experts is not None and found["num_experts"] is None:
+            problems.append(f"{family.model_type} has no experts")
+            continue
         problems.append(f"{family.model_type} has no {', '.join(changed)}")
     raise ConfigurationError(f"no supported Hugging Face architecture can express this model: {'; '.join(problems)}")
 

@@ -78,8 +78,8 @@ def _unused_features(config: GPTConfig) -> set[str]:
     unused = {"moe_router_dtype"}
     if config.multi_latent_attention:
         unused |= {"kv_channels", "rotary_dim", "score_scalar", "rotary_interleaved"}
-        # Latent attention stretches positions by YaRN unless it is told not to, or by a factor that leaves them.
-        unused |= {"rope_type"} if config.stretches_positions else _YARN
+    # A factor of 1 leaves positions as they are; latent attention stretches them unless it is told not to.
+    unused |= {"rope_type"} if config.stretches_positions else _YARN
     if config.num_experts is not None and all(config.moe_layers):
         unused.add("ffn_hidden_size")
     return unused

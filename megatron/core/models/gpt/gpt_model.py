@@ -266,19 +266,22 @@ class GPTModel(Model):
 def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
     if config.position_embedding_type != "rope":
         return None
+    width = config.qk_pos_emb_head_dim if config.multi_latent_attention else config.rotary_dim
+    stretched = yarn_frequencies(config, config.rotary_base, width) if config.stretches_positions else None
     if config.multi_latent_attention:
-        stretched = yarn_frequencies(config, config.rotary_base) if config.stretches_positions else None
         return RotaryEmbedding(
-            config.qk_pos_emb_head_dim,
+            width,
             config.rotary_base,
             interleaved=True,
             frequencies=stretched,
             amplitude=config.rotary_amplitude,
         )
     return RotaryEmbedding(
-        config.rotary_dim,
+        width,
         config.rotary_base,
         interleaved=config.rotary_interleaved,
+        frequencies=stretched,
+        amplitude=config.rotary_amplitude,
         interpolation_factor=config.rotary_seq_len_interpolation_factor,
         scaling_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
         low_frequency_factor=config.rope_scaling_low_freq_factor,

@@ -12,7 +12,7 @@ _LATENT = "multi_latent_attention"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig(Config):
-    """Hold the choices of latent attention; without ``multi_latent_attention`` none of them counts."""
+    """Hold the choices of latent attention; without ``multi_latent_attention`` YaRN alone counts."""
 
     multi_latent_attention: bool = flag(False, role="shape")
     """Make keys and values of one narrow latent vector a token, which all heads share (DeepSeek-V2)."""
@@ -27,19 +27,19 @@ class LatentConfig(Config):
     v_head_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_LATENT)
     """Width of a head's value."""
     rope_type: str | None = flag(None, choices=("rope", "yarn"), role="meaning")
-    """Kind of rotary positions: plain (rope), or stretched by --rotary-scaling-factor (yarn), which latent attention
-    takes by default and no other can have."""
-    rotary_scaling_factor: float = flag(1.0, role="meaning", bounds=POSITIVE, needs=_LATENT)
+    """Kind of rotary positions: plain (rope), or stretched by --rotary-scaling-factor (yarn); yarn is the default of
+    latent attention, rope that of any other."""
+    rotary_scaling_factor: float = flag(1.0, role="meaning", bounds=POSITIVE)
     """YaRN: how many times as many positions as the model was first trained with."""
-    original_max_position_embeddings: int = flag(4096, role="meaning", bounds=POSITIVE, needs=_LATENT)
+    original_max_position_embeddings: int = flag(4096, role="meaning", bounds=POSITIVE)
     """YaRN: number of positions that the model was first trained with."""
-    beta_fast: float = flag(32.0, role="meaning", bounds=POSITIVE, needs=_LATENT)
+    beta_fast: float = flag(32.0, role="meaning", bounds=POSITIVE)
     """YaRN: frequencies that turn more often than this over the original positions are kept."""
-    beta_slow: float = flag(1.0, role="meaning", bounds=POSITIVE, needs=_LATENT)
+    beta_slow: float = flag(1.0, role="meaning", bounds=POSITIVE)
     """YaRN: frequencies that turn less often than this over the original positions are divided by the factor."""
-    mscale: float = flag(1.0, role="meaning", bounds=NOT_NEGATIVE, needs=_LATENT)
+    mscale: float = flag(1.0, role="meaning", bounds=NOT_NEGATIVE)
     """YaRN: how much the rotary part of queries and keys grows with the logarithm of the factor."""
-    mscale_all_dim: float = flag(0.0, role="meaning", bounds=NOT_NEGATIVE, needs=_LATENT)
+    mscale_all_dim: float = flag(0.0, role="meaning", bounds=NOT_NEGATIVE)
     """YaRN: how much attention scores grow with the logarithm of the factor, in place of the rotary part."""
 
     @property
@@ -55,7 +55,8 @@ class LatentConfig(Config):
     @property
     def stretches_positions(self) -> bool:
         """Tell whether positions are stretched by YaRN."""
-        return self.multi_latent_attention and self.rope_type != "rope" and self.rotary_scaling_factor != 1.0
+        kind = self.rope_type or ("yarn" if self.multi_latent_attention else "rope")
+        return kind == "yarn" and self.rotary_scaling_factor != 1.0
 
     @property
     def rotary_amplitude(self) -> float:

@@ -12,12 +12,11 @@ import torch
 from megatron.core.transformer.latent_attention.latent_config import LatentConfig
 
 
-def yarn_frequencies(config: LatentConfig, base: float) -> torch.Tensor:
-    """Return the frequencies: fast ones as they are, slow ones divided by the factor, blended between.
+def yarn_frequencies(config: LatentConfig, base: float, width: int) -> torch.Tensor:
+    """Return the frequencies of some channels: fast ones as they are, slow ones divided by the factor, blended between.
 
-    Shapes: ``-> [qk_pos_emb_head_dim / 2]`` float64.
+    Shapes: ``-> [width / 2]`` float64.
     """
-    width = config.qk_pos_emb_head_dim
     plain = 1.0 / base ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
 
     def place(turns: float) -> float:

@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.interop.huggingface.architectures.experts import expert_fields, layer_frequency, shared_expert_links
+from megatron.interop.huggingface.architectures.rope import read_yarn
 from megatron.interop.huggingface.architectures.rotary_decoder import RotaryDecoderFamily
-from megatron.interop.huggingface.architectures.yarn import read_yarn, write_yarn
 from megatron.interop.huggingface.settings import Settings
 from megatron.interop.huggingface.tensor_link import TensorLink, whole
 
@@ -27,7 +27,7 @@ class DeepseekV3Family(RotaryDecoderFamily):
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         """Return the fields of the rotary positions."""
-        return read_yarn(settings, positions, self.default_rotary_base, is_rounded=True)
+        return read_yarn(settings, positions, self.default_rotary_base)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the widths of attention, the experts and the further predictions; note what is not supported."""
@@ -87,7 +87,6 @@ class DeepseekV3Family(RotaryDecoderFamily):
             "topk_group": config.moe_router_group_topk or 1,
             "topk_method": "noaux_tc",
             "v_head_dim": config.v_head_dim,
-            **write_yarn(config, is_rounded=True),
         }
         # What transformers calls the width of a head is that of its rotary part here, which is said already.
         settings.pop("head_dim", None)

@@ -204,6 +204,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 12,
         "max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 8.0,
+        },
         "num_experts": 6,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 20,

@@ -10,9 +10,9 @@ from megatron.training.config.run_config import RunConfig
 
 def _check_shape(config: RunConfig) -> Iterator[str]:
     model = config.model
+    if model.stretches_positions and model.rotary_base <= 1:
+        yield f"--rotary-base {model.rotary_base} has no frequencies that YaRN can stretch; give 2 or more"
     if not model.multi_latent_attention:
-        if model.rope_type == "yarn":
-            yield "--rope-type yarn is built for --multi-latent-attention alone; add that, or use --rope-type rope"
         if "mla_up_proj" in model.recomputed_modules:
             yield "--recompute-modules mla_up_proj has no effect without --multi-latent-attention; leave it out"
         return
@@ -30,8 +30,24 @@ def _check_shape(config: RunConfig) -> Iterator[str]:
         )
     if width % 2:
         yield f"--qk-pos-emb-head-dim {width}: rotary positions turn pairs of channels; give {width + 1}"
-    if model.stretches_positions and model.rotary_base <= 1:
-        yield f"--rotary-base {model.rotary_base} has no frequencies that YaRN can stretch; give 2 or more"
+
+
+def _check_yarn(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.multi_latent_attention or model.rope_type != "yarn":
+        return
+    if model.position_embedding_type != "rope":
+        yield (
+            f"--rope-type yarn stretches rotary positions, and --position-embedding-type is "
+            f"{model.position_embedding_type}; use --position-embedding-type rope, or leave --rope-type out"
+        )
+    others = {
+        "--use-rope-scaling": model.use_rope_scaling,
+        "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
+    }
+    for name, is_given in others.items():
+        if is_given:
+            yield f"--rope-type yarn and {name} both scale rotary frequencies; leave one of them out"
 
 
 def _check_beside(config: RunConfig) -> Iterator[str]:
@@ -57,6 +73,13 @@ def _check_beside(config: RunConfig) -> Iterator[str]:
 
 
 CHECKS = (
+    Check(
+        (
+            *("multi_latent_attention", "rope_type", "position_embedding_type", "use_rope_scaling"),
+            "rotary_seq_len_interpolation_factor",
+        ),
+        _check_yarn,
+    ),
     Check(
         (
             *("multi_latent_attention", "num_attention_heads", "num_query_groups", "position_embedding_type"),
