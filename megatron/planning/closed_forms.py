@@ -9,7 +9,6 @@ bytes of the hidden states of a rank's tokens before sequence parallelism shards
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,10 +19,9 @@ from megatron.core.parallel_sizes import GRID_AXES, ParallelSizes, Place
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.overlap.linear_overlap import ROW_PARALLEL, linear_overlap
 from megatron.planning.adapter_traffic import add_adapters, idle_in_first_layer
-from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.float8_traffic import Float8LayerEnds
 from megatron.planning.plan import refuse_unplanned
-from megatron.planning.weight_gathers import gathered_units, num_gathers
+from megatron.planning.weight_gathers import num_gathers, parameters_of_buffers
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
@@ -337,7 +335,7 @@ def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) 
     grad_element = ELEMENT_BYTES[ddp.grad_dtype(model.params_dtype)]
     replica = here.place["dp"] * sizes.cp + here.place["cp"]
     partial_bytes = 0
-    for parameters, units in _parameters_of_buffers(here, chunks):
+    for parameters, units in parameters_of_buffers(model, chunks, is_sharded):
         in_float8 = is_sharded and parameters[0].is_sent_in_float8
         element = 1 if in_float8 else here.element
         tied = [index for index, parameter in enumerate(parameters) if parameter.is_tied]
@@ -366,25 +364,6 @@ def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) 
                     total.add("all_reduce", EMBEDDING, part_bytes)
     if partial_bytes:
         total.add("all_reduce", TP, partial_bytes)
-
-
-def _parameters_of_buffers(
-    here: _Rank, chunks: tuple[StageContents, ...]
-) -> Iterator[tuple[list[ChunkParameter], list[int]]]:
-    """Yield the trained parameters of each chunk, those that travel in fp8 by themselves where they are sharded.
-
-    With them go the labels of what is gathered together where weights are sharded.
-    """
-    is_sharded = here.config.ddp.shards_over(here.sizes.num_replicas)
-    for chunk in chunks:
-        by_kind: dict[bool, tuple[list[ChunkParameter], list[int]]] = {}
-        parameters = chunk_parameters(here.config.model, chunk)
-        for parameter, unit in zip(parameters, gathered_units(here.config.model, chunk), strict=True):
-            if parameter.is_trained:
-                of_kind, units = by_kind.setdefault(is_sharded and parameter.is_sent_in_float8, ([], []))
-                of_kind.append(parameter)
-                units.append(unit)
-        yield from by_kind.values()
 
 
 def _add_scalars(total: _Sum, here: _Rank) -> None:
