@@ -276,7 +276,10 @@ class MegatronOptimizer:
         groups = self._groups_of(matrices)
         is_sharded = any(chunk.is_sharded for chunk in self._chunks)
         parts = [part for parts, _ in groups for part in parts]
-        owners = MatrixOwners(matrices, parts, self._state.tp, self._state.dp_cp, is_sharded=is_sharded)
+        replicas = self._state.dp_cp
+        if is_sharded and replicas.levels is not None:
+            replicas = replicas.levels[0]
+        owners = MatrixOwners(matrices, parts, self._state.tp, replicas, is_sharded=is_sharded)
         return UpdateBucket(self.config, groups, owners=owners)
 
     def _trained(self) -> list[torch.nn.Parameter]:
