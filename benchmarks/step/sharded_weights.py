@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/step/sharded_weights.py [--rounds 20] [--microbatches 1]
 
-Both train one model from the same values on the same tokens, in turn, in the same processes; gradients are reduced while
-the backward pass runs. A round is a step of each, and each is first in every other round. What is printed are medians of
+Both train one model from the same values on the same tokens, in turn, in the same processes, and reduce gradients while
+the backward pass runs. A round is a step of each; each is first in every other round. What is printed are medians of
 wall time, the median of the rounds' ratios, and the last losses.
 """
 
