@@ -166,13 +166,15 @@ def create_parallel_state(
     observer: Observer | None = None,
     cp_inner_size: int | None = None,
     recorder: FlightRecorder | None = None,
+    num_optimizer_instances: int = 1,
 ) -> ParallelState:
     """Create this process's communicators; ``torch.distributed`` must be initialised unless the world is one process.
 
     ``sizes`` shard one copy of the model; the world holds as many copies as it has room for. One communicator
     is made for each distinct set of ranks, none for a set of one, and the set of all ranks uses the default group. Only
     the members of a group take part in making it. ``observer`` is told of every communication, and ``recorder`` keeps
-    them. With ``cp_inner_size`` the context-parallel group is cut in levels.
+    them. With ``cp_inner_size`` the context-parallel group is cut in levels, and with ``num_optimizer_instances`` those
+    of ranks with the same weights: the inner ones share what is sharded, and the outer ones hold copies of it.
 
     Raises:
         ConfigurationError: the world is not a whole number of copies.
@@ -181,11 +183,22 @@ def create_parallel_state(
         return describe_parallel_state(0, 1, sizes, observer)
     communicators = Communicators(timeout)
     state = _build(dist.get_rank(), dist.get_world_size(), sizes, communicators, observer, cp_inner_size, recorder)
+    if num_optimizer_instances > 1:
+        state = _cut_in_instances(state, num_optimizer_instances, communicators)
     if state.pp.size > 2 and state.embedding.size == 1:
         # torch names a group by how many its members have made before, and waits for ever where they disagree: stages
         # that have no part in the embedding group make one too, or no group of the whole pipeline could follow.
         communicators.make((state.rank,))
     return state
+
+
+def _cut_in_instances(state: ParallelState, number: int, communicator: Communicator) -> ParallelState:
+    """Return the state with the groups of ranks with the same weights cut in levels."""
+    dense = cut_in_levels(state.dp_cp, state.dp_cp.size // number, communicator)
+    if not state.sizes.has_expert_grid:
+        return replace(state, dp_cp=dense, expert_dp=dense)
+    experts = cut_in_levels(state.expert_dp, state.expert_dp.size // number, communicator)
+    return replace(state, dp_cp=dense, expert_dp=experts)
 
 
 def _pipeline_ends(pp: Group) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ bytes of the hidden states of a rank's tokens before sequence parallelism shards
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,10 +19,9 @@ from megatron.core.parallel_sizes import GRID_AXES, ParallelSizes, Place
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.overlap.linear_overlap import ROW_PARALLEL, linear_overlap
 from megatron.planning.adapter_traffic import add_adapters, idle_in_first_layer
-from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.float8_traffic import Float8LayerEnds
 from megatron.planning.plan import refuse_unplanned
-from megatron.planning.weight_gathers import gathered_units, num_gathers
+from megatron.planning.weight_gathers import num_gathers, parameters_of_buffers
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
@@ -52,6 +50,7 @@ Traffic = dict[tuple[str, tuple[str, ...]], Volume]
 
 TP, CP, PP, EMBEDDING = ("tp",), ("cp",), ("pp",), ("embedding",)
 CP_INNER, CP_OUTER = ("cp_inner",), ("cp_outer",)
+DP_CP_INNER, DP_CP_OUTER = ("dp_cp_inner",), ("dp_cp_outer",)
 DP_CP, MODEL_PARALLEL, WORLD = ("dp", "cp"), ("pp", "tp"), GRID_AXES
 
 
@@ -106,6 +105,8 @@ class _Rank:
         slices = {axes: self.sizes.size_of(axes) for axes in (TP, CP, PP, DP_CP, MODEL_PARALLEL, WORLD)}
         inner = self.config.model.cp_inner_size or 1
         levels = {CP_INNER: inner, CP_OUTER: self.sizes.cp // inner}
+        copies = self.config.ddp.num_distributed_optimizer_instances
+        levels |= {DP_CP_INNER: self.config.ddp.num_shards(self.sizes.num_replicas), DP_CP_OUTER: copies}
         return slices | levels | {EMBEDDING: min(self.sizes.pp, 2) if at_an_end else 1}
 
 
@@ -336,8 +337,11 @@ def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) 
     is_sharded = ddp.shards_over(sizes.num_replicas)
     grad_element = ELEMENT_BYTES[ddp.grad_dtype(model.params_dtype)]
     replica = here.place["dp"] * sizes.cp + here.place["cp"]
+    num_shards = ddp.num_shards(sizes.num_replicas)
+    has_copies = is_sharded and ddp.num_distributed_optimizer_instances > 1
+    sharding = DP_CP_INNER if has_copies else DP_CP
     partial_bytes = 0
-    for parameters, units in _parameters_of_buffers(here, chunks):
+    for parameters, units in parameters_of_buffers(model, chunks, is_sharded):
         in_float8 = is_sharded and parameters[0].is_sent_in_float8
         element = 1 if in_float8 else here.element
         tied = [index for index, parameter in enumerate(parameters) if parameter.is_tied]
@@ -345,19 +349,22 @@ def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) 
         if in_float8:
             # The amax of every parameter, before what they scale is sent.
             is_of_bucket = ddp.overlap_param_gather and ddp.overlap_param_gather_with_optimizer_step
-            total.add("all_reduce", DP_CP, 4 * len(parameters), len(buckets) if is_of_bucket else 1)
+            total.add("all_reduce", sharding, 4 * len(parameters), len(buckets) if is_of_bucket else 1)
         for bucket in buckets:
             grad_bytes = bucket.num_elements * grad_element
             if is_sharded:
                 rounds = here.num_microbatches if ddp.shards_gradients else 1
-                total.add("reduce_scatter", DP_CP, grad_bytes, rounds)
+                total.add("reduce_scatter", sharding, grad_bytes, rounds)
                 gathers = 1
                 if ddp.shards_weights:
                     gathers = here.num_microbatches * num_gathers(units[bucket.slots[0].index])
-                total.add("all_gather", DP_CP, bucket.num_elements * element, gathers)
+                total.add("all_gather", sharding, bucket.num_elements * element, gathers)
             else:
                 total.add("all_reduce", DP_CP, grad_bytes)
-            start, end = bucket.shard(replica, sizes.num_replicas) if is_sharded else (bucket.start, bucket.end)
+            start, end = bucket.start, bucket.end
+            if is_sharded:
+                start, end = bucket.shard(replica % num_shards, num_shards)
+                total.add("all_reduce", DP_CP_OUTER, (end - start) * grad_element, int(has_copies))
             for part in parts_of_range(bucket.slots, start, end):
                 parameter, part_bytes = parameters[part.index], (part.end - part.start) * grad_element
                 if parameter.copies_to_sum:
@@ -366,25 +373,6 @@ def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) 
                     total.add("all_reduce", EMBEDDING, part_bytes)
     if partial_bytes:
         total.add("all_reduce", TP, partial_bytes)
-
-
-def _parameters_of_buffers(
-    here: _Rank, chunks: tuple[StageContents, ...]
-) -> Iterator[tuple[list[ChunkParameter], list[int]]]:
-    """Yield the trained parameters of each chunk, those that travel in fp8 by themselves where they are sharded.
-
-    With them go the labels of what is gathered together where weights are sharded.
-    """
-    is_sharded = here.config.ddp.shards_over(here.sizes.num_replicas)
-    for chunk in chunks:
-        by_kind: dict[bool, tuple[list[ChunkParameter], list[int]]] = {}
-        parameters = chunk_parameters(here.config.model, chunk)
-        for parameter, unit in zip(parameters, gathered_units(here.config.model, chunk), strict=True):
-            if parameter.is_trained:
-                of_kind, units = by_kind.setdefault(is_sharded and parameter.is_sent_in_float8, ([], []))
-                of_kind.append(parameter)
-                units.append(unit)
-        yield from by_kind.values()
 
 
 def _add_scalars(total: _Sum, here: _Rank) -> None:

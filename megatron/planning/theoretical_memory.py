@@ -134,11 +134,12 @@ def _bytes_a_trained_parameter(config: RunConfig, replicas: int, *, is_matrix: b
     gradient: float = ELEMENT_BYTES[ddp.grad_dtype(config.model.params_dtype)]
     state: float = state_bytes(config.optimizer, is_matrix=is_matrix)
     if ddp.shards_over(replicas):
+        replicas = ddp.num_shards(replicas)
         state /= replicas
         gradient /= replicas if ddp.shards_gradients else 1
-    if ddp.shards_over(replicas) and ddp.shards_weights:
-        # What a weight is short of the whole one, which is counted for every parameter.
-        gradient -= ELEMENT_BYTES[config.model.params_dtype] * (1 - 1 / replicas)
+        if ddp.shards_weights:
+            # What a weight is short of the whole one, which is counted for every parameter.
+            gradient -= ELEMENT_BYTES[config.model.params_dtype] * (1 - 1 / replicas)
     return gradient + state
 
 

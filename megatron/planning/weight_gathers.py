@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
+from megatron.core.distributed.param_layout import ParamLayout
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.planning.chunk_parameters import chunk_parameters
+from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 
 FIRST, REST = -1, -2
 """Labels of what is in no layer: of an embedding that is used once, and of everything else."""
@@ -19,6 +22,34 @@ def gathered_units(model: GPTConfig, chunk: StageContents) -> list[int]:
         layer = StageContents((number,), has_embedding=False, has_loss=False)
         labels += [number] * len(chunk_parameters(model, layer))
     return labels + [REST] * (len(chunk_parameters(model, chunk)) - len(labels))
+
+
+def parameters_of_buffers(
+    model: GPTConfig, chunks: Sequence[StageContents], is_sharded: bool
+) -> Iterator[tuple[list[ChunkParameter], list[int]]]:
+    """Yield the trained parameters of each chunk, those that travel in fp8 by themselves where they are sharded.
+
+    With them go the labels of what is gathered together where weights are sharded.
+    """
+    for chunk in chunks:
+        by_kind: dict[bool, tuple[list[ChunkParameter], list[int]]] = {}
+        for parameter, unit in zip(chunk_parameters(model, chunk), gathered_units(model, chunk), strict=True):
+            if parameter.is_trained:
+                of_kind, units = by_kind.setdefault(is_sharded and parameter.is_sent_in_float8, ([], []))
+                of_kind.append(parameter)
+                units.append(unit)
+        yield from by_kind.values()
+
+
+def most_gathered(model: GPTConfig, chunk: StageContents, layout: ParamLayout) -> int:
+    """Return the elements of a chunk's whole weights when most of it is there, with two layers."""
+    units = gathered_units(model, chunk)
+    sizes: dict[int, int] = {}
+    for bucket in layout.buckets:
+        label = units[bucket.slots[0].index]
+        sizes[label] = sizes.get(label, 0) + bucket.num_elements
+    layers = sorted((size for label, size in sizes.items() if label >= 0), reverse=True)
+    return sizes.get(REST, 0) + max(sum(layers[:2]), sizes.get(FIRST, 0) + sum(layers[:1]))
 
 
 def num_gathers(label: int) -> int:

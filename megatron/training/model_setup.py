@@ -15,6 +15,7 @@ from megatron.core.host_memory.host_copies import HostCopies
 from megatron.core.kernels.attention_choice import describe_missing_flash
 from megatron.core.kernels.transformer_engine import TRANSFORMER_ENGINE, why_no_transformer_engine
 from megatron.core.main_grad import WeightGradQueue
+from megatron.core.models.data_parallel import wrap_model
 from megatron.core.models.float8_layers import compute_in_float8, describe_float8
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -113,19 +114,8 @@ def build_training_parts(
         compile_regions(chunks, config, log)
     per_token = config.training.calculate_per_token_loss
     ddp_chunks = tuple(
-        DistributedDataParallel(
-            chunk,
-            config.ddp,
-            runtime.state,
-            calculate_per_token_loss=per_token,
-            layers=[layer for block in chunk.blocks for layer in block.layers.values()],
-            first=chunk.first_alone,
-        )
-        for chunk in chunks
+        wrap_model(chunk, config.ddp, runtime.state, calculate_per_token_loss=per_token) for chunk in chunks
     )
-    for ddp_chunk, chunk in zip(ddp_chunks, chunks):
-        for block in chunk.blocks if ddp_chunk.weights is not None else ():
-            block.weights = ddp_chunk.weights
     optimizer = build_optimizer(config, runtime, ddp_chunks, log)
     weights: tuple[WeightOffload, ...] = ()
     if config.model.num_offloaded_layers:

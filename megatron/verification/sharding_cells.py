@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from megatron.verification.cells import DROPOUT, IN_PARTS, MODULES, RECOMPUTE, Cell, Layout, make_cell
+from megatron.verification.cells import DROPOUT, IN_PARTS, MODULES, RECOMPUTE, SHARDING, Cell, Layout, make_cell
 from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
 from megatron.verification.latent_cells import make_latent_cell
 
@@ -44,6 +44,12 @@ _EXPERT_LAYOUTS = (
 )
 
 
+def hybrid(cell: Cell, instances: int = 2) -> Cell:
+    """Return the cell with so many copies of what is sharded."""
+    flags = ("--num-distributed-optimizer-instances", str(instances))
+    return replace(cell, name=f"{cell.name} in {instances} copies", layout_flags=(*cell.layout_flags, *flags))
+
+
 def sharding_matrix() -> list[Cell]:
     """Return the layouts with sharded weights that every release must pass."""
     return list(_cells())
@@ -61,5 +67,12 @@ def _cells() -> Iterator[Cell]:
         yield make_cell(shape, fully_sharded(Layout(tp=2, pp=2, dp=2), overlap=True), "packed")
     for expert_shape, expert_layout in itertools.product(("mixtral", "deepseek-experts"), _EXPERT_LAYOUTS):
         yield make_expert_cell(expert_shape, fully_sharded(expert_layout, overlap=True))
+    for layout in (Layout(dp=4), Layout(tp=2, pp=2, cp=2), Layout(pp=2, dp=4)):
+        for sharding in (*SHARDING[1:], WEIGHTS):
+            yield hybrid(make_cell("gpt2", replace(layout, sharding=sharding)))
+            yield hybrid(make_cell("llama", replace(layout, sharding=sharding, overlap=True), "uneven"))
+    yield hybrid(make_cell("gpt2", fully_sharded(Layout(dp=8), overlap=True)), 4)
+    yield hybrid(make_expert_cell("mixtral", fully_sharded(ExpertLayout(dp=8, ep=2), overlap=True)))
+    yield hybrid(make_expert_cell("deepseek-experts", replace(ExpertLayout(dp=4, ep=2), sharding="optim")))
     yield make_latent_cell("latent", fully_sharded(Layout(tp=2, pp=2, dp=2)))
     yield make_latent_cell("latent-yarn", fully_sharded(Layout(pp=2, dp=2), overlap=True))

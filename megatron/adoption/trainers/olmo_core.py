@@ -33,8 +33,8 @@ def olmo_core_settings(settings: Mapping[str, Any], variables: Mapping[str, str]
     if betas:
         reader.add("--adam-beta1", betas[0], "--adam-beta2", betas[1])
     if str(reader.take("train_module.dp_config.name")) in ("fsdp", "hsdp"):
-        reader.add("--data-parallel-sharding-strategy", "optim_grads")
-        text = "--data-parallel-sharding-strategy optim_grads; changes: parameters are whole on each rank, not sharded"
+        reader.add("--data-parallel-sharding-strategy", "optim_grads_params")
+        text = "--data-parallel-sharding-strategy optim_grads_params"
         reader.note("train_module.dp_config.name", "renamed", text)
     tokenizer = reader.take("dataset.tokenizer.identifier")
     reader.add("--tokenizer-type", "HuggingFaceTokenizer")

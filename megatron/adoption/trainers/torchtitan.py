@@ -132,9 +132,11 @@ def _parallelism(reader: SettingsReader, variables: Mapping[str, str]) -> int | 
         ranks = int(variables["NGPU"])
     reader.add("--tensor-model-parallel-size", tp, *(["--sequence-parallel"] if tp > 1 else []))
     if shards != 1:
-        reader.add("--data-parallel-sharding-strategy", "optim_grads")
-        text = "--data-parallel-sharding-strategy optim_grads; changes: parameters are whole on each rank, not sharded"
+        reader.add("--data-parallel-sharding-strategy", "optim_grads_params")
+        text = "--data-parallel-sharding-strategy optim_grads_params"
         reader.note(f"parallelism.data_parallel_shard_degree = {shards}", "renamed", text)
+        if copies > 1:
+            reader.add("--num-distributed-optimizer-instances", copies)
     schedule = reader.take("parallelism.pipeline_parallel_schedule", "1F1B")
     if pp > 1 and schedule != "1F1B":
         is_zero = "ZeroBubble" in schedule or "ZB" in schedule

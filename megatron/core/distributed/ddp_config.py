@@ -35,6 +35,9 @@ class DistributedDataParallelConfig(Config, role="layout", in_args=True):
     use_megatron_fsdp: bool = flag(False, aliases=("--use-custom-fsdp",), in_args=False)
     """Shard as --data-parallel-sharding-strategy says, in the spelling of Megatron-LM, or optim_grads_params where that
     is not given."""
+    num_distributed_optimizer_instances: int = flag(1, bounds=POSITIVE, in_args=False)
+    """Number of copies of what the data-parallel ranks share among them: neighbours shard it, and the ranks in the same
+    place of other neighbourhoods hold copies, whose gradients are summed when a step's passes have ended."""
     ddp_bucket_size: int | None = flag(None, bounds=POSITIVE)
     """Number of parameters in one gradient bucket; by default max(40,000,000, 1,000,000 x data-parallel
     size)."""
@@ -59,7 +62,11 @@ class DistributedDataParallelConfig(Config, role="layout", in_args=True):
 
     def shards_over(self, num_replicas: int) -> bool:
         """Return whether that many ranks with the same weights share the optimizer's state: one rank has all of it."""
-        return self.shards_optimizer and num_replicas > 1
+        return self.shards_optimizer and self.num_shards(num_replicas) > 1
+
+    def num_shards(self, num_replicas: int) -> int:
+        """Return over how many of the ranks with the same weights what is sharded is cut; the others hold copies."""
+        return max(1, num_replicas // self.num_distributed_optimizer_instances)
 
     def grad_dtype(self, params_dtype: str) -> str:
         """Return the dtype in which gradients of parameters of a dtype are accumulated and reduced, both by name."""

@@ -91,8 +91,12 @@ class DistributedDataParallel(nn.Module):
         self, trained: Sequence[nn.Parameter], group: Group, plan: ReductionPlan
     ) -> Iterator[ParamAndGradBuffer]:
         """Yield the buffers of parameters that are replicated over a group."""
-        is_sharded = self.config.shards_over(group.size)
+        is_sharded, num_replicas = self.config.shards_over(group.size), group.size
+        copies: Group | None = None
+        if is_sharded and group.levels is not None:
+            group, copies = group.levels
         plan = replace(plan, shard=is_sharded, overlap=self.config.overlap_grad_reduce and group.size > 1)
+        plan = replace(plan, copies=copies)
         by_kind: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for parameter in trained:
             in_float8 = is_sharded and is_sent_in_float8(parameter)
@@ -103,7 +107,7 @@ class DistributedDataParallel(nn.Module):
         for (dtype, _), parameters in by_kind.items():
             tied = [i for i, parameter in enumerate(parameters) if spec_of(parameter).is_tied_over_pipeline]
             units = [self._labels[id(parameter)] for parameter in parameters]
-            layout = plan_buckets([p.numel() for p in parameters], tied, self.config, group.size, units)
+            layout = plan_buckets([p.numel() for p in parameters], tied, self.config, num_replicas, units)
             grad_dtype = dtype_from_name(self.config.grad_dtype(str(dtype).removeprefix("torch.")))
             yield make(parameters, layout, grad_dtype, group, plan, lambda: self.is_last_microbatch)
 

@@ -33,6 +33,8 @@ class ReductionPlan:
       first, where the device can.
     - ``shard`` leaves each rank with the sum of its own shard of each bucket (reduce-scatter). The parameters then lie
       in a flat buffer of the same layout, and are gathered from the shards after the update.
+    - ``copies`` are the ranks that hold copies of this rank's shards, where these are not cut over all ranks. The
+      gradients of the shards are summed over them at last.
     """
 
     average: bool = True
@@ -42,6 +44,7 @@ class ReductionPlan:
     fuse_accumulation: bool = False
     shard: bool = False
     num_averaged: int | None = None
+    copies: Group | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,11 +149,18 @@ class ParamAndGradBuffer:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
+        self._sum_copies()
 
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply every reduced gradient by a factor."""
         for segment in self.segments:
             segment.gradient.mul_(factor)
+
+    def _sum_copies(self) -> None:
+        """Sum the gradients of this rank's shards over the ranks that hold copies of these."""
+        if self.plan.copies is not None:
+            for segment in self.segments:
+                all_reduce(segment.gradient, self.plan.copies)
 
     def _keep_weights(self) -> None:
         """Let the weights lie where they are gathered after an update, where the plan shards."""

@@ -137,7 +137,8 @@ def plan_buckets(
         bucket_size = config.ddp_bucket_size or default_bucket_size(num_replicas)
     # Both stages that hold a copy must find the same elements of it in their shards.
     alone = tied if is_sharded else ()
-    return plan_layout(sizes, bucket_size, num_shards=num_replicas, alone=alone, units=units if by_unit else ())
+    num_shards = config.num_shards(num_replicas)
+    return plan_layout(sizes, bucket_size, num_shards=num_shards, alone=alone, units=units if by_unit else ())
 
 
 def parts_of_range(slots: Sequence[ParamSlot], start: int, end: int) -> list[SlotPart]:

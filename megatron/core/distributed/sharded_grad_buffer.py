@@ -112,6 +112,7 @@ class ShardedGradBuffer(ParamAndGradBuffer):
         self.start_sync()
         while self._under_way:
             self._settle()
+        self._sum_copies()
 
     def _grad_length(self) -> int:
         return self.layout.num_elements // self.group.size

@@ -75,7 +75,11 @@ class Counting:
         if not is_counted(spec, self._state):
             return False
         replicas = self._state.replicas_of(spec)
-        return not self._is_of_world or replicas.is_first or self._config.shards_over(replicas.size)
+        if not self._is_of_world or replicas.is_first:
+            return True
+        # Of the copies of a shard the first counts.
+        is_first_copy = replicas.levels is None or replicas.levels[1].is_first
+        return is_first_copy and self._config.shards_over(replicas.size)
 
 
 class GradMeter:

@@ -305,12 +305,15 @@ class MegatronOptimizer:
     def _matrix_buckets(self) -> Iterator[UpdateBucket]:
         """Yield what updates the matrices, which are owned by ranks of the groups that share them; collective."""
         is_sharded = any(chunk.is_sharded for chunk in self._chunks)
+        replicas = self._state.dp_cp
+        if is_sharded and replicas.levels is not None:
+            replicas = replicas.levels[0]
         matrices = [p for p in self._trained() if self._is_orthogonalized(p)]
         # A rank without matrices has part in the first bucket's collectives.
         for rate, chosen in self._rates.by_rate(matrices) or [(COMMON_RATE, [])]:
             groups = self._groups_of(chosen)
             parts = [part for parts, _ in groups for part in parts]
-            owners = MatrixOwners(chosen, parts, self._state.tp, self._state.dp_cp, is_sharded=is_sharded)
+            owners = MatrixOwners(chosen, parts, self._state.tp, replicas, is_sharded=is_sharded)
             yield UpdateBucket(self.config, groups, owners=owners, rate=rate)
 
     def _trained(self) -> list[torch.nn.Parameter]:

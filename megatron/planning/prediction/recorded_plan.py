@@ -41,7 +41,7 @@ def recorded_plan(fields: Fields) -> Plan:
     tp, pp, cp = (fields.integer(axis, 1, most=_MOST_RANKS) for axis in ("tp", "pp", "cp"))
     dp, world_size = _replicas(fields, tp * pp * cp)
     problems = [] if dp * tp * pp * cp == world_size else [_not_a_grid(world_size, tp * pp * cp)]
-    problems += _unknown(fields, shape)
+    problems += _unknown(fields, shape, dp * cp)
     if problems:
         raise ConfigurationError(problems)
     model = _model(fields, shape, (tp, pp, cp))
@@ -51,10 +51,12 @@ def recorded_plan(fields: Fields) -> Plan:
     if global_batch_size is None:
         global_batch_size = fields.integer("num_microbatches") * micro_batch_size * dp
     is_sharded = fields.switch("distributed_optimizer", default=True)
+    strategy = "no_shard" if fields.values.get("fsdp") in (None, 0, 1) else "optim_grads_params"
     return Plan(
         model=model,
         ddp=DistributedDataParallelConfig(
             use_distributed_optimizer=is_sharded,
+            data_parallel_sharding_strategy=strategy,
             overlap_grad_reduce=fields.switch("overlap_grad_reduce", default=True),
             overlap_param_gather=is_sharded and fields.switch("overlap_param_gather", default=True),
         ),
@@ -84,12 +86,15 @@ def _not_a_grid(world_size: int, model_ranks: int) -> str:
     )
 
 
-def _unknown(fields: Fields, shape: Fields) -> list[str]:
+def _unknown(fields: Fields, shape: Fields, num_replicas: int) -> list[str]:
     problems = []
     if any(shape.values.get(name) for name in _EXPERT_FIELDS) or (fields.optional("ep") or 1) > 1:
         problems.append("models with experts are not planned; use a dense model")
-    if fields.values.get("fsdp"):
-        problems.append("fully sharded parameters are not planned; use a distributed optimizer and no fsdp")
+    shards = fields.optional("fsdp") if fields.values.get("fsdp") else None
+    if shards not in (None, 1, num_replicas):
+        problems.append(
+            f"fsdp {shards} shards weights over a part of the ranks, which is not planned; use {num_replicas}"
+        )
     if _precision(fields) not in _PRECISIONS:
         problems.append(f"precision {fields.text('precision')} is not known; use one of {', '.join(_PRECISIONS)}")
     if fields.text("recompute", "none") not in _RECOMPUTES:

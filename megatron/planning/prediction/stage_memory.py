@@ -15,6 +15,7 @@ from megatron.planning.optimizer_memory import state_bytes
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import layer_products, score_elements
+from megatron.planning.weight_gathers import gathered_units, most_gathered
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
 """Parts of a stage's memory in the order in which they are shown."""
@@ -51,6 +52,7 @@ class StageState:
 
     Frozen parameters have weights, and neither gradients nor state. ``gradient_pool`` is the memory of full buckets,
     through which gradients go that are sharded, ``gathered_bytes`` what trained weights are where they are gathered.
+    ``weight_pool`` are the whole weights of two layers, and of what is in no layer, where weights are sharded.
     """
 
     parameters: int
@@ -59,19 +61,21 @@ class StageState:
     gradients: int
     gradient_pool: int
     optimizer: int
+    weight_pool: int = 0
 
     @property
     def total(self) -> int:
         """Return all bytes together."""
-        return self.weights + self.gradients + self.gradient_pool + self.optimizer
+        return self.weights + self.gradients + self.gradient_pool + self.optimizer + self.weight_pool
 
 
 def stage_state(plan: Plan, stage: int, implementation: Implementation) -> StageState:
     """Return what a stage's ranks hold between steps."""
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
-    num_trained = num_frozen = num_elements = pool = gathered = 0
+    num_trained = num_frozen = num_elements = pool = gathered = num_whole = 0
     element = ELEMENT_BYTES[model.params_dtype]
     replicas = plan.parallel_sizes.num_replicas
+    shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(replicas)
     for chunk in chunks:
         parameters = chunk_parameters(model, chunk)
         trained = [parameter for parameter in parameters if parameter.is_trained]
@@ -80,17 +84,20 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
         num_trained += sum(sizes)
         gathered += sum(each.size * (1 if each.is_sent_in_float8 else element) for each in trained)
         num_frozen += sum(parameter.size for parameter in parameters if not parameter.is_trained)
-        layout = plan_buckets(sizes, tied, plan.ddp, replicas)
+        layout = plan_buckets(sizes, tied, plan.ddp, replicas, gathered_units(model, chunk) if shards_weights else ())
+        num_whole += most_gathered(model, chunk, layout) if shards_weights else 0
         num_elements += layout.num_elements
         pool += _pooled_elements(layout, plan, chunk)
     is_sharded = plan.ddp.shards_over(replicas)
     # Weights that are gathered lie in a flat buffer, with its padding.
     weights = (num_frozen + (num_elements if is_sharded else num_trained)) * element
+    weights //= replicas if shards_weights else 1
     if implementation.caches_float8_weights and model.fp8_format is not None:
         float8_layers = model.float8_layers(model.num_layers)
         num_layers = sum(number in float8_layers for chunk in chunks for number in chunk.layer_numbers)
         copied = num_layers * sum(product.size for product in layer_products(model))
-        weights += (_FLOAT8_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
+        copies = (_FLOAT8_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
+        weights += 0 if shards_weights else copies
     gradient = _gradient_bytes(plan, implementation)
     shards_gradients = plan.ddp.shards_gradients and is_sharded
     gradients = num_elements * gradient // (replicas if shards_gradients else 1)
@@ -102,6 +109,7 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
         gradients=gradients,
         gradient_pool=pool * gradient if shards_gradients else 0,
         optimizer=round(state * state_bytes(plan.optimizer) * (1.0 - plan.optimizer.offload_fraction)),
+        weight_pool=num_whole * element,
     )
 
 
@@ -136,7 +144,7 @@ def stage_memory(
         ends += element * (model.padded_vocab_size // plan.parallel_sizes.tp) * model.hidden_size
     return StageMemory(
         parameters=state.parameters,
-        weights=state.weights,
+        weights=state.weights + state.weight_pool,
         gradients=state.gradients + state.gradient_pool,
         optimizer=state.optimizer,
         activations=kept,

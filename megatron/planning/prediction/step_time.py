@@ -137,11 +137,25 @@ def _chunk(plan: Plan, layers: Mapping[bool, LayerTime], numbers: Sequence[int])
     return seconds
 
 
+def _exposed_by_layer(plan: Plan, links: Links, stage: StageState, slowest: float) -> float:
+    """Return what a micro-batch takes longer where its weights are gathered layer by layer, and gradients reduced.
+
+    Each pass gathers beside the products of the layer before; what is beside them costs its share.
+    """
+    gathered = links.replica_seconds(stage.gathered_bytes)
+    reduced = links.replica_seconds(stage.gradients * plan.parallel_sizes.num_replicas)
+    beside, alone = (reduced, 0.0) if plan.ddp.overlap_grad_reduce else (0.0, reduced)
+    passes = ((gathered, slowest / 3), (gathered + beside, slowest * 2 / 3))
+    return alone + sum(max(0.0, sent - hidden) + _EXCHANGE_SHARE * min(sent, hidden) for sent, hidden in passes)
+
+
 def _exposed(plan: Plan, links: Links, stage: StageState, slowest: float) -> float:
     """Return what reducing gradients and gathering parameters takes beside the passes that hide it."""
     ddp = plan.ddp
     weights = stage.gathered_bytes
     replicas, rounds = plan.parallel_sizes.num_replicas, 1
+    if ddp.shards_weights and ddp.shards_over(replicas):
+        return plan.num_microbatches * _exposed_by_layer(plan, links, stage, slowest)
     if ddp.shards_gradients and ddp.shards_over(replicas):
         # Each micro-batch's gradients are reduced, the whole of them to a shard.
         reduced, gathered = links.replica_seconds(stage.gradients * replicas), links.replica_seconds(weights)

@@ -94,7 +94,7 @@ def plan_torch_dist_share(
     """
     plan = TorchDistPlan(content)
     is_first = state.dp_cp.is_first
-    held_apart = prefixes_held_apart(content["config"]["ddp"])
+    held_apart = prefixes_held_apart(content["config"]["ddp"], state)
     ours = [tensor for tensor in tensors if tensor.is_owner and (is_first or tensor.name.startswith(held_apart))]
     random_states = stored_random_states(content, rng, state)
     objects: list[tuple[str, Any]] = []

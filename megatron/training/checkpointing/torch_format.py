@@ -274,7 +274,7 @@ def plan_torch_share(
     for tensor in tensors:
         holdings.setdefault(tensor.name, []).append(tensor)
     is_first = state.dp_cp.is_first
-    held_apart = prefixes_held_apart(content["config"]["ddp"])
+    held_apart = prefixes_held_apart(content["config"]["ddp"], state)
 
     def is_ours(slot: Slot) -> bool:
         return is_first or slot.name.startswith(held_apart)
@@ -293,8 +293,11 @@ def plan_torch_share(
     return share
 
 
-def prefixes_held_apart(ddp: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return how names begin of what each data-parallel rank holds another part of, from a run's configuration."""
+def prefixes_held_apart(ddp: Mapping[str, Any], state: ParallelState) -> tuple[str, ...]:
+    """Return how names begin of what this rank alone holds, or the first of copies, from a run's configuration."""
+    levels = state.dp_cp.levels
+    if levels is not None and not levels[1].is_first:
+        return ()
     if ddp["data_parallel_sharding_strategy"] == "optim_grads_params":
         return MODEL_PREFIX, OPTIMIZER_PREFIX
     return (OPTIMIZER_PREFIX,) if ddp["use_distributed_optimizer"] else ()

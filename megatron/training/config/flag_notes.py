@@ -187,7 +187,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--data-parallel-random-init": NotSupported(0),
     "--fp16-lm-cross-entropy": NotSupported(0, instead="leave it out: the loss is computed in float32"),
     # parallelism
-    "--num-distributed-optimizer-instances": NotSupported(1, "1"),
     "--pipeline-model-parallel-split-rank": NotSupported(1),
     # other models
     "--moe-input-jitter-eps": NotSupported(1),

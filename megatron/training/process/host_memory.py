@@ -45,7 +45,7 @@ def _state_bytes(config: RunConfig) -> int:
         return 0
     num_elements = max(model_size(config).trained)
     if config.ddp.shards_over(replicas):
-        num_elements = -(-num_elements // replicas)
+        num_elements = -(-num_elements // config.ddp.num_shards(replicas))
     return host_state_bytes(optimizer, num_elements)
 
 

@@ -272,7 +272,10 @@ def make_runtime(config: RunConfig, device: Device, local_rank: int = 0, observe
 
     timeout = timedelta(minutes=config.initialization.distributed_timeout_minutes)
     flight = FlightRecorder()
-    state = create_parallel_state(config.parallel_sizes, timeout, observer, config.model.cp_inner_size, flight)
+    instances = config.ddp.num_distributed_optimizer_instances
+    state = create_parallel_state(
+        config.parallel_sizes, timeout, observer, config.model.cp_inner_size, flight, instances
+    )
     return Runtime(device, state, RngStreams(device, config.initialization.seed, state.place), local_rank, flight)
 
 

@@ -9,7 +9,7 @@ import pytest
 import pretrain_gpt
 from megatron.verification.cells import DROPOUT, Cell, Layout, make_cell
 from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
-from megatron.verification.sharding_cells import fully_sharded, sharding_matrix
+from megatron.verification.sharding_cells import fully_sharded, hybrid, sharding_matrix
 from megatron.verification.verifier import Verifier
 from megatron.verification.worker_pool import WorkerPool
 
@@ -17,6 +17,7 @@ FULL = ("full", "uniform", "1")
 CELLS = (
     make_cell("gpt2", fully_sharded(Layout(tp=2, sequence_parallel=True, pp=2, dp=2, recompute=FULL)), extra=DROPOUT),
     make_cell("llama", fully_sharded(Layout(pp=2, virtual_stages=2, cp=2), overlap=True), "uneven"),
+    hybrid(make_cell("gpt2", fully_sharded(Layout(dp=4)), "uneven")),
     make_expert_cell("deepseek-experts", fully_sharded(ExpertLayout(dp=4, ep=2), overlap=True)),
 )
 

@@ -176,9 +176,9 @@ def test_flags_are_renamed_left_out_or_listed() -> None:
     groups = {group.name: group.values for group in translation.groups}
     # What the command has itself goes before what a renamed flag brings along.
     assert groups["--recompute-num-layers"] == ("4",)
-    assert groups["--data-parallel-sharding-strategy"] == ("optim_grads",)
+    assert groups["--data-parallel-sharding-strategy"] == ("optim_grads_params",)
     found = {finding.flag: finding for finding in translation.findings}
-    assert found["--zero-stage 3"].needs_decision
+    assert not found["--zero-stage 3"].needs_decision
     assert found["--invented 1 2"].kind == "no counterpart"
     assert found["--keep-last"].kind == "no effect"
     assert "--keep-last" not in groups

@@ -19,7 +19,7 @@ from megatron.verification.cells import (
 )
 from megatron.verification.collective_recorder import record_step
 from megatron.verification.run_cell import resolve_cell
-from megatron.verification.sharding_cells import fully_sharded
+from megatron.verification.sharding_cells import fully_sharded, hybrid
 
 
 def record(config: RunConfig, rank: int, data: str = "plain") -> Traffic:
@@ -85,6 +85,8 @@ CELLS = [
     ("bfloat16", make_cell("gpt2", fully_sharded(Layout(dp=4)))),
     ("float32", make_cell("llama", fully_sharded(Layout(pp=2, virtual_stages=2, dp=2), overlap=True))),
     ("bfloat16", make_cell("gpt2", fully_sharded(Layout(tp=2, pp=2, cp=2, recompute=FULL)))),
+    ("float32", hybrid(make_cell("llama", fully_sharded(Layout(tp=2, cp=2, dp=2), overlap=True)))),
+    ("float32", hybrid(make_cell("gpt2", Layout(dp=4, sharding="optim")))),
     ("float32", make_cell("qwen", Layout(tp=4, pp=2, dp=1), "packed")),
     ("bfloat16", make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=FULL), "packed")),
     *(("float32", make_cell(shape, Layout(tp=4, recompute=FULL))) for shape in FAMILY_SHAPES),

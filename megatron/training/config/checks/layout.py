@@ -60,12 +60,25 @@ def _check_sequence_parallel(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _instance_problems(config: RunConfig) -> Iterator[str]:
+    number, sizes = config.ddp.num_distributed_optimizer_instances, config.parallel_sizes
+    given = f"--num-distributed-optimizer-instances {number}"
+    if number == 1 or sizes.problems(config.world_size):
+        return
+    if not config.ddp.shards_optimizer:
+        yield f"{given} copies what is sharded, and nothing is; add --use-distributed-optimizer, or leave it out"
+    for name, replicas in (("same weights", sizes.num_replicas), ("same experts", sizes.num_expert_replicas)):
+        if replicas % number and (name == "same weights" or config.model.num_experts is not None):
+            yield f"{given} does not divide the {replicas} ranks with the {name}; use {divisors(replicas, replicas)}"
+
+
 def _check_sharding(config: RunConfig) -> Iterator[str]:
     """Refuse what sharded weights cannot go with."""
     model, ddp = config.model, config.ddp
     strategy = f"--data-parallel-sharding-strategy {ddp.data_parallel_sharding_strategy}"
     if ddp.use_torch_fsdp2 and not ddp.shards_weights and config.parallel_sizes.num_replicas > 1:
         yield f"--use-torch-fsdp2 shards weights too, and {strategy} does not; leave one of them out"
+    yield from _instance_problems(config)
     if not ddp.shards_weights:
         return
     instead = "leave it out, or give --data-parallel-sharding-strategy optim_grads"
@@ -81,6 +94,7 @@ CHECKS = (
     Check(
         (
             *("data_parallel_sharding_strategy", "use_torch_fsdp2", "use_megatron_fsdp", "lora_rank"),
+            *("num_distributed_optimizer_instances", "use_distributed_optimizer", "num_experts"),
             *("fp8_param_gather", "overlap_param_gather_with_optimizer_step", *MODEL_SIZE_NAMES),
         ),
         _check_sharding,

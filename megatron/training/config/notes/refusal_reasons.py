@@ -19,7 +19,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("--use-ring-exchange-p2p", "it is of a torch built for it; leave it out: stages send and receive"),
     ("--standalone-embedding-stage", "use --pipeline-model-parallel-layout, such as 'E|t*4|t*4L'"),
     ("--pipeline-model-parallel-split-rank", "it is of models with an encoder and a decoder; leave it out"),
-    ("--num-distributed-optimizer-instances", "the state is cut over all data-parallel ranks; leave it out"),
     ("--reuse-grad-buf-for-mxfp8-param-ag", "gradients and gathered weights have memory of their own; leave it out"),
     ("--init-method-xavier-uniform", "weights are drawn from a normal distribution: use --init-method-std"),
     (

@@ -40,6 +40,11 @@ def test_gathering_ahead_is_always_on() -> None:
     ("text", "named"),
     [
         ("--use-torch-fsdp2 --data-parallel-sharding-strategy optim", "leave one of them out"),
+        ("--num-distributed-optimizer-instances 2", "add --use-distributed-optimizer, or leave it out"),
+        (
+            f"{WEIGHTS} --num-distributed-optimizer-instances 3",
+            "3 does not divide the 2 ranks with the same weights; use 1, 2",
+        ),
         (f"{WEIGHTS} --lora-rank 4", "--lora-rank 4 with --data-parallel-sharding-strategy optim_grads_params"),
         (f"{WEIGHTS} --bf16 --fp8-format hybrid --fp8-param-gather", "--fp8-param-gather with"),
         (
