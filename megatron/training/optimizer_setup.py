@@ -54,8 +54,8 @@ def build_optimizer(
     has_matrices = any(is_orthogonalized(spec_of(parameter)) for parameter in trained)
     if optimizer.optimizer == "muon" and not any_rank(has_matrices, runtime.state.world):
         raise ConfigurationError(
-            "--optimizer muon updates matrices between the embeddings and the output layer, and this model trains none; "
-            "give --optimizer adam"
+            "--optimizer muon updates matrices between the embeddings and the output layer, and this model trains "
+            "none; give --optimizer adam"
         )
     fused_adam = load_fused_adam() if runtime.device.is_cuda else None
     return make_optimizer(optimizer, ddp_chunks, runtime.state, fused_adam, runtime.device.host_copies)
