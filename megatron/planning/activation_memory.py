@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
+from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.kept_inputs import KeptInput, kept_input
 from megatron.planning.plan import Plan
 
@@ -74,7 +75,12 @@ def saved_bytes(
     proj = kept("linear_proj", tokens, config.hidden_size, heads * width)
     fc1 = kept("linear_fc1", rows, fc1_width, config.hidden_size)
     fc2 = kept("linear_fc2", tokens, config.hidden_size, ffn)
-    if "mlp" in modules:
+    experts: Mapping[str, int] | None = None
+    if config.moe_layers[config.kind_of(layer_number or 0)]:
+        layer = ExpertLayer(config, tokens, micro_batch_size, element)
+        experts = {} if "moe" in modules else layer.kept()
+        fc1, fc2 = KeptInput(is_whole="moe" in modules or layer.keeps_input), KeptInput(is_whole=False)
+    elif "mlp" in modules:
         # Kept is what the feed-forward is computed from.
         fc1, fc2 = KeptInput(is_whole=True), KeptInput(is_whole=False)
     layers = (qkv, proj, fc1, fc2)
@@ -90,10 +96,13 @@ def saved_bytes(
         "gathered keys and values": _gathered(config, layer_number or 0) * 2 * tokens * groups * width * element,
         "attention numbers": 0 if "core_attn" in modules else tokens * heads * wide,
         "attention output": tokens * heads * width * element if has_output else 0,
-        "feed-forward": 0 if "mlp" in modules else tokens * (fc1_width + fc2.is_whole * ffn) * element,
+        "feed-forward": 0
+        if "mlp" in modules or experts is not None
+        else tokens * (fc1_width + fc2.is_whole * ffn) * element,
         "inputs in fp8": sum(layer.rounded for layer in layers),
         "scales": sum(layer.scales for layer in layers),
         "adapters": sum(layer.adapters for layer in layers),
+        **(experts or {}),
     }
     return {name: size for name, size in parts.items() if size}
 
@@ -141,10 +150,10 @@ def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> Sequence[LayerBy
     float8_layers = plan.model.float8_layers(plan.model.num_layers)
     has_ranks = plan.model.context_parallel_size > 1
     kinds = [
-        (number in float8_layers, plan.model.cp_exchange(number) if has_ranks else "")
-        for number in range(plan.model.num_layers)
+        (number in float8_layers, has_experts, plan.model.cp_exchange(number) if has_ranks else "")
+        for number, has_experts in enumerate(plan.model.moe_layers)
     ]
-    of_kind: dict[tuple[bool, str], LayerBytes] = {}
+    of_kind: dict[tuple[bool, bool, str], LayerBytes] = {}
     for number, kind in enumerate(kinds):
         if kind not in of_kind:
             several = (saved(model, plan.seq_length, plan.micro_batch_size, number) for model in models)

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planning.closed_forms import ELEMENT_BYTES
-from megatron.planning.prediction.layer_work import key_value_width, score_elements
+from megatron.planning.layer_widths import key_value_width
+from megatron.planning.prediction.layer_work import score_elements
 
 
 def saved_by_transformer_engine(

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planning.activation_memory import saved_bytes
 from megatron.planning.closed_forms import ELEMENT_BYTES
-from megatron.planning.prediction.layer_work import key_value_width
+from megatron.planning.expert_layer import ExpertLayer
+from megatron.planning.layer_widths import key_value_width
 
 _WIDE = 4
 
@@ -31,7 +32,11 @@ def saved_on_cpu(
     if model.normalization == "RMSNorm":
         before_weight = element if "layernorm" in modules else 0
         parts["norms in float32"] = 2 * rows * model.hidden_size * (_WIDE + before_weight)
-    if model.is_gated and "mlp" not in modules:
+    if model.is_gated and model.moe_layers[model.kind_of(layer_number or 0)]:
+        experts = ExpertLayer(model, tokens, micro_batch_size, element)
+        gates = experts.given * experts.width + tokens * experts.shared_width
+        parts["gate"] = gates * element * ("moe" not in modules)
+    elif model.is_gated and "mlp" not in modules:
         parts["gate"] = tokens * (model.ffn_hidden_size // t) * element
     if model.position_embedding_type == "rope":
         parts["before rotation"] = tokens * (model.query_projection_size // t + key_value_width(model)) * element

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from megatron.core.distributed.param_layout import ParamLayout, plan_buckets
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planning.activation_memory import LayerBytes, activation_parts, layer_bytes
-from megatron.planning.chunk_parameters import chunk_parameters
+from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.deferred_products import deferred_products
+from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.optimizer_memory import state_bytes
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
@@ -51,6 +52,7 @@ class StageState:
 
     Frozen parameters have weights, and neither gradients nor state. ``gradient_pool`` is the memory of full buckets,
     through which gradients go that are sharded, ``gathered_bytes`` what trained weights are where they are gathered.
+    Of the latter and of ``gradients`` the experts' part is named too: other ranks share it.
     """
 
     parameters: int
@@ -59,6 +61,8 @@ class StageState:
     gradients: int
     gradient_pool: int
     optimizer: int
+    expert_gathered_bytes: int = 0
+    expert_gradients: int = 0
 
     @property
     def total(self) -> int:
@@ -69,37 +73,62 @@ class StageState:
 def stage_state(plan: Plan, stage: int, implementation: Implementation) -> StageState:
     """Return what a stage's ranks hold between steps."""
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
-    num_trained = num_frozen = num_elements = pool = gathered = 0
+    parameters = [(chunk, chunk_parameters(model, chunk)) for chunk in chunks]
+    grid = plan.parallel_sizes
+    rest = _trained_state(plan, parameters, implementation, grid.num_replicas, of_experts=False)
+    experts = _trained_state(plan, parameters, implementation, grid.num_expert_replicas, of_experts=True)
     element = ELEMENT_BYTES[model.params_dtype]
-    replicas = plan.parallel_sizes.num_replicas
-    for chunk in chunks:
-        parameters = chunk_parameters(model, chunk)
-        trained = [parameter for parameter in parameters if parameter.is_trained]
-        sizes = [parameter.size for parameter in trained]
-        tied = [index for index, parameter in enumerate(trained) if parameter.is_tied]
-        num_trained += sum(sizes)
-        gathered += sum(each.size * (1 if each.is_sent_in_float8 else element) for each in trained)
-        num_frozen += sum(parameter.size for parameter in parameters if not parameter.is_trained)
-        layout = plan_buckets(sizes, tied, plan.ddp, replicas)
-        num_elements += layout.num_elements
-        pool += _pooled_elements(layout, plan, chunk)
-    is_sharded = plan.ddp.shards_over(replicas)
-    # Weights that are gathered lie in a flat buffer, with its padding.
-    weights = (num_frozen + (num_elements if is_sharded else num_trained)) * element
+    num_frozen = sum(each.size for _, several in parameters for each in several if not each.is_trained)
+    weights = num_frozen * element + rest.weights + experts.weights
     if implementation.caches_float8_weights and model.fp8_format is not None:
         float8_layers = model.float8_layers(model.num_layers)
         num_layers = sum(number in float8_layers for chunk in chunks for number in chunk.layer_numbers)
         copied = num_layers * sum(product.size for product in layer_products(model))
         weights += (_FLOAT8_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
+    return StageState(
+        parameters=rest.parameters + experts.parameters + num_frozen,
+        gathered_bytes=rest.gathered_bytes + experts.gathered_bytes,
+        weights=weights,
+        gradients=rest.gradients + experts.gradients,
+        gradient_pool=rest.gradient_pool + experts.gradient_pool,
+        optimizer=rest.optimizer + experts.optimizer,
+        expert_gathered_bytes=experts.gathered_bytes,
+        expert_gradients=experts.gradients,
+    )
+
+
+def _trained_state(
+    plan: Plan,
+    parameters: Sequence[tuple[StageContents, Sequence[ChunkParameter]]],
+    implementation: Implementation,
+    replicas: int,
+    *,
+    of_experts: bool,
+) -> StageState:
+    """Return what a stage holds between steps of the trained parameters that so many ranks have alike."""
+    num_trained = num_elements = pool = gathered = 0
+    element = ELEMENT_BYTES[plan.model.params_dtype]
+    for chunk, several in parameters:
+        trained = [parameter for parameter in several if parameter.is_trained and parameter.is_expert == of_experts]
+        if not trained:
+            continue
+        sizes = [parameter.size for parameter in trained]
+        tied = [index for index, parameter in enumerate(trained) if parameter.is_tied]
+        num_trained += sum(sizes)
+        gathered += sum(each.size * (1 if each.is_sent_in_float8 else element) for each in trained)
+        layout = plan_buckets(sizes, tied, plan.ddp, replicas)
+        num_elements += layout.num_elements
+        pool += _pooled_elements(layout, plan, has_shared=not of_experts and _shares_ends(plan, chunk))
+    is_sharded = plan.ddp.shards_over(replicas)
     gradient = _gradient_bytes(plan, implementation)
     shards_gradients = plan.ddp.shards_gradients and is_sharded
-    gradients = num_elements * gradient // (replicas if shards_gradients else 1)
     state = num_trained // (replicas if is_sharded else 1)
     return StageState(
-        parameters=num_trained + num_frozen,
+        parameters=num_trained,
         gathered_bytes=gathered,
-        weights=weights,
-        gradients=gradients,
+        # Weights that are gathered lie in a flat buffer, with its padding.
+        weights=(num_elements if is_sharded else num_trained) * element,
+        gradients=num_elements * gradient // (replicas if shards_gradients else 1),
         gradient_pool=pool * gradient if shards_gradients else 0,
         optimizer=round(state * state_bytes(plan.optimizer) * (1.0 - plan.optimizer.offload_fraction)),
     )
@@ -146,21 +175,28 @@ def stage_memory(
     )
 
 
-def _pooled_elements(layout: ParamLayout, plan: Plan, chunk: StageContents) -> int:
+def _pooled_elements(layout: ParamLayout, plan: Plan, *, has_shared: bool) -> int:
     """Return the elements of full buckets that a chunk keeps where its gradients are sharded.
 
     One is filled while another is reduced. That of weights that embedding and output layer share is open all the while.
     """
-    is_shared = chunk.has_embedding and chunk.has_loss and not plan.model.untie_embeddings_and_output_weights
     most = max((bucket.num_elements for bucket in layout.buckets), default=0)
-    return most * min(len(layout.buckets), (2 if plan.ddp.overlap_grad_reduce else 1) + is_shared)
+    return most * min(len(layout.buckets), (2 if plan.ddp.overlap_grad_reduce else 1) + has_shared)
+
+
+def _shares_ends(plan: Plan, chunk: StageContents) -> bool:
+    return chunk.has_embedding and chunk.has_loss and not plan.model.untie_embeddings_and_output_weights
 
 
 def _feed_forward_gradients(plan: Plan) -> int:
     """Return the numbers at work in a feed-forward's backward pass: gradients of its output, its middle, its gates."""
     model = plan.model
     ffn = model.ffn_hidden_size // plan.parallel_sizes.tp
-    return plan.num_rows * model.hidden_size + plan.num_tokens * ffn * (3 if model.is_gated else 2)
+    has_experts = plan.model.moe_layers
+    dense = 0 if all(has_experts) else plan.num_tokens * ffn * (3 if model.is_gated else 2)
+    element = ELEMENT_BYTES[model.params_dtype]
+    of_experts = ExpertLayer(model, plan.num_tokens, plan.micro_batch_size, element).at_work if any(has_experts) else 0
+    return plan.num_rows * model.hidden_size + max(dense, of_experts)
 
 
 def _gradient_bytes(plan: Plan, implementation: Implementation) -> int:
