@@ -38,11 +38,40 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 128,
         "ffn_hidden_size": 53248,
     },
+    "qwen3-30b-a3b": {
+        "num_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_query_groups": 4,
+        "head_dim": 128,
+        "ffn_hidden_size": 6144,
+        "padded_vocab_size": 151936,
+        "swiglu": True,
+        "max_position_embeddings": 40960,
+        "num_experts": 128,
+        "moe_router_topk": 8,
+        "moe_ffn_hidden_size": 768,
+    },
+    "gpt-oss-120b": {
+        "num_layers": 36,
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_query_groups": 8,
+        "head_dim": 64,
+        "ffn_hidden_size": 2880,
+        "padded_vocab_size": 201088,
+        "swiglu": True,
+        "linear_bias": True,
+        "max_position_embeddings": 131072,
+        "num_experts": 128,
+        "moe_router_topk": 4,
+        "moe_ffn_hidden_size": 2880,
+    },
 }
 
 
 def published_records(path: Path) -> Sequence[MeasuredRun]:
-    """Return the dense rows whose parameters are not fully sharded; of those the time is scored."""
+    """Return the rows whose parameters are not fully sharded; of those the time is scored."""
     rows = json.loads(path.read_text())["runs"]
     return [_record(row) for row in rows if row["model"] in SHAPES and not row.get("fsdp") and "techniques" not in row]
 
@@ -60,6 +89,7 @@ def _record(row: dict[str, Any]) -> MeasuredRun:
         "tp": row["tp"],
         "pp": row["pp"],
         "cp": row["cp"],
+        "ep": row["ep"],
         "vpp": row["vp"],
         "micro_batch": row["micro_batch"],
         "global_batch": row["global_batch"],

@@ -50,7 +50,7 @@ def expert_layer(plan: Plan) -> ExpertLayer:
     return ExpertLayer(plan.model, plan.num_tokens, plan.micro_batch_size, element)
 
 
-def expert_time(plan: Plan, gpu: Gpu, implementation: Implementation, peak: float) -> ExpertTime:
+def expert_time(plan: Plan, gpu: Gpu, implementation: Implementation, peak: float, *, in_float8: bool) -> ExpertTime:
     """Return the time of one layer's experts, whose products have this peak; the shared expert is left out."""
     layer, h = expert_layer(plan), plan.model.hidden_size
     bandwidth = gpu.memory_bandwidth * _MEMORY_SHARE
@@ -65,6 +65,9 @@ def expert_time(plan: Plan, gpu: Gpu, implementation: Implementation, peak: floa
     passed = layer.choices * h * layer.element * moves
     passed += layer.given * layer.width * layer.element * (3 * layer.gates + 2)
     passed += layer.rows * layer.num_experts * layer.wide * _SCORE_PASSES
+    if in_float8:
+        # Inputs and gradients are read in 16 bits and written in 8, as they are and transposed.
+        passed += layer.given * (5 * (h + layer.width) + 4 * (layer.gates * layer.width + h))
     links = Links(gpu, plan.parallel_sizes)
     if plan.model.moe_token_dispatcher_type == "alltoall":
         exchanges = 4 * links.expert_exchange_seconds(layer.choices * h * layer.element)

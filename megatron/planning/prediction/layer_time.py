@@ -88,7 +88,7 @@ def layer_time(
         plan, implementation.is_rotation_fused, implementation.has_flash_attention, has_experts=has_experts
     )
     if in_float8:
-        passed += _cast_bytes(plan, implementation)
+        passed += _cast_bytes(plan, implementation, has_experts=has_experts)
     # Products of weights' gradients may stay in 16 bits.
     of_weights = half if in_float8 and implementation.follows_recipes and not plan.model.fp8_wgrad else peak
     rates = [(each, (peak, of_weights)) for each in products]
@@ -100,7 +100,7 @@ def layer_time(
     # Experts without a shared one have no tensor-parallel region of their own: exchanges are those of attention.
     exchanged = _tensor_parallel(plan, gpu, implementation, in_float8=in_float8) * len(products) / 4
     ring = _ring(plan, gpu)
-    experts = expert_time(plan, gpu, implementation, peak) if has_experts else NO_EXPERTS
+    experts = expert_time(plan, gpu, implementation, peak, in_float8=in_float8) if has_experts else NO_EXPERTS
     return LayerTime(
         products=computed + experts.products,
         attention=forward + backward,
@@ -131,11 +131,11 @@ def _peak(model: GPTConfig, gpu: Gpu) -> float:
     return gpu.half_flops if model.params_dtype in ("bfloat16", "float16") else gpu.single_flops
 
 
-def _cast_bytes(plan: Plan, implementation: Implementation) -> float:
+def _cast_bytes(plan: Plan, implementation: Implementation, *, has_experts: bool) -> float:
     """Return the bytes of making a layer's operands in fp8."""
     if implementation.follows_recipes:
         return float8_cast_bytes(plan.model, plan.num_tokens, plan.num_rows)
-    return fused_cast_bytes(plan)
+    return fused_cast_bytes(plan, has_experts=has_experts)
 
 
 def _product(product: Product, tokens: int, peaks: tuple[float, float], gpu: Gpu) -> float:

@@ -104,14 +104,15 @@ def loss_bytes(plan: Plan) -> float:
     return float(plan.num_logits * _LOSS_BYTES)
 
 
-def fused_cast_bytes(plan: Plan) -> float:
+def fused_cast_bytes(plan: Plan, *, has_experts: bool = False) -> float:
     """Return the bytes of making fp8 operands as transformer-engine does: norms write fp8 at once, others are read in
     16 bits and written.
     """
     model, tokens, rows = plan.model, plan.num_tokens, plan.num_rows
     t, h, has_weight_gradients = plan.parallel_sizes.tp, model.hidden_size, not model.lora_rank
     queries, keys = model.query_projection_size // t, key_value_width(model)
-    ffn, gates = model.ffn_hidden_size // t, 2 if model.is_gated else 1
+    whole = (model.moe_shared_expert_intermediate_size or 0) if has_experts else model.ffn_hidden_size
+    ffn, gates = whole // t, 2 if model.is_gated else 1
     inputs = 3 * tokens * (queries + ffn) - 2 * rows * h
     transposed = 2 * tokens * (2 * h + queries + ffn) if has_weight_gradients else 0
     # Gradients are read in 16 bits and written as they are, and once more transposed for the weights' gradients.

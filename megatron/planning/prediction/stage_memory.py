@@ -11,9 +11,9 @@ from megatron.planning.activation_memory import LayerBytes, activation_parts, la
 from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.deferred_products import deferred_products
-from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.optimizer_memory import state_bytes
 from megatron.planning.plan import Plan
+from megatron.planning.prediction.expert_time import expert_layer
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import layer_products, score_elements
 
@@ -82,8 +82,8 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
     weights = num_frozen * element + rest.weights + experts.weights
     if implementation.caches_float8_weights and model.fp8_format is not None:
         float8_layers = model.float8_layers(model.num_layers)
-        num_layers = sum(number in float8_layers for chunk in chunks for number in chunk.layer_numbers)
-        copied = num_layers * sum(product.size for product in layer_products(model))
+        own = [number for chunk in chunks for number in chunk.layer_numbers if number in float8_layers]
+        copied = sum(_float8_weights(plan, has_experts=model.moe_layers[number]) for number in own)
         weights += (_FLOAT8_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
     return StageState(
         parameters=rest.parameters + experts.parameters + num_frozen,
@@ -175,6 +175,13 @@ def stage_memory(
     )
 
 
+def _float8_weights(plan: Plan, *, has_experts: bool) -> int:
+    """Return how many weights of a layer are multiplied in fp8 on a rank."""
+    model = plan.model
+    experts = expert_layer(plan).num_weights if has_experts else 0
+    return experts + sum(product.size for product in layer_products(model, has_experts=has_experts))
+
+
 def _pooled_elements(layout: ParamLayout, plan: Plan, *, has_shared: bool) -> int:
     """Return the elements of full buckets that a chunk keeps where its gradients are sharded.
 
@@ -194,8 +201,7 @@ def _feed_forward_gradients(plan: Plan) -> int:
     ffn = model.ffn_hidden_size // plan.parallel_sizes.tp
     has_experts = plan.model.moe_layers
     dense = 0 if all(has_experts) else plan.num_tokens * ffn * (3 if model.is_gated else 2)
-    element = ELEMENT_BYTES[model.params_dtype]
-    of_experts = ExpertLayer(model, plan.num_tokens, plan.micro_batch_size, element).at_work if any(has_experts) else 0
+    of_experts = expert_layer(plan).at_work if any(has_experts) else 0
     return plan.num_rows * model.hidden_size + max(dense, of_experts)
 
 
