@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
+from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.action import Pass
 from megatron.core.pipeline_parallel.stage_layout import StageContents
@@ -85,17 +85,21 @@ def saved_bytes(
         fc1, fc2 = KeptInput(is_whole=True), KeptInput(is_whole=False)
     layers = (qkv, proj, fc1, fc2)
     norm_outputs = 0 if "layernorm" in modules or not num_norms else (qkv.is_whole + fc1.is_whole) * hidden
-    # The core attention's own backward pass needs its output too.
-    has_output = proj.is_whole or "core_attn" not in modules
+    is_recomputed = "core_attn" in modules
+    exchange = config.cp_exchange(layer_number or 0) if config.context_parallel_size > 1 else ""
+    # The core attention's own backward pass needs its output too: the same, but where that travels or is joined.
+    is_copied = exchange not in ("", "p2p")
+    outputs = proj.is_whole + (not is_recomputed) if is_copied else proj.is_whole or not is_recomputed
+    shared = groups if is_recomputed else groups * _copies(config, exchange, heads, groups)
     parts = {
         # In front of each norm: its sum, and numbers a token.
         "stream": 2 * hidden,
         "norm numbers": num_norms * rows * wide * (2 if config.normalization == "LayerNorm" else 1),
         "norm outputs": norm_outputs,
-        "query, key, value": tokens * (heads + 2 * groups) * width * element,
+        "query, key, value": tokens * (heads + 2 * shared) * width * element,
         "gathered keys and values": _gathered(config, layer_number or 0) * 2 * tokens * groups * width * element,
         "attention numbers": 0 if "core_attn" in modules else tokens * heads * wide,
-        "attention output": tokens * heads * width * element if has_output else 0,
+        "attention output": outputs * tokens * heads * width * element,
         "feed-forward": 0
         if "mlp" in modules or experts is not None
         else tokens * (fc1_width + fc2.is_whole * ffn) * element,
@@ -105,6 +109,14 @@ def saved_bytes(
         **(experts or {}),
     }
     return {name: size for name, size in parts.items() if size}
+
+
+def _copies(config: TransformerConfig, exchange: str, heads: int, groups: int) -> int:
+    """Return how often key-value heads are repeated, so that every rank of an all-to-all has some."""
+    if exchange not in ("a2a", "a2a+p2p"):
+        return 1
+    size = config.context_parallel_size if exchange == "a2a" else config.cp_inner_size or 1
+    return copies_of_key_value_heads(heads, groups, size) or 1
 
 
 def _gathered(config: TransformerConfig, layer_number: int) -> int:

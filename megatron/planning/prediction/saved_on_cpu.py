@@ -20,7 +20,7 @@ def saved_on_cpu(
 
     To what fused kernels keep come: the input of each RMSNorm in float32, and what it is before its weight, in place of
     the stream unless the norm's output is computed again from that; the gate behind its activation; and queries and
-    keys before their rotation, as the values lie between them.
+    keys before their rotation, as the values lie between them, unless an exchange copies all three.
     """
     parts = dict(saved_bytes(model, seq_length, micro_batch_size, layer_number))
     if model.recompute_granularity == "full":
@@ -38,6 +38,10 @@ def saved_on_cpu(
         parts["gate"] = gates * element * ("moe" not in modules)
     elif model.is_gated and "mlp" not in modules:
         parts["gate"] = tokens * (model.ffn_hidden_size // t) * element
-    if model.position_embedding_type == "rope":
+    exchange = model.cp_exchange(layer_number or 0) if model.context_parallel_size > 1 else "p2p"
+    if exchange == "all_gather" and "core_attn" not in modules:
+        # Of the first rank's two chunks the second has a mask: it may look at all keys.
+        parts["mask"] = seq_length // model.context_parallel_size // 2 * seq_length * element
+    if model.position_embedding_type == "rope" and exchange == "p2p":
         parts["before rotation"] = tokens * (model.query_projection_size // t + key_value_width(model)) * element
     return parts
