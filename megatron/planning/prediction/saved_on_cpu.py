@@ -42,6 +42,9 @@ def saved_on_cpu(
     if exchange == "all_gather" and "core_attn" not in modules:
         # Of the first rank's two chunks the second has a mask: it may look at all keys.
         parts["mask"] = seq_length // model.context_parallel_size // 2 * seq_length * element
+        if model.position_embedding_type != "rope":
+            # Queries lie between keys and values, which were copied.
+            parts["own keys and values"] = 2 * tokens * key_value_width(model) * element
     if model.position_embedding_type == "rope" and exchange == "p2p":
         parts["before rotation"] = tokens * (model.query_projection_size // t + key_value_width(model)) * element
     return parts

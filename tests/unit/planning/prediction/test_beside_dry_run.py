@@ -29,6 +29,7 @@ def test_operands_of_late_weight_gradients_and_pools_of_full_buckets_are_counted
     assert_close([LayoutCase(case.name, case.flags, case.world_size, case.stages[-1:]) for case in several])
 
 
+@pytest.mark.long
 def test_experts_tokens_are_counted_where_they_are_sorted_and_sent() -> None:
     several = [case for case in layout_cases() if case.name.startswith("MoE tp 2") and "moe-layer-freq" in case.name]
     assert len(several) == 1

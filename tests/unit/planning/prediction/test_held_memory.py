@@ -69,9 +69,12 @@ LAYOUTS = (
     ("llama", Layout(cp=2, tp=2, sequence_parallel=True)),
     ("llama", Layout(cp=4, recompute=FULL)),
     ("gpt2", Layout(cp=2)),
+    *(("llama", Layout(cp=4, cp_comm_type=exchange)) for exchange in ("a2a", "all_gather")),
+    ("llama", Layout(cp=4, cp_comm_type="a2a+p2p", cp_levels=(2, 2))),
+    *(("gpt2", Layout(cp=2, cp_comm_type=exchange)) for exchange in ("a2a", "all_gather")),
     ("gpt2", Layout(cp=2, dp=2, sharding="optim", recompute=("selective",))),
 )
-FEW = (2, 8, 13, 22, 24, len(LAYOUTS) - 5)
+FEW = (2, 8, 13, 22, 24, len(LAYOUTS) - 10)
 """Layouts of every kind, which the default tests take."""
 
 
