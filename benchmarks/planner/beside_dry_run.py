@@ -40,6 +40,17 @@ BLOCK = ("--recompute-granularity", "full", "--recompute-method", "block", "--re
 ZERO_BUBBLE = ("--pipeline-schedule", "zero-bubble")
 SHARDED = ("--data-parallel-sharding-strategy", "optim_grads")
 TWO_CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
+EXPERTS_OF_FOUR = (
+    *("--expert-model-parallel-size", "4", "--moe-layer-freq", "2", "--moe-aux-loss-coeff", "0.01"),
+    *("--moe-shared-expert-intermediate-size", "1536"),
+)
+EXPERTS = (
+    *("--num-layers", "4", "--hidden-size", "2048", "--num-attention-heads", "32", "--kv-channels", "128"),
+    *("--group-query-attention", "--num-query-groups", "4", "--swiglu", "--normalization", "RMSNorm"),
+    *("--disable-bias-linear", "--position-embedding-type", "rope", "--max-position-embeddings", "4096"),
+    *("--seq-length", "4096", "--vocab-size", "151935", "--num-experts", "64", "--moe-router-topk", "8"),
+    *("--moe-ffn-hidden-size", "768", "--moe-token-dispatcher-type", "alltoall"),
+)
 ADAPTERS = ("--lora-rank", "16", "--load", "somewhere", "--finetune")
 _MIB = 2**20
 
@@ -77,6 +88,14 @@ def layout_cases() -> Iterator[LayoutCase]:
     ):
         yield _case("8B", eight, (tp, pp, cp), 8, 4 * 8 // (tp * pp * cp), more)
     seventy = (*LLAMA_70B, *COMMON)
+    for sizes, world, more in (
+        ((1, 2, 1), 16, ("--expert-model-parallel-size", "8")),
+        ((2, 1, 1), 8, ("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1")),
+        ((1, 1, 1), 4, ("--moe-token-dispatcher-type", "allgather", "--num-experts", "32")),
+        ((2, 1, 1), 8, (*EXPERTS_OF_FOUR, "--recompute-granularity", "selective", "--recompute-modules", "moe")),
+        ((1, 1, 1), 8, (*EXPERTS_OF_FOUR, *FULL, "--moe-router-score-function", "sigmoid")),
+    ):
+        yield _case("MoE", (*EXPERTS, *COMMON), sizes, world, 4 * world, more)
     for tp, pp, more in (
         *((8, 1, more) for more in ((), FULL)),
         (8, 2, ()),

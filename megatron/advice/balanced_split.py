@@ -9,7 +9,14 @@ from megatron.core.models.gpt.gpt_config import GPTConfig
 
 def output_layers(model: GPTConfig) -> float:
     """Return how many layers' work the output layer is, attention left out."""
-    ffn = model.ffn_hidden_size * (3 if model.is_gated else 2)
+    width = model.ffn_hidden_size
+    if model.num_experts is not None:
+        # Of experts those that a token goes to.
+        of_experts = model.moe_router_topk * model.moe_ffn_hidden_size
+        of_experts += model.moe_shared_expert_intermediate_size or 0
+        share = sum(model.moe_layers) / model.num_layers
+        width = round(share * of_experts + (1.0 - share) * width)
+    ffn = width * (3 if model.is_gated else 2)
     attention = 2 * (model.query_projection_size + model.kv_projection_size)
     return model.padded_vocab_size / (ffn + attention)
 

@@ -33,6 +33,7 @@ class Choice:
 
     ``sharding`` is of the replicas: no_shard, optim or optim_grads. ``precision`` is bf16 or fp8. ``split`` has the
     layers of every global stage, and is empty where they are spread evenly; ``schedule`` is empty for the usual one.
+    ``ep`` ranks hold different experts, which are not cut; it is None for a model without experts.
     """
 
     tp: int
@@ -46,6 +47,7 @@ class Choice:
     precision: str
     split: tuple[int, ...] = ()
     schedule: str = ""
+    ep: int | None = None
 
     def apply(self, config: RunConfig) -> RunConfig:
         """Return the configuration of a run with this choice; the checks have still to see it."""
@@ -67,6 +69,13 @@ class Choice:
             recompute_num_layers=1 if is_full else None,
             fp8_format="hybrid" if self.precision == "fp8" else None,
         )
+        if self.ep is not None:
+            model = dataclasses.replace(
+                model,
+                expert_model_parallel_size=self.ep,
+                expert_tensor_parallel_size=1 if self.tp > 1 else None,
+                moe_token_dispatcher_type="alltoall",
+            )
         ddp = dataclasses.replace(
             config.ddp,
             use_distributed_optimizer=is_sharded,
@@ -90,8 +99,9 @@ class Choice:
         ends = ", embedding and loss counted" if self.counts_ends else ""
         split = f", layers {self.describe_split()}" if self.split else ""
         schedule = f", {self.schedule}" if self.schedule else ""
+        experts = "" if self.ep is None else f"ep {self.ep} "
         return (
-            f"tp {self.tp} pp {self.pp} cp {self.cp} vpp {self.chunks}{ends}{split}{schedule}, "
+            f"tp {self.tp} pp {self.pp} cp {self.cp} {experts}vpp {self.chunks}{ends}{split}{schedule}, "
             f"micro-batch {self.micro_batch_size}, recompute {self.recompute}, {self.sharding}, {self.precision}"
         )
 
@@ -127,6 +137,10 @@ class Choice:
         ):
             if size > 1:
                 yield from (flag, str(size))
+        if self.ep is not None:
+            yield from ("--expert-model-parallel-size", str(self.ep), "--moe-token-dispatcher-type", "alltoall")
+            if self.tp > 1:
+                yield from ("--expert-tensor-parallel-size", "1")
         if self.tp > 1:
             yield "--sequence-parallel"
         yield from self._split_flags()

@@ -85,7 +85,9 @@ class Explanation:
         return {
             "world_size": self.sizes.world_size,
             "parallel_sizes": dict(self.sizes.grid),
-            "ranks": [dict(self.sizes.place(rank)) for rank in range(self.sizes.world_size)],
+            "ranks": [
+                {**self.sizes.place(rank), **self.sizes.expert_place(rank)} for rank in range(self.sizes.world_size)
+            ],
             "stages": [
                 {
                     "stage": stage,

@@ -18,7 +18,9 @@ _HEADS = "tp  pp  cp  dp vpp  schedule       micro  recompute  sharding     prec
 
 def describe_ranking(found: Search, shown: Sequence[Candidate], train_tokens: int | None) -> Iterator[str]:
     """Yield the table; its columns are fixed, and days are there where a number of tokens is given."""
-    yield f"rank  {_HEADS}" + ("      days" if train_tokens else "") + "  MiB left  layers"
+    has_experts = any(each.choice.ep is not None for each in shown)
+    heads = _HEADS.replace("  dp", "  dp  ep") if has_experts else _HEADS
+    yield f"rank  {heads}" + ("      days" if train_tokens else "") + "  MiB left  layers"
     for number, each in enumerate(shown, 1):
         yield f"{number:4}  {_row(each, train_tokens)}"
     yield ""
@@ -64,8 +66,9 @@ def ranking_json(found: Search, train_tokens: int | None) -> dict[str, Any]:
 
 def _row(each: Candidate, train_tokens: int | None) -> str:
     choice, days = each.choice, _days(each, train_tokens)
+    experts = "" if choice.ep is None else f"{choice.ep:3} "
     row = (
-        f"{choice.tp:2} {choice.pp:3} {choice.cp:3} {each.config.data_parallel_size:3} {choice.chunks:3}  "
+        f"{choice.tp:2} {choice.pp:3} {choice.cp:3} {each.config.data_parallel_size:3} {experts}{choice.chunks:3}  "
         f"{each.config.pipeline_schedule:13} {choice.micro_batch_size:6}  {choice.recompute:9}  {choice.sharding:11}  "
         f"{choice.precision:5}  {100 * each.mfu:6.1f} {each.prediction.tflops:8.1f} {1e3 * each.seconds:9.1f} "
         f"{each.tokens_per_second:10.0f}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron.advice.balanced_split import balanced_splits
 from megatron.advice.choice import RECOMPUTES, ZERO_BUBBLE, Choice
 from megatron.core.errors import ConfigurationError
+from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.stage_layout import StageLayout
 from megatron.planning.activation_memory import layer_bytes
 from megatron.planning.gpu import Gpu
@@ -21,7 +23,7 @@ from megatron.planning.prediction.refusals import plan_refusals
 from megatron.planning.prediction.stage_memory import StageState, stage_memory, stage_state
 from megatron.training.config.run_config import RunConfig
 
-_MOST_CHUNKS, _MOST_CONTEXT, _LARGEST_MICRO_BATCH = 10, 16, 16
+_MOST_CHUNKS, _MOST_CONTEXT, _MOST_EXPERT_RANKS, _LARGEST_MICRO_BATCH = 10, 16, 64, 16
 _MIB = 2**20
 
 FindProblems = Callable[[RunConfig], Sequence[str]]
@@ -105,7 +107,8 @@ def _layouts(config: RunConfig, precisions: Sequence[str], *, has_zero_bubble: b
                 cuts += [(len(split) // pp, split, "") for split in splits]
                 if pp > 1 and has_zero_bubble:
                     cuts += [(1, split, ZERO_BUBBLE) for chunks, split, _ in list(cuts) if chunks == 1]
-                for (chunks, split, schedule), precision in itertools.product(cuts, precisions):
+                spread = _expert_sizes(config.model, world // pp)
+                for (chunks, split, schedule), precision, ep in itertools.product(cuts, precisions, spread):
                     yield Choice(
                         tp=tp,
                         pp=pp,
@@ -118,7 +121,15 @@ def _layouts(config: RunConfig, precisions: Sequence[str], *, has_zero_bubble: b
                         precision=precision,
                         split=split,
                         schedule=schedule,
+                        ep=ep,
                     )
+
+
+def _expert_sizes(model: GPTConfig, ranks_of_stage: int) -> Sequence[int | None]:
+    """Return over how many of a stage's ranks experts may be spread; None where there are none."""
+    if model.num_experts is None:
+        return (None,)
+    return _divisors(math.gcd(model.num_experts, ranks_of_stage), _MOST_EXPERT_RANKS)
 
 
 def _try_layout(
@@ -169,7 +180,10 @@ def _has_room(
 
 def _states(found: Search, plan: Plan, choice: Choice, implementation: Implementation) -> Sequence[StageState]:
     """Return what the stages hold between steps; ranks with the same weights share it whichever axis they are of."""
-    key = choice.tp, choice.pp, choice.chunks, choice.counts_ends, choice.split, choice.sharding, choice.precision
+    key = (
+        *(choice.tp, choice.pp, choice.ep, choice.chunks, choice.counts_ends, choice.split),
+        *(choice.sharding, choice.precision),
+    )
     if key not in found.states:
         stages = range(plan.parallel_sizes.pp)
         found.states[key] = [stage_state(plan, stage, implementation) for stage in stages]

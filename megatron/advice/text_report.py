@@ -61,6 +61,11 @@ def _run(explanation: Explanation) -> Iterator[str]:
     yield (
         f"{explanation.flops:.4e} FLOPs a step, {explanation.flops / explanation.sizes.world_size:.4e} of them on a GPU"
     )
+    if plan.model.num_experts is not None:
+        yield (
+            f"{sum(plan.model.moe_layers)} layers of {plan.model.num_experts} experts, of which each token goes to "
+            f"{plan.model.moe_router_topk}; tokens are taken to spread evenly over them"
+        )
     yield f"{data.iterations} iterations, {data.samples} samples, {data.tokens} tokens"
     for each in data.data_sets:
         yield (
@@ -77,7 +82,11 @@ def rank_lines(sizes: ParallelSizes) -> Iterator[str]:
     for start in starts[:_MOST_ROWS]:
         place, last = sizes.place(start), start + sizes.tp - 1
         ranks, tensor = (f"{start}-{last}", f"0-{sizes.tp - 1}") if sizes.tp > 1 else (f"{start}", "0")
-        yield f"{ranks:>11}  pp {place['pp']}  dp {place['dp']}  cp {place['cp']}  tp {tensor}"
+        experts = "".join(
+            f"  {axis} {first}" if first == end else f"  {axis} {first}-{end}"
+            for (axis, first), end in zip(sizes.expert_place(start).items(), sizes.expert_place(last).values())
+        )
+        yield f"{ranks:>11}  pp {place['pp']}  dp {place['dp']}  cp {place['cp']}  tp {tensor}{experts}"
     if len(starts) > _MOST_ROWS:
         yield f"... and {len(starts) - _MOST_ROWS} more tensor-parallel groups; --json lists every rank"
 

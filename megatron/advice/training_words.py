@@ -20,6 +20,9 @@ LAYOUT_FLAGS = (
     "--account-for-loss-in-pipeline-split",
     "--microbatch-group-size-per-virtual-pipeline-stage",
     "--pipeline-schedule",
+    "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size",
+    "--moe-token-dispatcher-type",
 )
 VIRTUAL_FLAGS = ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage")
 RECOMPUTE_FLAGS = (

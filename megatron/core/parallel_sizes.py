@@ -102,6 +102,13 @@ class ParallelSizes:
         """Return the coordinates of a rank."""
         return place_of(self.grid, rank)
 
+    def expert_place(self, rank: int = 0) -> dict[str, int]:
+        """Return a rank's coordinates among those that share a stage's experts; none where these lie as the rest."""
+        if not self.has_expert_grid:
+            return {}
+        place = place_of(self.expert_grid, rank)
+        return {axis: place[axis] for axis in ("edp", "ep", "etp")}
+
     def in_world(self, world_size: int) -> ParallelSizes:
         """Return the same layout of the model in a world of that many ranks: ``dp`` is the number of whole copies."""
         copy = self.pp * self.cp * self.tp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 from unittest.mock import patch
@@ -23,6 +23,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import Group
 from megatron.core.timers import Timer, Timers
+from megatron.dry_run.pretended.balanced_experts import BalancedExperts
 from megatron.dry_run.pretended.device import PretendedDevice
 from megatron.dry_run.pretended.flex_attention import PretendedFlexAttention
 from megatron.dry_run.pretended.host_copies import RecordedCopies
@@ -89,7 +90,7 @@ def dry_run(
     raises. ``has_triton`` says whether the machine that is pretended has Triton, and FlexAttention with it.
 
     Raises:
-        ConfigurationError: it has, and this machine has not; or the model has experts.
+        ConfigurationError: it has, and this machine has not; or the model is not planned.
     """
     refuse_unplanned(config.model)
     recorder = Recorder()
@@ -113,6 +114,7 @@ def dry_run(
         FakeTensorMode(allow_non_fake_inputs=True),
         recorder,
         CudaOperators(recorder, gpu.capability),
+        BalancedExperts(config.model, recorder.wait).taking_calls() if config.model.num_experts else nullcontext(),
     ):
         runtime = make_runtime(config, device, observer=recorder.communicate)
         recorder.is_crossing_machines = _machine_crossings(runtime.state)
@@ -212,7 +214,7 @@ def _groups(state: ParallelState) -> tuple[Group, ...]:
     """Return a rank's groups, the smaller ones last."""
     levels = state.cp.levels or ()
     slices = state.world, state.model_parallel, state.dp_cp, state.embedding, state.tp, state.cp, state.dp, state.pp
-    return *slices, *levels
+    return state.expert_model, state.expert_dp, *slices, *levels
 
 
 def _name_memory(recorder: Recorder, config: RunConfig, parts: TrainingParts) -> None:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
+from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.action import Pass
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
+from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.kept_inputs import KeptInput, kept_input
 from megatron.planning.plan import Plan
 
@@ -74,28 +75,48 @@ def saved_bytes(
     proj = kept("linear_proj", tokens, config.hidden_size, heads * width)
     fc1 = kept("linear_fc1", rows, fc1_width, config.hidden_size)
     fc2 = kept("linear_fc2", tokens, config.hidden_size, ffn)
-    if "mlp" in modules:
+    experts: Mapping[str, int] | None = None
+    if config.moe_layers[config.kind_of(layer_number or 0)]:
+        layer = ExpertLayer(config, tokens, micro_batch_size, element)
+        experts = {} if "moe" in modules else layer.kept()
+        fc1, fc2 = KeptInput(is_whole="moe" in modules or layer.keeps_input), KeptInput(is_whole=False)
+    elif "mlp" in modules:
         # Kept is what the feed-forward is computed from.
         fc1, fc2 = KeptInput(is_whole=True), KeptInput(is_whole=False)
     layers = (qkv, proj, fc1, fc2)
     norm_outputs = 0 if "layernorm" in modules or not num_norms else (qkv.is_whole + fc1.is_whole) * hidden
-    # The core attention's own backward pass needs its output too.
-    has_output = proj.is_whole or "core_attn" not in modules
+    is_recomputed = "core_attn" in modules
+    exchange = config.cp_exchange(layer_number or 0) if config.context_parallel_size > 1 else ""
+    # The core attention's own backward pass needs its output too: the same, but where that travels or is joined.
+    is_copied = exchange not in ("", "p2p")
+    outputs = proj.is_whole + (not is_recomputed) if is_copied else proj.is_whole or not is_recomputed
+    shared = groups if is_recomputed else groups * _copies(config, exchange, heads, groups)
     parts = {
         # In front of each norm: its sum, and numbers a token.
         "stream": 2 * hidden,
         "norm numbers": num_norms * rows * wide * (2 if config.normalization == "LayerNorm" else 1),
         "norm outputs": norm_outputs,
-        "query, key, value": tokens * (heads + 2 * groups) * width * element,
+        "query, key, value": tokens * (heads + 2 * shared) * width * element,
         "gathered keys and values": _gathered(config, layer_number or 0) * 2 * tokens * groups * width * element,
         "attention numbers": 0 if "core_attn" in modules else tokens * heads * wide,
-        "attention output": tokens * heads * width * element if has_output else 0,
-        "feed-forward": 0 if "mlp" in modules else tokens * (fc1_width + fc2.is_whole * ffn) * element,
+        "attention output": outputs * tokens * heads * width * element,
+        "feed-forward": 0
+        if "mlp" in modules or experts is not None
+        else tokens * (fc1_width + fc2.is_whole * ffn) * element,
         "inputs in fp8": sum(layer.rounded for layer in layers),
         "scales": sum(layer.scales for layer in layers),
         "adapters": sum(layer.adapters for layer in layers),
+        **(experts or {}),
     }
     return {name: size for name, size in parts.items() if size}
+
+
+def _copies(config: TransformerConfig, exchange: str, heads: int, groups: int) -> int:
+    """Return how often key-value heads are repeated, so that every rank of an all-to-all has some."""
+    if exchange not in ("a2a", "a2a+p2p"):
+        return 1
+    size = config.context_parallel_size if exchange == "a2a" else config.cp_inner_size or 1
+    return copies_of_key_value_heads(heads, groups, size) or 1
 
 
 def _gathered(config: TransformerConfig, layer_number: int) -> int:
@@ -141,10 +162,10 @@ def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> Sequence[LayerBy
     float8_layers = plan.model.float8_layers(plan.model.num_layers)
     has_ranks = plan.model.context_parallel_size > 1
     kinds = [
-        (number in float8_layers, plan.model.cp_exchange(number) if has_ranks else "")
-        for number in range(plan.model.num_layers)
+        (number in float8_layers, has_experts, plan.model.cp_exchange(number) if has_ranks else "")
+        for number, has_experts in enumerate(plan.model.moe_layers)
     ]
-    of_kind: dict[tuple[bool, str], LayerBytes] = {}
+    of_kind: dict[tuple[bool, bool, str], LayerBytes] = {}
     for number, kind in enumerate(kinds):
         if kind not in of_kind:
             several = (saved(model, plan.seq_length, plan.micro_batch_size, number) for model in models)

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.distributed.param_layout import parts_of_range, plan_buckets
 from megatron.core.parallel_sizes import GRID_AXES, ParallelSizes, Place
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.overlap.linear_overlap import ROW_PARALLEL, linear_overlap
-from megatron.planning.adapter_traffic import add_adapters, idle_in_first_layer
-from megatron.planning.float8_traffic import Float8LayerEnds
+from megatron.planning.expert_layer import ExpertLayer, auxiliary_losses
 from megatron.planning.plan import refuse_unplanned
+from megatron.planning.traffic.adapter_traffic import add_adapters, idle_in_first_layer
+from megatron.planning.traffic.exchange_traffic import ExchangeTraffic
+from megatron.planning.traffic.float8_traffic import Float8LayerEnds
+from megatron.planning.traffic.sample_traffic import sample_bytes
 from megatron.planning.weight_gathers import num_gathers, parameters_of_buffers
 
 if TYPE_CHECKING:
@@ -48,9 +50,10 @@ class Volume:
 Traffic = dict[tuple[str, tuple[str, ...]], Volume]
 """Volumes by operation and axes."""
 
-TP, CP, PP, EMBEDDING = ("tp",), ("cp",), ("pp",), ("embedding",)
+TP, CP, DP, PP, EMBEDDING = ("tp",), ("cp",), ("dp",), ("pp",), ("embedding",)
 CP_INNER, CP_OUTER = ("cp_inner",), ("cp_outer",)
 DP_CP_INNER, DP_CP_OUTER = ("dp_cp_inner",), ("dp_cp_outer",)
+EXPERT_MODEL, EXPERT_DP = ("ep", "etp"), ("edp",)
 DP_CP, MODEL_PARALLEL, WORLD = ("dp", "cp"), ("pp", "tp"), GRID_AXES
 
 
@@ -89,6 +92,14 @@ class _Rank:
     def element(self) -> int:
         return ELEMENT_BYTES[self.config.model.params_dtype]
 
+    def replicas(self, *, of_experts: bool) -> tuple[tuple[str, ...], int, int]:
+        """Return over which axes ranks hold the same parameters, this rank's place among them, and their number."""
+        sizes, place = self.sizes, self.place
+        if of_experts and sizes.has_expert_grid:
+            of_stage = (place["dp"] * sizes.cp + place["cp"]) * sizes.tp + place["tp"]
+            return EXPERT_DP, of_stage // (sizes.ep * sizes.expert_tp), sizes.num_expert_replicas
+        return DP_CP, place["dp"] * sizes.cp + place["cp"], sizes.num_replicas
+
     @property
     def hidden_bytes(self) -> int:
         """Return A = s/c · b · h · e."""
@@ -102,7 +113,8 @@ class _Rank:
     def group_sizes(self) -> dict[tuple[str, ...], int]:
         """Return the number of ranks of every group that communicates."""
         at_an_end = self.place["pp"] in (0, self.sizes.pp - 1)
-        slices = {axes: self.sizes.size_of(axes) for axes in (TP, CP, PP, DP_CP, MODEL_PARALLEL, WORLD)}
+        slices = {axes: self.sizes.size_of(axes) for axes in (TP, CP, DP, PP, DP_CP, MODEL_PARALLEL, WORLD)}
+        slices |= {EXPERT_MODEL: self.sizes.ep * self.sizes.expert_tp, EXPERT_DP: self.sizes.num_expert_replicas}
         inner = self.config.model.cp_inner_size or 1
         levels = {CP_INNER: inner, CP_OUTER: self.sizes.cp // inner}
         copies = self.config.ddp.num_distributed_optimizer_instances
@@ -114,14 +126,15 @@ def step_traffic(config: RunConfig, rank: int) -> Traffic:
     """Return what a rank sends in one training step.
 
     Raises:
-        ConfigurationError: the model has experts, latent attention or further tokens, which are not planned.
+        ConfigurationError: the model has latent attention or further tokens, which are not planned.
     """
     refuse_unplanned(config.model)
     sizes = config.parallel_sizes
     here = _Rank(config, sizes, sizes.place(rank))
     total = _Sum(here.group_sizes())
     chunks = config.stage_layout.chunks(here.place["pp"])
-    _add_samples(total, here, chunks)
+    num_bytes = sample_bytes(config, here.tokens, chunks)
+    total.add("broadcast", TP, num_bytes, here.num_microbatches * (num_bytes > 0))
     for index, chunk in enumerate(chunks):
         _add_microbatch(total, here, chunk)
         _add_sends(total, here, index, len(chunks))
@@ -130,33 +143,22 @@ def step_traffic(config: RunConfig, rank: int) -> Traffic:
     return {key: volume for key, volume in total.traffic.items() if volume.num_calls}
 
 
-def _add_samples(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) -> None:
-    """Add what the first tensor-parallel rank sends the others of the samples that it reads, once a micro-batch."""
-    model, data = here.config.model, here.config.data
-    has_embedding = any(chunk.has_embedding for chunk in chunks)
-    has_loss = any(chunk.has_loss for chunk in chunks)
-    token = 2 if model.vocab_size <= 1 << 16 else 4
-    position = 2 if data.seq_length <= 1 << 16 else 4
-    num_bytes = here.tokens * token * has_embedding
-    # Labels, one byte a token that says whether it counts, and how many of the whole micro-batch do.
-    num_bytes += (here.tokens * (token + 1) + 8) * has_loss
-    is_rotary = model.position_embedding_type == "rope"
-    if data.reset_position_ids and (is_rotary or (model.position_embedding_type != "none" and has_embedding)):
-        num_bytes += here.tokens * position
-    if data.reset_attention_mask and any(chunk.layer_numbers for chunk in chunks):
-        num_bytes += here.tokens * here.sizes.cp * position  # of the whole sequences
-    total.add("broadcast", TP, num_bytes, here.num_microbatches * (num_bytes > 0))
-
-
 def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
     """Add what the layers, the embedding and the output layer send for all micro-batches."""
     m = here.num_microbatches
     layers = len(chunk.layer_numbers)
     full, early = _recomputed(here, layers)
     model = here.config.model
-    float8_layers = model.float8_layers(model.num_layers)
+    float8_layers, has_experts = model.float8_layers(model.num_layers), model.moe_layers
+    of_experts = {place for place, number in enumerate(chunk.layer_numbers) if has_experts[number]}
+    if of_experts:
+        _add_experts(total, here, of_experts, full, early)
     for in_float8 in (False, True):
-        own = [place for place, number in enumerate(chunk.layer_numbers) if (number in float8_layers) == in_float8]
+        own = [
+            place
+            for place, number in enumerate(chunk.layer_numbers)
+            if (number in float8_layers) == in_float8 and place not in of_experts
+        ]
         num_again = sum(place < full for place in own)
         _add_layer_ends(total, here, in_float8, m * len(own), m * len(own), m * len(own))
         # What is recomputed runs forward again, up to the last thing that the backward pass needs.
@@ -176,7 +178,10 @@ def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
         length = 1 if model.recompute_method == "block" else model.recompute_num_layers or 1
         total.add("all_gather", TP, here.hidden_bytes, m * math.ceil(full / length))
     for position, number in enumerate(chunk.layer_numbers):
-        _add_exchange(total, here, number, is_recomputed="core_attn" in model.recomputed_modules or position < full)
+        if here.sizes.cp > 1:
+            is_recomputed = "core_attn" in model.recomputed_modules or position < full
+            exchange = ExchangeTraffic(model, here.sizes, here.head_bytes, here.element)
+            exchange.add(total.add, model.cp_exchange(number), m * (1 + is_recomputed), m)
     A = here.hidden_bytes
     if here.config.model.sequence_parallel:
         total.add("reduce_scatter", TP, A, m * chunk.has_embedding)
@@ -250,8 +255,34 @@ def _add_over_tp(total: _Sum, operation: str, num_bytes: int, count: int) -> Non
     total.add(operation, TP, num_bytes, count)
 
 
-def _add_layer_ends(total: _Sum, here: _Rank, in_float8: bool, entered: int, left: int, backward: int) -> None:
-    """Add what a number of layers send where they enter and leave their two tensor-parallel regions."""
+def _add_experts(total: _Sum, here: _Rank, places: set[int], full: int, early: set[int]) -> None:
+    """Add what layers of experts send for all micro-batches; those at the first ``full`` places run forward again.
+
+    Those at ``early`` places, and feed-forwards that alone run again, stop when all that they save is there.
+    """
+    model, m, num_layers = here.config.model, here.num_microbatches, len(places)
+    entered, backward = m * (num_layers + sum(place < full for place in places)), m * num_layers
+    fed_again = backward if "moe" in model.recomputed_modules else 0
+    stopped = m * len(early & places) + (fed_again if model.hidden_dropout == 0.0 else 0)
+    layer = ExpertLayer(model, here.tokens, here.config.training.micro_batch_size, here.element)
+    layer.add_traffic(total.add, entered + fed_again, entered + fed_again - stopped, backward)
+    _add_layer_ends(total, here, False, entered, entered, backward, ("attention",))
+    if layer.shared_width:
+        stopped = 0 if model.moe_shared_expert_gate or model.moe_shared_expert_overlap else stopped
+        again = entered + fed_again
+        _add_layer_ends(total, here, False, again, again - stopped, backward, ("feed-forward",))
+
+
+def _add_layer_ends(
+    total: _Sum,
+    here: _Rank,
+    in_float8: bool,
+    entered: int,
+    left: int,
+    backward: int,
+    regions: tuple[str, ...] = ("attention", "feed-forward"),
+) -> None:
+    """Add what a number of layers send where they enter and leave these tensor-parallel regions."""
     A = here.hidden_bytes
     if here.config.model.sequence_parallel and in_float8:
         _float8_ends(here).add(partial(_add_over_tp, total), entered, left, backward)
@@ -259,7 +290,8 @@ def _add_layer_ends(total: _Sum, here: _Rank, in_float8: bool, entered: int, lef
         qkv, proj, fc1, fc2 = (linear_overlap(here.config.model, name) for name in ("qkv", "proj", "fc1", "fc2"))
         if fc2.forward or fc2.backward:
             left = entered  # The product and its sum over the ranks are one operation, which runs to its end.
-        for column, row, times in (qkv, proj, entered), (fc1, fc2, left):
+        ends = {"attention": (qkv, proj, entered), "feed-forward": (fc1, fc2, left)}
+        for column, row, times in (ends[region] for region in regions):
             _add_beside_product(total, here, "all_gather", column.forward, entered)
             _add_beside_product(total, here, "reduce_scatter", row.forward, times)
             # Backward: the gradient of the output, and the input once more for the gradient of a weight that has one.
@@ -267,8 +299,8 @@ def _add_layer_ends(total: _Sum, here: _Rank, in_float8: bool, entered: int, lef
             total.add("all_gather", TP, A, 0 if here.config.model.lora_rank else backward)
             _add_beside_product(total, here, "reduce_scatter", column.backward, backward)
     else:
-        total.add("all_reduce", TP, A, entered + left)
-        total.add("all_reduce", TP, A, 2 * backward)
+        total.add("all_reduce", TP, A, sum({"attention": entered, "feed-forward": left}[region] for region in regions))
+        total.add("all_reduce", TP, A, len(regions) * backward)
 
 
 def _add_beside_product(total: _Sum, here: _Rank, operation: str, is_chunked: bool, count: int) -> None:
@@ -278,49 +310,6 @@ def _add_beside_product(total: _Sum, here: _Rank, operation: str, is_chunked: bo
         total.add("send", TP, here.hidden_bytes // t, count * (t - 1))
     else:
         total.add(operation, TP, here.hidden_bytes, count)
-
-
-def _add_exchange(total: _Sum, here: _Rank, number: int, is_recomputed: bool) -> None:
-    """Add what the attention of a layer sends for all micro-batches."""
-    model, c = here.config.model, here.sizes.cp
-    if c == 1:
-        return
-    exchange = model.cp_exchange(number)
-    groups = key_value_heads_of_rank(model.num_query_groups, here.sizes.tp)
-    forwards = here.num_microbatches * (1 + is_recomputed)
-    if exchange == "p2p":
-        _add_ring(total, here, CP, c, groups, forwards)
-    elif exchange == "all_gather":
-        gathered = 2 * groups * here.head_bytes * c
-        total.add("all_gather", CP, gathered, forwards)
-        total.add("reduce_scatter", CP, gathered, here.num_microbatches)
-    elif exchange == "a2a":
-        _add_all_to_alls(total, here, CP, c, groups, forwards)
-    else:
-        inner = model.cp_inner_size or 1
-        # A rank of the ring has a share of the heads, and the tokens of all who share them: as many bytes as before.
-        groups = _add_all_to_alls(total, here, CP_INNER, inner, groups, forwards)
-        _add_ring(total, here, CP_OUTER, c // inner, groups, forwards)
-
-
-def _add_ring(total: _Sum, here: _Rank, axes: tuple[str, ...], size: int, groups: int, forwards: int) -> None:
-    keys_and_values, backwards = 2 * groups * here.head_bytes, here.num_microbatches
-    total.add("send", axes, keys_and_values, (size - 1) * (forwards + backwards))
-    total.add("send", axes, keys_and_values // here.element * max(here.element, 4), size * backwards)
-
-
-def _add_all_to_alls(total: _Sum, here: _Rank, axes: tuple[str, ...], size: int, groups: int, forwards: int) -> int:
-    """Add what shares the heads, and return the key-value heads that are shared, repeated ones included."""
-    model, backwards = here.config.model, here.num_microbatches
-    heads = model.num_attention_heads // here.sizes.tp
-    copies = copies_of_key_value_heads(heads, groups, size)
-    assert copies is not None, "a checked configuration shares the heads"
-    there = (heads + 2 * copies * groups) * here.head_bytes
-    # A recomputed core alone ends before its output goes back: nothing behind it is needed.
-    again = forwards - backwards if model.recompute_granularity == "full" else 0
-    total.add("all_to_all", axes, there, forwards + backwards)
-    total.add("all_to_all", axes, heads * here.head_bytes, 2 * backwards + again)
-    return copies * groups
 
 
 def _add_sends(total: _Sum, here: _Rank, index: int, num_chunks: int) -> None:
@@ -334,33 +323,33 @@ def _add_sends(total: _Sum, here: _Rank, index: int, num_chunks: int) -> None:
 def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) -> None:
     """Add the reductions of gradients over replicas, copies and the ends of the pipeline, and the new parameters."""
     model, ddp, sizes = here.config.model, here.config.ddp, here.sizes
-    is_sharded = ddp.shards_over(sizes.num_replicas)
     grad_element = ELEMENT_BYTES[ddp.grad_dtype(model.params_dtype)]
-    replica = here.place["dp"] * sizes.cp + here.place["cp"]
-    num_shards = ddp.num_shards(sizes.num_replicas)
-    has_copies = is_sharded and ddp.num_distributed_optimizer_instances > 1
-    sharding = DP_CP_INNER if has_copies else DP_CP
     partial_bytes = 0
-    for parameters, units in parameters_of_buffers(model, chunks, is_sharded):
+    for parameters, units in parameters_of_buffers(model, chunks, ddp.shards_over(sizes.num_replicas)):
+        axes, replica, replicas = here.replicas(of_experts=parameters[0].is_expert)
+        is_sharded, num_shards = ddp.shards_over(replicas), ddp.num_shards(replicas)
+        has_copies = is_sharded and ddp.num_distributed_optimizer_instances > 1
+        if has_copies:
+            axes = DP_CP_INNER
         in_float8 = is_sharded and parameters[0].is_sent_in_float8
         element = 1 if in_float8 else here.element
         tied = [index for index, parameter in enumerate(parameters) if parameter.is_tied]
-        buckets = plan_buckets([p.size for p in parameters], tied, ddp, sizes.num_replicas, units).buckets
+        buckets = plan_buckets([p.size for p in parameters], tied, ddp, replicas, units).buckets
         if in_float8:
             # The amax of every parameter, before what they scale is sent.
             is_of_bucket = ddp.overlap_param_gather and ddp.overlap_param_gather_with_optimizer_step
-            total.add("all_reduce", sharding, 4 * len(parameters), len(buckets) if is_of_bucket else 1)
+            total.add("all_reduce", axes, 4 * len(parameters), len(buckets) if is_of_bucket else 1)
         for bucket in buckets:
             grad_bytes = bucket.num_elements * grad_element
             if is_sharded:
                 rounds = here.num_microbatches if ddp.shards_gradients else 1
-                total.add("reduce_scatter", sharding, grad_bytes, rounds)
+                total.add("reduce_scatter", axes, grad_bytes, rounds)
                 gathers = 1
                 if ddp.shards_weights:
                     gathers = here.num_microbatches * num_gathers(units[bucket.slots[0].index])
-                total.add("all_gather", sharding, bucket.num_elements * element, gathers)
+                total.add("all_gather", axes, bucket.num_elements * element, gathers)
             else:
-                total.add("all_reduce", DP_CP, grad_bytes)
+                total.add("all_reduce", axes, grad_bytes)
             start, end = bucket.start, bucket.end
             if is_sharded:
                 start, end = bucket.shard(replica % num_shards, num_shards)
@@ -381,10 +370,15 @@ def _add_scalars(total: _Sum, here: _Rank) -> None:
     if config.training.calculate_per_token_loss:
         total.add("broadcast", PP, 8)
         total.add("all_reduce", DP_CP, 8)
-    is_sharded = config.ddp.shards_over(here.sizes.num_replicas)
+    sizes, layers = here.sizes, sum(config.model.moe_layers)
+    replicas = {sizes.num_replicas} | ({sizes.num_expert_replicas} if layers else set())
+    is_of_world = sizes.has_expert_grid or any(config.ddp.shards_over(number) for number in replicas)
     norms = 16 if config.optimizer.log_num_zeros_in_grad else 8
-    total.add("all_reduce", WORLD if is_sharded else MODEL_PARALLEL, norms)
-    total.add("all_reduce", WORLD, 32)
+    total.add("all_reduce", WORLD if is_of_world else MODEL_PARALLEL, norms)
+    if layers:
+        # How many tokens each expert was given, and how many choices were dropped.
+        total.add("all_reduce", WORLD, 8 * layers * ((config.model.num_experts or 0) + 1))
+    total.add("all_reduce", WORLD, 32 + 16 * len(auxiliary_losses(config.model)))
     if config.model.fp8_recipe == "delayed" and config.model.float8_layers(config.model.num_layers):
         # The amax of each operand of each linear layer.
         total.add("all_reduce", WORLD, config.model.num_layers * 4 * 3 * 4)

@@ -10,14 +10,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
-from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.action import Action, Pass, StagePlace
 from megatron.core.pipeline_parallel.schedules import with_deferred_grads
 from megatron.planning.activation_memory import LayerBytes, kept_of_chunks
 from megatron.planning.closed_forms import ELEMENT_BYTES
-from megatron.planning.float8_traffic import fills_blocks
+from megatron.planning.layer_widths import layer_widths
 from megatron.planning.plan import Plan
+from megatron.planning.traffic.float8_traffic import fills_blocks
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,14 @@ def deferred_products(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> D
         return Deferred()
     actions = _actions(plan, stage, len(chunks))
     kept = kept_of_chunks(plan, stage, layers)
-    float8_layers = model.float8_layers(model.num_layers)
+    float8_layers, has_experts = model.float8_layers(model.num_layers), model.moe_layers
     output = 0 if model.lora_rank else plan.num_tokens * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
     of_layers = [
-        [_layer_operands(plan, in_float8=number in float8_layers) for number in chunk.layer_numbers] for chunk in chunks
+        [
+            _layer_operands(plan, in_float8=number in float8_layers, has_experts=has_experts[number])
+            for number in chunk.layer_numbers
+        ]
+        for chunk in chunks
     ]
     operands = [sum(several) for several in of_layers]
     operands[-1] += output * chunks[-1].has_loss
@@ -67,32 +70,19 @@ def _actions(plan: Plan, stage: int, num_chunks: int) -> Sequence[Action]:
     )
 
 
-def _layer_operands(plan: Plan, *, in_float8: bool) -> int:
-    """Return the operands of one layer's weight gradients of a micro-batch: inputs and gradients of its four products.
+def _layer_operands(plan: Plan, *, in_float8: bool, has_experts: bool) -> int:
+    """Return the operands of one layer's weight gradients of a micro-batch: inputs and gradients of its products.
 
-    Scales of operands in fp8 are not counted.
+    Scales of operands in fp8 are not counted. Experts' weight gradients are not put off.
     """
     model, tokens = plan.model, plan.num_tokens
-    widths = _widths(model)
+    widths = layer_widths(model, has_experts=has_experts)
     if model.lora_rank:
         adapted = sum(widths[name][0] for name in model.adapted_parts)
         return tokens * adapted * ELEMENT_BYTES[model.params_dtype]
     is_rounded = in_float8 and model.fp8_wgrad and fills_blocks(model, plan.num_rows)
     element = 1 if is_rounded else ELEMENT_BYTES[model.params_dtype]
     return tokens * element * sum(inner + columns for inner, columns in widths.values())
-
-
-def _widths(model: GPTConfig) -> dict[str, tuple[int, int]]:
-    """Return what each linear layer takes and gives on one tensor-parallel rank."""
-    t, h = model.tensor_model_parallel_size, model.hidden_size
-    queries, ffn = model.query_projection_size // t, model.ffn_hidden_size // t
-    keys = key_value_heads_of_rank(model.num_query_groups, t) * model.kv_channels
-    return {
-        "linear_qkv": (h, queries + 2 * keys),
-        "linear_proj": (queries, h),
-        "linear_fc1": (h, ffn * (2 if model.is_gated else 1)),
-        "linear_fc2": (ffn, h),
-    }
 
 
 def _fullest(actions: Sequence[Action], kept: Sequence[int], operands: Sequence[int], output: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.planning.closed_forms import ELEMENT_BYTES
-from megatron.planning.float8_traffic import fills_blocks, scale_length
+from megatron.planning.traffic.float8_traffic import fills_blocks, scale_length
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

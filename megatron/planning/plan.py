@@ -42,7 +42,7 @@ class Plan:
         """Return what a run's configuration says of it; ``stage_layout`` is its own, where that is known already.
 
         Raises:
-            ConfigurationError: the model has experts, latent attention or further tokens, which are not planned.
+            ConfigurationError: the model has latent attention or further tokens, which are not planned.
         """
         refuse_unplanned(config.model)
         return Plan(
@@ -100,7 +100,7 @@ class Plan:
 
 
 def refuse_unplanned(model: GPTConfig) -> None:
-    """Refuse to plan a model with experts, latent attention or further tokens.
+    """Refuse to plan a model with latent attention or further tokens.
 
     Raises:
         ConfigurationError: it has some of these.
@@ -114,12 +114,6 @@ def refuse_unplanned(model: GPTConfig) -> None:
                 f"{name}: activations, time and traffic of such a model are not planned; "
                 f"tools/report_theoretical_memory.py has its parameters, or leave {name} out"
             )
-    if model.num_experts is not None:
-        raise ConfigurationError(
-            f"--num-experts {model.num_experts}: activations, time and traffic of experts follow from what tokens "
-            "choose, and are not planned; tools/report_theoretical_memory.py has their parameters, or leave "
-            "--num-experts out"
-        )
 
 
 _Schedule = tuple[str, int, int, int, int, int | None]

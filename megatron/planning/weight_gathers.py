@@ -27,23 +27,26 @@ def gathered_units(model: GPTConfig, chunk: StageContents) -> list[int]:
 def parameters_of_buffers(
     model: GPTConfig, chunks: Sequence[StageContents], is_sharded: bool
 ) -> Iterator[tuple[list[ChunkParameter], list[int]]]:
-    """Yield the trained parameters of each chunk, those that travel in fp8 by themselves where they are sharded.
+    """Yield the trained parameters of each chunk: experts, and those that travel in fp8 where they are sharded, apart.
 
     With them go the labels of what is gathered together where weights are sharded.
     """
     for chunk in chunks:
-        by_kind: dict[bool, tuple[list[ChunkParameter], list[int]]] = {}
+        by_kind: dict[tuple[bool, bool], tuple[list[ChunkParameter], list[int]]] = {}
         for parameter, unit in zip(chunk_parameters(model, chunk), gathered_units(model, chunk), strict=True):
             if parameter.is_trained:
-                of_kind, units = by_kind.setdefault(is_sharded and parameter.is_sent_in_float8, ([], []))
+                kind = parameter.is_expert, is_sharded and parameter.is_sent_in_float8
+                of_kind, units = by_kind.setdefault(kind, ([], []))
                 of_kind.append(parameter)
                 units.append(unit)
         yield from by_kind.values()
 
 
-def most_gathered(model: GPTConfig, chunk: StageContents, layout: ParamLayout) -> int:
-    """Return the elements of a chunk's whole weights when most of it is there, with two layers."""
-    units = gathered_units(model, chunk)
+def most_gathered(units: Sequence[int], layout: ParamLayout) -> int:
+    """Return the elements of a chunk's whole weights when most of it is there, with two layers.
+
+    ``units`` has a label for each parameter of ``layout``.
+    """
     sizes: dict[int, int] = {}
     for bucket in layout.buckets:
         label = units[bucket.slots[0].index]

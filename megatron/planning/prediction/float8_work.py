@@ -8,8 +8,8 @@ that a dry run shows; for one scale a matrix they are equal.
 from __future__ import annotations
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.planning.float8_traffic import fills_blocks, gathers_gradients
 from megatron.planning.prediction.layer_work import layer_products
+from megatron.planning.traffic.float8_traffic import fills_blocks, gathers_gradients
 
 _HALF, _EIGHTH = 2, 1
 _AMAX = 6

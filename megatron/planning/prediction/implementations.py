@@ -38,7 +38,8 @@ class Implementation:
     ``wide_logit_bytes`` are those of one logit at the fullest moment beside the model's own type,
     ``half_gradient_bytes`` those of an fp16 model's gradient while layers run. Beside fp8 a program may keep no weights
     in 16 bits. One without flash attention has its scores in memory. ``follows_recipes`` says that casts to fp8 and
-    exchanges are those of the run's recipe here, and not transformer-engine's.
+    exchanges are those of the run's recipe here, and not transformer-engine's. ``fuses_permutation`` says that tokens
+    are sorted by expert in one kernel.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Implementation:
     offloads_beside_recompute: bool = False
     takes_any_microbatches: bool = False
     follows_recipes: bool = False
+    fuses_permutation: bool = False
     schedules_zero_bubble: bool = False
 
 
@@ -72,6 +74,7 @@ MEGATRON_TE = Implementation(
     half_gradient_bytes=2,
     caches_float8_weights=True,
     is_rotation_fused=False,
+    fuses_permutation=True,
 )
 MEGATRON_BRIDGE = dataclasses.replace(
     MEGATRON_TE,

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planning.activation_memory import LayerBytes
-from megatron.planning.adapter_traffic import add_adapters
-from megatron.planning.float8_traffic import Float8LayerEnds
 from megatron.planning.gpu import AttentionRate, Gpu
+from megatron.planning.layer_widths import key_value_width
 from megatron.planning.plan import Plan
+from megatron.planning.prediction.expert_time import LAUNCHES, NO_EXPERTS, expert_time
 from megatron.planning.prediction.float8_work import float8_cast_bytes
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import (
@@ -21,12 +21,13 @@ from megatron.planning.prediction.layer_work import (
     adapter_products,
     attention_flops,
     fused_cast_bytes,
-    key_value_width,
     layer_products,
     loss_bytes,
     passed_bytes,
 )
 from megatron.planning.prediction.links import Links
+from megatron.planning.traffic.adapter_traffic import add_adapters
+from megatron.planning.traffic.float8_traffic import Float8LayerEnds
 
 MEMORY_SHARE = 0.85
 """Part of the memory's bandwidth that simple kernels reach (BabelStream on A100 and H100 reaches 0.85 to 0.93)."""
@@ -42,7 +43,8 @@ _HALF, _WIDE_SUM = 2, 8
 class LayerTime:
     """Hold the seconds of a layer and a micro-batch by part; ``again`` is what is computed a second time.
 
-    ``forward`` and ``weight_gradients`` are the forward pass and the products of weights' gradients within the parts.
+    ``expert_parallel`` is tokens' way to their experts and back. ``forward`` and ``weight_gradients`` are the forward
+    pass and the products of weights' gradients that can be put off, within the parts.
     """
 
     products: float
@@ -54,27 +56,39 @@ class LayerTime:
     offload: float
     floor: float = 0.0
     forward: float = 0.0
+    expert_parallel: float = 0.0
     weight_gradients: float = 0.0
 
     @property
     def total(self) -> float:
         """Return all parts together, at least what the host takes to launch them."""
         busy = self.products + self.attention + self.passes + self.again
-        return max(self.floor, busy + self.tensor_parallel + self.context_parallel + self.offload)
+        sent = self.tensor_parallel + self.context_parallel
+        return max(self.floor, busy + sent + self.expert_parallel + self.offload)
 
 
-def layer_time(plan: Plan, gpu: Gpu, implementation: Implementation, kept: LayerBytes, *, in_float8: bool) -> LayerTime:
+def layer_time(
+    plan: Plan,
+    gpu: Gpu,
+    implementation: Implementation,
+    kept: LayerBytes,
+    *,
+    in_float8: bool,
+    has_experts: bool = False,
+) -> LayerTime:
     """Return the time of one layer, forward and backward, with the recompute that is configured.
 
     ``kept`` is what `layer_bytes` returned for the layer, and ``in_float8`` says that its products are in fp8.
     """
-    products = layer_products(plan.model)
+    products = layer_products(plan.model, has_experts=has_experts)
     half = _peak(plan.model, gpu)
     peak = gpu.float8_flops if in_float8 else half
     forward, backward = _attention(plan, gpu, implementation)
-    passed = passed_bytes(plan, implementation.is_rotation_fused, implementation.has_flash_attention)
+    passed = passed_bytes(
+        plan, implementation.is_rotation_fused, implementation.has_flash_attention, has_experts=has_experts
+    )
     if in_float8:
-        passed += _cast_bytes(plan, implementation)
+        passed += _cast_bytes(plan, implementation, has_experts=has_experts)
     # Products of weights' gradients may stay in 16 bits.
     of_weights = half if in_float8 and implementation.follows_recipes and not plan.model.fp8_wgrad else peak
     rates = [(each, (peak, of_weights)) for each in products]
@@ -83,18 +97,21 @@ def layer_time(plan: Plan, gpu: Gpu, implementation: Implementation, kept: Layer
     computed = sum(seconds for seconds, _ in parts)
     once = sum(seconds / passes for seconds, passes in parts)
     passes = passed / (gpu.memory_bandwidth * implementation.times.pass_share)
-    exchanged = _tensor_parallel(plan, gpu, implementation, in_float8=in_float8)
+    # Experts without a shared one have no tensor-parallel region of their own: exchanges are those of attention.
+    exchanged = _tensor_parallel(plan, gpu, implementation, in_float8=in_float8) * len(products) / 4
     ring = _ring(plan, gpu)
+    experts = expert_time(plan, gpu, implementation, peak, in_float8=in_float8) if has_experts else NO_EXPERTS
     return LayerTime(
-        products=computed,
+        products=computed + experts.products,
         attention=forward + backward,
-        passes=passes,
+        passes=passes + experts.passes,
         tensor_parallel=exchanged,
         context_parallel=max(0.0, ring - forward - backward),
-        again=_again(plan.model, once + (passes + exchanged) / 3 + forward, forward, once),
+        expert_parallel=experts.exchanges,
+        again=_again(plan.model, once + (passes + exchanged) / 3 + forward, forward, once, experts.forward),
         offload=_offload(plan, gpu, kept, once + passes / 3 + forward),
-        floor=_LAUNCHES * _LAUNCH_S,
-        forward=once + (passes + exchanged) / 3 + forward,
+        floor=(_LAUNCHES + LAUNCHES * has_experts) * _LAUNCH_S,
+        forward=once + (passes + exchanged) / 3 + forward + experts.forward,
         weight_gradients=0.0 if plan.model.lora_rank else once,
     )
 
@@ -114,11 +131,11 @@ def _peak(model: GPTConfig, gpu: Gpu) -> float:
     return gpu.half_flops if model.params_dtype in ("bfloat16", "float16") else gpu.single_flops
 
 
-def _cast_bytes(plan: Plan, implementation: Implementation) -> float:
+def _cast_bytes(plan: Plan, implementation: Implementation, *, has_experts: bool) -> float:
     """Return the bytes of making a layer's operands in fp8."""
     if implementation.follows_recipes:
         return float8_cast_bytes(plan.model, plan.num_tokens, plan.num_rows)
-    return fused_cast_bytes(plan)
+    return fused_cast_bytes(plan, has_experts=has_experts)
 
 
 def _product(product: Product, tokens: int, peaks: tuple[float, float], gpu: Gpu) -> float:
@@ -177,11 +194,13 @@ def _ring(plan: Plan, gpu: Gpu) -> float:
     return 3 * Links(gpu, plan.parallel_sizes).context_parallel_seconds(message)
 
 
-def _again(model: GPTConfig, forward: float, attention: float, products: float) -> float:
+def _again(model: GPTConfig, forward: float, attention: float, products: float, experts: float) -> float:
     """Return what is computed a second time, as if all layers of a chunk were the first ones."""
     if model.recompute_granularity == "full":
-        return forward
+        return forward + experts
     modules = model.recomputed_modules
+    if experts:
+        return attention * ("core_attn" in modules) + experts * ("moe" in modules)
     return attention * ("core_attn" in modules) + products * 2 / 3 * ("mlp" in modules)
 
 

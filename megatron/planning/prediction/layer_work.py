@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planning.adapter_parameters import adapter_parameters
+from megatron.planning.layer_widths import key_value_width, layer_widths
 from megatron.planning.plan import Plan
 
 _FUSED_ROTATION, _ROTATION = 8, 40
@@ -41,28 +41,19 @@ class Product:
         return 3 if self.is_trained else 2
 
 
-def layer_products(model: GPTConfig) -> tuple[Product, Product, Product, Product]:
-    """Return a layer's products on one tensor-parallel rank: attention's two and the feed-forward's two."""
-    t, h, is_trained = model.tensor_model_parallel_size, model.hidden_size, not model.lora_rank
-    ffn = model.ffn_hidden_size // t
-    queries = model.query_projection_size // t
-    return (
-        Product(h, queries + 2 * key_value_width(model), is_trained),
-        Product(queries, h, is_trained),
-        Product(h, ffn * (2 if model.is_gated else 1), is_trained),
-        Product(ffn, h, is_trained),
-    )
+def layer_products(model: GPTConfig, *, has_experts: bool = False) -> tuple[Product, ...]:
+    """Return a layer's products on one tensor-parallel rank: attention's two and the feed-forward's two.
+
+    Of a feed-forward of experts only the shared one's are there, if it is.
+    """
+    widths = layer_widths(model, has_experts=has_experts).values()
+    return tuple(Product(inner, columns, not model.lora_rank) for inner, columns in widths)
 
 
 def adapter_products(model: GPTConfig) -> list[Product]:
     """Return the narrow products of a layer's low-rank adapters on one tensor-parallel rank."""
     rank = model.lora_rank
     return [Product(rank, size // rank) for name in model.adapted_parts for size, _ in adapter_parameters(model, name)]
-
-
-def key_value_width(model: GPTConfig) -> int:
-    """Return the width of all keys on one tensor-parallel rank; ranks beyond the groups hold copies."""
-    return key_value_heads_of_rank(model.num_query_groups, model.tensor_model_parallel_size) * model.kv_channels
 
 
 def attention_flops(plan: Plan) -> float:
@@ -78,12 +69,16 @@ def megatron_step_flops(plan: Plan) -> float:
     return 3.0 * plan.global_batch_size * (model.forward_flops_per_sequence(s) + unused_half)
 
 
-def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool) -> float:
-    """Return the bytes that a layer's passes over memory read and write, casts to fp8 left out."""
+def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool, *, has_experts: bool = False) -> float:
+    """Return the bytes that a layer's passes over memory read and write, casts to fp8 left out.
+
+    Of a feed-forward of experts only the shared one's are counted, if it is there.
+    """
     model, tokens, rows = plan.model, plan.num_tokens, plan.num_rows
     t, h = plan.parallel_sizes.tp, model.hidden_size
     queries, keys = model.query_projection_size // t, key_value_width(model)
-    ffn, gates = model.ffn_hidden_size // t, 2 if model.is_gated else 1
+    whole = (model.moe_shared_expert_intermediate_size or 0) if has_experts else model.ffn_hidden_size
+    ffn, gates = whole // t, 2 if model.is_gated else 1
     # Two norms (2 tensors forward, 3 backward) and two residual sums (3 each way).
     total = rows * h * _HALF * 2.0 * (2 + 3 + 3 + 3)
     if model.position_embedding_type == "rope":
@@ -109,14 +104,15 @@ def loss_bytes(plan: Plan) -> float:
     return float(plan.num_logits * _LOSS_BYTES)
 
 
-def fused_cast_bytes(plan: Plan) -> float:
+def fused_cast_bytes(plan: Plan, *, has_experts: bool = False) -> float:
     """Return the bytes of making fp8 operands as transformer-engine does: norms write fp8 at once, others are read in
     16 bits and written.
     """
     model, tokens, rows = plan.model, plan.num_tokens, plan.num_rows
     t, h, has_weight_gradients = plan.parallel_sizes.tp, model.hidden_size, not model.lora_rank
     queries, keys = model.query_projection_size // t, key_value_width(model)
-    ffn, gates = model.ffn_hidden_size // t, 2 if model.is_gated else 1
+    whole = (model.moe_shared_expert_intermediate_size or 0) if has_experts else model.ffn_hidden_size
+    ffn, gates = whole // t, 2 if model.is_gated else 1
     inputs = 3 * tokens * (queries + ffn) - 2 * rows * h
     transposed = 2 * tokens * (2 * h + queries + ffn) if has_weight_gradients else 0
     # Gradients are read in 16 bits and written as they are, and once more transposed for the weights' gradients.

@@ -35,6 +35,27 @@ class Links:
         n = self.sizes.num_replicas
         return self._seconds(num_bytes * (n - 1) / n, n, self.sizes.tp) if n > 1 else 0.0
 
+    def expert_exchange_seconds(self, num_bytes: float) -> float:
+        """Return the time of giving each rank that holds other experts its part of so many bytes."""
+        n = self.sizes.ep * self.sizes.expert_tp
+        if n == 1:
+            return 0.0
+        here = min(n, GPUS_A_MACHINE)
+        inside = num_bytes * (here - 1) / n / self.gpu.link_bandwidth
+        # To other machines every rank has its own port.
+        return _LATENCY_S + max(inside, num_bytes * (n - here) / n / self.gpu.network_bandwidth) / _LINK_SHARE
+
+    def expert_gather_seconds(self, num_bytes: float) -> float:
+        """Return the time of gathering or scattering so many bytes over the ranks that hold all experts."""
+        n = self.sizes.ep * self.sizes.expert_tp
+        return self._seconds(num_bytes * (n - 1) / n, n, 1) if n > 1 else 0.0
+
+    def expert_replica_seconds(self, num_bytes: float) -> float:
+        """Return the time of gathering or scattering so many bytes over the ranks with the same experts."""
+        n = self.sizes.num_expert_replicas
+        stride = self.sizes.ep * self.sizes.expert_tp
+        return self._seconds(num_bytes * (n - 1) / n, n, stride) if n > 1 else 0.0
+
     def pipeline_seconds(self, num_bytes: float) -> float:
         """Return the time of a message to the next stage."""
         stride = self.sizes.world_size // self.sizes.pp

@@ -40,11 +40,15 @@ def recorded_plan(fields: Fields) -> Plan:
     shape = fields.part("model")
     tp, pp, cp = (fields.integer(axis, 1, most=_MOST_RANKS) for axis in ("tp", "pp", "cp"))
     dp, world_size = _replicas(fields, tp * pp * cp)
-    problems = [] if dp * tp * pp * cp == world_size else [_not_a_grid(world_size, tp * pp * cp)]
-    problems += _unknown(fields, shape, dp * cp)
+    ep, etp = fields.integer("ep", 1, most=_MOST_RANKS), fields.optional("etp")
+    sizes = ParallelSizes(tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, etp=etp)
+    is_grid = dp * tp * pp * cp == world_size
+    problems = sizes.problems(world_size) if is_grid else [_not_a_grid(world_size, tp * pp * cp)]
+    problems += _unknown(fields, dp * cp)
+    problems += _wrong_experts(shape, sizes)
     if problems:
         raise ConfigurationError(problems)
-    model = _model(fields, shape, (tp, pp, cp))
+    model = _model(fields, shape, sizes)
     layout = plan_stage_layout(model, model.num_layers)
     micro_batch_size = fields.integer("micro_batch", 1)
     global_batch_size = fields.optional("global_batch")
@@ -61,7 +65,7 @@ def recorded_plan(fields: Fields) -> Plan:
             overlap_param_gather=is_sharded and fields.switch("overlap_param_gather", default=True),
         ),
         optimizer=OptimizerConfig(params_dtype=model.params_dtype),
-        parallel_sizes=ParallelSizes(tp=tp, pp=pp, cp=cp, dp=dp),
+        parallel_sizes=sizes,
         stage_layout=layout,
         pipeline_schedule=default_schedule(pp, layout.num_chunks),
         seq_length=shape.integer("seq_length"),
@@ -86,10 +90,28 @@ def _not_a_grid(world_size: int, model_ranks: int) -> str:
     )
 
 
-def _unknown(fields: Fields, shape: Fields, num_replicas: int) -> list[str]:
+def _num_experts(shape: Fields) -> int | None:
+    """Return the number of experts of a layer by any of its names, None for a dense model."""
+    return next((shape.optional(name) for name in _EXPERT_FIELDS if shape.values.get(name)), None)
+
+
+def _wrong_experts(shape: Fields, sizes: ParallelSizes) -> list[str]:
+    experts = _num_experts(shape)
+    if experts is None:
+        return [f"ep {sizes.ep} without experts; give num_experts, or use ep 1"] if sizes.ep > 1 else []
     problems = []
-    if any(shape.values.get(name) for name in _EXPERT_FIELDS) or (fields.optional("ep") or 1) > 1:
-        problems.append("models with experts are not planned; use a dense model")
+    if experts % sizes.ep:
+        problems.append(f"num_experts {experts} is not divisible by ep {sizes.ep}; use an ep that divides it")
+    width = shape.integer("moe_ffn_hidden_size")
+    if width % sizes.expert_tp:
+        problems.append(f"moe_ffn_hidden_size {width} is not divisible by etp {sizes.expert_tp}; use etp 1")
+    if shape.integer("moe_router_topk") > experts:
+        problems.append(f"moe_router_topk {shape.integer('moe_router_topk')} is more than the {experts} experts")
+    return problems
+
+
+def _unknown(fields: Fields, num_replicas: int) -> list[str]:
+    problems = []
     shards = fields.optional("fsdp") if fields.values.get("fsdp") else None
     if shards not in (None, 1, num_replicas):
         problems.append(
@@ -108,8 +130,9 @@ def _precision(fields: Fields) -> str:
     return words[0] if words else ""
 
 
-def _model(fields: Fields, shape: Fields, layout: tuple[int, int, int]) -> GPTConfig:
-    tp, pp, cp = layout
+def _model(fields: Fields, shape: Fields, sizes: ParallelSizes) -> GPTConfig:
+    tp, pp, cp = sizes.tp, sizes.pp, sizes.cp
+    experts = _num_experts(shape)
     precision, recompute = _precision(fields), fields.text("recompute", "none")
     hidden, heads, gated = (
         shape.integer("hidden_size"),
@@ -159,6 +182,14 @@ def _model(fields: Fields, shape: Fields, layout: tuple[int, int, int]) -> GPTCo
         cpu_offloading=recompute == "cpu_offload",
         cpu_offloading_num_layers=int(_told(fields, "num-layers", "1")) if recompute == "cpu_offload" else 0,
         fp8_format="hybrid" if precision == "fp8" else None,
+        num_experts=experts,
+        moe_ffn_hidden_size=shape.integer("moe_ffn_hidden_size") if experts else 0,
+        moe_router_topk=shape.integer("moe_router_topk") if experts else 2,
+        moe_shared_expert_intermediate_size=shape.optional("moe_shared_expert_intermediate_size") if experts else None,
+        moe_layer_freq=shape.text("moe_layer_freq", "1"),
+        moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.etp,
         fp16=precision == "fp16",
         bf16=precision in ("bf16", "fp8"),
     )

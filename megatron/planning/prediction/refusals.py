@@ -75,6 +75,8 @@ def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> It
         yield "virtual stages need pp of 2 or more; leave out vpp or raise pp"
     if model.fp8_format is None:
         return
+    if model.num_experts is not None and implementation.follows_recipes:
+        yield f"{implementation.name} has no products of experts in fp8; use bf16"
     if gpu is not None and not gpu.float8_flops:
         able = ", ".join(name for name, each in GPUS.items() if each.float8_flops)
         yield f"{gpu.name} has no products in fp8; use bf16, or one of {able}"

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planning.closed_forms import ELEMENT_BYTES
-from megatron.planning.prediction.layer_work import key_value_width, score_elements
+from megatron.planning.expert_layer import ExpertLayer
+from megatron.planning.layer_widths import key_value_width
+from megatron.planning.prediction.layer_work import score_elements
 
 
 def saved_by_transformer_engine(
@@ -17,7 +19,8 @@ def saved_by_transformer_engine(
 ) -> Mapping[str, int]:
     """Return by part what a layer of transformer-engine's modules keeps of one micro-batch, with flash attention.
 
-    In fp8 the inputs of products are kept in 8 bits; attention's output then twice, as attention needs it in 16.
+    In fp8 the inputs of products are kept in 8 bits; attention's output then twice, as attention needs it in 16. What
+    experts keep is taken to be in 16 bits.
     """
     tokens, rows, element = _tokens(model, seq_length, micro_batch_size)
     if model.recompute_granularity == "full":
@@ -26,6 +29,9 @@ def saved_by_transformer_engine(
     is_float8 = layer_number in model.float8_layers(model.num_layers)
     product_input = 1 if is_float8 else element
     queries, keys, ffn = model.query_projection_size // t, key_value_width(model), model.ffn_hidden_size // t
+    feed_forward = {"feed-forward": tokens * ffn * ((2 if model.is_gated else 1) * element + product_input)}
+    if model.moe_layers[layer_number]:
+        feed_forward = dict(ExpertLayer(model, tokens, micro_batch_size, element).kept())
     parts = {
         "stream": 2 * rows * h * element,
         "norm outputs": 2 * rows * h * product_input,
@@ -33,7 +39,7 @@ def saved_by_transformer_engine(
         # Recomputed attention keeps another copy of the keys: it frees nothing, as flash attention keeps no scores.
         "recomputed attention": tokens * keys * element * (model.recompute_granularity == "selective"),
         "attention output": tokens * queries * (element + is_float8),
-        "feed-forward": tokens * ffn * ((2 if model.is_gated else 1) * element + product_input),
+        **feed_forward,
         "dropout masks": 2 * rows * h * (model.hidden_dropout > 0.0),
     }
     return {name: size for name, size in parts.items() if size}

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planning.activation_memory import saved_bytes
 from megatron.planning.closed_forms import ELEMENT_BYTES
-from megatron.planning.prediction.layer_work import key_value_width
+from megatron.planning.expert_layer import ExpertLayer
+from megatron.planning.layer_widths import key_value_width
 
 _WIDE = 4
 
@@ -19,7 +20,7 @@ def saved_on_cpu(
 
     To what fused kernels keep come: the input of each RMSNorm in float32, and what it is before its weight, in place of
     the stream unless the norm's output is computed again from that; the gate behind its activation; and queries and
-    keys before their rotation, as the values lie between them.
+    keys before their rotation, as the values lie between them, unless an exchange copies all three.
     """
     parts = dict(saved_bytes(model, seq_length, micro_batch_size, layer_number))
     if model.recompute_granularity == "full":
@@ -31,8 +32,19 @@ def saved_on_cpu(
     if model.normalization == "RMSNorm":
         before_weight = element if "layernorm" in modules else 0
         parts["norms in float32"] = 2 * rows * model.hidden_size * (_WIDE + before_weight)
-    if model.is_gated and "mlp" not in modules:
+    if model.is_gated and model.moe_layers[model.kind_of(layer_number or 0)]:
+        experts = ExpertLayer(model, tokens, micro_batch_size, element)
+        gates = experts.given * experts.width + tokens * experts.shared_width
+        parts["gate"] = gates * element * ("moe" not in modules)
+    elif model.is_gated and "mlp" not in modules:
         parts["gate"] = tokens * (model.ffn_hidden_size // t) * element
-    if model.position_embedding_type == "rope":
+    exchange = model.cp_exchange(layer_number or 0) if model.context_parallel_size > 1 else "p2p"
+    if exchange == "all_gather" and "core_attn" not in modules:
+        # Of the first rank's two chunks the second has a mask: it may look at all keys.
+        parts["mask"] = seq_length // model.context_parallel_size // 2 * seq_length * element
+        if model.position_embedding_type != "rope":
+            # Queries lie between keys and values, which were copied.
+            parts["own keys and values"] = 2 * tokens * key_value_width(model) * element
+    if model.position_embedding_type == "rope" and exchange == "p2p":
         parts["before rotation"] = tokens * (model.query_projection_size // t + key_value_width(model)) * element
     return parts

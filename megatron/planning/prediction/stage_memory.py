@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from megatron.core.distributed.param_layout import ParamLayout, plan_buckets
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planning.activation_memory import LayerBytes, activation_parts, layer_bytes
-from megatron.planning.chunk_parameters import chunk_parameters
+from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.deferred_products import deferred_products
 from megatron.planning.optimizer_memory import state_bytes
 from megatron.planning.plan import Plan
+from megatron.planning.prediction.expert_time import expert_layer
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import layer_products, score_elements
 from megatron.planning.weight_gathers import gathered_units, most_gathered
@@ -52,7 +53,8 @@ class StageState:
 
     Frozen parameters have weights, and neither gradients nor state. ``gradient_pool`` is the memory of full buckets,
     through which gradients go that are sharded, ``gathered_bytes`` what trained weights are where they are gathered.
-    ``weight_pool`` are the whole weights of two layers, and of what is in no layer, where weights are sharded.
+    ``weight_pool`` are the whole weights of two layers, and of what is in no layer, where weights are sharded. Of
+    ``gathered_bytes`` and ``gradients`` the experts' part is named too: other ranks share it.
     """
 
     parameters: int
@@ -62,6 +64,8 @@ class StageState:
     gradient_pool: int
     optimizer: int
     weight_pool: int = 0
+    expert_gathered_bytes: int = 0
+    expert_gradients: int = 0
 
     @property
     def total(self) -> int:
@@ -72,41 +76,73 @@ class StageState:
 def stage_state(plan: Plan, stage: int, implementation: Implementation) -> StageState:
     """Return what a stage's ranks hold between steps."""
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
-    num_trained = num_frozen = num_elements = pool = gathered = num_whole = 0
+    model, chunks = plan.model, plan.stage_layout.chunks(stage)
+    parameters = [(chunk, chunk_parameters(model, chunk)) for chunk in chunks]
+    grid = plan.parallel_sizes
+    rest = _trained_state(plan, parameters, implementation, grid.num_replicas, of_experts=False)
+    experts = _trained_state(plan, parameters, implementation, grid.num_expert_replicas, of_experts=True)
     element = ELEMENT_BYTES[model.params_dtype]
-    replicas = plan.parallel_sizes.num_replicas
+    num_frozen = sum(each.size for _, several in parameters for each in several if not each.is_trained)
+    weights = num_frozen * element + rest.weights + experts.weights
+    shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(grid.num_replicas)
+    if implementation.caches_float8_weights and model.fp8_format is not None and not shards_weights:
+        float8_layers = model.float8_layers(model.num_layers)
+        own = [number for chunk in chunks for number in chunk.layer_numbers if number in float8_layers]
+        copied = sum(_float8_weights(plan, has_experts=model.moe_layers[number]) for number in own)
+        weights += (_FLOAT8_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
+    return StageState(
+        parameters=rest.parameters + experts.parameters + num_frozen,
+        gathered_bytes=rest.gathered_bytes + experts.gathered_bytes,
+        weights=weights,
+        gradients=rest.gradients + experts.gradients,
+        gradient_pool=rest.gradient_pool + experts.gradient_pool,
+        optimizer=rest.optimizer + experts.optimizer,
+        weight_pool=rest.weight_pool + experts.weight_pool,
+        expert_gathered_bytes=experts.gathered_bytes,
+        expert_gradients=experts.gradients,
+    )
+
+
+def _trained_state(
+    plan: Plan,
+    parameters: Sequence[tuple[StageContents, Sequence[ChunkParameter]]],
+    implementation: Implementation,
+    replicas: int,
+    *,
+    of_experts: bool,
+) -> StageState:
+    """Return what a stage holds between steps of the trained parameters that so many ranks have alike."""
+    num_trained = num_elements = pool = gathered = num_whole = 0
+    element = ELEMENT_BYTES[plan.model.params_dtype]
     shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(replicas)
-    for chunk in chunks:
-        parameters = chunk_parameters(model, chunk)
-        trained = [parameter for parameter in parameters if parameter.is_trained]
+    for chunk, several in parameters:
+        labels = gathered_units(plan.model, chunk) if shards_weights else [0] * len(several)
+        chosen = [
+            (parameter, label)
+            for parameter, label in zip(several, labels, strict=True)
+            if parameter.is_trained and parameter.is_expert == of_experts
+        ]
+        if not chosen:
+            continue
+        trained, units = [parameter for parameter, _ in chosen], [label for _, label in chosen]
         sizes = [parameter.size for parameter in trained]
         tied = [index for index, parameter in enumerate(trained) if parameter.is_tied]
         num_trained += sum(sizes)
         gathered += sum(each.size * (1 if each.is_sent_in_float8 else element) for each in trained)
-        num_frozen += sum(parameter.size for parameter in parameters if not parameter.is_trained)
-        layout = plan_buckets(sizes, tied, plan.ddp, replicas, gathered_units(model, chunk) if shards_weights else ())
-        num_whole += most_gathered(model, chunk, layout) if shards_weights else 0
+        layout = plan_buckets(sizes, tied, plan.ddp, replicas, units if shards_weights else ())
+        num_whole += most_gathered(units, layout) if shards_weights else 0
         num_elements += layout.num_elements
-        pool += _pooled_elements(layout, plan, chunk)
+        pool += _pooled_elements(layout, plan, has_shared=not of_experts and _shares_ends(plan, chunk))
     is_sharded = plan.ddp.shards_over(replicas)
-    # Weights that are gathered lie in a flat buffer, with its padding.
-    weights = (num_frozen + (num_elements if is_sharded else num_trained)) * element
-    weights //= replicas if shards_weights else 1
-    if implementation.caches_float8_weights and model.fp8_format is not None:
-        float8_layers = model.float8_layers(model.num_layers)
-        num_layers = sum(number in float8_layers for chunk in chunks for number in chunk.layer_numbers)
-        copied = num_layers * sum(product.size for product in layer_products(model))
-        copies = (_FLOAT8_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
-        weights += 0 if shards_weights else copies
     gradient = _gradient_bytes(plan, implementation)
     shards_gradients = plan.ddp.shards_gradients and is_sharded
-    gradients = num_elements * gradient // (replicas if shards_gradients else 1)
     state = num_trained // (replicas if is_sharded else 1)
     return StageState(
-        parameters=num_trained + num_frozen,
+        parameters=num_trained,
         gathered_bytes=gathered,
-        weights=weights,
-        gradients=gradients,
+        # Weights that are gathered lie in a flat buffer, with its padding.
+        weights=(num_elements if is_sharded else num_trained) * element // (replicas if shards_weights else 1),
+        gradients=num_elements * gradient // (replicas if shards_gradients else 1),
         gradient_pool=pool * gradient if shards_gradients else 0,
         optimizer=round(state * state_bytes(plan.optimizer) * (1.0 - plan.optimizer.offload_fraction)),
         weight_pool=num_whole * element,
@@ -154,21 +190,34 @@ def stage_memory(
     )
 
 
-def _pooled_elements(layout: ParamLayout, plan: Plan, chunk: StageContents) -> int:
+def _float8_weights(plan: Plan, *, has_experts: bool) -> int:
+    """Return how many weights of a layer are multiplied in fp8 on a rank."""
+    model = plan.model
+    experts = expert_layer(plan).num_weights if has_experts else 0
+    return experts + sum(product.size for product in layer_products(model, has_experts=has_experts))
+
+
+def _pooled_elements(layout: ParamLayout, plan: Plan, *, has_shared: bool) -> int:
     """Return the elements of full buckets that a chunk keeps where its gradients are sharded.
 
     One is filled while another is reduced. That of weights that embedding and output layer share is open all the while.
     """
-    is_shared = chunk.has_embedding and chunk.has_loss and not plan.model.untie_embeddings_and_output_weights
     most = max((bucket.num_elements for bucket in layout.buckets), default=0)
-    return most * min(len(layout.buckets), (2 if plan.ddp.overlap_grad_reduce else 1) + is_shared)
+    return most * min(len(layout.buckets), (2 if plan.ddp.overlap_grad_reduce else 1) + has_shared)
+
+
+def _shares_ends(plan: Plan, chunk: StageContents) -> bool:
+    return chunk.has_embedding and chunk.has_loss and not plan.model.untie_embeddings_and_output_weights
 
 
 def _feed_forward_gradients(plan: Plan) -> int:
     """Return the numbers at work in a feed-forward's backward pass: gradients of its output, its middle, its gates."""
     model = plan.model
     ffn = model.ffn_hidden_size // plan.parallel_sizes.tp
-    return plan.num_rows * model.hidden_size + plan.num_tokens * ffn * (3 if model.is_gated else 2)
+    has_experts = plan.model.moe_layers
+    dense = 0 if all(has_experts) else plan.num_tokens * ffn * (3 if model.is_gated else 2)
+    of_experts = expert_layer(plan).at_work if any(has_experts) else 0
+    return plan.num_rows * model.hidden_size + max(dense, of_experts)
 
 
 def _gradient_bytes(plan: Plan, implementation: Implementation) -> int:

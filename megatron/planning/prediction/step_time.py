@@ -21,8 +21,12 @@ _UPDATE_BYTES = 30
 """Bytes that an update reads and writes of a parameter: gradient, main parameter, two moments, weight."""
 _EXCHANGE_SHARE = 0.2
 """What an exchange beside products costs of its own time, as it takes multiprocessors from them: assumed."""
-_SIMULATED_ROUNDS = 3
+_SIMULATED_ROUNDS = 2
 """Rounds of micro-batches after which one more takes every stage as long as the slowest."""
+
+
+_Kind = tuple[bool, bool]
+"""Whether a layer's products are in fp8, and whether it has experts."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,12 @@ def step_time(
 
     ``stages`` are what every stage holds between steps, and ``kept`` what `layer_bytes` returned.
     """
-    float8_layers = plan.model.float8_layers(plan.model.num_layers)
-    kinds = {number in float8_layers: layer for number, layer in enumerate(kept)}
+    kinds = dict(zip(_kinds(plan), kept))
     layers = {
-        in_float8: layer_time(plan, gpu, implementation, layer, in_float8=in_float8)
-        for in_float8, layer in kinds.items()
+        (in_float8, has_experts): layer_time(
+            plan, gpu, implementation, layer, in_float8=in_float8, has_experts=has_experts
+        )
+        for (in_float8, has_experts), layer in kinds.items()
     }
     output = output_layer_time(plan, gpu)
     chunks_of = [plan.stage_layout.chunks(stage) for stage in range(plan.parallel_sizes.pp)]
@@ -79,7 +84,7 @@ def step_time(
     shown = 1.0 if is_exposed else num_chunks * _EXCHANGE_SHARE
     links = Links(gpu, plan.parallel_sizes)
     return StepTime(
-        layer=layers[True in layers],
+        layer=layers[max(layers)],
         output_layer=output,
         slowest_stage=slowest,
         busy=plan.num_microbatches * slowest,
@@ -90,16 +95,21 @@ def step_time(
     )
 
 
-def _simulated_bubble(plan: Plan, layers: Mapping[bool, LayerTime], seconds: Sequence[float], output: float) -> float:
+def _kinds(plan: Plan) -> list[_Kind]:
+    """Return of each layer whether its products are in fp8, and whether it has experts."""
+    float8_layers = plan.model.float8_layers(plan.model.num_layers)
+    return [(number in float8_layers, has_experts) for number, has_experts in enumerate(plan.model.moe_layers)]
+
+
+def _simulated_bubble(plan: Plan, layers: Mapping[_Kind, LayerTime], seconds: Sequence[float], output: float) -> float:
     """Return what a step with one chunk a rank takes beyond the slowest stage's passes, by its list of actions.
 
     ``seconds`` are of one micro-batch on each stage. The output layer's passes are taken to be equally long.
     """
-    float8_layers = plan.model.float8_layers(plan.model.num_layers)
-    durations = []
+    kinds, durations = _kinds(plan), []
     for stage, total in enumerate(seconds):
         (chunk,) = plan.stage_layout.chunks(stage)
-        own = [layers[number in float8_layers] for number in chunk.layer_numbers]
+        own = [layers[kinds[number]] for number in chunk.layer_numbers]
         at_end = output / 3 * chunk.has_loss
         forward = sum(layer.forward for layer in own) + at_end
         weight = sum(layer.weight_gradients for layer in own) + at_end * (not plan.model.lora_rank)
@@ -117,20 +127,17 @@ def _makespan(schedule: str, num_microbatches: int, durations: tuple[Durations, 
     return simulate(build_schedule(schedule, len(durations), num_microbatches), 1, durations).makespan
 
 
-def _chunk(plan: Plan, layers: Mapping[bool, LayerTime], numbers: Sequence[int]) -> float:
-    """Return the time of a chunk's layers, of which block recompute and offload take the first ones only.
-
-    ``layers`` are those in fp8 (True) and the others.
-    """
+def _chunk(plan: Plan, layers: Mapping[_Kind, LayerTime], numbers: Sequence[int]) -> float:
+    """Return the time of a chunk's layers, of which block recompute and offload take the first ones only."""
     model = plan.model
     again = offloaded = len(numbers)
     if model.recompute_granularity == "full" and model.recompute_method == "block":
         again = min(again, model.recompute_num_layers or 1)
     if model.cpu_offloading:
         offloaded = min(offloaded, model.num_offloaded_layers)
-    seconds, float8_layers = 0.0, model.float8_layers(model.num_layers)
-    for in_float8, layer in layers.items():
-        places = [place for place, number in enumerate(numbers) if (number in float8_layers) == in_float8]
+    seconds, kinds = 0.0, _kinds(plan)
+    for kind, layer in layers.items():
+        places = [place for place, number in enumerate(numbers) if kinds[number] == kind]
         seconds += len(places) * layer.total
         seconds -= sum(place >= again for place in places) * layer.again
         seconds -= sum(place >= offloaded for place in places) * layer.offload
@@ -142,8 +149,11 @@ def _exposed_by_layer(plan: Plan, links: Links, stage: StageState, slowest: floa
 
     Each pass gathers beside the products of the layer before; what is beside them costs its share.
     """
-    gathered = links.replica_seconds(stage.gathered_bytes)
-    reduced = links.replica_seconds(stage.gradients * plan.parallel_sizes.num_replicas)
+    sizes = plan.parallel_sizes
+    gathered = links.replica_seconds(stage.gathered_bytes - stage.expert_gathered_bytes)
+    gathered += links.expert_replica_seconds(stage.expert_gathered_bytes)
+    reduced = links.replica_seconds((stage.gradients - stage.expert_gradients) * sizes.num_replicas)
+    reduced += links.expert_replica_seconds(stage.expert_gradients * sizes.num_expert_replicas)
     beside, alone = (reduced, 0.0) if plan.ddp.overlap_grad_reduce else (0.0, reduced)
     passes = ((gathered, slowest / 3), (gathered + beside, slowest * 2 / 3))
     return alone + sum(max(0.0, sent - hidden) + _EXCHANGE_SHARE * min(sent, hidden) for sent, hidden in passes)
@@ -151,19 +161,27 @@ def _exposed_by_layer(plan: Plan, links: Links, stage: StageState, slowest: floa
 
 def _exposed(plan: Plan, links: Links, stage: StageState, slowest: float) -> float:
     """Return what reducing gradients and gathering parameters takes beside the passes that hide it."""
-    ddp = plan.ddp
-    weights = stage.gathered_bytes
-    replicas, rounds = plan.parallel_sizes.num_replicas, 1
-    if ddp.shards_weights and ddp.shards_over(replicas):
+    ddp, sizes = plan.ddp, plan.parallel_sizes
+    if ddp.shards_weights and ddp.shards_over(sizes.num_replicas):
         return plan.num_microbatches * _exposed_by_layer(plan, links, stage, slowest)
-    if ddp.shards_gradients and ddp.shards_over(replicas):
-        # Each micro-batch's gradients are reduced, the whole of them to a shard.
-        reduced, gathered = links.replica_seconds(stage.gradients * replicas), links.replica_seconds(weights)
-        rounds = plan.num_microbatches
-    elif not ddp.shards_over(replicas):
-        reduced, gathered = 2 * links.replica_seconds(stage.gradients), 0.0
-    else:
-        reduced, gathered = links.replica_seconds(stage.gradients), links.replica_seconds(weights)
+    rest = stage.gradients - stage.expert_gradients, stage.gathered_bytes - stage.expert_gathered_bytes
+    experts = stage.expert_gradients, stage.expert_gathered_bytes
+    reduced = gathered = 0.0
+    rounds = 1
+    for (gradients, weights), replicas, seconds_of in (
+        (rest, sizes.num_replicas, links.replica_seconds),
+        (experts, sizes.num_expert_replicas, links.expert_replica_seconds),
+    ):
+        if not gradients:
+            continue
+        if ddp.shards_gradients and ddp.shards_over(replicas):
+            # Each micro-batch's gradients are reduced, the whole of them to a shard.
+            reduced, gathered = reduced + seconds_of(gradients * replicas), gathered + seconds_of(weights)
+            rounds = plan.num_microbatches
+        elif not ddp.shards_over(replicas):
+            reduced += 2 * seconds_of(gradients)
+        else:
+            reduced, gathered = reduced + seconds_of(gradients), gathered + seconds_of(weights)
     # The backward pass of a micro-batch hides the one, the forward pass of the first the other.
     hidden_reduction = slowest * 2 / 3 if ddp.overlap_grad_reduce else 0.0
     hidden_gather = slowest / 3 if ddp.overlap_param_gather else 0.0

@@ -163,3 +163,29 @@ def test_flags_of_the_other_mode_are_refused(words: str, told: str, capsys: pyte
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line
+
+
+EXPERTS = (
+    "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --max-position-embeddings 1024 --swiglu "
+    "--num-experts 12 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-layer-freq 2 "
+    "--tokenizer-type NullTokenizer --vocab-size 1000"
+)
+
+
+def test_experts_are_spread_over_every_number_of_ranks_that_divides_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "all.json"
+    words = f"{EXPERTS} --expert-model-parallel-size 3 --gpus 8 --seq-length 1024 --global-batch-size 32"
+    assert main([*words.split(), "--precision", "bf16", "--json", str(table)]) == 0
+    ranking = json.loads(table.read_text())
+    assert {each["ep"] for each in ranking["ranked"]} == {1, 2, 4}
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[1:6] == ["tp", "pp", "cp", "dp", "ep"]
+    assert any("not taken as given: --expert-model-parallel-size" in line for line in lines)
+    launched = next(shlex.split(line) for line in lines if line.startswith("torchrun"))
+    best, config = ranking["ranked"][0], resolve_arguments(launched[4:], 8, needs_files=False).config
+    assert config.model.expert_model_parallel_size == best["ep"]
+    prediction = predict(Plan.of(read_planned_run(launched[4:], 8).config), OURS, H100)
+    assert prediction.time is not None
+    assert 1e3 * prediction.time.total == pytest.approx(best["ms_per_step"])

@@ -30,6 +30,13 @@ def test_operands_of_late_weight_gradients_and_pools_of_full_buckets_are_counted
 
 
 @pytest.mark.long
+def test_experts_tokens_are_counted_where_they_are_sorted_and_sent() -> None:
+    several = [case for case in layout_cases() if case.name.startswith("MoE tp 2") and "moe-layer-freq" in case.name]
+    assert len(several) == 1
+    assert_close(several)
+
+
+@pytest.mark.long
 def test_peaks_of_all_layouts_are_within_three_hundredths() -> None:
     several = list(layout_cases())
     assert len({case.name for case in several}) >= 30

@@ -69,9 +69,12 @@ LAYOUTS = (
     ("llama", Layout(cp=2, tp=2, sequence_parallel=True)),
     ("llama", Layout(cp=4, recompute=FULL)),
     ("gpt2", Layout(cp=2)),
+    *(("llama", Layout(cp=4, cp_comm_type=exchange)) for exchange in ("a2a", "all_gather")),
+    ("llama", Layout(cp=4, cp_comm_type="a2a+p2p", cp_levels=(2, 2))),
+    *(("gpt2", Layout(cp=2, cp_comm_type=exchange)) for exchange in ("a2a", "all_gather")),
     ("gpt2", Layout(cp=2, dp=2, sharding="optim", recompute=("selective",))),
 )
-FEW = (2, 8, 13, 22, 24, len(LAYOUTS) - 5)
+FEW = (2, 8, 13, 22, 24, len(LAYOUTS) - 10)
 """Layouts of every kind, which the default tests take."""
 
 
@@ -89,10 +92,13 @@ class _Saved:
 class SavedMemory:
     """Count the memory of saved numbers, each piece once; ``most`` is the largest count.
 
-    Left out are parameters, logits, and the angles of a rotation.
+    Left out are parameters, logits, the angles of a rotation and, where they are not asked for, whole numbers.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], other_widths: Iterable[int]) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], other_widths: Iterable[int], *, counts_integers: bool = False
+    ) -> None:
+        self.counts_integers = counts_integers
         self.parameters = {tensor.untyped_storage()._cdata for tensor in parameters}
         self.other_widths = set(other_widths)
         self.holders = Counter[int]()
@@ -103,7 +109,8 @@ class SavedMemory:
         storage = tensor.untyped_storage()
         is_other = tensor.dim() > 1 and tensor.shape[-1] in self.other_widths
         is_other = is_other or (tensor.dim() == 4 and tensor.shape[1:3] == (1, 1))
-        if is_other or not tensor.is_floating_point() or storage._cdata in self.parameters:
+        is_other = is_other or not (self.counts_integers or tensor.is_floating_point())
+        if is_other or storage._cdata in self.parameters:
             return
         before = self.holders[storage._cdata] > 0
         self.holders[storage._cdata] += count
@@ -122,14 +129,14 @@ class Held:
     flops: int
 
 
-def held_by_step(config: RunConfig, rank: int, data: str) -> Held:
+def held_by_step(config: RunConfig, rank: int, data: str, *, counts_integers: bool = False) -> Held:
     with stand_in(rank, config.world_size):
         runtime = make_runtime(config, Device("cpu"))
         parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
         parameters = [parameter for chunk in parts.chunks for parameter in chunk.parameters()]
         step = TrainingStep(config, runtime, parts, pretrain_gpt.forward_step, Timers())
         widths = (config.model.padded_vocab_size // config.model.tensor_model_parallel_size,)
-        kept = SavedMemory(parameters, widths)
+        kept = SavedMemory(parameters, widths, counts_integers=counts_integers)
         counter = FlopCounterMode(display=False)
         hooks = torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: _Saved(tensor, kept), lambda saved: saved.tensor

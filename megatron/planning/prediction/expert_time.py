@@ -1,0 +1,81 @@
+"""How long the experts of a layer take for one micro-batch on one rank, where tokens spread evenly over them.
+
+The products of a rank's experts are as fast as one large product; each of their weights is read from memory and its
+gradient added there, however few rows it has. Nothing here is fitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.planning.closed_forms import ELEMENT_BYTES
+from megatron.planning.expert_layer import ExpertLayer
+from megatron.planning.gpu import Gpu
+from megatron.planning.plan import Plan
+from megatron.planning.prediction.implementations import Implementation
+from megatron.planning.prediction.links import Links
+
+LAUNCHES = 60
+"""Kernels of a router, a dispatch and experts beside those of a dense layer, forward and backward. Assumed."""
+_MEMORY_SHARE = 0.85
+_SCORE_PASSES = 14
+"""How often a score of the router is read or written: softmax, the best, their weights, losses; and back. Counted."""
+_FUSED_MOVES = 8
+"""How often rows of tokens are read or written each way where a permutation is one kernel."""
+_WEIGHT_BYTES = 12
+"""Bytes read and written of a weight: twice its 16 bits, and the sum of float32 gradients."""
+
+
+@dataclass(frozen=True)
+class ExpertTime:
+    """Hold the seconds of a layer's experts by part, and those of the products and exchanges of the forward pass."""
+
+    products: float
+    passes: float
+    exchanges: float
+    forward_products: float
+
+    @property
+    def forward(self) -> float:
+        """Return the time of the forward pass."""
+        return self.forward_products + self.passes / 3 + self.exchanges / 2
+
+
+NO_EXPERTS = ExpertTime(0.0, 0.0, 0.0, 0.0)
+
+
+def expert_layer(plan: Plan) -> ExpertLayer:
+    """Return what a layer of experts has to do for one micro-batch on one rank."""
+    element = ELEMENT_BYTES[plan.model.params_dtype]
+    return ExpertLayer(plan.model, plan.num_tokens, plan.micro_batch_size, element)
+
+
+def expert_time(plan: Plan, gpu: Gpu, implementation: Implementation, peak: float, *, in_float8: bool) -> ExpertTime:
+    """Return the time of one layer's experts, whose products have this peak; the shared expert is left out."""
+    layer, h = expert_layer(plan), plan.model.hidden_size
+    bandwidth = gpu.memory_bandwidth * _MEMORY_SHARE
+    once = 0.0
+    for inner, columns in ((h, layer.gates * layer.width), (layer.width, h)):
+        moved = layer.element * layer.given * (inner + columns) + _WEIGHT_BYTES * layer.num_local * inner * columns
+        once += 2.0 * layer.given * inner * columns / (peak * gpu.product_share) + moved / 3 / bandwidth
+    is_single = layer.router_element > layer.element
+    router_peak = gpu.single_flops if is_single else gpu.half_flops
+    once += 2.0 * layer.rows * h * layer.num_experts / (router_peak * gpu.product_share)
+    moves = 2 * _FUSED_MOVES if implementation.fuses_permutation else sum(layer.moved_rows)
+    passed = layer.choices * h * layer.element * moves
+    passed += layer.given * layer.width * layer.element * (3 * layer.gates + 2)
+    passed += layer.rows * layer.num_experts * layer.wide * _SCORE_PASSES
+    if in_float8:
+        # Inputs and gradients are read in 16 bits and written in 8, as they are and transposed.
+        passed += layer.given * (5 * (h + layer.width) + 4 * (layer.gates * layer.width + h))
+    links = Links(gpu, plan.parallel_sizes)
+    if plan.model.moe_token_dispatcher_type == "alltoall":
+        exchanges = 4 * links.expert_exchange_seconds(layer.choices * h * layer.element)
+    else:
+        exchanges = 4 * links.expert_gather_seconds(layer.rows * layer.num_ranks * h * layer.element)
+    return ExpertTime(
+        products=3 * once,
+        passes=passed / (gpu.memory_bandwidth * implementation.times.pass_share),
+        exchanges=exchanges,
+        forward_products=once,
+    )

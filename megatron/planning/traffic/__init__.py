@@ -1,0 +1,1 @@
+"""What a training step sends, by what sends it."""

@@ -1,0 +1,50 @@
+"""What layers of experts send, where tokens spread evenly, is the closed form, byte for byte."""
+
+from __future__ import annotations
+
+import pytest
+
+import pretrain_gpt
+from megatron.planning.closed_forms import step_traffic
+from megatron.verification.collective_recorder import record_step
+from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
+from megatron.verification.run_cell import resolve_cell
+from tests.harness.balanced_experts import balanced_experts
+
+FULL, MOE = ("full", "uniform", "2"), ("selective", "moe")
+GLOBAL = ("--moe-router-load-balancing-type", "global_aux_loss")
+CELLS = (
+    ("mixtral", ExpertLayout(dp=2, ep=2), ()),
+    ("mixtral", ExpertLayout(tp=2), ()),
+    ("mixtral", ExpertLayout(cp=2, dp=2, ep=4, expert_flags=GLOBAL), ()),
+    ("deepseek-experts", ExpertLayout(tp=2, dp=2, ep=2, dispatcher="allgather", recompute=FULL), ()),
+    ("qwen3-moe", ExpertLayout(tp=2, pp=2, ep=2, etp=1, sequence_parallel=True, recompute=FULL), ()),
+    ("deepseek-experts", ExpertLayout(tp=2, dp=2, pp=2, ep=2, sequence_parallel=True, sharding="optim"), ()),
+    ("deepseek-experts", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True, recompute=MOE), ()),
+    ("dropping", ExpertLayout(tp=2, cp=2, ep=2, etp=2), ("--moe-expert-capacity-factor", "1")),
+    ("gpt2-experts", ExpertLayout(dp=4, ep=2, sharding="optim_grads", overlap=True), ()),
+)
+
+
+FEW = (0, 3, 4)
+"""Layouts of every kind, which the default tests take."""
+
+
+@pytest.mark.parametrize("number", FEW, ids=[f"{CELLS[number][0]} {CELLS[number][1].name}" for number in FEW])
+def test_recorded_bytes_equal_the_closed_form(number: int) -> None:
+    assert_equal(*CELLS[number])
+
+
+@pytest.mark.long
+def test_recorded_bytes_equal_the_closed_form_at_all_layouts() -> None:
+    for cell in CELLS:
+        assert_equal(*cell)
+
+
+def assert_equal(shape: str, layout: ExpertLayout, extra: tuple[str, ...]) -> None:
+    cell = make_expert_cell(shape, layout, extra=extra)
+    config = resolve_cell(cell.flags, cell.world_size, "bfloat16")
+    with balanced_experts():
+        for rank in {0, config.world_size - 1}:
+            recorded = record_step(config, rank, pretrain_gpt.provide_model, pretrain_gpt.forward_step, cell.data)
+            assert recorded == step_traffic(config, rank), rank
