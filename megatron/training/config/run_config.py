@@ -160,9 +160,14 @@ def config_parts() -> dict[str, type]:
     return {name: hint for name, hint in hints.items() if hint is not int}
 
 
-@functools.cache
 def command_line_fields() -> tuple[tuple[str, FieldSpec], ...]:
     """Return (part, field) for every field that a flag sets."""
+    return _fields_of(tuple(RunConfig.__annotations__.items()))
+
+
+@functools.cache
+def _fields_of(annotations: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, FieldSpec], ...]:
+    """Return what `command_line_fields` does while `RunConfig` has these annotations."""
     return tuple(
         (part, spec)
         for part, config_class in config_parts().items()

@@ -27,6 +27,10 @@ PUBLISHED = ROWS | {
     "gpt2-345m": 354.8e6,
     "gpt3-175b": 175e9,
     "gpt2-1.5b": 1.5576e9,
+    "mixtral-8x7b": 46.703e9,
+    "olmoe-7b": 6.919e9,
+    "qwen3-30b-a3b": 30.532e9,
+    "deepseek-v3": 685e9 - 2 * 0.927e9,  # the folder holds embedding and output layer of its further token once more
 }
 _RUN = "--seq-length 1024 --global-batch-size 48 --micro-batch-size 1 --train-iters 5 --lr 1e-4"
 RUN = _RUN.split()
@@ -133,7 +137,7 @@ def test_a_choice_as_flags_is_the_choice_as_configuration() -> None:
     [
         ([], "--gpus is missing"),
         (["--gpus", "0"], "--gpus 0 is not between"),
-        (["--gpus", "8", "--model-preset", "llama9"], "--model-preset llama9 is not known; possible: gpt2-1.5b, gpt2"),
+        (["--gpus", "8", "--model-preset", "llama9"], "--model-preset llama9 is not known; possible: deepseek-v3, gpt2-1.5b, gpt2"),
         (["--gpus", "8", "--train-tokens", "many"], "--train-tokens many is not a number of tokens"),
         (["--gpus", "8", "--top", "0"], "--top 0 is not positive"),
         (["--gpus", "8"], "--global-batch-size is missing"),

@@ -169,7 +169,8 @@ def test_keys_and_values_that_are_gathered_are_kept_whole() -> None:
         return predict(plan_of(f"{shape} --max-position-embeddings 64 {flags}"), OURS, H100).stages[0].activations
 
     plan = plan_of("--global-batch-size 8")
-    both = 3 * 2 * (64 // 4) * plan.model.kv_projection_size * 2
+    # The keys and values of three other ranks, and the attention's output once more.
+    both = (3 * 2 * plan.model.kv_projection_size + plan.model.hidden_size) * (64 // 4) * 2
     assert kept("--cp-comm-type all_gather") - kept("--cp-comm-type p2p") == 8 * both
     assert kept(f"--cp-comm-type{' p2p' * 7} all_gather") - kept("--cp-comm-type p2p") == both
     again = "--recompute-granularity selective --cp-comm-type"

@@ -205,7 +205,6 @@ def test_a_run_begins_with_pretrained_weights_until_it_has_its_own(tmp_path: Pat
         ("--cross-entropy-fusion-impl linear", "possible: native, te"),
         ("--DDP-impl FSDP", "possible: local, torch"),
         ("--rotary-scale-factor 4", "use --rotary-seq-len-interpolation-factor"),
-        ("--rotary-scaling-factor 40", "has no effect without --multi-latent-attention; add it"),
         ("--fp16-lm-cross-entropy", "leave it out: the loss is computed in float32"),
         ("--accumulate-allreduce-grads-in-fp32 --bf16 --grad-reduce-in-bf16", "exclude each other; keep one"),
     ],
