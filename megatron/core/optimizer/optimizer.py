@@ -140,7 +140,7 @@ class MegatronOptimizer:
         with self._timers("optimizer-clip-main-grad", log_level=1):
             norm = totals[0].sqrt()
             scale = self._scaler.scale
-            multipliers = grad_multipliers(totals[0], of_kinds, scale, self.config)
+            multipliers = grad_multipliers(norm, of_kinds, scale, self.config)
         is_wanted = norm.isfinite()
         if accept is not None:
             is_wanted = is_wanted & accept(norm / scale)

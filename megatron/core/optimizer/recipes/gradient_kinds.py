@@ -29,16 +29,17 @@ def clips_by_kind(config: OptimizerConfig) -> bool:
 
 
 def grad_multipliers(
-    total: torch.Tensor, of_kinds: torch.Tensor, scale: float, config: OptimizerConfig
+    norm: torch.Tensor, of_kinds: torch.Tensor, scale: float, config: OptimizerConfig
 ) -> Mapping[str, torch.Tensor]:
     """Return what the gradients of each kind are multiplied by: clipped by their kind, and then all together.
 
-    ``scale`` is that of the loss, and divided out. Where kinds are not told apart there is one number for all.
+    ``norm`` is that of all gradients, ``of_kinds`` are the sums of squares of each kind. ``scale`` is that of the
+    loss, and divided out. Where kinds are not told apart there is one number for all.
 
-    Shapes: ``total: []``, ``of_kinds: [3]``, sums of squares in float64.
+    Shapes: ``norm: []``, ``of_kinds: [3]``, in float64.
     """
     if not clips_by_kind(config):
-        return {ALL_KINDS: clip_coefficient(total.sqrt() / scale, config.clip_grad) / scale}
+        return {ALL_KINDS: clip_coefficient(norm / scale, config.clip_grad) / scale}
     norms = of_kinds.sqrt() / scale
     factors = torch.stack([clip_coefficient(norm, limit) for norm, limit in zip(norms, _limits(config), strict=True)])
     left = torch.linalg.vector_norm(norms * factors)

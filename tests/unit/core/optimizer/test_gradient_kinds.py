@@ -30,12 +30,12 @@ def test_kinds(name: str, shape: tuple[int, ...], kind: str) -> None:
 def test_kinds_are_clipped_first_and_then_all_together() -> None:
     config = OptimizerConfig(clip_grad=1.0, clip_grad_matrices=0.6, clip_grad_vectors=0.5)
     sums = torch.tensor([9.0, 4.0, 0.04], dtype=torch.float64) * 64.0
-    found = grad_multipliers(sums.sum(), sums, 8.0, config)
+    found = grad_multipliers(sums.sum().sqrt(), sums, 8.0, config)
     # Norms of 3, 2 and 0.2: the first is shortened to 0.6, the third is not, the second has no limit.
     left = (0.6**2 + 2.0**2 + 0.2**2) ** 0.5
     expected = [0.2 / left / 8, 1.0 / left / 8, 1.0 / left / 8]
     assert [found[kind].item() for kind in KINDS] == pytest.approx(expected, rel=2e-6)
-    plain = grad_multipliers(sums.sum(), sums[:0], 8.0, OptimizerConfig(clip_grad=1.0))
+    plain = grad_multipliers(sums.sum().sqrt(), sums[:0], 8.0, OptimizerConfig(clip_grad=1.0))
     assert plain[ALL_KINDS].item() == pytest.approx(1.0 / 13.04**0.5 / 8, rel=2e-6)
 
 
