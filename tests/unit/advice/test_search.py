@@ -137,7 +137,10 @@ def test_a_choice_as_flags_is_the_choice_as_configuration() -> None:
     [
         ([], "--gpus is missing"),
         (["--gpus", "0"], "--gpus 0 is not between"),
-        (["--gpus", "8", "--model-preset", "llama9"], "--model-preset llama9 is not known; possible: deepseek-v3, gpt2"),
+        (
+            ["--gpus", "8", "--model-preset", "llama9"],
+            "--model-preset llama9 is not known; possible: deepseek-v3, gpt2",
+        ),
         (["--gpus", "8", "--train-tokens", "many"], "--train-tokens many is not a number of tokens"),
         (["--gpus", "8", "--top", "0"], "--top 0 is not positive"),
         (["--gpus", "8"], "--global-batch-size is missing"),
