@@ -68,18 +68,6 @@ _IDLE = (
         "with --loss-scale, which is constant",
     ),
     _Idle(
-        (
-            "rotary_scaling_factor",
-            "original_max_position_embeddings",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-        ),
-        lambda config: not config.model.multi_latent_attention and config.model.rope_type != "yarn",
-        "without --rope-type yarn or --multi-latent-attention",
-    ),
-    _Idle(
         ("rope_type",),
         lambda config: not config.model.multi_latent_attention and not config.model.stretches_positions,
         "without --multi-latent-attention, but for yarn with a --rotary-scaling-factor other than 1",

@@ -205,6 +205,7 @@ def test_a_run_begins_with_pretrained_weights_until_it_has_its_own(tmp_path: Pat
         ("--cross-entropy-fusion-impl linear", "possible: native, te"),
         ("--DDP-impl FSDP", "possible: local, torch"),
         ("--rotary-scale-factor 4", "use --rotary-seq-len-interpolation-factor"),
+        ("--rotary-scaling-factor 40", "has no effect without --rope-type yarn or --multi-latent-attention; add one"),
         ("--fp16-lm-cross-entropy", "leave it out: the loss is computed in float32"),
         ("--accumulate-allreduce-grads-in-fp32 --bf16 --grad-reduce-in-bf16", "exclude each other; keep one"),
     ],
