@@ -12,8 +12,8 @@ import torch
 from megatron.core.errors import CheckpointError
 from megatron.core.sharding import Box
 from megatron.interop.checkpoint_source import TensorInfo
-from megatron.interop.huggingface.architectures.experts import weights_as_in_files
-from megatron.interop.huggingface.architectures.rotary_decoder import RotaryDecoderFamily
+from megatron.interop.huggingface.decoder_parts.experts import weights_as_in_files
+from megatron.interop.huggingface.decoder_parts.rotary_decoder import RotaryDecoderFamily
 from megatron.interop.huggingface.families import read_model
 from megatron.interop.huggingface.linked_tensors import LinkedTensors
 from megatron.interop.huggingface.settings import Settings

@@ -15,8 +15,8 @@ UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
 LONGEST_FILE = 400
 LONG_FOR_A_REASON = re.compile(r"(?m)^# Long because: \S.+")
 MOST_FILES = 15
-# Siblings, one for each family of models; and the scripts that users type, each of which only names its command.
-HEAPS_OF_SIBLINGS = ("megatron/interop/huggingface/architectures", "tools")
+# The scripts that users type, each of which only names its command.
+HEAPS_OF_SIBLINGS = ("tools",)
 LONGEST_SCRIPT = 15
 
 

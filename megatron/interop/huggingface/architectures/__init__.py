@@ -1,1 +1,1 @@
-"""The architectures of Hugging Face models that are read and written, one file each, and what several share."""
+"""The architectures of Hugging Face models that are read and written, one file each."""

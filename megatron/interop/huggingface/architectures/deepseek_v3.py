@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.interop.huggingface.architectures.experts import expert_fields, layer_frequency, shared_expert_links
-from megatron.interop.huggingface.architectures.rope import read_yarn
-from megatron.interop.huggingface.architectures.rotary_decoder import RotaryDecoderFamily
+from megatron.interop.huggingface.decoder_parts.experts import expert_fields, layer_frequency, shared_expert_links
+from megatron.interop.huggingface.decoder_parts.rope import read_yarn
+from megatron.interop.huggingface.decoder_parts.rotary_decoder import RotaryDecoderFamily
 from megatron.interop.huggingface.settings import Settings
 from megatron.interop.huggingface.tensor_link import TensorLink, whole
 

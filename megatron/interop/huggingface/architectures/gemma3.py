@@ -6,8 +6,8 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.interop.huggingface.architectures.gemma2 import Gemma2Family
-from megatron.interop.huggingface.architectures.layer_types import FULL, SLIDING
-from megatron.interop.huggingface.architectures.rope import read_frequencies, whole_base
+from megatron.interop.huggingface.decoder_parts.layer_types import FULL, SLIDING
+from megatron.interop.huggingface.decoder_parts.rope import read_frequencies, whole_base
 from megatron.interop.huggingface.settings import Settings
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.interop.huggingface.architectures.gpt2 import WRITTEN_ACTIVATIONS, read_activation
-from megatron.interop.huggingface.architectures.rope import read_partial_rope, write_rope
+from megatron.interop.huggingface.decoder_parts.rope import read_partial_rope, write_rope
 from megatron.interop.huggingface.family import dtype_fields
 from megatron.interop.huggingface.settings import Settings
 from megatron.interop.huggingface.tensor_link import TensorLink, whole

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.interop.huggingface.architectures.experts import ExpertNames, expert_fields
 from megatron.interop.huggingface.architectures.mistral import MistralFamily
+from megatron.interop.huggingface.decoder_parts.experts import ExpertNames, expert_fields
 from megatron.interop.huggingface.settings import Settings
 
 

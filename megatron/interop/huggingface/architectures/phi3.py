@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.interop.huggingface.architectures.layer_types import window_fields, window_of_all_layers
-from megatron.interop.huggingface.architectures.rope import read_partial_rope, rope_object
-from megatron.interop.huggingface.architectures.rotary_decoder import RotaryDecoderFamily
+from megatron.interop.huggingface.decoder_parts.layer_types import window_fields, window_of_all_layers
+from megatron.interop.huggingface.decoder_parts.rope import read_partial_rope, rope_object
+from megatron.interop.huggingface.decoder_parts.rotary_decoder import RotaryDecoderFamily
 from megatron.interop.huggingface.settings import Settings
 from megatron.interop.huggingface.tensor_link import TensorLink, query_key_value_rows, rows, whole
 

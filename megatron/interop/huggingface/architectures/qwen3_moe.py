@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.interop.huggingface.architectures.experts import expert_fields, is_unnormalized, layer_frequency
-from megatron.interop.huggingface.architectures.layer_types import window_fields, window_of_all_layers
-from megatron.interop.huggingface.architectures.rotary_decoder import RotaryDecoderFamily
+from megatron.interop.huggingface.decoder_parts.experts import expert_fields, is_unnormalized, layer_frequency
+from megatron.interop.huggingface.decoder_parts.layer_types import window_fields, window_of_all_layers
+from megatron.interop.huggingface.decoder_parts.rotary_decoder import RotaryDecoderFamily
 from megatron.interop.huggingface.settings import Settings
 
 

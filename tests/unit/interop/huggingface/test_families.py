@@ -1,4 +1,4 @@
-"""Which models are taken, how their settings are read, and how what is not supported is refused."""
+"""Which models are taken, how their settings are read and written again, and which tensor is which."""
 
 from __future__ import annotations
 
@@ -9,80 +9,31 @@ from typing import Any
 
 import pytest
 
-from megatron.core.errors import CheckpointError, ConfigurationError, InputError
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.interop.huggingface.families import FAMILIES, family_for, hugging_face_config, read_model
+from megatron.core.errors import ConfigurationError
+from megatron.interop.huggingface.families import FAMILIES, family_for, read_model
 from megatron.interop.huggingface.family import model_features
 from megatron.interop.huggingface.settings import Settings
 from megatron.interop.huggingface.tensor_link import shapes_of
-from megatron.training.config.arguments import resolve_arguments
-
-GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 48, "n_head": 6, "n_layer": 3}
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 48,
-    "intermediate_size": 88,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "vocab_size": 101,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 512,
-    "torch_dtype": "bfloat16",
-}
-LLAMA31_SCALING = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
-QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-NEOX = LLAMA | {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "hidden_act": "gelu"}
-NEO = {
-    "architectures": ["GPTNeoForCausalLM"],
-    "model_type": "gpt_neo",
-    "hidden_size": 48,
-    "num_heads": 6,
-    "num_layers": 3,
-    "vocab_size": 101,
-    "attention_types": [[["global", "local"], 1], [["global"], 1]],
-    "embed_dropout": 0,
-    "resid_dropout": 0,
-}
-OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
-PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
-GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
-GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
-MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
-QWEN3_MOE = LLAMA | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-}
-DEEPSEEK = LLAMA | {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 6,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 16,
-    "n_group": 4,
-    "topk_group": 2,
-    "num_experts_per_tok": 4,
-    "rms_norm_eps": 1e-6,
-}
-YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
-OLMOE = LLAMA | {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 16}
-QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-
-
-def config_of(folder: Path, values: dict[str, Any]) -> GPTConfig:
-    (folder / "config.json").write_text(json.dumps(values))
-    return hugging_face_config(folder)
+from tests.unit.interop.huggingface.family_settings import (
+    DEEPSEEK,
+    GEMMA2,
+    GEMMA3,
+    GPT2,
+    LLAMA,
+    LLAMA31_SCALING,
+    MISTRAL,
+    MIXTRAL,
+    NEO,
+    NEOX,
+    OLMO2,
+    OLMOE,
+    PHI3,
+    QWEN,
+    QWEN3,
+    QWEN3_MOE,
+    YARN,
+    config_of,
+)
 
 
 def test_gpt2_settings_are_those_of_our_model(tmp_path: Path) -> None:
@@ -160,110 +111,6 @@ def test_windows_of_all_layers_and_of_the_later_ones(tmp_path: Path) -> None:
     assert (config.window_size, config.window_attn_skip_freq) == ("63,0", "[0, 1, 1]")
     alternating = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
     assert config_of(tmp_path, QWEN | used | alternating).window_attn_skip_freq == "2"
-
-
-REFUSED = [
-    (LLAMA, {"attention_bias": True}, "attention_bias is true"),
-    (LLAMA, {"mlp_bias": True}, "mlp_bias is true"),
-    (LLAMA, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
-    (LLAMA, {"rope_scaling": YARN | {"truncate": False}}, "truncate is false"),
-    (LLAMA, {"rope_scaling": YARN | {"attention_factor": 1.5}}, "attention_factor is 1.5"),
-    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
-    (LLAMA, {"rope_scaling": LLAMA31_SCALING | {"factor": None}}, "factor is missing"),
-    (LLAMA, {"rope_theta": 10000.5}, "rope_theta is 10000.5"),
-    (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    (LLAMA, {"num_key_value_heads": 4}, "num_attention_heads 6 is not divisible by num_key_value_heads 4"),
-    (LLAMA, {"hidden_size": None}, "hidden_size is missing"),
-    (LLAMA, {"hidden_size": "48"}, "hidden_size is '48'"),
-    (LLAMA, {"head_dim": 7}, "heads are 7 channels wide"),
-    (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'"),
-    (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config is set"),
-    (LLAMA, {"auto_map": {"AutoModel": "x.py"}}, "auto_map is set"),
-    (QWEN, {"layer_types": ["full_attention", "sliding_attention", "x"]}, "layer_types has x; supported are full_"),
-    (QWEN, {"layer_types": ["full_attention"] * 2}, "layer_types has 2 layers, but there are 3"),
-    (QWEN, {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is false"),
-    (NEOX, {"attention_bias": False}, "attention_bias is false"),
-    (NEOX, {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
-    (NEOX, {"rotary_pct": 1.5}, "rotary_pct is 1.5"),
-    (NEOX, {"num_attention_heads": 7}, "hidden_size 48 is not divisible by num_attention_heads 7"),
-    (OLMO2, {"attention_bias": True}, "attention_bias is true"),
-    (
-        PHI3,
-        {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
-        "rope_type 'longrope' is not supported in phi3",
-    ),
-    (PHI3, {"embd_pdrop": 0.1}, "embd_pdrop is 0.1, supported is 0.0"),
-    (GEMMA2, {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0"),
-    (GEMMA2, {"hidden_activation": "gelu"}, 'hidden_activation is "gelu"'),
-    (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
-    (GEMMA3, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0"),
-    (GEMMA3, {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, 'rope_type is "linear"'),
-    (GEMMA3, {"rope_local_base_freq": 10.5}, "the rope_theta of layers with a window is 10.5"),
-    (MISTRAL, {"sliding_window": 0}, "sliding_window is 0"),
-    (MISTRAL, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
-    (QWEN3, {"attention_bias": True}, "attention_bias is true"),
-    (GPT2, {"activation_function": "tanh"}, "activation_function 'tanh'"),
-    (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
-    (GPT2, {"add_cross_attention": True}, "add_cross_attention is true"),
-    (GPT2, {"n_head": 7}, "n_embd 48 is not divisible by n_head 7"),
-    (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise is not 0"),
-    (MIXTRAL, {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but there are 4 experts"),
-    (MIXTRAL, {"num_local_experts": 0}, "num_local_experts is 0"),
-    (QWEN3_MOE, {"num_experts_per_tok": 7}, "num_experts_per_tok is 7, but there are 6 experts"),
-    (QWEN3_MOE, {"mlp_only_layers": 2}, "mlp_only_layers is 2; a list of layer numbers"),
-    (
-        QWEN3_MOE,
-        {"mlp_only_layers": [0, 1, 2]},
-        "decoder_sparse_step 1 and mlp_only_layers leave no layer with experts",
-    ),
-    (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
-    (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads is 2; latent attention has one for each of 6"),
-    (DEEPSEEK, {"qk_rope_head_dim": 5}, "qk_rope_head_dim is 5"),
-    (DEEPSEEK, {"n_group": 3}, "n_group 3 and topk_group 2 do not divide 16 experts"),
-    (DEEPSEEK, {"topk_group": 4}, "num_experts_per_tok 4 / topk_group 4 is not 2"),
-    (DEEPSEEK, {"first_k_dense_replace": 3}, "none of 3 layers has experts"),
-    (DEEPSEEK, {"scoring_func": "softmax"}, 'scoring_func is "softmax"'),
-    (DEEPSEEK, {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05"),
-    (DEEPSEEK, {"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "mscale_all_dim is given without mscale"),
-    (DEEPSEEK, {"rope_scaling": YARN | {"factor": 1.0}}, "factor is 1.0; more than 1"),
-    (DEEPSEEK, {"rope_scaling": YARN | {"type": "linear"}}, "rope_type 'linear' is not supported in this family"),
-    (DEEPSEEK, {"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
-    (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None"),
-    (LLAMA, {"architectures": ["JambaForCausalLM"]}, "JambaForCausalLM is not supported"),
-    (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
-    (LLAMA, {"architectures": None, "model_type": "mamba"}, "model_type 'mamba' is not supported"),
-]
-
-
-@pytest.mark.parametrize(("base", "change", "message"), REFUSED, ids=[case[2] for case in REFUSED])
-def test_what_is_not_supported_is_refused_by_name(
-    tmp_path: Path, base: dict[str, Any], change: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InputError) as caught:
-        config_of(tmp_path, base | change)
-    assert message in str(caught.value)
-    assert "config.json" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        config_of(tmp_path, LLAMA | {"attention_bias": True, "mlp_bias": True, "hidden_act": "relu"})
-    assert len(caught.value.problems) == 3
-
-
-@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[1]", "a JSON list, not an object")])
-def test_a_damaged_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=message):
-        hugging_face_config(tmp_path)
-
-
-def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        hugging_face_config(tmp_path)
-    with pytest.raises(CheckpointError, match="is not a folder"):
-        hugging_face_config(tmp_path / "absent")
 
 
 MODELS = [
@@ -357,120 +204,3 @@ def test_links_cover_every_element_of_both_sides_once(tmp_path: Path, values: di
                 size *= length
             assert sum(box.num_elements for box in held) == size, name
             assert not any(a.intersect(b) for i, a in enumerate(held) for b in held[:i]), name
-
-
-PUBLISHED = {
-    "mixtral-8x7b": MIXTRAL
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "rope_theta": 1e6,
-        "sliding_window": None,
-        "vocab_size": 32000,
-    },
-    "qwen3-30b-a3b": QWEN3_MOE
-    | {
-        "decoder_sparse_step": 1,
-        "head_dim": 128,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "max_window_layers": 48,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "num_attention_heads": 32,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "vocab_size": 151936,
-    },
-    "olmoe-7b": OLMOE
-    | {
-        "clip_qkv": None,
-        "hidden_size": 2048,
-        "intermediate_size": 1024,
-        "norm_topk_prob": False,
-        "num_attention_heads": 16,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 16,
-        "num_key_value_heads": 16,
-        "rope_theta": 10000.0,
-        "vocab_size": 50304,
-    },
-    "deepseek-v3": {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
-        "first_k_dense_replace": 3,
-        "hidden_act": "silu",
-        "hidden_size": 7168,
-        "initializer_range": 0.02,
-        "intermediate_size": 18432,
-        "kv_lora_rank": 512,
-        "moe_intermediate_size": 2048,
-        "moe_layer_freq": 1,
-        "n_group": 8,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_attention_heads": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 61,
-        "num_key_value_heads": 128,
-        "num_nextn_predict_layers": 1,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "quantization_config": {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": {
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "factor": 40,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-            "type": "yarn",
-        },
-        "rope_theta": 10000,
-        "routed_scaling_factor": 2.5,
-        "scoring_func": "sigmoid",
-        "topk_group": 4,
-        "topk_method": "noaux_tc",
-        "v_head_dim": 128,
-        "vocab_size": 129280,
-    },
-}
-"""What decides the published models, as far as the presets have it too."""
-
-
-@pytest.mark.parametrize("preset", PUBLISHED)
-def test_a_preset_with_experts_is_the_published_model(preset: str) -> None:
-    words = f"--model-preset {preset} --mock-data --train-iters 4 --lr 1e-4 --global-batch-size 96"
-    model = resolve_arguments(words.split(), 1, needs_files=False).config.model
-    family, published = read_model(Settings(PUBLISHED[preset], preset))
-    lengths = {name: getattr(published, name) for name in ("vocab_size", "max_position_embeddings")}
-    model = dataclasses.replace(model, **lengths)
-    assert family_for(model) is family
-    if preset == "deepseek-v3":
-        # Its positions were stretched after pretraining, and Settings without files have no layer of further tokens.
-        published = dataclasses.replace(published, rope_type="rope", rotary_scaling_factor=1.0, mtp_num_layers=1)
-    assert model_features(model) == model_features(published)
-
-
-def test_a_model_with_experts_of_no_family_is_refused_with_what_each_lacks(tmp_path: Path) -> None:
-    config = dataclasses.replace(config_of(tmp_path, MIXTRAL), moe_expert_capacity_factor=2.0)
-    with pytest.raises(ConfigurationError) as caught:
-        family_for(config)
-    assert "llama has no experts; " in str(caught.value)
-    assert "mixtral has no moe_expert_capacity_factor 2.0; " in str(caught.value)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.interop.huggingface.architectures.experts import ExpertNames, expert_links
-from megatron.interop.huggingface.architectures.rope import read_rope, write_rope
+from megatron.interop.huggingface.decoder_parts.experts import ExpertNames, expert_links
+from megatron.interop.huggingface.decoder_parts.rope import read_rope, write_rope
 from megatron.interop.huggingface.family import dtype_fields
 from megatron.interop.huggingface.settings import Settings
 from megatron.interop.huggingface.tensor_link import TensorLink, query_key_value_rows, rows, whole

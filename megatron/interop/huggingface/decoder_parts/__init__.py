@@ -1,0 +1,1 @@
+"""What several architectures of Hugging Face models share: rotary positions, experts, kinds of layers."""
