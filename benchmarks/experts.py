@@ -20,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import describe_machine
+from benchmarks.small_model import LENGTH, SHAPE, VOCABULARY
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.layer_output import AuxiliaryLoss
@@ -29,21 +30,8 @@ from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from tests.harness.toy_model import make_model
 
-_LENGTH, _WIDTH, _VOCABULARY = 512, 512, 4096
-_SHAPE: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 384,
-    "num_attention_heads": 6,
-    "kv_channels": 64,
-    "ffn_hidden_size": 2 * _WIDTH,
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
-    "vocab_size": _VOCABULARY,
-    "max_position_embeddings": _LENGTH,
-    "untie_embeddings_and_output_weights": True,
-}
+_WIDTH = 512
+_SHAPE = {**SHAPE, "num_layers": 2, "ffn_hidden_size": 2 * _WIDTH}
 _EXPERTS: dict[str, Any] = {
     "num_experts": 8,
     "moe_router_topk": 2,
@@ -69,7 +57,7 @@ class Trained:
         start = time.process_time()
         self.chunk.zero_grad_buffer()
         found: list[AuxiliaryLoss] = []
-        positions = torch.arange(_LENGTH).expand(len(tokens), -1)
+        positions = torch.arange(LENGTH).expand(len(tokens), -1)
         loss = self.chunk(tokens[:, :-1], positions, labels=tokens[:, 1:], losses=found).mean()
         weighted = [each.coefficient * each.loss_sum / each.num_tokens for each in found]
         torch.autograd.backward([torch.stack([loss, *weighted]).sum()])
@@ -92,7 +80,7 @@ def main() -> None:
     models = {"dense": Trained(cpu_matmul=library), "experts": Trained(**_EXPERTS, cpu_matmul=library)}
     generator = torch.Generator().manual_seed(1)
     for _ in range(arguments.steps + 1):
-        tokens = torch.randint(0, _VOCABULARY, (arguments.batch, _LENGTH + 1), generator=generator)
+        tokens = torch.randint(0, VOCABULARY, (arguments.batch, LENGTH + 1), generator=generator)
         for model in models.values():
             model.step(tokens)
     print(f"{describe_machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {_SHAPE}, {_EXPERTS}")
@@ -102,7 +90,7 @@ def main() -> None:
         medians[name] = statistics.median(times)
         print(
             f"{name}: {medians[name]:.3f} s of processor a step (quickest {min(times):.3f}, slowest {max(times):.3f}), "
-            f"{arguments.batch * _LENGTH / medians[name]:.0f} tokens/s, last loss {model.loss:.4f}"
+            f"{arguments.batch * LENGTH / medians[name]:.0f} tokens/s, last loss {model.loss:.4f}"
         )
     print(f"experts / dense: {medians['dense'] / medians['experts']:.2f} of the tokens/s")
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up a fresh machine and run the default tests, two files at a time. Arguments go to pytest, which then runs one
+# Set up a fresh machine and run the default tests, three files at a time. Arguments go to pytest, which then runs one
 # file at a time: bash tests/run.sh -k checkpoint
 #
 # The environment is made in .venv (or where VENV says) and used again until what it is made from changes.
@@ -11,5 +11,5 @@ bash requirements/install.sh "$venv" dev
 export OMP_NUM_THREADS=1
 # Many tests leave a core idle: they wait for ranks, for disks and for each other. A file stays in one process, whose
 # tests share what they set up.
-[ $# -gt 0 ] || set -- --numprocesses 2 --dist loadfile
+[ $# -gt 0 ] || set -- --numprocesses 3 --dist loadfile
 exec "$venv/bin/python" -m pytest "$@"

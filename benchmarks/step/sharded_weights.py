@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.machine import describe_machine
+from benchmarks.small_model import LENGTH, SHAPE, VOCABULARY
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.models.data_parallel import wrap_model
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
@@ -32,21 +32,8 @@ from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.process_group import single_rank_group
 from tests.harness.toy_model import make_model
 
-_LENGTH, _VOCABULARY, _BATCH = 512, 4096, 4
-_SHAPE: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 384,
-    "num_attention_heads": 6,
-    "kv_channels": 64,
-    "ffn_hidden_size": 1024,
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
-    "vocab_size": _VOCABULARY,
-    "max_position_embeddings": _LENGTH,
-    "untie_embeddings_and_output_weights": True,
-}
+_BATCH = 4
+_SHAPE = {**SHAPE, "num_layers": 4, "ffn_hidden_size": 1024}
 
 
 class Trained:
@@ -65,7 +52,7 @@ class Trained:
         dist.barrier()
         start, processor_start = time.perf_counter(), time.process_time()
         self.chunk.zero_grad_buffer()
-        positions = torch.arange(_LENGTH).expand(_BATCH, -1)
+        positions = torch.arange(LENGTH).expand(_BATCH, -1)
         for number, tokens in enumerate(microbatches, start=1):
             loss = self.chunk.module(tokens[:, :-1], positions, labels=tokens[:, 1:]).mean() / len(microbatches)
             if number == len(microbatches):
@@ -93,8 +80,8 @@ def main() -> None:
     ways = {name: Trained(name, state) for name in ("optim", "optim_grads_params")}
     generator = torch.Generator().manual_seed(1 + state.rank)
     for number in range(arguments.rounds + 2):
-        shape = (_BATCH, _LENGTH + 1)
-        tokens = [torch.randint(0, _VOCABULARY, shape, generator=generator) for _ in range(arguments.microbatches)]
+        shape = (_BATCH, LENGTH + 1)
+        tokens = [torch.randint(0, VOCABULARY, shape, generator=generator) for _ in range(arguments.microbatches)]
         order = list(ways.values())
         for way in order if number % 2 else reversed(order):
             way.step(tokens)

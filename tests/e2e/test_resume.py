@@ -26,6 +26,7 @@ CASES = [
     pytest.param(2, "--bf16 --use-distributed-optimizer", id="bf16-dp2-distributed-optimizer"),
     pytest.param(2, f"{SHARDED} --overlap-grad-reduce", id="fp32-dp2-sharded-gradients"),
 ]
+LONG = pytest.mark.long
 DOUBLED = ("fp32", "bf16", "fp32-tp2", "fp32-dp2", "bf16-dp2", "bf16-dp2-distributed-optimizer")
 """Cases that others do with something more, and that resume at other layouts and after violent ends by default too."""
 TrainWhole = Callable[[int, str], tuple[Path, ForkedRun]]
@@ -74,7 +75,7 @@ def assert_equal_to_uninterrupted(second: ForkedRun, whole: ForkedRun, folder: P
 
 @pytest.mark.parametrize(
     ("num_processes", "flags"),
-    [pytest.param(*case.values, id=case.id, marks=pytest.mark.long if case.id in DOUBLED else ()) for case in CASES],
+    [pytest.param(*case.values, id=case.id, marks=LONG if case.id in DOUBLED else ()) for case in CASES],
 )
 def test_resume_is_bitwise_exact(num_processes: int, flags: str, train_whole: TrainWhole, tmp_path: Path) -> None:
     folder, whole = train_whole(num_processes, flags)
@@ -88,11 +89,11 @@ def test_resume_is_bitwise_exact(num_processes: int, flags: str, train_whole: Tr
     ("num_processes", "flags", "how"),
     [
         pytest.param(*CASES[1].values, "kill", id="bf16-kill"),
-        pytest.param(*CASES[3].values, "signal", id="fp32-tp2-signal"),
+        pytest.param(*CASES[3].values, "signal", id="fp32-tp2-signal", marks=LONG),
         pytest.param(*CASES[5].values, "kill", id="fp32-dp2-kill"),
-        pytest.param(*CASES[1].values, "signal", id="bf16-signal", marks=pytest.mark.long),
-        pytest.param(*CASES[3].values, "kill", id="fp32-tp2-kill", marks=pytest.mark.long),
-        pytest.param(*CASES[5].values, "signal", id="fp32-dp2-signal", marks=pytest.mark.long),
+        pytest.param(*CASES[1].values, "signal", id="bf16-signal", marks=LONG),
+        pytest.param(*CASES[3].values, "kill", id="fp32-tp2-kill", marks=LONG),
+        pytest.param(*CASES[5].values, "signal", id="fp32-dp2-signal", marks=LONG),
     ],
 )
 def test_resume_after_a_violent_end_is_bitwise_exact(
@@ -123,20 +124,20 @@ def test_what_an_interrupted_run_wrote_beyond_its_checkpoint_is_set_aside(tmp_pa
 
 
 LAYOUTS = [
-    pytest.param(1, "", 2, "--tensor-model-parallel-size 2", id="tp1-to-tp2", marks=pytest.mark.long),
-    pytest.param(2, "--tensor-model-parallel-size 2", 1, "", id="tp2-to-tp1", marks=pytest.mark.long),
-    pytest.param(1, "", 2, "", id="dp1-to-dp2", marks=pytest.mark.long),
-    pytest.param(2, "", 2, "--tensor-model-parallel-size 2 --sequence-parallel", id="dp2-to-tp2-sp"),
+    pytest.param(1, "", 2, "--tensor-model-parallel-size 2", id="tp1-to-tp2", marks=LONG),
+    pytest.param(2, "--tensor-model-parallel-size 2", 1, "", id="tp2-to-tp1", marks=LONG),
+    pytest.param(1, "", 2, "", id="dp1-to-dp2", marks=LONG),
+    pytest.param(2, "", 2, "--tensor-model-parallel-size 2 --sequence-parallel", id="dp2-to-tp2-sp", marks=LONG),
     pytest.param(
         4,
         "--use-distributed-optimizer --micro-batch-size 1",
         2,
         SHARDED,
         id="dp4-sharded-to-dp2-sharded",
-        marks=pytest.mark.long,
+        marks=LONG,
     ),
     pytest.param(2, SHARDED, 2, "--tensor-model-parallel-size 2", id="dp2-sharded-to-tp2"),
-    pytest.param(1, "", 2, "--use-distributed-optimizer", id="dp1-to-dp2-sharded"),
+    pytest.param(1, "", 2, "--use-distributed-optimizer", id="dp1-to-dp2-sharded", marks=LONG),
     pytest.param(
         2,
         "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
@@ -150,6 +151,7 @@ LAYOUTS = [
         1,
         "",
         id="tp2-sp-pp2-to-one-process",
+        marks=LONG,
     ),
     pytest.param(
         1,

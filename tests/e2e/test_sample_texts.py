@@ -23,8 +23,8 @@ SAMPLES = ("--sample-interval", "1", "--sample-tokens", "5", "--sample-prompts")
     ("layout", "nproc"),
     [
         (ROPE, 1),
-        (f"--tensor-model-parallel-size 2 {ROPE}", 2),
-        ("--tensor-model-parallel-size 2", 2),
+        pytest.param(f"--tensor-model-parallel-size 2 {ROPE}", 2, marks=pytest.mark.long),
+        pytest.param("--tensor-model-parallel-size 2", 2, marks=pytest.mark.long),
         (f"--pipeline-model-parallel-size 2 {ROPE}", 2),
         ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2),
         (f"{EXPERTS} --expert-model-parallel-size 2 {ROPE}", 2),

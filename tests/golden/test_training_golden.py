@@ -29,7 +29,7 @@ LAYOUTS = [
     pytest.param(
         4, "--tensor-model-parallel-size 2 --sequence-parallel", "dp2", id="tp2-sp-dp2", marks=pytest.mark.long
     ),
-    pytest.param(2, "--use-distributed-optimizer", "dp2", id="dp2-distributed-optimizer"),
+    pytest.param(2, "--use-distributed-optimizer", "dp2", id="dp2-distributed-optimizer", marks=pytest.mark.long),
     pytest.param(
         2,
         f"--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather {SMALL_BUCKETS}",
@@ -60,7 +60,7 @@ LAYOUTS = [
     pytest.param(1, "--calculate-per-token-loss", "tp1", id="per-token-loss", marks=pytest.mark.long),
     pytest.param(2, "--calculate-per-token-loss", "dp2", id="dp2-per-token-loss"),
     pytest.param(1, "--micro-batch-size 8", "tp1", id="one-micro-batch", marks=pytest.mark.long),
-    pytest.param(2, "--context-parallel-size 2", "tp1", id="cp2-ring"),
+    pytest.param(2, "--context-parallel-size 2", "tp1", id="cp2-ring", marks=pytest.mark.long),
     pytest.param(
         2,
         "--context-parallel-size 2 --cp-comm-type all_gather a2a --calculate-per-token-loss --overlap-grad-reduce",
@@ -73,6 +73,7 @@ LAYOUTS = [
         " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "tp1",
         id="cp2-tp2-sp-full-recompute",
+        marks=pytest.mark.long,
     ),
     pytest.param(4, "--context-parallel-size 2", "dp2", id="cp2-dp2", marks=pytest.mark.long),
     pytest.param(2, "--pipeline-model-parallel-size 2", "tp1", id="pp2"),
@@ -88,6 +89,7 @@ LAYOUTS = [
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
         "tp2pp2_from_tp1",
         id="tp2-pp2",
+        marks=pytest.mark.long,
     ),
     pytest.param(
         4,

@@ -103,6 +103,7 @@ def compare(world_size: int, flags: str) -> list[Trained]:
         pytest.param(
             *(2, f"{PP2} --recompute-activations --recompute-modules core_attn layernorm mlp {DROPOUT}", [8, 4]),
             id="1f1b",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             2,

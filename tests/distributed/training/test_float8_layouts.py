@@ -35,20 +35,20 @@ GATHERS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 ALWAYS = [
     ("delayed", "one", VIRTUAL, MODULES),
     ("delayed", "one", ZERO_BUBBLE, BLOCK),
-    ("delayed", "cp2", VIRTUAL, FULL),
     ("delayed", "sp", ZERO_BUBBLE, MODULES),
     ("delayed", "tp2", "", DISTRIBUTED),
     ("rowwise", "one", OFFLOAD, MODULES),
-    ("rowwise", "sp", "", MODULES),
-    ("mxfp8", "one", ZERO_BUBBLE, MODULES),
 ]
 MORE = [
-    (recipe, plain, schedule, again)
-    for recipe in RECIPES
-    for plain in ("one", "sp", "cp2")
-    for schedule in ((VIRTUAL, ZERO_BUBBLE) if recipe == "delayed" else ("",))
-    for again in (FULL, BLOCK, MODULES, OFFLOAD)
-    if (recipe, plain, schedule, again) not in ALWAYS
+    ("mxfp8", "one", ZERO_BUBBLE, MODULES),
+    *(
+        (recipe, plain, schedule, again)
+        for recipe in RECIPES
+        for plain in ("one", "sp", "cp2")
+        for schedule in ((VIRTUAL, ZERO_BUBBLE) if recipe == "delayed" else ("",))
+        for again in (FULL, BLOCK, MODULES, OFFLOAD)
+        if (recipe, plain, schedule, again) not in ALWAYS
+    ),
 ]
 
 

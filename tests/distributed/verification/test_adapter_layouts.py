@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-import pretrain_gpt
 from megatron.verification.cells import MODULES, Cell, Layout, make_cell
 from megatron.verification.verifier import Verifier
-from megatron.verification.worker_pool import WorkerPool
 
 LORA = ("--lora-rank", "3", "--lora-alpha", "6")
 FUSED = (*LORA, "--lora-dropout", "0.2")
@@ -23,22 +19,20 @@ CELLS = (
     make_cell("gpt2", Layout(dp=2, sharding="optim"), extra=FUSED),
     make_cell("gpt2", Layout(dp=2, sharding="optim_grads", overlap=True), extra=FUSED),
     make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, recompute=MODULES), extra=APART),
-    make_cell("llama", Layout(tp=2, pp=2, schedule="zero-bubble", recompute=("full", "uniform", "1")), extra=APART),
     make_cell("llama", Layout(cp=2), "packed", extra=APART),
+)
+FURTHER = (
+    make_cell("llama", Layout(tp=2, pp=2, schedule="zero-bubble", recompute=("full", "uniform", "1")), extra=APART),
     # Ranks that share a key-value group, with one adapter for all rows and with one for each part.
     make_cell("llama-one-group", Layout(tp=4), extra=FUSED),
     make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True), extra=APART),
 )
 
 
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[Verifier]:
-    with WorkerPool(4, timeout_s=60) as pool:
-        yield Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
-
-
 @pytest.mark.parametrize(
-    "cell", [*CELLS[:-1], pytest.param(CELLS[-1], marks=pytest.mark.long)], ids=lambda cell: cell.name
+    "cell",
+    [*CELLS, *(pytest.param(cell, marks=pytest.mark.long) for cell in FURTHER)],
+    ids=lambda cell: cell.name,
 )
 def test_adapters_are_the_same_at_any_layout(cell: Cell, verifier: Verifier) -> None:
     report = verifier.check(cell)

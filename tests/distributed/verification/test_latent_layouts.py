@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-import pretrain_gpt
 from megatron.verification.cells import Cell, Layout
 from megatron.verification.latent_cells import latent_matrix, make_latent_cell
 from megatron.verification.verifier import Verifier
-from megatron.verification.worker_pool import WorkerPool
 
 CELLS = (
     make_latent_cell("latent", Layout(tp=2, pp=2, sequence_parallel=True)),
     make_latent_cell("latent-wide-values", Layout(cp=2)),
 )
-
-
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[Verifier]:
-    with WorkerPool(8, timeout_s=120) as pool:
-        yield Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)

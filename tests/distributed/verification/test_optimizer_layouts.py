@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-import pretrain_gpt
 from megatron.verification.cells import Cell, Layout, make_cell
 from megatron.verification.verifier import Verifier
-from megatron.verification.worker_pool import WorkerPool
 
 MUON = ("--optimizer", "muon", "--muon-nesterov", "--muon-extra-scale-factor", "0.2")
 FUSED = (*MUON, "--muon-no-split-qkv", "--muon-coefficient-type", "simple", "--muon-scale-mode", "shape_scaling")
@@ -17,12 +13,12 @@ LION = ("--optimizer", "muon", "--muon-scalar-optimizer", "lion")
 SHARDED = Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads", overlap=True)
 CELLS = (
     make_cell("llama", SHARDED, extra=MUON),
-    # Ranks that share a key-value group.
-    make_cell("llama-one-group", Layout(tp=4), extra=MUON),
     # Of a sign: a gradient that is rounding alone, that of a key's bias in other shapes, would go either way.
     make_cell("llama", Layout(pp=2, dp=2), extra=LION),
 )
 FURTHER = (
+    # Ranks that share a key-value group.
+    make_cell("llama-one-group", Layout(tp=4), extra=MUON),
     *(make_cell(shape, Layout(tp=2), extra=MUON) for shape in ("gpt2", "llama", "qwen")),
     make_cell("llama", Layout(tp=4), extra=FUSED),
     make_cell("llama", SHARDED, extra=FUSED),
@@ -35,12 +31,6 @@ FURTHER = (
     make_cell("llama", Layout(tp=2), extra=(*MUON, "--lora-rank", "3")),
     make_cell("llama", Layout(dp=2, sharding="optim"), extra=("--optimizer", "lion")),
 )
-
-
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[Verifier]:
-    with WorkerPool(4, timeout_s=60) as pool:
-        yield Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
 
 
 @pytest.mark.parametrize(

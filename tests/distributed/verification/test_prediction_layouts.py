@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-import pretrain_gpt
 from megatron.verification.cells import DROPOUT, Cell, Layout
 from megatron.verification.prediction_cells import make_prediction_cell, prediction_matrix
 from megatron.verification.verifier import Verifier
-from megatron.verification.worker_pool import WorkerPool
 
 CELLS = (
     make_prediction_cell("llama-mtp", Layout(tp=2, pp=2, sequence_parallel=True)),
@@ -18,12 +14,6 @@ CELLS = (
     make_prediction_cell("qwen-mtp", Layout(pp=2, schedule="zero-bubble")),
     make_prediction_cell("qwen-mtp", Layout(tp=2, pp=2, sequence_parallel=True), extra=DROPOUT),
 )
-
-
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[Verifier]:
-    with WorkerPool(8, timeout_s=120) as pool:
-        yield Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
 
 
 @pytest.mark.parametrize(

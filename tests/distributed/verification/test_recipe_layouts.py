@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-import pretrain_gpt
 from megatron.verification.cells import Cell, Layout, make_cell
 from megatron.verification.prediction_cells import make_prediction_cell
 from megatron.verification.verifier import Verifier
-from megatron.verification.worker_pool import WorkerPool
 
 Z_LOSS = ("--z-loss-coeff", "0.05")
 GROUPS = ("--param-group-overrides", "*.mlp.*:lr_mult=0.25,wd_mult=0", "*norm*:wd_mult=3", "--weight-decay", "0.1")
@@ -34,12 +30,6 @@ FURTHER = (
     make_cell("llama", SHARDED, extra=(*GROUPS, "--optimizer", "muon")),
     make_cell("llama", Layout(pp=2, dp=2, sharding="optim"), extra=(*GROUPS, "--decoupled-lr", "1e-3")),
 )
-
-
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[Verifier]:
-    with WorkerPool(4, timeout_s=60) as pool:
-        yield Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
 
 
 @pytest.mark.parametrize(

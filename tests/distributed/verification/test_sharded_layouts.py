@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-import pretrain_gpt
 from megatron.verification.cells import DROPOUT, Cell, Layout, make_cell
 from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
 from megatron.verification.sharding_cells import fully_sharded, hybrid, sharding_matrix
 from megatron.verification.verifier import Verifier
-from megatron.verification.worker_pool import WorkerPool
 
 FULL = ("full", "uniform", "1")
 CELLS = (
@@ -20,12 +16,6 @@ CELLS = (
     hybrid(make_cell("gpt2", fully_sharded(Layout(dp=4)), "uneven")),
     make_expert_cell("deepseek-experts", fully_sharded(ExpertLayout(dp=4, ep=2), overlap=True)),
 )
-
-
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[Verifier]:
-    with WorkerPool(8, timeout_s=120) as pool:
-        yield Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)

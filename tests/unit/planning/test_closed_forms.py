@@ -89,7 +89,6 @@ CELLS = [
     ("float32", hybrid(make_cell("gpt2", Layout(dp=4, sharding="optim")))),
     ("float32", make_cell("qwen", Layout(tp=4, pp=2, dp=1), "packed")),
     ("bfloat16", make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=FULL), "packed")),
-    *(("float32", make_cell(shape, Layout(tp=4, recompute=FULL))) for shape in FAMILY_SHAPES),
     *(("bfloat16", make_cell(shape, Layout(tp=2, sequence_parallel=True, dp=2))) for shape in FAMILY_SHAPES),
 ]
 
@@ -102,7 +101,7 @@ def test_recorded_bytes_equal_the_closed_form(dtype: str, cell: Cell) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_recorded_bytes_equal_the_closed_form_in_the_whole_matrix(dtype: str) -> None:
-    for cell in matrix():
+    for cell in (*matrix(), *(make_cell(shape, Layout(tp=4, recompute=FULL)) for shape in FAMILY_SHAPES)):
         assert_equal(cell, dtype)
 
 
