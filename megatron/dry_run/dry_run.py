@@ -212,9 +212,11 @@ def _machine_crossings(state: ParallelState) -> dict[tuple[str, ...], bool]:
 
 def _groups(state: ParallelState) -> tuple[Group, ...]:
     """Return a rank's groups, the smaller ones last."""
+    cut = {id(group): group for group in (state.expert_dp, state.dp_cp)}.values()
+    instances = [level for group in cut for level in group.levels or ()]
     levels = state.cp.levels or ()
     slices = state.world, state.model_parallel, state.dp_cp, state.embedding, state.tp, state.cp, state.dp, state.pp
-    return state.expert_model, state.expert_dp, *slices, *levels
+    return *instances, state.expert_model, state.expert_dp, *slices, *levels
 
 
 def _name_memory(recorder: Recorder, config: RunConfig, parts: TrainingParts) -> None:

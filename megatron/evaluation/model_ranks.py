@@ -157,8 +157,10 @@ class ModelRanks:
 
     def _texts(self, question: TextQuestion) -> list[str]:
         texts = [""] * len(question.prompts)
+        # All of a batch run together: what has no token has then come to its end.
+        at_once = min(self._max_batch_size, self._engine.max_batch_size)
         done = 0
-        for numbers in batches_of_like_length(question.prompts, self._max_batch_size):
+        for numbers in batches_of_like_length(question.prompts, at_once):
             prompts = tuple(question.prompts[number] for number in numbers)
             running = _RunningTexts(self._encoding, len(numbers), question.until, self._tick)
             end = self._encoding.tokenizer.eod_id

@@ -54,6 +54,7 @@ TP, CP, DP, PP, EMBEDDING = ("tp",), ("cp",), ("dp",), ("pp",), ("embedding",)
 CP_INNER, CP_OUTER = ("cp_inner",), ("cp_outer",)
 DP_CP_INNER, DP_CP_OUTER = ("dp_cp_inner",), ("dp_cp_outer",)
 EXPERT_MODEL, EXPERT_DP = ("ep", "etp"), ("edp",)
+EXPERT_DP_INNER, EXPERT_DP_OUTER = ("edp_inner",), ("edp_outer",)
 DP_CP, MODEL_PARALLEL, WORLD = ("dp", "cp"), ("pp", "tp"), GRID_AXES
 
 
@@ -119,6 +120,8 @@ class _Rank:
         levels = {CP_INNER: inner, CP_OUTER: self.sizes.cp // inner}
         copies = self.config.ddp.num_distributed_optimizer_instances
         levels |= {DP_CP_INNER: self.config.ddp.num_shards(self.sizes.num_replicas), DP_CP_OUTER: copies}
+        experts = self.config.ddp.num_shards(self.sizes.num_expert_replicas)
+        levels |= {EXPERT_DP_INNER: experts, EXPERT_DP_OUTER: copies}
         return slices | levels | {EMBEDDING: min(self.sizes.pp, 2) if at_an_end else 1}
 
 
@@ -138,6 +141,9 @@ def step_traffic(config: RunConfig, rank: int) -> Traffic:
     for index, chunk in enumerate(chunks):
         _add_microbatch(total, here, chunk)
         _add_sends(total, here, index, len(chunks))
+        if chunk.has_loss and config.model.z_loss_coeff:
+            # How many tokens count.
+            total.add("all_reduce", CP, 8 if here.element == 8 else 4, here.num_microbatches)
     _add_gradients(total, here, chunks)
     _add_scalars(total, here)
     return {key: volume for key, volume in total.traffic.items() if volume.num_calls}
@@ -329,8 +335,9 @@ def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) 
         axes, replica, replicas = here.replicas(of_experts=parameters[0].is_expert)
         is_sharded, num_shards = ddp.shards_over(replicas), ddp.num_shards(replicas)
         has_copies = is_sharded and ddp.num_distributed_optimizer_instances > 1
+        outer = EXPERT_DP_OUTER if axes == EXPERT_DP else DP_CP_OUTER
         if has_copies:
-            axes = DP_CP_INNER
+            axes = EXPERT_DP_INNER if axes == EXPERT_DP else DP_CP_INNER
         in_float8 = is_sharded and parameters[0].is_sent_in_float8
         element = 1 if in_float8 else here.element
         tied = [index for index, parameter in enumerate(parameters) if parameter.is_tied]
@@ -353,7 +360,7 @@ def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) 
             start, end = bucket.start, bucket.end
             if is_sharded:
                 start, end = bucket.shard(replica % num_shards, num_shards)
-                total.add("all_reduce", DP_CP_OUTER, (end - start) * grad_element, int(has_copies))
+                total.add("all_reduce", outer, (end - start) * grad_element, int(has_copies))
             for part in parts_of_range(bucket.slots, start, end):
                 parameter, part_bytes = parameters[part.index], (part.end - part.start) * grad_element
                 if parameter.copies_to_sum:
@@ -374,11 +381,13 @@ def _add_scalars(total: _Sum, here: _Rank) -> None:
     replicas = {sizes.num_replicas} | ({sizes.num_expert_replicas} if layers else set())
     is_of_world = sizes.has_expert_grid or any(config.ddp.shards_over(number) for number in replicas)
     norms = 16 if config.optimizer.log_num_zeros_in_grad else 8
+    norms += 3 * 8 if config.optimizer.clips_by_kind else 0
     total.add("all_reduce", WORLD if is_of_world else MODEL_PARALLEL, norms)
     if layers:
         # How many tokens each expert was given, and how many choices were dropped.
         total.add("all_reduce", WORLD, 8 * layers * ((config.model.num_experts or 0) + 1))
-    total.add("all_reduce", WORLD, 32 + 16 * len(auxiliary_losses(config.model)))
+    num_losses = len(auxiliary_losses(config.model)) + bool(config.model.z_loss_coeff)
+    total.add("all_reduce", WORLD, 32 + 16 * num_losses)
     if config.model.fp8_recipe == "delayed" and config.model.float8_layers(config.model.num_layers):
         # The amax of each operand of each linear layer.
         total.add("all_reduce", WORLD, config.model.num_layers * 4 * 3 * 4)

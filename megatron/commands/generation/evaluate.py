@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from megatron.evaluation.text_encoding import TextEncoding
 
 _DEFAULT_LENGTH = 2048
+_DEFAULT_SEED = 1234
+_DEFAULT_KEY = "text"
+_OF_TASKS = ("include_path", "num_fewshot", "limit", "log_samples", "apply_chat_template", "seed")
+_OF_TEXTS = ("json_key",)
 
 
 def build_parser() -> Parser:
@@ -52,9 +56,9 @@ def build_parser() -> Parser:
         action="store_true",
         help="write questions as conversations, by the tokenizer's template",
     )
-    tasks.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of answers that are drawn (1234)")
+    tasks.add_argument("--seed", type=int, metavar="N", help="seed of answers that are drawn (1234)")
     texts = parser.add_argument_group("texts")
-    texts.add_argument("--json-key", default="text", metavar="KEY", help="where a line's text is (text)")
+    texts.add_argument("--json-key", metavar="KEY", help="where a line's text is (text)")
     add_model_flags(parser)
     return parser
 
@@ -72,6 +76,14 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         problems.append("there is nothing to measure; give --tasks TASK … or --text FILE …")
     if arguments.tasks and arguments.text:
         problems.append("--tasks and --text are two measurements; give one of them")
+    others = _OF_TEXTS if arguments.tasks else _OF_TASKS
+    if bool(arguments.tasks) != bool(arguments.text):
+        needed = "--text FILE …" if arguments.tasks else "--tasks TASK …"
+        problems += [
+            f"--{name.replace('_', '-')} has no effect without {needed}; leave it out"
+            for name in others
+            if getattr(arguments, name) not in (None, False)
+        ]
     for name in ("batch_size", "max_length", "limit"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -82,6 +94,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             problems.append(f"--{name.replace('_', '-')} {value} is negative")
     if arguments.log_samples and arguments.output is None:
         problems.append("--log-samples has nowhere to write; add --output FILE")
+    if arguments.output is not None and not Path(arguments.output).absolute().parent.is_dir():
+        problems.append(f"--output {arguments.output} is in no folder that exists; make it, or name another")
     if problems:
         raise ConfigurationError(problems)
 
@@ -155,12 +169,12 @@ def _run_tasks(
     from megatron.evaluation.harness_tasks import table_of
 
     form = choose_template(encoding.tokenizer, None).render_prompt if arguments.apply_chat_template else None
-    model = HarnessModel(ranks, encoding, max_length, form, arguments.seed)
+    model = HarnessModel(ranks, encoding, max_length, form, _DEFAULT_SEED if arguments.seed is None else arguments.seed)
     results = tasks.run(model, with_samples=arguments.log_samples)
     bar.clear()
+    print(table_of(results), flush=True)
     if arguments.output is not None:
         _write(arguments.output, [json.dumps(results, indent=2, default=str, ensure_ascii=False)])
-    print(table_of(results), flush=True)
 
 
 def _measure_texts(
@@ -168,7 +182,7 @@ def _measure_texts(
 ) -> None:
     from megatron.evaluation.text_perplexity import in_all, measure_texts, read_documents
 
-    documents = list(read_documents(arguments.text, arguments.json_key))
+    documents = list(read_documents(arguments.text, arguments.json_key or _DEFAULT_KEY))
     if not documents:
         raise InputError(f"--text {' '.join(arguments.text)} holds no document")
     found = []

@@ -179,16 +179,6 @@ class DistributedDataParallel(nn.Module):
             if buffer.flat_parameters is not None:
                 buffer.flat_parameters.wait_for_all()
 
-    @contextlib.contextmanager
-    def whole_parameters(self) -> Iterator[None]:
-        """Let every parameter have its values inside, also where weights are sharded; collective."""
-        self.finish_param_gather()
-        if self.weights is not None:
-            self.weights.use_all()
-        yield
-        if self.weights is not None:
-            self.weights.free_all()
-
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply every reduced gradient by a number or a one-element tensor."""
         for buffer in self.grad_buffers:

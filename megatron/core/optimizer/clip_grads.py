@@ -149,9 +149,10 @@ class GradMeter:
         totals = torch.zeros(num_totals + len(self._kinds), dtype=torch.float64, device=device)
         square_sum = totals[0]
         for gradient, weights, of_kinds in self._segments:
-            square_sum.add_(sum_of_squares(gradient, weights))
+            norms = _block_norms(gradient)
+            square_sum.add_(torch.dot(norms, norms if weights is None else norms * weights))
             for index, of_kind in enumerate(of_kinds, num_totals):
-                totals[index].add_(sum_of_squares(gradient, of_kind))
+                totals[index].add_(torch.dot(norms, norms * of_kind))
         if count_zeros:
             with (timers or Timers())("optimizer-count-zeros", log_level=1):
                 for part in self._parts:
@@ -171,6 +172,13 @@ def _num_zeros(part: ParamPart) -> torch.Tensor | int:
     return torch.stack(zeros).sum() if zeros else 0
 
 
+def _block_norms(flat: torch.Tensor) -> torch.Tensor:
+    """Return the norm of each block. Shapes: ``[n] -> [n / PARAM_ALIGNMENT]`` float64."""
+    blocks = flat.view(-1, PARAM_ALIGNMENT)
+    norms: torch.Tensor = torch.linalg.vector_norm(blocks, dim=1, dtype=arithmetic_dtype(flat.dtype)).double()
+    return norms
+
+
 def sum_of_squares(flat: torch.Tensor, block_weights: torch.Tensor | None = None) -> torch.Tensor:
     """Return the sum of squares in float64, each block weighted.
 
@@ -180,8 +188,7 @@ def sum_of_squares(flat: torch.Tensor, block_weights: torch.Tensor | None = None
     Shapes: ``flat: [n]``, ``block_weights: [n / PARAM_ALIGNMENT]``, for which n is a multiple of the block.
     """
     whole = flat.numel() // PARAM_ALIGNMENT * PARAM_ALIGNMENT
-    blocks = flat[:whole].view(-1, PARAM_ALIGNMENT)
-    norms = torch.linalg.vector_norm(blocks, dim=1, dtype=arithmetic_dtype(flat.dtype)).double()
+    norms = _block_norms(flat[:whole])
     total = torch.dot(norms, norms if block_weights is None else norms * block_weights)
     if whole < flat.numel():
         total += flat[whole:].double().square().sum()

@@ -28,7 +28,7 @@ from megatron.core.optimizer.host_offload import HostOffload, split_groups
 from megatron.core.optimizer.matrix_owners import MatrixOwners
 from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.recipes.gradient_kinds import ALL_KINDS, KINDS, clips_by_kind, grad_multipliers, kind_of
+from megatron.core.optimizer.recipes.gradient_kinds import ALL_KINDS, KINDS, grad_multipliers, kind_of
 from megatron.core.optimizer.recipes.param_rates import COMMON_RATE, ParamRates, Rate
 from megatron.core.optimizer.recipes.weight_average import AVERAGE, WeightAverage
 from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, cut_into_buckets
@@ -73,7 +73,7 @@ class MegatronOptimizer:
         self._state = state
         self._timers = Timers()
         self._scaler = make_grad_scaler(config)
-        by_kind = clips_by_kind(config)
+        by_kind = config.clips_by_kind
         self._meter = GradMeter(model_chunks, state, *((kind_of, KINDS) if by_kind else ()))
         self._rates = ParamRates(config)
         self.num_steps = 0

@@ -163,6 +163,11 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
                 object.__setattr__(self, "optimizer_offload_fraction", 0.5)
 
     @property
+    def clips_by_kind(self) -> bool:
+        """Return whether matrices, embeddings or vectors have a largest norm of their own."""
+        return any((self.clip_grad_matrices, self.clip_grad_embeddings, self.clip_grad_vectors))
+
+    @property
     def elementwise(self) -> str:
         """Return the optimizer of parameters of any shape."""
         return self.muon_scalar_optimizer if self.optimizer == "muon" else self.optimizer

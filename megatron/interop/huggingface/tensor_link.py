@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron.core.sharding import Box, full_pieces
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

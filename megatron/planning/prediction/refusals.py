@@ -76,7 +76,7 @@ def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> It
     if model.fp8_format is None:
         return
     if model.num_experts is not None and implementation.follows_recipes:
-        yield f"{implementation.name} has no products of experts in fp8; use bf16"
+        yield "products of experts in fp8 are not planned; use bf16"
     if gpu is not None and not gpu.float8_flops:
         able = ", ".join(name for name, each in GPUS.items() if each.float8_flops)
         yield f"{gpu.name} has no products in fp8; use bf16, or one of {able}"

@@ -112,6 +112,7 @@ def _trained_state(
     of_experts: bool,
 ) -> StageState:
     """Return what a stage holds between steps of the trained parameters that so many ranks have alike."""
+    shards = plan.ddp.num_shards(replicas)
     num_trained = num_elements = pool = gathered = num_whole = 0
     element = ELEMENT_BYTES[plan.model.params_dtype]
     shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(replicas)
@@ -136,13 +137,13 @@ def _trained_state(
     is_sharded = plan.ddp.shards_over(replicas)
     gradient = _gradient_bytes(plan, implementation)
     shards_gradients = plan.ddp.shards_gradients and is_sharded
-    state = num_trained // (replicas if is_sharded else 1)
+    state = num_trained // (shards if is_sharded else 1)
     return StageState(
         parameters=num_trained,
         gathered_bytes=gathered,
         # Weights that are gathered lie in a flat buffer, with its padding.
-        weights=(num_elements if is_sharded else num_trained) * element // (replicas if shards_weights else 1),
-        gradients=num_elements * gradient // (replicas if shards_gradients else 1),
+        weights=(num_elements if is_sharded else num_trained) * element // (shards if shards_weights else 1),
+        gradients=num_elements * gradient // (shards if shards_gradients else 1),
         gradient_pool=pool * gradient if shards_gradients else 0,
         optimizer=round(state * state_bytes(plan.optimizer) * (1.0 - plan.optimizer.offload_fraction)),
         weight_pool=num_whole * element,

@@ -18,6 +18,7 @@ from megatron.verification.cells import (
     matrix,
 )
 from megatron.verification.collective_recorder import record_step
+from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
 from megatron.verification.run_cell import resolve_cell
 from megatron.verification.sharding_cells import fully_sharded, hybrid
 
@@ -87,6 +88,8 @@ CELLS = [
     ("bfloat16", make_cell("gpt2", fully_sharded(Layout(tp=2, pp=2, cp=2, recompute=FULL)))),
     ("float32", hybrid(make_cell("llama", fully_sharded(Layout(tp=2, cp=2, dp=2), overlap=True)))),
     ("float32", hybrid(make_cell("gpt2", Layout(dp=4, sharding="optim")))),
+    ("float32", hybrid(make_expert_cell("mixtral", ExpertLayout(dp=8, ep=2, sharding="optim")))),
+    ("bfloat16", make_cell("gpt2", Layout(cp=2, dp=2), extra=("--z-loss-coeff", "1e-3", "--clip-grad-vectors", "0.5"))),
     ("float32", make_cell("qwen", Layout(tp=4, pp=2, dp=1), "packed")),
     ("bfloat16", make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=FULL), "packed")),
     *(("bfloat16", make_cell(shape, Layout(tp=2, sequence_parallel=True, dp=2))) for shape in FAMILY_SHAPES),

@@ -84,6 +84,7 @@ TORCH_FREE_PATTERNS = (
     "megatron/core/datasets/blended_dataset_builder.py",
     "megatron/core/tokenizers/*.py",
     "megatron/core/dist_checkpointing/index.py",
+    "megatron/interop/huggingface/families.py",
     "megatron/training/checkpointing/folder.py",
     "megatron/training/data/data_plan.py",
     "megatron/training/process/initialize.py",

@@ -23,27 +23,24 @@ def kind_of(spec: ParamSpec) -> str:
     return "vectors" if len(spec.global_shape) < 2 or spec.name.endswith("bias") else "matrices"
 
 
-def clips_by_kind(config: OptimizerConfig) -> bool:
-    """Return whether some kind has a largest norm of its own."""
-    return any(_limits(config))
-
-
 def grad_multipliers(
     norm: torch.Tensor, of_kinds: torch.Tensor, scale: float, config: OptimizerConfig
 ) -> Mapping[str, torch.Tensor]:
     """Return what the gradients of each kind are multiplied by: clipped by their kind, and then all together.
 
     ``norm`` is that of all gradients, ``of_kinds`` are the sums of squares of each kind. ``scale`` is that of the
-    loss, and divided out. Where kinds are not told apart there is one number for all.
+    loss, and divided out. Where kinds are not told apart there is one number for all; where they are, also one for
+    what is of none.
 
     Shapes: ``norm: []``, ``of_kinds: [3]``, in float64.
     """
-    if not clips_by_kind(config):
+    if not config.clips_by_kind:
         return {ALL_KINDS: clip_coefficient(norm / scale, config.clip_grad) / scale}
     norms = of_kinds.sqrt() / scale
     factors = torch.stack([clip_coefficient(norm, limit) for norm, limit in zip(norms, _limits(config), strict=True)])
     left = torch.linalg.vector_norm(norms * factors)
-    return dict(zip(KINDS, (factors * (clip_coefficient(left, config.clip_grad) / scale)).unbind()))
+    together = clip_coefficient(left, config.clip_grad) / scale
+    return dict(zip(KINDS, (factors * together).unbind())) | {ALL_KINDS: together}
 
 
 def _limits(config: OptimizerConfig) -> tuple[float, ...]:

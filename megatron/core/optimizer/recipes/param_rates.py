@@ -12,7 +12,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.optimizer.inner_optimizer import is_decayed, is_decoupled
 from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.recipes.gradient_kinds import ALL_KINDS, clips_by_kind, kind_of
+from megatron.core.optimizer.recipes.gradient_kinds import ALL_KINDS, kind_of
 from megatron.core.optimizer.recipes.group_override import parse_override
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, spec_of
@@ -51,7 +51,7 @@ class ParamRates:
         name = spec_of(parameter).name
         given = (o.lr_mult for o in self._overrides if o.lr_mult is not None and o.matches(name))
         multiplier = next(given, 1.0) * self._of_width(spec_of(parameter))
-        kind = kind_of(spec_of(parameter)) if clips_by_kind(self._config) else ALL_KINDS
+        kind = kind_of(spec_of(parameter)) if self._config.clips_by_kind else ALL_KINDS
         return Rate(self._has_decoupled and is_decoupled(name), multiplier, kind)
 
     def _of_width(self, spec: ParamSpec) -> float:

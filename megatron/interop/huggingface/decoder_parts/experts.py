@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.interop.huggingface.settings import Settings
 from megatron.interop.huggingface.tensor_link import TensorLink, one_of, rows, whole
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

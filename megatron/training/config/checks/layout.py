@@ -65,11 +65,14 @@ def _instance_problems(config: RunConfig) -> Iterator[str]:
     given = f"--num-distributed-optimizer-instances {number}"
     if number == 1 or sizes.problems(config.world_size):
         return
-    if not config.ddp.shards_optimizer:
+    if not config.ddp.shards_optimizer and sizes.num_replicas > 1:
         yield f"{given} copies what is sharded, and nothing is; add --use-distributed-optimizer, or leave it out"
+    elif sizes.num_replicas == number:
+        yield f"{given}: each of the {number} ranks with the same weights would be a copy that shares nothing; lower it"
     for name, replicas in (("same weights", sizes.num_replicas), ("same experts", sizes.num_expert_replicas)):
         if replicas % number and (name == "same weights" or config.model.num_experts is not None):
-            yield f"{given} does not divide the {replicas} ranks with the {name}; use {divisors(replicas, replicas)}"
+            able = divisors(replicas, max(1, replicas // 2))
+            yield f"{given} does not divide the {replicas} ranks with the {name}; use {able}"
 
 
 def _check_sharding(config: RunConfig) -> Iterator[str]:
@@ -90,7 +93,7 @@ def _check_sharding(config: RunConfig) -> Iterator[str]:
         yield f"--overlap-param-gather-with-optimizer-step with {strategy}: an update gathers no weights; {instead}"
 
 
-CHECKS = (
+DATA_PARALLEL_CHECKS = (
     Check(
         (
             *("data_parallel_sharding_strategy", "use_torch_fsdp2", "use_megatron_fsdp", "lora_rank"),
@@ -99,6 +102,9 @@ CHECKS = (
         ),
         _check_sharding,
     ),
+)
+"""Of how a run is trained, which a model that is generated from or converted need not be."""
+CHECKS = (
     Check(MODEL_SIZE_NAMES, _check_world_size),
     Check(("num_attention_heads", "tensor_model_parallel_size"), _check_heads),
     Check(("num_attention_heads", "num_query_groups", "tensor_model_parallel_size"), _check_key_value_heads),

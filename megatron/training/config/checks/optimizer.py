@@ -80,11 +80,13 @@ def _check_average(config: RunConfig) -> Iterator[str]:
     decay, form = config.optimizer.ema_decay, config.checkpoint.ckpt_format
     if decay is None:
         return
-    if form in ("torch", "torch_dist") and config.checkpoint.save and not config.checkpoint.no_save_optim:
+    if form in ("torch", "torch_dist") and config.checkpoint.save:
         yield (
             f"--ckpt-format {form} has no place for the averages of --ema-decay {decay}; leave it out for the native "
-            "format, which converts later, or give --no-save-optim"
+            "format, which converts later"
         )
+    if config.checkpoint.save and config.checkpoint.no_save_optim:
+        yield f"--no-save-optim leaves out the averages of --ema-decay {decay} too; leave one of the two out"
     if config.model.fp8_param_gather:
         yield f"--ema-decay {decay} beside --fp8-param-gather is not built; leave one of them out"
     if config.model.cpu_offloading_weights:
@@ -231,7 +233,10 @@ CHECKS = (
     ),
     Check(("lr", "min_lr"), _check_learning_rate),
     Check(("param_group_overrides",), _check_overrides),
-    Check(("ema_decay", "ckpt_format", "save", "fp8_param_gather", "cpu_offloading_weights"), _check_average),
+    Check(
+        ("ema_decay", "ckpt_format", "save", "no_save_optim", "fp8_param_gather", "cpu_offloading_weights"),
+        _check_average,
+    ),
     Check(
         ("clip_grad_matrices", "clip_grad_embeddings", "clip_grad_vectors", "optimizer_cpu_offload"), _check_clipping
     ),

@@ -24,6 +24,7 @@ from megatron.training.faults import fault_checks
 
 _CHECKS = (
     *fields.CHECKS,
+    *layout.DATA_PARALLEL_CHECKS,
     *layout.CHECKS,
     *context_parallelism.CHECKS,
     *model.CHECKS,

@@ -58,6 +58,11 @@ _IDLE = (
         "with one data-parallel rank",
     ),
     _Idle(
+        ("check_weight_hash_across_dp_replicas_interval",),
+        lambda config: config.ddp.shards_weights and config.parallel_sizes.num_replicas > 1,
+        "with --data-parallel-sharding-strategy optim_grads_params, under which ranks hold no copies to compare",
+    ),
+    _Idle(
         ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
         lambda config: not config.model.fp16,
         "without --fp16",

@@ -54,7 +54,8 @@ class TaskScores:
             except InputError as failure:
                 error = failure
         raise_on_all_ranks(error, state.world)
-        is_spread = config.model.expert_model_parallel_size > 1
+        # Where copies share experts or shards of weights, all of them run every pass.
+        is_spread = config.parallel_sizes.has_expert_grid or config.ddp.shards_weights
         copies = single_rank_group(("dp",), state.rank) if is_spread else state.dp
         size = config.training.micro_batch_size
         self._ranks = ModelRanks(engine, self._encoding, state.world, copies, size, runtime.flight.tick, show)

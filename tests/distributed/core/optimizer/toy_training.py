@@ -62,8 +62,13 @@ class Run:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters, gathered."""
-        with self.ddp.whole_parameters():
-            return {name: p.detach().clone() for name, p in self.ddp.module.named_parameters()}
+        self.ddp.finish_param_gather()
+        if self.ddp.weights is not None:
+            self.ddp.weights.use_all()
+        whole = {name: p.detach().clone() for name, p in self.ddp.module.named_parameters()}
+        if self.ddp.weights is not None:
+            self.ddp.weights.free_all()
+        return whole
 
 
 def build(

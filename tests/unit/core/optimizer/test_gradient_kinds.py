@@ -35,6 +35,7 @@ def test_kinds_are_clipped_first_and_then_all_together() -> None:
     left = (0.6**2 + 2.0**2 + 0.2**2) ** 0.5
     expected = [0.2 / left / 8, 1.0 / left / 8, 1.0 / left / 8]
     assert [found[kind].item() for kind in KINDS] == pytest.approx(expected, rel=2e-6)
+    assert found[ALL_KINDS].item() == pytest.approx(1.0 / left / 8, rel=2e-6)
     plain = grad_multipliers(sums.sum().sqrt(), sums[:0], 8.0, OptimizerConfig(clip_grad=1.0))
     assert plain[ALL_KINDS].item() == pytest.approx(1.0 / 13.04**0.5 / 8, rel=2e-6)
 
