@@ -101,7 +101,12 @@ def test_four_processes_print_the_same_once(folder: Path, monkeypatch, capsys) -
             "--batch-size 0 is not positive; --max-length -1 is",
         ),
         ("--text {folder}/one.txt --max-length 41", "--max-length 41 is greater than the 40 positions"),
-        ("--text {folder}/one.txt --output {folder}/no/x", "cannot write --output {folder}/no/x: No such file"),
+        ("--text {folder}/one.txt --output {folder}/no/x", "--output {folder}/no/x is in no folder that exists"),
+        (
+            "--text {folder}/one.txt --limit 3 --apply-chat-template",
+            "--limit has no effect without --tasks TASK …; leave it out; --apply-chat-template has no effect",
+        ),
+        ("--tasks a --json-key body", "--json-key has no effect without --text FILE …; leave it out"),
         (
             "--tasks a --num-fewshot -1 --log-samples",
             "--num-fewshot -1 is negative; --log-samples has nowhere to write",

@@ -60,8 +60,9 @@ metric_list:
         ("--pipeline-model-parallel-size 2", 2),
         ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2),
         (f"{EXPERTS} {ROPE}", 2),
+        ("--data-parallel-sharding-strategy optim_grads_params", 2),
     ],
-    ids=["one", "tp", "pp", "dp", "experts"],
+    ids=["one", "tp", "pp", "dp", "experts", "sharded weights"],
 )
 def test_scores_come_and_the_run_stays_bitwise_the_same(tmp_path: Path, layout: str, nproc: int) -> None:
     pytest.importorskip("lm_eval", reason="the package lm-eval is not installed (the extra eval)")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import resolve_arguments
+from megatron.training.config.checks import layout
 from tests.unit.training.config.test_arguments import MINIMAL
 
 WEIGHTS = "--data-parallel-sharding-strategy optim_grads_params"
@@ -61,3 +64,10 @@ def test_what_cannot_be_combined_is_refused_in_one_line(text: str, named: str) -
         resolve_arguments([*MINIMAL, *text.split()], 2)
     (problem,) = caught.value.problems
     assert named in problem
+
+
+def test_a_model_is_taken_out_of_a_run_with_instances() -> None:
+    text = "--use-distributed-optimizer --num-distributed-optimizer-instances 2"
+    config = resolve_arguments([*MINIMAL, *text.split()], 4).config
+    alone = dataclasses.replace(config, world_size=1)
+    assert [problem for check in layout.CHECKS for problem in check.find(alone)] == []
