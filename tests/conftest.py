@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
+
+import pytest
 
 # Two cores are shared by up to eight ranks; and a fork that follows multi-threaded work can hang for good.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -20,3 +24,12 @@ def pytest_runtest_setup() -> None:
 
     np.random.seed(1234)
     torch.manual_seed(1234)
+
+
+@pytest.fixture(autouse=True)
+def signals_are_left_as_they_were() -> Iterator[None]:
+    """Fail a test that leaves a handler of SIGTERM behind: what a later test forks may wait for ever with it."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    left = signal.signal(signal.SIGTERM, before)
+    assert left == before, f"the test leaves SIGTERM to {left}"

@@ -145,18 +145,25 @@ def test_a_condition_that_a_store_has_its_own_words_for_is_known_by_its_code(mon
 
 def test_of_several_processes_that_create_an_object_one_succeeds(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store/index.json"
-    with multiprocessing.get_context("fork").Pool(4) as pool:
-        created = pool.starmap(_create, [(url, number) for number in range(16)])
-    assert sum(created) == 1
-    assert as_path(url).read_bytes() == str(created.index(True)).encode()
+    processes = [_FORK.Process(target=_create, args=(url, number)) for number in range(16)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    statuses = [process.exitcode for process in processes]
+    assert sorted(statuses) == [0] + [_REFUSED] * 15
+    assert as_path(url).read_bytes() == str(statuses.index(0)).encode()
 
 
-def _create(url: str, number: int) -> bool:
+_FORK = multiprocessing.get_context("fork")
+_REFUSED = 3
+
+
+def _create(url: str, number: int) -> None:
     try:
         as_path(url).store.create(url, str(number).encode())
     except FileExistsError:
-        return False
-    return True
+        raise SystemExit(_REFUSED) from None
 
 
 def test_what_may_pass_is_tried_again_and_what_does_not_is_not(monkeypatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -363,10 +364,12 @@ def test_print_config_prints_what_reads_back_and_ends_with_status_0(
 
 
 def test_only_rank_0_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     for argv, status in (([*MINIMAL, "--print-config"], 0), (["--help"], 0), (["--lr"], 2)):
         with pytest.raises(SystemExit) as ended:
             parse_arguments_or_exit(argv, world_size=2, rank=1)
         assert ended.value.code == status
+    assert signal.signal(signal.SIGTERM, before) != before  # a rank that refuses dies of torchrun's signal as it wants
     parse_arguments([*MINIMAL, "--use-mcore-models"], world_size=2, rank=1)
     printed = capsys.readouterr()
     assert printed.out == printed.err == ""
