@@ -8,12 +8,15 @@ import secrets
 from pathlib import Path
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.files.object_path import ObjectPath
 
 FILE = "wandb_run.json"
 
 
 def identify_run(folder: Path, project: str, entity: str) -> str:
     """Return the id of the run that a save folder has in a project; one that is new is kept in the folder.
+
+    ``folder`` is one of a file system or of an object store.
 
     Raises:
         ConfigurationError: the folder's file holds no ids.
@@ -24,11 +27,19 @@ def identify_run(folder: Path, project: str, entity: str) -> str:
     place = f"{entity}/{project}" if entity else project
     if place not in known:
         known[place] = secrets.token_hex(4)
-        folder.mkdir(parents=True, exist_ok=True)
-        written = path.with_name(f"{FILE}.new")
-        written.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
-        os.replace(written, path)
+        _write(path, (json.dumps(known, indent=2) + "\n").encode())
     return known[place]
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file that is whole at any moment, which an object always is."""
+    if isinstance(path, ObjectPath):
+        path.write_bytes(data)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name(f"{FILE}.new")
+    written.write_bytes(data)
+    os.replace(written, path)
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.files.object_path import as_path
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reporting.loggers.wandb_identity import identify_run
 
@@ -32,8 +33,8 @@ class WandbLogger:
         folder = Path(options.wandb_save_dir or (f"{beside}/wandb" if beside else "wandb"))
         folder.mkdir(parents=True, exist_ok=True)
         again: dict[str, Any] = {}
-        if beside:
-            number = identify_run(Path(beside), options.wandb_project, options.wandb_entity)
+        if save:
+            number = identify_run(as_path(save), options.wandb_project, options.wandb_entity)
             # The flags of a later start may be others.
             again = {"id": number, "resume": "allow", "allow_val_change": True}
         # Capturing the console would put a pipe behind the log.

@@ -15,10 +15,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
+from megatron.core.files.object_path import as_path
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reporting.loggers.open_loggers import check_packages
 from megatron.training.reporting.metrics import MetricsWriter
+from tests.harness.object_faults import empty_memory_store
 from tests.unit.training.reporting.test_profiling import FLAGS
 
 
@@ -121,13 +123,20 @@ def test_wandb_itself_goes_on_offline(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(name.endswith(f"-{number}") for name in folders)
 
 
-def test_wandb_of_a_run_that_saves_into_a_store_keeps_its_files_here(
+def test_wandb_of_a_run_that_saves_into_a_store_goes_on_and_keeps_its_files_here(
     wandb: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with MetricsWriter(config_of("--wandb-project", "p", "--save", "memory://bucket/run"), Device("cpu"), 0):
-        pass
-    assert (wandb.begun[0]["name"], wandb.begun[0]["dir"]) == ("run", "wandb")
+    with empty_memory_store():
+        for iteration in (0, 3):
+            config = config_of("--wandb-project", "p", "--save", "memory://bucket/run")
+            with MetricsWriter(config, Device("cpu"), iteration):
+                pass
+        kept = json.loads(as_path("memory://bucket/run/wandb_run.json").read_text())
+    first, again = wandb.begun
+    assert (first["name"], first["dir"]) == ("run", "wandb")
+    assert kept == {"p": first["id"]}
+    assert (again["id"], again["resume"]) == (first["id"], "allow")
     assert [path.name for path in tmp_path.iterdir()] == ["wandb"]
 
 
