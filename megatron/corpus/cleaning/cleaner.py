@@ -17,7 +17,7 @@ from megatron.core.errors import DataError
 from megatron.corpus.cleaning.duplicate_index import DuplicateIndex, KeptDocument
 from megatron.corpus.cleaning.output_file import OutputFile
 from megatron.corpus.cleaning.shingles import shingles, similarity
-from megatron.corpus.cleaning.sources import Document, DocumentReader, no_source, walk_sources
+from megatron.corpus.cleaning.sources import STDIN, Document, DocumentReader, no_source, walk_sources
 from megatron.corpus.cleaning.tally import BLACKLISTED_URL, EXACT_DUPLICATE, NEAR_DUPLICATE, Tally
 from megatron.corpus.cleaning.text_filters import NO_TEXT, OTHER_LANGUAGE, TOO_SHORT, Finding, TextRules
 from megatron.corpus.cleaning.url_blacklist import UrlBlacklist
@@ -107,11 +107,12 @@ class Cleaner:
 
     def _process(self) -> None:
         start_time = time.monotonic()
+        total_bytes = self._total_bytes() if self._bar.is_on else None
         next_report = self._plan.log_interval
         for document, finding in examine_all(self._read(), self._plan.rules, self._plan.workers):
             self._decide(document, finding)
             if self._bar.is_on:
-                self._bar.tell(f"cleaning: {self._tally.documents} documents read, {self._tally.kept} kept")
+                self._draw(document.source_bytes, total_bytes)
             if self._tally.documents >= next_report:
                 self._bar.clear()
                 next_report = (self._tally.documents // self._plan.log_interval + 1) * self._plan.log_interval
@@ -119,6 +120,20 @@ class Cleaner:
                 done = f"{self._tally.documents} documents read, {self._tally.kept} kept"
                 self._report(f"{done}, {rate:.2f} MB/s")
         self._bar.clear()
+
+    def _total_bytes(self) -> int | None:
+        """Return the size of the input on disk, None where it is not known."""
+        if STDIN in self._plan.inputs:
+            return None
+        sources = walk_sources(self._plan.inputs, self._plan.input_format, lambda path: None)
+        return sum(os.path.getsize(source.path) for source in sources)
+
+    def _draw(self, done_bytes: int, total_bytes: int | None) -> None:
+        counts = f"{self._tally.documents} documents read, {self._tally.kept} kept"
+        if total_bytes is None:
+            self._bar.tell(f"cleaning: {counts}")
+        else:
+            self._bar.show("cleaning", done_bytes, total_bytes, counts)
 
     def _read(self) -> Iterator[Item]:
         """Read all documents and decide on their URLs."""

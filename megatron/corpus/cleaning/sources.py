@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import glob
 import gzip
 import io
@@ -12,7 +13,8 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
 from megatron.core.errors import ConfigurationError, DataError
@@ -55,6 +57,7 @@ class Document:
 
     Attributes:
         line: the line of jsonl that it was read from, without its end; None for a file of text.
+        source_bytes: how much of all input files was read with it, in bytes on disk.
     """
 
     place: str
@@ -62,6 +65,7 @@ class Document:
     url: str | None
     record: dict[str, Any]
     line: bytes | None
+    source_bytes: int
 
     def to_line(self, text: str, text_key: str) -> bytes:
         """Return the line of jsonl that holds this document with another text.
@@ -163,6 +167,28 @@ def _is_jsonl(path: str, input_format: str) -> bool:
     return _inner_suffix(path) in JSONL_SUFFIXES if input_format == "auto" else input_format == "jsonl"
 
 
+class InputPosition:
+    """Know how much of the input files has been read, in bytes on disk."""
+
+    def __init__(self) -> None:
+        self._closed_bytes = 0
+        self._file: IO[bytes] | None = None
+
+    @contextlib.contextmanager
+    def within(self, file: IO[bytes]) -> Iterator[None]:
+        """Follow a file that is open, until its end counts as read."""
+        self._file = file
+        try:
+            yield
+        finally:
+            self._closed_bytes, self._file = self.num_bytes, None
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the files before, and of this one until where it is read."""
+        return self._closed_bytes + (0 if self._file is None else self._file.tell())
+
+
 @dataclass(frozen=True)
 class DocumentReader:
     """Read documents, one in memory at a time.
@@ -172,6 +198,7 @@ class DocumentReader:
         allow_surrogates: whether a text may hold half a surrogate pair, which no UTF-8 can spell.
         on_bad_document: called with a one-line report of each document that cannot be read, which is left out;
             it raises where bad documents are to end the work.
+        position: what follows the files as they are read.
     """
 
     text_key: str
@@ -180,6 +207,7 @@ class DocumentReader:
     max_document_bytes: int
     allow_surrogates: bool
     on_bad_document: Callable[[str], None]
+    position: InputPosition = field(default_factory=InputPosition)
 
     def read(self, source: Source) -> Iterator[Document]:
         """Yield the documents of one file.
@@ -191,10 +219,21 @@ class DocumentReader:
         if source.path.endswith(".zst"):
             errors.append(load_package("zstandard", source.path, ConfigurationError).ZstdError)
         try:
-            with _open(source.path) as stream:
-                yield from self._lines(source, stream) if source.is_jsonl else self._whole(source, stream)
+            if source.path == STDIN:
+                with os.fdopen(os.dup(sys.stdin.fileno()), "rb") as stream:
+                    yield from self._documents(source, stream)
+                return
+            with (
+                open(source.path, "rb", buffering=1 << 20) as file,
+                self.position.within(file),
+                _decompressed(source.path, file) as stream,
+            ):
+                yield from self._documents(source, stream)
         except tuple(errors) as error:
             raise DataError(f"{source.path} cannot be read: {error}") from error
+
+    def _documents(self, source: Source, stream: IO[bytes] | gzip.GzipFile) -> Iterator[Document]:
+        return self._lines(source, stream) if source.is_jsonl else self._whole(source, stream)
 
     def _lines(self, source: Source, stream: IO[bytes] | gzip.GzipFile) -> Iterator[Document]:
         number = 0
@@ -233,7 +272,7 @@ class DocumentReader:
             raise DataError(f"{place}: {self.text_key!r} holds half a surrogate pair; give --fix-encoding")
         if url is not None and not isinstance(url, str):
             raise DataError(f"{place}: {self.url_key!r} holds {type(url).__name__}, expected text")
-        return Document(place, text, url, record, line)
+        return Document(place, text, url, record, line, self.position.num_bytes)
 
     def _whole(self, source: Source, stream: IO[bytes] | gzip.GzipFile) -> Iterator[Document]:
         data = stream.read(self.max_document_bytes + 1)
@@ -248,20 +287,19 @@ class DocumentReader:
             line = data.count(b"\n", 0, start) + 1
             self.on_bad_document(f"{source.path}:{line}: not {encoding} text: {error}; change --input-encoding")
             return
-        yield Document(f"{source.path}:1", text, None, {self.text_key: text, "source": source.name}, None)
+        record = {self.text_key: text, "source": source.name}
+        yield Document(f"{source.path}:1", text, None, record, None, self.position.num_bytes)
 
 
 def _has_surrogates(text: str) -> bool:
     return not text.isascii() and _SURROGATE.search(text) is not None
 
 
-def _open(path: str) -> IO[bytes] | gzip.GzipFile:
-    if path == STDIN:
-        return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+def _decompressed(path: str, file: IO[bytes]) -> AbstractContextManager[IO[bytes] | gzip.GzipFile]:
+    """Give what a file holds; the file itself stays open."""
     if path.endswith(".gz"):
-        return gzip.open(path, "rb")
+        return gzip.open(file, "rb")
     if path.endswith(".zst"):
         decompressor = load_package("zstandard", path, ConfigurationError).ZstdDecompressor()
-        file = open(path, "rb")  # noqa: SIM115 - closed with the reader
-        return io.BufferedReader(decompressor.stream_reader(file, read_across_frames=True, closefd=True), 1 << 20)
-    return open(path, "rb", buffering=1 << 20)
+        return io.BufferedReader(decompressor.stream_reader(file, read_across_frames=True, closefd=False), 1 << 20)
+    return contextlib.nullcontext(file)

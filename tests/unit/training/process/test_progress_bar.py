@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import itertools
+import re
 import threading
+from pathlib import Path
 
 import pytest
 
+from megatron.commands.data import clean_dataset
 from megatron.conversion.progress import ByteProgress
 from megatron.corpus.preprocessing.progress import Progress
 from megatron.training.process.console import CLEAR_LINE
@@ -87,3 +91,20 @@ def test_waiting_is_shown_while_it_lasts(is_terminal: bool, monkeypatch: pytest.
     text = stream.getvalue()
     assert (text.startswith(f"{CLEAR_LINE}loading the model 0s\r") and text.endswith(CLEAR_LINE)) == is_terminal
     assert bool(text) == is_terminal
+
+
+def test_cleaning_has_a_bar_of_the_bytes_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("megatron.training.process.progress_bar._REDRAW_S", 0.0)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    lines = b"".join(b'{"text": "number %d of many"}\n' % number for number in range(40))
+    (folder / "a.jsonl").write_bytes(lines)
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines, mtime=0))
+    flags = ["--input", str(folder), "--output", str(tmp_path / "out.jsonl"), "--workers", "1"]
+    assert clean_dataset.main(flags) == 0
+    shares = [int(share) for share in re.findall(r"cleaning \[=* *\] +(\d+)% \d+ documents read", terminal.getvalue())]
+    assert shares == sorted(shares)
+    assert len(set(shares)) > 10
+    assert (shares[0] < 5, shares[-1]) == (True, 100)
