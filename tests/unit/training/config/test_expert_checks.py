@@ -27,6 +27,7 @@ WRONG = [
     (f"{EIGHT} --moe-router-topk 2 --moe-router-num-groups 4 --moe-router-group-topk 3", "groups that work: 1, 2"),
     (f"{EIGHT} --moe-router-num-groups 4", "--moe-router-num-groups 4 has no effect without --moe-router-group-topk N"),
     ("--num-experts 9 --expert-model-parallel-size 3", "expert(3) x expert-tensor(1) = 3; change"),
+    ("--num-experts 6 --expert-model-parallel-size 3", "expert-parallel sizes that work: 1, 2)"),
     (f"{EIGHT} --expert-tensor-parallel-size 16", "expert-tensor-parallel sizes that work: 1, 2, 4, 8"),
     (f"{EIGHT} --expert-tensor-parallel-size 8 --moe-ffn-hidden-size 12", "sizes that work: 1, 2, 3, 4, 6, 12"),
     (f"{EIGHT} --moe-expert-capacity-factor 1.0", "use --moe-token-dispatcher-type alltoall"),
@@ -70,6 +71,7 @@ WRONG = [
     ),
     ("--moe-router-topk 4", "--moe-router-topk 4 has no effect without --num-experts N; add it"),
     ("--expert-model-parallel-size 2", "has no effect without --num-experts N; add it"),
+    (f"{EIGHT} --moe-layer-recompute", "use --recompute-granularity selective --recompute-modules moe"),
     (f"{EIGHT} --moe-input-jitter-eps 0.1", "is not supported yet; leave it out: experts are built without it"),
 ]
 
