@@ -114,10 +114,13 @@ class ParallelSizes:
         copy = self.pp * self.cp * self.tp
         return dataclasses.replace(self, dp=world_size // max(copy, 1))
 
-    def problems(self, world_size: int) -> list[str]:
-        """Return what keeps the grid from having exactly ``world_size`` ranks, one line or none."""
+    def problems(self, world_size: int, num_experts: int = 0) -> list[str]:
+        """Return what keeps the grid from having exactly ``world_size`` ranks, one line or none.
+
+        Of the expert-parallel sizes that would work those are named that divide ``num_experts``.
+        """
         if self.world_size == world_size:
-            return self._expert_problems()
+            return self._expert_problems(num_experts)
         copy = dataclasses.replace(self, dp=1).world_size
         return [
             f"world size {world_size} is not divisible by tensor({self.tp}) x pipeline({self.pp}) x "
@@ -126,11 +129,13 @@ class ParallelSizes:
             f"or the number of processes (multiples of {copy} work)"
         ]
 
-    def _expert_problems(self) -> list[str]:
+    def _expert_problems(self, num_experts: int) -> list[str]:
         stage, experts = self.dp * self.cp * self.tp, self.ep * self.expert_tp
         if stage % max(experts, 1) == 0:
             return []
-        sizes = [n for n in range(1, stage // self.expert_tp + 1) if stage % (n * self.expert_tp) == 0]
+        sizes = [
+            n for n in range(1, stage // self.expert_tp + 1) if stage % (n * self.expert_tp) == num_experts % n == 0
+        ]
         works = f"expert-parallel sizes that work: {', '.join(map(str, sizes))}"
         if not sizes:
             sizes = [n for n in range(1, stage + 1) if stage % n == 0]

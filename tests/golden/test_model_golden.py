@@ -41,9 +41,21 @@ class RankResult:
     gradients: list[Fragment]
 
 
+ALIKE = ("qk_layernorm", "window_size", "window_attn_skip_freq", "rotary_interleaved", "glu_linear_offset")
+"""Fields of a reference's transformer whose names are ours."""
+
+
 def model_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of our configuration that a reference model is of."""
     shape, model = config["transformer_config"], config["gpt_model"]
-    return {
+    settings = {name: shape[name] for name in (*ALIKE, "activation_func_clamp_value") if name in shape}
+    if "window_size" in settings:
+        settings["window_size"] = ",".join(map(str, shape["window_size"]))
+        settings["window_attn_skip_freq"] = str(shape["window_attn_skip_freq"])
+    if "softmax_scale" in shape:
+        settings["query_pre_attn_scalar"] = round(shape["softmax_scale"] ** -2)
+    activation = shape.get("activation_func")
+    return settings | {
         "num_layers": shape["num_layers"],
         "hidden_size": shape["hidden_size"],
         "num_attention_heads": shape["num_attention_heads"],
@@ -52,7 +64,10 @@ def model_settings(config: dict[str, Any]) -> dict[str, Any]:
         "ffn_hidden_size": shape["ffn_hidden_size"],
         "normalization": shape.get("normalization", "LayerNorm"),
         "norm_epsilon": shape["layernorm_epsilon"],
-        "swiglu": shape.get("gated_linear_unit", False),
+        "apply_layernorm_1p": shape.get("layernorm_zero_centered_gamma", False),
+        "swiglu": shape.get("gated_linear_unit", False) and activation == "silu",
+        "quick_geglu": activation == "quick_gelu",
+        "squared_relu": activation == "squared_relu",
         "bias_gelu_fusion": False,
         "add_bias_linear": shape.get("add_bias_linear", True),
         "add_qkv_bias": shape.get("add_qkv_bias", False),
@@ -61,6 +76,9 @@ def model_settings(config: dict[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": config["s"],
         "position_embedding_type": model.get("position_embedding_type", "learned_absolute"),
         "rotary_base": model.get("rotary_base", 10000),
+        "rotary_percent": model.get("rotary_percent", 1.0),
+        "use_rope_scaling": model.get("rope_scaling", False),
+        "rope_scaling_factor": model.get("rope_scaling_factor", 8.0),
         "untie_embeddings_and_output_weights": not model.get("share_embeddings_and_output_weights", False),
     }
 
@@ -108,7 +126,7 @@ def run_model(name: str, sequence_parallel: bool) -> RankResult:
 
 
 @pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen", "windowed"])
 def test_model_meets_reference_numbers(name: str, tp_size: int, sequence_parallel: bool) -> None:
     if tp_size == 1:
         results = [run_model(name, sequence_parallel)]

@@ -31,15 +31,18 @@ from tests.harness.toy_model import load_global_weights, make_model
 
 FOLDER = Path(__file__).parent / "moe"
 TOLERANCE = 1e-5
+NAMES = ("mixtral", "mtp", "deepseek", "capacity", "clamped", "further_experts")
 LATENT = ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_", "v_head_dim", "rope_type")
+YARN = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_", "mscale")
 
 
 def moe_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of our configuration that a reference model is of."""
     shape = config["transformer_config"]
-    further = {name: value for name, value in shape.items() if name.startswith(("mtp_", *LATENT))}
+    further = {name: value for name, value in shape.items() if name.startswith(("mtp_", *LATENT, *YARN))}
     if "num_moe_experts" not in shape:
         return model_settings(config) | further
+    kinds, coefficients = shape["moe_router_load_balancing_type"], shape["moe_aux_loss_coeff"]
     given = {name: value for name, value in shape.items() if name.startswith("moe_") and name != "moe_grouped_gemm"}
     return (
         model_settings(config)
@@ -48,8 +51,8 @@ def moe_settings(config: dict[str, Any]) -> dict[str, Any]:
         | {
             "num_experts": shape["num_moe_experts"],
             "moe_layer_freq": str(shape.get("moe_layer_freq", 1)),
-            "moe_router_load_balancing_type": (shape["moe_router_load_balancing_type"],),
-            "moe_aux_loss_coeff": (shape["moe_aux_loss_coeff"],),
+            "moe_router_load_balancing_type": tuple(kinds) if isinstance(kinds, list) else (kinds,),
+            "moe_aux_loss_coeff": tuple(coefficients) if isinstance(kinds, list) else (coefficients,),
         }
     )
 
@@ -79,7 +82,7 @@ def weighted(losses: list[AuxiliaryLoss]) -> torch.Tensor:
     return torch.stack([loss.coefficient * loss.loss_sum / loss.num_tokens for loss in losses]).sum()
 
 
-@pytest.mark.parametrize("name", ["mixtral", "mtp", "deepseek"])
+@pytest.mark.parametrize("name", NAMES)
 def test_model_of_experts_meets_reference_numbers(name: str) -> None:
     reference, model = load_reference(name)
     tokens, labels, positions, mask = (
@@ -133,7 +136,7 @@ def train_ten_steps(name: str) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-@pytest.mark.parametrize("name", ["mixtral", "mtp", "deepseek"])
+@pytest.mark.parametrize("name", NAMES)
 def test_ten_steps_of_experts_meet_reference_numbers(name: str) -> None:
     losses, norms = train_ten_steps(name)
     reference = np.load(FOLDER / f"{name}.npz")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import pretrain_gpt
 from megatron.core.collectives import all_gather_last_dim
@@ -63,6 +64,7 @@ LAYOUTS = {
     "tp2-ep2": ExpertLayout(tp=2, dp=2, ep=2, sequence_parallel=True, sharding="optim"),
     "ep2-pp2": ExpertLayout(pp=2, dp=2, ep=2, sharding="optim"),
     "ep2-cp2": ExpertLayout(cp=2, dp=2, ep=2, sharding="optim"),
+    "fsdp-ep2": ExpertLayout(dp=2, ep=2, sharding="optim_grads_params"),
     "etp1-tp2": ExpertLayout(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, sharding="optim", dispatcher="allgather"),
 }
 DENSE_LAYOUTS = {
@@ -155,7 +157,7 @@ def watch(parts: TrainingParts, seen: Seen, num_layers: int) -> list[Any]:
         if chunk.output_layer is not None:
             handles.append(chunk.output_layer.register_forward_hook(functools.partial(see_logits, chunk.cp, chunk.tp)))
         for name, module in chunk.named_modules():
-            if isinstance(module, MoELayer):
+            if isinstance(module, MoELayer) and not name.startswith("mtp."):
                 layer = int(name.split(".")[name.split(".").index("layers") + 1])
                 handles.append(module.router.register_forward_hook(functools.partial(see_routes, layer)))
     return handles
@@ -219,7 +221,7 @@ def routes_of_twin(name: str) -> Routes:
     routes: Routes = {}
 
     def see(layer: int, module: TopKRouter, inputs: tuple[torch.Tensor, TokenRows]) -> None:
-        logits = (inputs[0].detach() @ module.weight.detach().t()).numpy()
+        logits = F.linear(inputs[0], module.weight, module.bias).detach().numpy()
         for number, row in enumerate(logits):
             routes[layer, number] = plain_twin(row, None, module.config)[0]
 
@@ -267,6 +269,14 @@ DEFAULT = {("deepseek", "etp1-tp2")}
     ],
 )
 def test_experts_at_a_layout_meet_reference_numbers(name: str, layout: str) -> None:
+    check(name, run(name, LAYOUTS[layout]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "layout"), [("clamped", "tp2-ep2"), ("further_experts", "ep2-pp2"), ("further_experts", "fsdp-ep2")]
+)
+def test_further_choices_at_a_layout_meet_reference_numbers(name: str, layout: str) -> None:
     check(name, run(name, LAYOUTS[layout]))
 
 

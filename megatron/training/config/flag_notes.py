@@ -74,6 +74,8 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--moe-use-legacy-grouped-gemm": NoEffect(0, "there is one implementation of the experts' products"),
     "--moe-permute-fusion": NoEffect(0, _FUSION),
     "--moe-router-fusion": NoEffect(0, _FUSION),
+    "--mla-down-proj-fusion": NoEffect(0, _FUSION),
+    "--cache-mla-latents": NoEffect(0, "generation with latent attention always keeps the latent vectors"),
     "--cross-entropy-loss-fusion": NoEffect(0, _FUSION),
     "--cross-entropy-fusion-impl": NoEffect(1, _FUSION, accepted=("native", "te")),
     "--no-persist-layer-norm": NoEffect(0, _FUSION),
@@ -159,6 +161,9 @@ _SWITCHES = [
     "--standalone-embedding-stage",
     "--init-method-xavier-uniform",
     "--fp32-residual-connection",
+    "--qk-l2-norm",
+    "--qk-clip",
+    "--attention-output-gate",
     "--moe-per-layer-logging",
     "--moe-extended-tp",
     "--moe-layer-recompute",
@@ -190,6 +195,8 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--pipeline-model-parallel-split-rank": NotSupported(1),
     # other models
     "--moe-input-jitter-eps": NotSupported(1),
+    "--qk-clip-alpha": NotSupported(1, "0.5"),
+    "--qk-clip-threshold": NotSupported(1, "100"),
     "--softmax-type": NotSupported(1, "vanilla"),
     "--rotary-scale-factor": NotSupported(
         1, "1", instead="use --rotary-seq-len-interpolation-factor where positions are divided by it"

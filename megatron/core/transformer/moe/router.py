@@ -55,9 +55,9 @@ class TopKRouter(BiasedRouter):
         self.weight = make_parameter(shape, spec, dtype, device)
         self.bias: nn.Parameter | None = None
         if config.add_bias_linear:
-            self.bias = make_parameter(
-                shape[:1], replicated_spec("bias", shape[:1], groups.tp, partial_gradient=True), dtype, device
-            )
+            # Drawn as the weight is, as in Megatron.
+            of_bias = replicated_spec("bias", shape[:1], groups.tp, partial_gradient=True, std=config.init_method_std)
+            self.bias = make_parameter(shape[:1], of_bias, dtype, device)
         self.expert_bias = None
         if config.moe_router_enable_expert_bias:
             copies = ParamSpec(

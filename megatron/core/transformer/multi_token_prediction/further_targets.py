@@ -18,8 +18,8 @@ from megatron.core.transformer.multi_token_prediction.prediction_config import P
 class FurtherTargets:
     """Hold the tokens that each of ``n`` further predictions is given and predicts, the nearest first.
 
-    Where a sequence or a document ends before them, tokens are 0 and the mask is False. ``counts`` are the numbers of
-    predictions that count, in whole sequences.
+    Where a sequence ends before them, tokens are 0; where it or a document does, the mask is False. ``counts`` are the
+    numbers of predictions that count, in whole sequences.
 
     Shapes: ``tokens, labels, mask: [n, b, s/cp]``; ``counts: [n]`` float32.
     """
@@ -48,17 +48,20 @@ def further_targets(
         both = torch.stack((labels.t(), counts_here.t()), dim=-1).contiguous()
         both = to_sequence_order(all_gather_first_dim(both, cp), cp.size, dim=0)
         labels, counts_here = both[..., 0].t(), both[..., 1].t()
+    # The last label is no token of the sequence, and layers are given none of it, as in Megatron: routers count tokens.
+    tokens = labels.clone()
+    tokens[:, -1] = 0
     found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for distance in range(1, number + 1):
         mask = _ahead(counts_here, distance) != 0
-        given, predicted = _ahead(labels, distance - 1), _ahead(labels, distance)
+        given, predicted = _ahead(tokens, distance - 1), _ahead(labels, distance)
         if document_ids is not None:
             mask &= _ahead(document_ids, distance) == document_ids
         found.append((given, predicted, mask))
-    tokens, predicted, mask = (torch.stack(parts) for parts in zip(*found))
+    given, predicted, mask = (torch.stack(parts) for parts in zip(*found))
     counts = mask.sum(dim=(1, 2)).float()
-    tokens, predicted, mask = (cut_sequence(part, cp, dim=2) for part in (tokens, predicted, mask))
-    return FurtherTargets(tokens, predicted, mask, counts)
+    given, predicted, mask = (cut_sequence(part, cp, dim=2) for part in (given, predicted, mask))
+    return FurtherTargets(given, predicted, mask, counts)
 
 
 def further_losses(

@@ -16,7 +16,7 @@ def has_whole_copies(config: RunConfig) -> bool:
 
 def _check_world_size(config: RunConfig) -> Iterator[str]:
     if config.model.parallel_sizes.world_size > 0:
-        yield from config.parallel_sizes.problems(config.world_size)
+        yield from config.parallel_sizes.problems(config.world_size, config.model.num_experts or 0)
 
 
 def _check_heads(config: RunConfig) -> Iterator[str]:

@@ -82,7 +82,7 @@ def _check_rotary(config: RunConfig) -> Iterator[str]:
         return
     if not 0 < model.rotary_percent <= 1:
         yield f"--rotary-percent {model.rotary_percent}: a value above 0 and up to 1 is expected"
-    elif model.rotary_dim % 2 != 0 or model.rotary_dim == 0:
+    elif not model.multi_latent_attention and (model.rotary_dim % 2 != 0 or model.rotary_dim == 0):
         yield (
             f"rotary positions turn {model.rotary_dim} of {model.kv_channels} channels of a head, but need "
             "an even number; change --kv-channels or --num-attention-heads, or use --rotary-percent "

@@ -11,6 +11,11 @@ _LOCAL_COPIES = (
 _RESTART = "start the run again with the same flags: it goes on from its newest checkpoint"
 
 REASONS: tuple[tuple[str, str], ...] = (
+    ("--moe-layer-recompute", "use --recompute-granularity selective --recompute-modules moe"),
+    ("--moe-extended-tp", "use --expert-tensor-parallel-size, or --expert-model-parallel-size"),
+    ("--moe-per-layer-logging", "leave it out: metrics.jsonl and TensorBoard have the load of each layer's experts"),
+    ("--moe-enable-deepep", "use --moe-token-dispatcher-type alltoall"),
+    ("--moe-router-padding-for-", "leave it out: products of experts in fp8 take any number of tokens"),
     ("--moe-", _EXPERTS),
     ("--overlap-moe-", _EXPERTS),
     ("--use-legacy-models", "there is one implementation of each model; leave it out"),
@@ -26,6 +31,9 @@ REASONS: tuple[tuple[str, str], ...] = (
         "the residual stream has the model's precision: leave --bf16 or --fp16 out for float32",
     ),
     ("--softmax-type", "attention has no sinks: vanilla is the one kind"),
+    ("--qk-l2-norm", "use --qk-layernorm with --normalization RMSNorm, whose weights are learned"),
+    ("--qk-clip", "weights of queries and keys are not clipped; leave it out, or use --qk-layernorm"),
+    ("--attention-output-gate", "attention's output has no gate; leave it out"),
     ("--spec", "models are built from their flags: docs/how_to_add.md says how to add a layer kind"),
     ("--straggler-ctrlr-port", "--log-straggler is on for the whole run: it costs next to nothing; leave the port out"),
     ("--log-energy", _WATCH),

@@ -13,7 +13,7 @@ def test_tokens_ahead_end_with_sequence_document_and_mask() -> None:
     documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
     loss_mask = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0, 1.0]])
     targets = further_targets(labels, loss_mask, documents, 2, single_rank_group())
-    assert targets.tokens.tolist() == [[[1, 2, 3, 4, 5, 6]], [[2, 3, 4, 5, 6, 0]]]
+    assert targets.tokens.tolist() == [[[1, 2, 3, 4, 5, 0]], [[2, 3, 4, 5, 0, 0]]]
     assert targets.labels.tolist() == [[[2, 3, 4, 5, 6, 0]], [[3, 4, 5, 6, 0, 0]]]
     assert targets.mask.tolist() == [
         [[True, True, False, False, True, False]],

@@ -23,9 +23,11 @@ WRONG = [
     (f"{EIGHT} --moe-router-topk 1", "add --moe-router-pre-softmax"),
     (f"{EIGHT} --moe-router-num-groups 3 --moe-router-group-topk 1", "groups that work: 1, 2, 4, 8"),
     (f"{EIGHT} --moe-router-num-groups 2 --moe-router-group-topk 4", "values from 1 to 2 work"),
-    (f"{EIGHT} --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 2", "groups that work: 3"),
+    (f"{EIGHT} --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 1", "groups that work: 2, 3"),
+    (f"{EIGHT} --moe-router-topk 2 --moe-router-num-groups 4 --moe-router-group-topk 3", "groups that work: 1, 2"),
     (f"{EIGHT} --moe-router-num-groups 4", "--moe-router-num-groups 4 has no effect without --moe-router-group-topk N"),
     ("--num-experts 9 --expert-model-parallel-size 3", "expert(3) x expert-tensor(1) = 3; change"),
+    ("--num-experts 6 --expert-model-parallel-size 3", "expert-parallel sizes that work: 1, 2)"),
     (f"{EIGHT} --expert-tensor-parallel-size 16", "expert-tensor-parallel sizes that work: 1, 2, 4, 8"),
     (f"{EIGHT} --expert-tensor-parallel-size 8 --moe-ffn-hidden-size 12", "sizes that work: 1, 2, 3, 4, 6, 12"),
     (f"{EIGHT} --moe-expert-capacity-factor 1.0", "use --moe-token-dispatcher-type alltoall"),
@@ -69,6 +71,7 @@ WRONG = [
     ),
     ("--moe-router-topk 4", "--moe-router-topk 4 has no effect without --num-experts N; add it"),
     ("--expert-model-parallel-size 2", "has no effect without --num-experts N; add it"),
+    (f"{EIGHT} --moe-layer-recompute", "use --recompute-granularity selective --recompute-modules moe"),
     (f"{EIGHT} --moe-input-jitter-eps 0.1", "is not supported yet; leave it out: experts are built without it"),
 ]
 
@@ -79,6 +82,11 @@ def test_a_wrong_choice_is_refused_in_one_line(words: str, expected: str) -> Non
         resolve_arguments([*BASE.split(), *words.split()], 8, needs_files=False)
     (problem,) = [problem for problem in refused.value.problems if expected in problem]
     assert "\n" not in problem
+
+
+def test_experts_of_a_token_need_not_be_as_many_in_each_group() -> None:
+    words = f"{EIGHT} --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 2"
+    assert resolve_arguments([*BASE.split(), *words.split()], 8, needs_files=False).config.model.moe_router_topk == 3
 
 
 def test_experts_spread_over_data_context_and_tensor_ranks() -> None:

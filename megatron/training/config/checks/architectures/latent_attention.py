@@ -78,6 +78,8 @@ def _check_beside(config: RunConfig) -> Iterator[str]:
         "--qk-layernorm-across-heads": model.qk_layernorm_across_heads,
         "--add-qkv-bias": model.add_qkv_bias,
         "--use-rope-scaling": model.use_rope_scaling,
+        "--rotary-percent": model.rotary_percent != 1.0,
+        "--rotary-interleaved": model.rotary_interleaved,
         "--rotary-base-local": model.rotary_base_local is not None,
         "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
         "--tp-comm-overlap": model.tp_comm_overlap,
@@ -108,7 +110,7 @@ CHECKS = (
         (
             *("multi_latent_attention", "lora_rank", "fp8_format", "query_pre_attn_scalar", "cuda_graph_impl"),
             *("qk_layernorm_across_heads", "add_qkv_bias", "use_rope_scaling", "rotary_base_local"),
-            *("rotary_seq_len_interpolation_factor", "tp_comm_overlap"),
+            *("rotary_seq_len_interpolation_factor", "rotary_percent", "rotary_interleaved", "tp_comm_overlap"),
         ),
         _check_beside,
     ),

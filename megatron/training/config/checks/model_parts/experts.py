@@ -78,11 +78,11 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
             f"--moe-router-group-topk {group_topk} is greater than --moe-router-num-groups {groups}; values from 1 to "
             f"{groups} work"
         )
-    elif topk % group_topk or topk // group_topk > experts // groups:
-        works = [n for n in range(1, groups + 1) if topk % n == 0 and topk // n <= experts // groups]
+    elif not group_topk <= topk <= group_topk * (experts // groups):
+        works = [n for n in range(1, groups + 1) if n <= topk <= n * (experts // groups)]
         yield (
-            f"--moe-router-topk {topk} experts cannot be spread evenly over --moe-router-group-topk {group_topk} "
-            f"groups of {experts // groups} experts; groups that work: {', '.join(map(str, works)) or 'none'}"
+            f"--moe-router-topk {topk} experts cannot be of --moe-router-group-topk {group_topk} groups with "
+            f"{experts // groups} experts each; numbers of groups that work: {', '.join(map(str, works)) or 'none'}"
         )
 
 

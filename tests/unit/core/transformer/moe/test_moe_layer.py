@@ -113,3 +113,11 @@ def test_a_dense_model_has_no_loads() -> None:
     model = make_model(single_rank_group())
     assert loads_of([model], model.config, describe_parallel_state(0, 1)) is None
     assert model.auxiliary_loss_names == ()
+
+
+def test_a_routers_bias_begins_as_its_weight_does() -> None:
+    model = make_model(single_rank_group(), **(SETTINGS | {"num_experts": 400, "init_method_std": 0.5}))
+    router = next(module for module in model.modules() if isinstance(module, MoELayer)).router
+    assert router.bias is not None
+    assert router.bias.std().item() == pytest.approx(0.5, rel=0.15)
+    assert router.weight.std().item() == pytest.approx(0.5, rel=0.05)

@@ -24,6 +24,11 @@ def test_models_of_both_are_taken() -> None:
     assert model.num_further_tokens == 1
 
 
+def test_the_width_of_other_heads_is_no_matter() -> None:
+    words = f"{LATENT} --hidden-size 30".split()
+    assert resolve_arguments([*MINIMAL, *words], 1).config.model.kv_channels % 2 == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -31,6 +36,8 @@ def test_models_of_both_are_taken() -> None:
         ("--multi-latent-attention", "use --position-embedding-type rope"),
         (f"{LATENT} --qk-pos-emb-head-dim 7", "give 8"),
         ("--recompute-granularity selective --recompute-modules mla_up_proj", "without --multi-latent-attention"),
+        (f"{LATENT} --rotary-percent 0.5", "leave --rotary-percent out"),
+        (f"{LATENT} --rotary-interleaved", "leave --rotary-interleaved out"),
         (f"{LATENT} --lora-rank 2", "leave --lora-rank out"),
         (f"{LATENT} --cuda-graph-impl local", "use --cuda-graph-impl none"),
         ("--rope-type yarn", "use --position-embedding-type rope, or leave --rope-type out"),
