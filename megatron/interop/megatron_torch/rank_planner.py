@@ -86,7 +86,7 @@ class RankPlanner:
 
     ``dtype_of`` gives the dtype of a tensor by native name. ``padded_vocab_size`` and ``fused_norms``
     (transformer-engine's names of norms) follow the files that a checkpoint came from, where it came from such.
-    Experts are written where ``groups_experts`` says by which names, transformer-engine's or plain ones.
+    ``groups_experts`` gives experts transformer-engine's names.
 
     Raises:
         ConfigurationError: Megatron's arguments cannot describe the model.
@@ -99,12 +99,12 @@ class RankPlanner:
         *,
         padded_vocab_size: int | None = None,
         fused_norms: bool = False,
-        groups_experts: bool | None = None,
+        groups_experts: bool = False,
     ) -> None:
         self.common = common
         self.model = config_from_dict(GPTConfig, common["config"]["model"])
-        self.groups_experts = bool(groups_experts)
-        if flags := flags_without_argument(self.model if groups_experts is None else without_experts(self.model)):
+        self.groups_experts = groups_experts
+        if flags := flags_without_argument(without_experts(self.model)):
             raise ConfigurationError(f"Megatron's arguments do not know {', '.join(flags)}; use the native format")
         self.tp, self.pp = self.model.tensor_model_parallel_size, self.model.pipeline_model_parallel_size
         self.stages = plan_stage_layout(self.model, self.model.num_layers, self.model.pipeline_model_parallel_layout)
