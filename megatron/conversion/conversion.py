@@ -137,8 +137,7 @@ def read_target(request: ConversionRequest, source: CheckpointSource, saver: Che
     """
     dtype = request.target.params_dtype
     has_optimizer = any(name.startswith(OPTIMIZER_PREFIX) for name in source.tensors)
-    without = ("hf", "peft") if source.common["config"]["model"].get("num_experts") is None else ("hf", "peft", "torch")
-    keeps_optimizer = has_optimizer and request.target.keeps_optimizer and saver not in without
+    keeps_optimizer = has_optimizer and request.target.keeps_optimizer and saver not in ("hf", "peft")
     if dtype == source.common["config"]["model"]["params_dtype"]:
         dtype = None
     if dtype is not None and keeps_optimizer:

@@ -9,6 +9,7 @@ import pytest
 from megatron.core.errors import ConfigurationError
 from megatron.interop.huggingface.source import HuggingFaceSource
 from tests.e2e.test_convert import run_converter
+from tests.e2e.test_resume_layouts import assert_same_content
 from tests.e2e.toy_run import newest, toy_args
 from tests.harness.forked_training import fork_training
 from tests.unit.interop.huggingface.tiny_models import folder_bytes, save_model
@@ -30,15 +31,16 @@ def test_mixtral_crosses_megatrons_files_at_another_layout(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_a_run_with_spread_experts_becomes_megatrons_files_without_its_optimizer(tmp_path: Path) -> None:
+def test_a_run_with_spread_experts_becomes_megatrons_files_and_comes_back(tmp_path: Path) -> None:
     words = "--num-experts 4 --moe-router-topk 2 --moe-layer-freq 2 --mock-data --train-iters 2 --lr-warmup-iters 0"
     run = toy_args(tmp_path, f"{words} --eval-iters 0", "--expert-model-parallel-size 2", data=False)
     fork_training(run, 2).check()
     trained = newest(tmp_path / "checkpoints").parent
     lines = run_converter(trained, tmp_path / "torch", "--saver torch")
-    assert any("without optimizer state" in line for line in lines)
+    assert any("with optimizer state" in line for line in lines)
     assert len(list((tmp_path / "torch").glob("iter_0000002/mp_rank_00_00?/*.pt"))) == 2
     run_converter(tmp_path / "torch", tmp_path / "native", "--saver native")
+    assert_same_content(newest(tmp_path / "native"), newest(tmp_path / "checkpoints"))
 
 
 def test_experts_that_cannot_be_spread_so_are_refused(tmp_path: Path) -> None:

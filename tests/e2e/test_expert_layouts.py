@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.dist_checkpointing.index import read_index
 from tests.e2e.test_resume_layouts import (
     Layout,
     assert_goes_on_like,
@@ -22,6 +23,7 @@ EXPERTS = """
     --swiglu --disable-bias-linear --moe-router-score-function sigmoid --moe-router-enable-expert-bias
     --moe-shared-expert-intermediate-size 24 --moe-layer-freq ([0]+[1]*3) --moe-token-dispatcher-type alltoall
 """
+FULLY_SHARDED = "--data-parallel-sharding-strategy optim_grads_params"
 HOME = Layout(
     8, f"{EXPERTS} --expert-model-parallel-size 4 --pipeline-model-parallel-size 2 --use-distributed-optimizer"
 )
@@ -32,8 +34,16 @@ LAYOUTS = {
         f"{EXPERTS} --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 "
         "--sequence-parallel --use-distributed-optimizer",
     ),
+    "ep2-tp2-cut-experts": Layout(
+        4, f"{EXPERTS} --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+    ),
     "dp4-sharded-gradients": Layout(4, f"{EXPERTS} --data-parallel-sharding-strategy optim_grads"),
+    "dp4-fully-sharded": Layout(4, f"{EXPERTS} {FULLY_SHARDED}"),
+    "dp4-ep2-fully-sharded-in-copies": Layout(
+        4, f"{EXPERTS} {FULLY_SHARDED} --expert-model-parallel-size 2 --num-distributed-optimizer-instances 2"
+    ),
 }
+BY_DEFAULT = ("ep2-tp2", "dp4-fully-sharded")
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +55,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ForkedRun]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("ep1", marks=pytest.mark.long),
-        "ep2-tp2",
-        pytest.param("dp4-sharded-gradients", marks=pytest.mark.long),
-    ],
+    "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in LAYOUTS]
 )
 def test_experts_are_loaded_and_saved_at_any_layout_bit_for_bit(
     home: tuple[Path, ForkedRun], name: str, tmp_path: Path
@@ -60,7 +65,33 @@ def test_experts_are_loaded_and_saved_at_any_layout_bit_for_bit(
     assert_same_content(newest(tmp_path / "there"), newest(tmp_path / "checkpoints"))
 
 
-@pytest.mark.parametrize("name", ["ep1", pytest.param("ep2-tp2", marks=pytest.mark.long)])
+@pytest.fixture(scope="module")
+def low_precision_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the checkpoint at iteration 10 of a run in bfloat16, whose main parameters are float32."""
+    folder = tmp_path_factory.mktemp("bf16")
+    train(folder, HOME, "--bf16 --exit-interval 10")
+    return folder / "checkpoints"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_main_parameters_of_experts_are_the_same_at_any_layout(
+    low_precision_home: Path, name: str, tmp_path: Path
+) -> None:
+    layout = LAYOUTS[name]
+    there = Layout(layout.num_processes, f"{layout.flags} --bf16")
+    pass_through(there, low_precision_home, tmp_path)
+    kept = read_index(newest(tmp_path)).tensors
+    weight = "decoder.layers.2.mlp.experts.linear_fc1.weight"
+    assert kept[f"model.{weight}"].dtype == "bfloat16"
+    assert kept[f"optimizer.main_param.{weight}"].dtype == "float32"
+    assert "model.decoder.layers.2.mlp.router.expert_bias" in kept
+    assert_same_content(newest(tmp_path), newest(low_precision_home))
+
+
+@pytest.mark.parametrize(
+    "name", ["ep1", *(pytest.param(name, marks=pytest.mark.long) for name in ("ep2-tp2", "dp4-fully-sharded"))]
+)
 def test_training_of_experts_goes_on_at_another_layout(home: tuple[Path, ForkedRun], name: str, tmp_path: Path) -> None:
     copy_of_iteration_10(home[0], tmp_path)
     run = train(tmp_path, LAYOUTS[name])

@@ -40,6 +40,7 @@ from megatron.verification.cells import Layout
 from megatron.verification.expert_cells import ExpertLayout
 from megatron.verification.fragments import Fragment, compare, gradient_floor
 from megatron.verification.run_cell import gradient_fragments
+from megatron.verification.sharding_cells import fully_sharded
 from tests.golden.test_moe_golden import FOLDER, TOLERANCE, moe_settings, reference_tensor
 from tests.harness.closeness import assert_tensors_close
 from tests.harness.distributed import run_distributed
@@ -66,11 +67,20 @@ LAYOUTS = {
     "ep2-cp2": ExpertLayout(cp=2, dp=2, ep=2, sharding="optim"),
     "fsdp-ep2": ExpertLayout(dp=2, ep=2, sharding="optim_grads_params"),
     "etp1-tp2": ExpertLayout(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, sharding="optim", dispatcher="allgather"),
+    "etp1-tp2-ep4": ExpertLayout(tp=2, dp=2, ep=4, etp=1, sequence_parallel=True, sharding="optim"),
+    "dp4-sharded": fully_sharded(ExpertLayout(dp=4)),
+    "ep2-sharded": fully_sharded(ExpertLayout(dp=4, ep=2), overlap=True),
+    "tp2-ep2-sharded": fully_sharded(ExpertLayout(tp=2, dp=2, ep=2, sequence_parallel=True)),
+    "etp1-tp2-sharded": fully_sharded(ExpertLayout(tp=2, dp=4, ep=2, etp=1, sequence_parallel=True), overlap=True),
+    "ep2-pp2-sharded": fully_sharded(ExpertLayout(pp=2, dp=4, ep=2)),
+    "ep2-cp2-sharded": fully_sharded(ExpertLayout(cp=2, dp=2, ep=2), overlap=True),
 }
 DENSE_LAYOUTS = {
     "tp2-pp2": Layout(tp=2, pp=2, sequence_parallel=True),
     "pp2-cp2": Layout(pp=2, cp=2),
     "tp2-dp2-sharded": Layout(tp=2, dp=2, sequence_parallel=True, sharding="optim", overlap=True),
+    "dp2-sharded-weights": fully_sharded(Layout(dp=2), overlap=True),
+    "tp2-pp2-sharded-weights": fully_sharded(Layout(tp=2, pp=2, dp=2, sequence_parallel=True)),
 }
 Routes = dict[tuple[int, int], list[int]]
 """The experts of each token of the first batch, by layer and number of the token."""

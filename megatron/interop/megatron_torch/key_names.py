@@ -29,6 +29,8 @@ _LAYER_MODULES: dict[str, str] = {
     "mlp.shared_experts.linear_fc2": "mlp.shared_experts.linear_fc2",
     "mlp.linear_fc1": "mlp.linear_fc1",
     "mlp.linear_fc2": "mlp.linear_fc2",
+    "mlp.experts.linear_fc1": "mlp.experts.linear_fc1",
+    "mlp.experts.linear_fc2": "mlp.experts.linear_fc2",
     # before it, in the order of their age
     "attention.query_key_value": "self_attention.linear_qkv",
     "attention.dense": "self_attention.linear_proj",

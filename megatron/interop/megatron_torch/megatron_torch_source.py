@@ -20,7 +20,6 @@ from megatron.interop.megatron_torch.common_state import (
     real_vocab_size,
 )
 from megatron.interop.megatron_torch.experts.expert_arguments import has_experts
-from megatron.interop.megatron_torch.experts.expert_keys import is_expert_key
 from megatron.interop.megatron_torch.megatron_arguments import check_arguments, config_of_arguments
 from megatron.interop.megatron_torch.rank_files import RankFile, open_expert_files, open_rank_files
 from megatron.interop.megatron_torch.rank_tree import FLOAT8_SCALING
@@ -71,8 +70,6 @@ class MegatronTorchSource:
         self.num_chunks = len(first.chunks)
         self.has_optimizer = all(has_optimizer(rank) for rank in self.ranks.values())
         if has_experts(first.arguments):
-            # Experts have an optimizer of their own there, whose state is not read.
-            self.has_optimizer = False
             self._expert_ranks = open_expert_files(self.folder)
         self.padded_vocab_size = first.chunks[0][WORD_EMBEDDING].shape[0] * self.tp
         check_arguments(first.arguments, first.file.path)
@@ -174,11 +171,13 @@ class MegatronTorchSource:
         chunks = [self._parameters(rank, chunk) for chunk in range(self.num_chunks)]
         for parameters, tensors in zip(chunks, rank.chunks):
             for parameter in parameters:
-                if rank.ep_rank and not is_expert_key(parameter.key):
-                    continue  # Every rank of expert parallelism has a copy.
+                if rank.is_copy and not parameter.is_expert:
+                    continue
                 self._add(f"model.{parameter.name}", parameter, rank, rank.file, tensors[parameter.key])
         if self.has_optimizer:
             for state in stored_states(rank, chunks):
+                if rank.is_copy and not state.parameter.is_expert:
+                    continue
                 name = f"optimizer.{state.kind}.{state.parameter.name}"
                 self._add(name, state.parameter, rank, state.file, state.tensor)
 

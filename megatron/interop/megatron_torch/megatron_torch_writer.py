@@ -101,16 +101,15 @@ def _write_ranks(
     states = random_states if random_states.keys() == places else {}
     is_same_layout = carried.fits(planner.tp, planner.pp, planner.stages.num_chunks)
     for pp_rank in range(planner.pp):
-        for tp_rank in range(planner.tp):
+        for tp_rank, ep_rank in planner.expert_places:
             state = states.get((tp_rank, pp_rank))
             extras = RankExtras(arguments=carried.arguments, rng_state=state)
             if is_same_layout:
                 extras = carried.ranks[tp_rank, pp_rank]
-            for ep_rank in range(planner.ep):
-                for planned in planner.plan_rank(folder, tp_rank, pp_rank, iteration, extras, ep_rank):
-                    planned.file.path.parent.mkdir(exist_ok=True)
-                    _write_file(source, planned)
-                    sync_folder(planned.file.path.parent)
+            for planned in planner.plan_rank(folder, tp_rank, pp_rank, iteration, extras, ep_rank):
+                planned.file.path.parent.mkdir(exist_ok=True)
+                _write_file(source, planned)
+                sync_folder(planned.file.path.parent)
 
 
 def _write_file(source: CheckpointSource, planned: PlannedFile) -> None:

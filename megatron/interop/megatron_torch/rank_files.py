@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,8 @@ class RankFile:
     """Hold what one model-parallel rank saved.
 
     ``chunks`` are the parameters of its model chunks in the file's order, under native names but with the numbers that
-    layers have within a chunk. ``flat_optimizer`` is the distributed optimizer's file where there is one.
+    layers have within a chunk. ``flat_optimizer`` is the distributed optimizer's file where there is one. ``is_copy``
+    says that another file has all that is in this one but the experts.
     """
 
     tp_rank: int
@@ -36,6 +37,7 @@ class RankFile:
     chunks: tuple[Mapping[str, LazyTensor], ...]
     flat_optimizer: TorchFile | None
     ep_rank: int = 0
+    is_copy: bool = False
 
     @property
     def arguments(self) -> Mapping[str, Any]:
@@ -77,6 +79,14 @@ def rank_folder_name(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: 
     return f"mp_rank_{tp_rank:02d}{stage}{experts}"
 
 
+def expert_places(tp: int, ep: int, etp: int) -> list[tuple[int, int]]:
+    """Return (tensor rank, expert rank) of every file of a stage: of the ranks that together hold each expert once.
+
+    Every tensor rank is among them where ``etp * ep`` is ``tp`` or more and ``etp`` divides ``tp``.
+    """
+    return sorted({(rank % tp, rank // etp) for rank in range(etp * ep)})
+
+
 def is_megatron_torch(folder: Path) -> bool:
     """Return whether a folder is an iteration's checkpoint in this format."""
     return any(_RANK_FOLDER.fullmatch(path.parent.name) for path in folder.glob(f"mp_rank_*/{MODEL_FILE}"))
@@ -85,11 +95,14 @@ def is_megatron_torch(folder: Path) -> bool:
 def open_rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
     """Open the file of every rank, by (tensor-parallel rank, pipeline rank): of those with other experts the first.
 
+    That is the one which holds the optimizer's state of all that is no expert.
+
     Raises:
         CheckpointError: one holds what is not data, or another kind of model.
         DamagedCheckpointError: a rank's file is missing or damaged.
     """
-    return {(t, p): _open(path, t, p) for (t, p, e), path in _rank_folders(folder).items() if e == 0}
+    paths = _rank_folders(folder)
+    return {(t, p): _open(path, t, p, e) for (t, p, e), path in paths.items() if e == _first(paths, t)}
 
 
 def open_expert_files(folder: Path) -> list[RankFile]:
@@ -99,7 +112,12 @@ def open_expert_files(folder: Path) -> list[RankFile]:
         CheckpointError: one holds what is not data, or another kind of model.
         DamagedCheckpointError: a rank's file is missing or damaged.
     """
-    return [_open(path, *rank) for rank, path in _rank_folders(folder).items() if rank[2] > 0]
+    paths = _rank_folders(folder)
+    return [_open(path, *rank, is_copy=True) for rank, path in paths.items() if rank[2] != _first(paths, rank[0])]
+
+
+def _first(paths: Collection[tuple[int, int, int]], tp_rank: int) -> int:
+    return min(e for t, _, e in paths if t == tp_rank)
 
 
 def _rank_folders(folder: Path) -> dict[tuple[int, int, int], Path]:
@@ -116,28 +134,34 @@ def _rank_folders(folder: Path) -> dict[tuple[int, int, int], Path]:
         stage, experts = reversed(others) if is_expert else others
         paths[tensor, stage, experts] = entry
     tp, pp, ep = (1 + max(rank[axis] for rank in paths) for axis in (0, 1, 2))
-    missing = [
-        rank_folder_name(t, p, pp, e, ep)
-        for p in range(pp)
-        for t in range(tp)
-        for e in range(ep)
-        if (t, p, e) not in paths
-    ]
+    places = expert_places(tp, ep, tp)
+    if ep > 1 and len(paths) != pp * len(places):
+        places = expert_places(tp, ep, _expert_tensor_size(found[0][1], tp))
+    missing = [rank_folder_name(t, p, pp, e, ep) for p in range(pp) for t, e in places if (t, p, e) not in paths]
     if missing:
         raise DamagedCheckpointError(f"{folder}: {', '.join(missing)} missing")
     return paths
 
 
 def _has_no_stages(folder: Path) -> bool:
-    if not (folder / MODEL_FILE).is_file():
-        return False
-    with closing(TorchFile(folder / MODEL_FILE)) as file:
-        arguments = _arguments(file)
+    arguments = _arguments_in(folder)
     is_cut = isinstance(size := arguments.get("expert_model_parallel_size"), int) and size > 1
     return is_cut and arguments.get("pipeline_model_parallel_size") == 1
 
 
-def _open(folder: Path, tp_rank: int, pp_rank: int, ep_rank: int = 0) -> RankFile:
+def _expert_tensor_size(folder: Path, tp: int) -> int:
+    size = _arguments_in(folder).get("expert_tensor_parallel_size")
+    return size if isinstance(size, int) and size > 0 and tp % size == 0 else tp
+
+
+def _arguments_in(folder: Path) -> Mapping[str, Any]:
+    if not (folder / MODEL_FILE).is_file():
+        return {}
+    with closing(TorchFile(folder / MODEL_FILE)) as file:
+        return _arguments(file)
+
+
+def _open(folder: Path, tp_rank: int, pp_rank: int, ep_rank: int, is_copy: bool = False) -> RankFile:
     file = TorchFile(folder / MODEL_FILE)
     state = file.value
     if not isinstance(state, Mapping):
@@ -152,4 +176,4 @@ def _open(folder: Path, tp_rank: int, pp_rank: int, ep_rank: int = 0) -> RankFil
     experts = experts_of_file(_arguments(file))
     chunks = tuple(named_tensors(state[name], f"{file.path} ({name})", experts) for name in chunk_names)
     flat = folder / OPTIMIZER_FILE
-    return RankFile(tp_rank, pp_rank, file, chunks, TorchFile(flat) if flat.exists() else None, ep_rank)
+    return RankFile(tp_rank, pp_rank, file, chunks, TorchFile(flat) if flat.exists() else None, ep_rank, is_copy)

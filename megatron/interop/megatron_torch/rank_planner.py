@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, le
 from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout
 from megatron.core.precision import dtype_from_name
 from megatron.interop.megatron_torch.common_state import stored_schedule
-from megatron.interop.megatron_torch.experts.expert_arguments import without_experts
+from megatron.interop.megatron_torch.experts.expert_arguments import check_expert_places, without_experts
 from megatron.interop.megatron_torch.key_names import has_fused_norms
 from megatron.interop.megatron_torch.megatron_arguments import (
     PROGRESS,
@@ -33,11 +33,13 @@ from megatron.interop.megatron_torch.rank_files import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     RankFile,
+    expert_places,
     is_megatron_torch,
     open_rank_files,
     rank_folder_name,
 )
 from megatron.interop.megatron_torch.rank_tree import (
+    Experts,
     OptimizerTerms,
     PlannedValue,
     Slot,
@@ -53,8 +55,9 @@ from megatron.interop.megatron_torch.stage_parameters import (
     LocalParameter,
     StageDescriber,
     in_fused_order,
+    in_grouped_order,
 )
-from megatron.interop.megatron_torch.stored_optimizer import flat_bucket_size
+from megatron.interop.megatron_torch.stored_optimizer import flat_bucket_size, optimized_apart
 from megatron.interop.megatron_torch.stored_values import LazyTensor, Record, StoredArray
 from megatron.interop.megatron_torch.torch_file import TorchFile
 from megatron.interop.megatron_torch.torch_file_writer import TorchFilePlan, plan_torch_file
@@ -83,10 +86,10 @@ class RankPlanner:
 
     ``dtype_of`` gives the dtype of a tensor by native name. ``padded_vocab_size`` and ``fused_norms``
     (transformer-engine's names of norms) follow the files that a checkpoint came from, where it came from such.
-    Experts are written where ``groups_experts`` says by which names, transformer-engine's or plain ones.
+    ``groups_experts`` gives experts transformer-engine's names.
 
     Raises:
-        ConfigurationError: Megatron's arguments cannot describe the model, or experts have optimizer state.
+        ConfigurationError: Megatron's arguments cannot describe the model.
     """
 
     def __init__(
@@ -96,12 +99,12 @@ class RankPlanner:
         *,
         padded_vocab_size: int | None = None,
         fused_norms: bool = False,
-        groups_experts: bool | None = None,
+        groups_experts: bool = False,
     ) -> None:
         self.common = common
         self.model = config_from_dict(GPTConfig, common["config"]["model"])
-        self.groups_experts = bool(groups_experts)
-        if flags := flags_without_argument(self.model if groups_experts is None else without_experts(self.model)):
+        self.groups_experts = groups_experts
+        if flags := flags_without_argument(without_experts(self.model)):
             raise ConfigurationError(f"Megatron's arguments do not know {', '.join(flags)}; use the native format")
         self.tp, self.pp = self.model.tensor_model_parallel_size, self.model.pipeline_model_parallel_size
         self.stages = plan_stage_layout(self.model, self.model.num_layers, self.model.pipeline_model_parallel_layout)
@@ -111,8 +114,16 @@ class RankPlanner:
         self._describer = StageDescriber(self.model, self.padded_vocab_size)
         self.ep = self.model.expert_model_parallel_size
         self.terms = None if common["optimizer"] is None else self._optimizer_terms()
-        if self.terms is not None and self.model.num_experts is not None:
-            raise ConfigurationError("Megatron's files of experts are written without optimizer state; leave it out")
+
+    @property
+    def expert_places(self) -> list[tuple[int, int]]:
+        """Return (tensor rank, expert rank) of every file of a stage of the ``torch`` format.
+
+        Raises:
+            ConfigurationError: there are none for the layout of the experts.
+        """
+        check_expert_places(self.model)
+        return expert_places(self.tp, self.ep, self.model.parallel_sizes.expert_tp)
 
     def plan_rank(
         self, folder: Path, tp_rank: int, pp_rank: int, iteration: int, extras: RankExtras, ep_rank: int = 0
@@ -123,26 +134,18 @@ class RankPlanner:
         models = [
             model_state(parameters, self._dtype_of, self.fused_norms, self.groups_experts) for parameters in chunks
         ]
-        optimizer: Any = None
         slots = [slot for model in models for slot in model.slots]
-        flat: PlannedValue | None = None
-        if self.terms is not None and self.common["config"]["ddp"].get("use_distributed_optimizer"):
-            optimizer = distributed_optimizer_state(self.terms)
-            sizes = [
-                flat_bucket_size(arguments, pp_rank, number, sum(parameter.num_elements for parameter in parameters))
-                for number, parameters in enumerate(chunks)
-            ]
-            flat = flat_optimizer_state(chunks, sizes, self.terms, self._buffer_dtypes(arguments))
-        elif self.terms is not None:
-            planned = optimizer_state(chunks, self.terms, self._dtype_of)
-            optimizer = planned.value
-            slots += planned.slots
+        has_first = ep_rank == min(e for t, e in self.expert_places if t == tp_rank)
+        parts = list(self._optimizer_parts(chunks, arguments, pp_rank))
+        optimizers = [part.state for part in parts]
+        flats = [part.flat if has_first or part.is_experts else None for part in parts]
+        slots += (slot for part in parts for slot in part.slots)
         scheduler = self.common["scheduler"]
         value = rank_value(
             namespace(arguments),
             iteration,
             [model.value for model in models],
-            optimizer,
+            _alone(optimizers),
             None if scheduler is None else stored_schedule(scheduler),
             extras.rng_state,
             float(self.common["progress"]["floating_point_operations_so_far"]),
@@ -150,9 +153,32 @@ class RankPlanner:
         value |= float8_entry(self.common)
         rank_folder = folder / rank_folder_name(tp_rank, pp_rank, self.pp, ep_rank, self.ep)
         files = [PlannedFile(plan_torch_file(rank_folder / MODEL_FILE, value), tuple(slots))]
-        if flat is not None:
-            files.append(PlannedFile(plan_torch_file(rank_folder / OPTIMIZER_FILE, flat.value), flat.slots))
+        if any(flat is not None for flat in flats):
+            value = _alone([None if flat is None else flat.value for flat in flats])
+            flat_slots = tuple(slot for flat in flats if flat is not None for slot in flat.slots)
+            files.append(PlannedFile(plan_torch_file(rank_folder / OPTIMIZER_FILE, value), flat_slots))
         return tuple(files)
+
+    def _optimizer_parts(
+        self, chunks: Sequence[Sequence[LocalParameter]], arguments: Mapping[str, Any], pp_rank: int
+    ) -> Iterator[_OptimizerPart]:
+        """Yield the plan of each optimizer of a rank: with expert parallelism experts have one of their own."""
+        if self.terms is None:
+            return
+        has_own = self.ep > 1
+        is_distributed = self.common["config"]["ddp"].get("use_distributed_optimizer")
+        sizes = [
+            flat_bucket_size(arguments, pp_rank, number, sum(parameter.num_elements for parameter in parameters))
+            for number, parameters in enumerate(chunks)
+        ]
+        for number, own in enumerate(optimized_apart(chunks, has_own)):
+            experts = Experts(self.model.add_bias_linear) if number else None
+            if is_distributed:
+                flat = flat_optimizer_state(own, sizes, self.terms, self._buffer_dtypes(arguments))
+                yield _OptimizerPart(distributed_optimizer_state(self.terms, experts), (), flat, experts is not None)
+            else:
+                planned = optimizer_state(own, self.terms, self._dtype_of, experts)
+                yield _OptimizerPart(planned.value, planned.slots, None, experts is not None)
 
     def parameters(self, tp_rank: int, pp_rank: int, ep_rank: int = 0) -> list[Sequence[LocalParameter]]:
         """Return the parameters of each model chunk of a rank, in the order of its files."""
@@ -165,6 +191,8 @@ class RankPlanner:
                 has_loss=contents.has_loss,
                 ep_rank=ep_rank,
             )
+            if self.groups_experts:
+                parameters = in_grouped_order(parameters)
             chunks.append(in_fused_order(parameters) if self.fused_norms else parameters)
         return chunks
 
@@ -209,6 +237,21 @@ class RankPlanner:
             is_half=is_half,
             grad_scaler=state["grad_scaler"] if has_scaler else None,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _OptimizerPart:
+    """Hold what one optimizer of a rank leaves in the model's file, and in one of its own."""
+
+    state: Any
+    slots: tuple[Slot, ...]
+    flat: PlannedValue | None
+    is_experts: bool
+
+
+def _alone(values: Sequence[Any]) -> Any:
+    """Return a list as Megatron has it of optimizers: the only one by itself, None where there is none."""
+    return list(values) if len(values) > 1 else values[0] if values else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,6 +72,13 @@ class OptimizerTerms:
         return ("momentum_buffer",) if self.config.sgd_momentum else ()
 
 
+@dataclass(frozen=True)
+class Experts:
+    """Say of the optimizer that experts have for themselves whether they have biases."""
+
+    has_bias: bool
+
+
 def model_state(
     parameters: Sequence[LocalParameter], dtype_of: DtypeOf, fused_norms: bool, groups_experts: bool = False
 ) -> PlannedValue:
@@ -100,16 +107,17 @@ def model_state(
 
 
 def optimizer_state(
-    chunks: Sequence[Sequence[LocalParameter]], terms: OptimizerTerms, dtype_of: DtypeOf
+    chunks: Sequence[Sequence[LocalParameter]], terms: OptimizerTerms, dtype_of: DtypeOf, experts: Experts | None = None
 ) -> PlannedValue:
-    """Return the optimizer's state of a rank, parameter by parameter."""
+    """Return the optimizer's state of a rank, parameter by parameter; ``experts`` says that it is theirs alone."""
     ordered = in_optimizer_order(chunks)
+    groups = param_groups(terms, experts)
     state: dict[int, dict[str, PlannedTensor]] = {}
     slots: list[Slot] = []
 
     def planned(kind: str, parameter: LocalParameter) -> PlannedTensor:
         name = f"optimizer.{kind}.{parameter.name}"
-        tensor = PlannedTensor(dtype_of(name), parameter.local_shape)
+        tensor = PlannedTensor(dtype_of(name), parameter.stored_shape)
         slots.append(Slot(tensor, 0, name, parameter))
         return tensor
 
@@ -120,7 +128,7 @@ def optimizer_state(
         entry |= {kind: planned(kind, parameter) for kind in terms.state_names}
         if entry:
             state[number] = entry
-    groups, first = param_groups(terms), 0
+    first = 0
     for group, parameters in zip(groups, ordered):
         group["params"] = list(range(first, first + len(parameters)))
         first += len(parameters)
@@ -128,13 +136,14 @@ def optimizer_state(
     if not terms.is_half:
         return PlannedValue(inner, tuple(slots))
     value: dict[str, Any] = {"optimizer": inner, **loss_scale_entry(terms)}
-    value["fp32_from_fp16_params"] = [[planned("main_param", parameter) for parameter in group] for group in ordered]
+    mains = [[planned("main_param", parameter) for parameter in group] for group in ordered]
+    value["fp32_from_fp16_params"] = mains[: len(groups)]
     return PlannedValue(value, tuple(slots))
 
 
-def distributed_optimizer_state(terms: OptimizerTerms) -> dict[str, Any]:
+def distributed_optimizer_state(terms: OptimizerTerms, experts: Experts | None = None) -> dict[str, Any]:
     """Return what the distributed optimizer leaves in the model's file: its tensors are in one of their own."""
-    groups = param_groups(terms)
+    groups = param_groups(terms, experts)
     for group in groups:
         group["step"] = float(terms.num_steps)
     return {"optimizer": {"param_groups": groups}, **loss_scale_entry(terms)}
@@ -153,6 +162,8 @@ def flat_optimizer_state(
     value: dict[Any, Any] = {"buckets_coalesced": True}
     slots = []
     for number, (parameters, bucket_size) in enumerate(zip(chunks, bucket_sizes, strict=True)):
+        if not parameters:
+            continue  # no experts
         sizes = [parameter.num_elements for parameter in parameters]
         layout = plan_flat_buffer(sizes, bucket_size, alone_in_bucket(parameters))
         buffers: dict[str, Any] = {}
@@ -193,9 +204,13 @@ def float8_entry(common: Mapping[str, Any]) -> dict[str, Any]:
     return {FLOAT8_SCALING: {name: given_tensor(values) for name, values in tensors.items()}} if tensors else {}
 
 
-def param_groups(terms: OptimizerTerms) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, with weight decay and without, but for their parameters."""
-    return [_param_group(terms, multiplier) for multiplier in (1.0, 0.0)]
+def param_groups(terms: OptimizerTerms, experts: Experts | None = None) -> list[dict[str, Any]]:
+    """Return the optimizer's groups, with weight decay and without, but for their parameters.
+
+    Experts without biases have the first alone.
+    """
+    multipliers = (1.0,) if experts is not None and not experts.has_bias else (1.0, 0.0)
+    return [_param_group(terms, multiplier) | {"is_expert_parallel": experts is not None} for multiplier in multipliers]
 
 
 def _param_group(terms: OptimizerTerms, multiplier: float) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, even_pieces, spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
-from megatron.interop.megatron_torch.experts.expert_keys import expert_pieces, is_expert_key
+from megatron.interop.megatron_torch.experts.expert_keys import expert_number, expert_pieces, is_expert_key
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
@@ -48,9 +49,19 @@ class LocalParameter:
         return len(self.local_shape) > 1 and not self.key.endswith("bias")
 
     @property
+    def is_trained(self) -> bool:
+        """Return whether the optimizer has it at all; the bias that only chooses experts moves by itself."""
+        return not self.key.endswith(".router.expert_bias")
+
+    @property
+    def is_expert(self) -> bool:
+        """Return whether it belongs to one of a layer's experts."""
+        return is_expert_key(self.key)
+
+    @property
     def stored_shape(self) -> tuple[int, ...]:
         """Return the shape in the file, where the one expert of a tensor has no dim."""
-        return self.local_shape[1:] if is_expert_key(self.key) else self.local_shape
+        return self.local_shape[1:] if self.is_expert else self.local_shape
 
     @property
     def num_elements(self) -> int:
@@ -78,11 +89,12 @@ class StageDescriber:
     ) -> tuple[LocalParameter, ...]:
         """Return the parameters of one model chunk in the order in which Megatron's optimizer lists them."""
         tp, ep = self.config.tensor_model_parallel_size, self.config.expert_model_parallel_size
+        etp = self.config.parallel_sizes.expert_tp
         group = Group(("tp",), tuple(range(tp)), tp_rank)
         of_experts = dataclasses.replace(
             ExpertGroups.like_dense(group, None),
-            model=Group(("ep", "tp"), tuple(range(tp * ep)), ep_rank * tp + tp_rank),
-            tensor_size=tp,
+            model=Group(("ep", "tp"), tuple(range(etp * ep)), ep_rank * etp + tp_rank % etp),
+            tensor_size=etp,
         )
         model = GPTModel(
             self.config,
@@ -116,7 +128,7 @@ class StageDescriber:
                 key, LocalParameter(key, spec.name, spec.global_shape, local_shape, pieces, is_replica, is_tied)
             )
             assert found[key].is_decayed == is_decayed(spec.name, parameter), key
-        return tuple(found.values())
+        return tuple(_one_expert_after_the_other(found.values()))
 
 
 def _of_single_experts(
@@ -130,12 +142,28 @@ def _of_single_experts(
         yield LocalParameter(own_key, spec.name, spec.global_shape, shape, pieces, not spec.is_owner, is_tied=False)
 
 
+def _one_expert_after_the_other(parameters: Iterable[LocalParameter]) -> Iterator[LocalParameter]:
+    """Yield the parameters with those of a layer's experts by expert, as modules in a list have them."""
+    for is_expert, neighbours in itertools.groupby(parameters, lambda parameter: parameter.is_expert):
+        own = list(neighbours)
+        yield from sorted(own, key=lambda p: expert_number(p.key) or 0) if is_expert else own
+
+
 def _with_layer(name: str, numbers: dict[int, int]) -> str:
     """Return a parameter's name with its layer's number in the whole model replaced by the one in the chunk."""
     words = name.split(".")
     if words[:2] == ["decoder", "layers"]:
         words[2] = str(numbers[int(words[2])])
     return ".".join(words)
+
+
+def in_grouped_order(parameters: Iterable[LocalParameter]) -> tuple[LocalParameter, ...]:
+    """Return a chunk's parameters in the order of grouped experts: a linear layer of all experts, then the next."""
+    ordered: list[LocalParameter] = []
+    for is_expert, neighbours in itertools.groupby(parameters, lambda parameter: parameter.is_expert):
+        own = list(neighbours)
+        ordered += sorted(own, key=lambda p: p.name) if is_expert else own
+    return tuple(ordered)
 
 
 def in_fused_order(parameters: Sequence[LocalParameter]) -> tuple[LocalParameter, ...]:

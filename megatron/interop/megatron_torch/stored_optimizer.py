@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from megatron.core.errors import CheckpointError
+from megatron.interop.megatron_torch.experts.expert_keys import is_fused_key, stacked
+from megatron.interop.megatron_torch.key_names import flatten_keys
 from megatron.interop.megatron_torch.rank_files import RankFile
 from megatron.interop.megatron_torch.stage_parameters import LocalParameter
 from megatron.interop.megatron_torch.stored_values import LazyTensor
@@ -75,8 +77,17 @@ class OptimizerScalars:
 
 
 def has_optimizer(rank: RankFile) -> bool:
-    """Return whether a rank's file holds an optimizer's state."""
-    return isinstance(rank.file.value.get("optimizer"), Mapping)
+    """Return whether a rank's file holds an optimizer's state that can be told apart by parameter.
+
+    That of experts in one tensor, as an older grouped GEMM had them, cannot.
+    """
+    if any(is_fused_key(key) for name in rank.file.value if str(name).startswith("model") for key in _keys(rank, name)):
+        return False
+    return isinstance(rank.file.value.get("optimizer"), (Mapping, list))
+
+
+def _keys(rank: RankFile, name: str) -> list[str]:
+    return [key for key, _ in flatten_keys(rank.file.value[name])]
 
 
 def stored_states(rank: RankFile, chunks: Sequence[Sequence[LocalParameter]]) -> Iterator[StoredState]:
@@ -85,14 +96,19 @@ def stored_states(rank: RankFile, chunks: Sequence[Sequence[LocalParameter]]) ->
     Raises:
         CheckpointError: the state does not fit the parameters.
     """
-    if isinstance(rank.file.value.get("optimizer"), list):
-        raise CheckpointError(
-            f"{rank.file.path}: the state of several optimizers (mixture of experts) is not supported"
-        )
-    if rank.flat_optimizer is not None:
-        yield from _flat_states(rank, rank.flat_optimizer, chunks)
-    else:
-        yield from _states_by_parameter(rank, chunks)
+    optimizers = rank.file.value["optimizer"]
+    if not isinstance(optimizers, list):
+        optimizers = [optimizers]
+    elif len(optimizers) > 2:
+        raise CheckpointError(f"{rank.file.path}: {len(optimizers)} optimizers, of parts of a model, are not supported")
+    flat: Any = None if rank.flat_optimizer is None else rank.flat_optimizer.value
+    for number, (optimizer, own) in enumerate(zip(optimizers, optimized_apart(chunks, len(optimizers) == 2))):
+        if rank.is_copy and len(optimizers) == 2 and number == 0:
+            continue  # of what is no expert
+        if rank.flat_optimizer is not None:
+            yield from _flat_states(rank, rank.flat_optimizer, flat[number] if isinstance(flat, list) else flat, own)
+        else:
+            yield from _states_by_parameter(rank, optimizer, own)
 
 
 def optimizer_scalars(rank: RankFile) -> OptimizerScalars:
@@ -103,6 +119,8 @@ def optimizer_scalars(rank: RankFile) -> OptimizerScalars:
 def scalars_of(shared: Mapping[str, Any], number: Callable[[Any], Any]) -> OptimizerScalars:
     """Return the step count and the loss scale of a file's values; ``number`` reads a tensor that may hold one."""
     optimizer = shared["optimizer"]
+    if isinstance(optimizer, list):
+        optimizer = optimizer[0]
     inner = _inner(optimizer)
     steps: list[Any] = [group["step"] for group in inner["param_groups"] if group.get("step") is not None]
     state = inner.get("state", {})
@@ -116,9 +134,22 @@ def scalars_of(shared: Mapping[str, Any], number: Callable[[Any], Any]) -> Optim
     return OptimizerScalars(num_steps, scaler)
 
 
+def optimized_apart(
+    chunks: Sequence[Sequence[LocalParameter]], experts_apart: bool
+) -> list[list[Sequence[LocalParameter]]]:
+    """Return the trained parameters of each chunk, once for each optimizer.
+
+    With expert parallelism, ``experts_apart``, the experts have one of their own, after that of all others.
+    """
+    trained = [[parameter for parameter in chunk if parameter.is_trained] for chunk in chunks]
+    if not experts_apart:
+        return [list(trained)]
+    return [[[p for p in chunk if p.is_expert == is_expert] for chunk in trained] for is_expert in (False, True)]
+
+
 def in_optimizer_order(chunks: Sequence[Sequence[LocalParameter]]) -> list[list[LocalParameter]]:
     """Return the parameters that weight decay applies to, and the others, each over all chunks."""
-    parameters = [parameter for chunk in chunks for parameter in chunk]
+    parameters = [parameter for chunk in chunks for parameter in chunk if parameter.is_trained]
     return [[p for p in parameters if p.is_decayed], [p for p in parameters if not p.is_decayed]]
 
 
@@ -152,12 +183,13 @@ def _number(file: TorchFile, value: Any) -> Any:
     return file.view(value).item() if isinstance(value, LazyTensor) else value
 
 
-def _states_by_parameter(rank: RankFile, chunks: Sequence[Sequence[LocalParameter]]) -> Iterator[StoredState]:
-    optimizer = rank.file.value["optimizer"]
+def _states_by_parameter(
+    rank: RankFile, optimizer: Mapping[str, Any], chunks: Sequence[Sequence[LocalParameter]]
+) -> Iterator[StoredState]:
     inner = _inner(optimizer)
     groups = [group["params"] for group in inner["param_groups"]]
     ordered = in_optimizer_order(chunks)
-    if len(groups) != len(ordered):
+    if len(groups) != len(ordered) or [len(group) for group in groups] != [len(own) for own in ordered]:
         groups, ordered = [g for g in groups if g], [o for o in ordered if o]
     if [len(group) for group in groups] != [len(parameters) for parameters in ordered]:
         raise CheckpointError(
@@ -179,21 +211,25 @@ def _states_by_parameter(rank: RankFile, chunks: Sequence[Sequence[LocalParamete
 
 
 def _shaped(tensor: LazyTensor, parameter: LocalParameter, rank: RankFile) -> LazyTensor:
-    if tensor.shape != parameter.local_shape:
+    if tensor.shape != parameter.stored_shape:
         raise CheckpointError(
             f"{rank.file.path}: the optimizer's state of {parameter.key} has the shape {list(tensor.shape)}, the "
-            f"parameter {list(parameter.local_shape)}"
+            f"parameter {list(parameter.stored_shape)}"
         )
-    return tensor
+    return stacked(tensor) if parameter.is_expert else tensor
 
 
-def _flat_states(rank: RankFile, file: TorchFile, chunks: Sequence[Sequence[LocalParameter]]) -> Iterator[StoredState]:
-    if not file.value.get("buckets_coalesced"):
+def _flat_states(
+    rank: RankFile, file: TorchFile, value: Any, chunks: Sequence[Sequence[LocalParameter]]
+) -> Iterator[StoredState]:
+    if not isinstance(value, Mapping) or not value.get("buckets_coalesced"):
         raise CheckpointError(f"{file.path} was written before February 2024, in a layout that is not supported")
     for number, parameters in enumerate(chunks):
-        if number not in file.value:
+        if not parameters:
+            continue  # no experts
+        if number not in value:
             raise CheckpointError(f"{file.path} holds no buffer {number}, of model chunk {number}")
-        buffers = list(file.value[number].values())
+        buffers = list(value[number].values())
         if len(buffers) != 1:
             raise CheckpointError(f"{file.path}: buffer {number} is of {len(buffers)} types, one is expected")
         tensors = buffers[0]

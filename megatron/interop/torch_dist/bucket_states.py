@@ -24,6 +24,7 @@ from megatron.interop.megatron_torch.stored_optimizer import (
     FlatBuffer,
     alone_in_bucket,
     flat_bucket_size,
+    optimized_apart,
     plan_flat_buffer,
 )
 from megatron.interop.megatron_torch.stored_values import LazyTensor
@@ -31,10 +32,12 @@ from megatron.interop.torch_dist.stored_boxes import BoxReader, StoredBox
 from megatron.interop.torch_dist.stored_metadata import Segment, StoredMetadata
 
 GROUP_PREFIX = "optimizer.distributed.dp_group_idx_"
+_PART = r"(?:chained_(\d+)\.)?"
+"""The number of the optimizer: with expert parallelism that of the experts is the second."""
 _BUCKET = re.compile(
-    re.escape(GROUP_PREFIX) + r"(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
+    _PART + re.escape(GROUP_PREFIX) + r"(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
 )
-_GATHERED = re.compile(re.escape(GROUP_PREFIX) + r"(\d+)\.param_state/shard_0_1")
+_GATHERED = re.compile(_PART + re.escape(GROUP_PREFIX) + r"(\d+)\.param_state/shard_0_1")
 _UNPADDED = "per_bucket_numel_unpadded/shard_0_1"
 
 ReadWeight = Callable[[str, Box], torch.Tensor]
@@ -59,8 +62,8 @@ class _Buffer:
     length: int
 
 
-_Buffers = dict[tuple[int, int], dict[str, _Buffer]]
-"""The buffers of each kind of state, by model-parallel rank and number of the buffer."""
+_Buffers = dict[tuple[int, int, int], dict[str, _Buffer]]
+"""The buffers of each kind of state, by optimizer, model-parallel rank and number of the buffer."""
 
 
 class BucketStates:
@@ -98,27 +101,49 @@ class BucketStates:
             self._reader.close()
 
     def _boxes(self, buffers: _Buffers) -> Iterator[tuple[str, LocalParameter, StoredBox]]:
-        tp = self.model.tensor_model_parallel_size
         stages = plan_stage_layout(self.model, self.model.num_layers, self.model.pipeline_model_parallel_layout)
+        for part, pp_rank, tp_rank, ep_rank, group in self._groups():
+            for number, contents in enumerate(stages.chunks(pp_rank)):
+                described = self._describer.parameters(
+                    tp_rank,
+                    contents.layer_numbers,
+                    has_embedding=contents.has_embedding,
+                    has_loss=contents.has_loss,
+                    ep_rank=ep_rank,
+                )
+                ((parameters,), *of_experts) = optimized_apart([described], self._has_experts_apart)
+                if part:
+                    ((parameters,),) = of_experts
+                states = buffers.get((part, group, number))
+                if not parameters and states is None:
+                    continue  # no experts
+                if states is None or states.keys() != FLAT_STATES.keys():
+                    raise CheckpointError(
+                        f"{self.metadata.path}: the optimizer's buffer {number} of tensor-parallel rank {tp_rank}, "
+                        f"pipeline rank {pp_rank} is missing, or a part of it is"
+                    )
+                for parameter, start in self._placed(parameters, states["param"], pp_rank, number):
+                    for kind, buffer in states.items():
+                        for box in _parameter_boxes(parameter, start, buffer.runs):
+                            yield FLAT_STATES[kind], parameter, box
+
+    @property
+    def _has_experts_apart(self) -> bool:
+        return self.model.expert_model_parallel_size > 1
+
+    def _groups(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """Yield (optimizer, pipeline rank, tensor rank, expert rank, model-parallel rank) of every group of buffers."""
+        tp, ep, etp = (
+            self.model.tensor_model_parallel_size,
+            self.model.expert_model_parallel_size,
+            self.model.parallel_sizes.expert_tp,
+        )
         for pp_rank in range(self.model.pipeline_model_parallel_size):
             for tp_rank in range(tp):
-                for number, contents in enumerate(stages.chunks(pp_rank)):
-                    states = buffers.get((pp_rank * tp + tp_rank, number))
-                    if states is None or states.keys() != FLAT_STATES.keys():
-                        raise CheckpointError(
-                            f"{self.metadata.path}: the optimizer's buffer {number} of tensor-parallel rank {tp_rank}, "
-                            f"pipeline rank {pp_rank} is missing, or a part of it is"
-                        )
-                    parameters = self._describer.parameters(
-                        tp_rank,
-                        contents.layer_numbers,
-                        has_embedding=contents.has_embedding,
-                        has_loss=contents.has_loss,
-                    )
-                    for parameter, start in self._placed(parameters, states["param"], pp_rank, number):
-                        for kind, buffer in states.items():
-                            for box in _parameter_boxes(parameter, start, buffer.runs):
-                                yield FLAT_STATES[kind], parameter, box
+                yield 0, pp_rank, tp_rank, 0, pp_rank * tp + tp_rank
+            for ep_rank in range(ep) if self._has_experts_apart else ():
+                for tp_rank in range(etp):
+                    yield 1, pp_rank, tp_rank, ep_rank, (pp_rank * ep + ep_rank) * etp + tp_rank
 
     def _placed(
         self, parameters: Sequence[LocalParameter], buffer: _Buffer, pp_rank: int, number: int
@@ -161,14 +186,15 @@ class BucketStates:
 
     def _buffers(self) -> _Buffers:
         found: _Buffers = {}
-        buckets: dict[tuple[int, int, str], dict[int, str]] = {}
+        buckets: dict[tuple[int, int, int, str], dict[int, str]] = {}
         for key in self.metadata.tensors:
             match = _BUCKET.fullmatch(key)
             if match is not None:
-                group, number, _, bucket, kind = match.groups()
-                buckets.setdefault((int(group), int(number), kind), {})[int(bucket)] = key
-        for (group, number, kind), keys in buckets.items():
-            lengths = self._unpadded(group, number)
+                part, group, number, _, bucket, kind = match.groups()
+                buckets.setdefault((int(part or 0), int(group), int(number), kind), {})[int(bucket)] = key
+        for (part, group, number, kind), keys in buckets.items():
+            prefix = next(iter(keys.values())).partition(".gbuf_idx_")[0]
+            lengths = self._unpadded(prefix, number)
             runs: list[_Run] = []
             base = 0
             for bucket in range(len(keys)):
@@ -178,12 +204,12 @@ class BucketStates:
                 length = size if lengths is None else min(lengths[bucket], size)
                 runs += self._bucket_runs(keys[bucket], base, length)
                 base += length
-            found.setdefault((group, number), {})[kind] = _Buffer(tuple(runs), base)
+            found.setdefault((part, group, number), {})[kind] = _Buffer(tuple(runs), base)
         for key, segment in self.metadata.objects.items():
             match = _GATHERED.fullmatch(key)
             if match is not None:
                 for number, kind, run in self._gathered_runs(segment):
-                    found.setdefault((int(match[1]), number), {})[kind] = _Buffer((run,), run.end)
+                    found.setdefault((int(match[1] or 0), int(match[2]), number), {})[kind] = _Buffer((run,), run.end)
         return found
 
     def _bucket_runs(self, key: str, base: int, length: int) -> Iterator[_Run]:
@@ -198,9 +224,9 @@ class BucketStates:
             if end > place:
                 yield _Run(base + place, base + end, chunk.segment)
 
-    def _unpadded(self, group: int, number: int) -> Sequence[int] | None:
+    def _unpadded(self, prefix: str, number: int) -> Sequence[int] | None:
         """Return the elements of each bucket without the padding after it, where they are stored."""
-        segment = self.metadata.objects.get(f"{GROUP_PREFIX}{group}.{_UNPADDED}")
+        segment = self.metadata.objects.get(f"{prefix}.{_UNPADDED}")
         if segment is None:
             return None
         (lengths,) = self._reader.open(segment).value[0][number].values()

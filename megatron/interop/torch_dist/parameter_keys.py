@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 from megatron.interop.megatron_torch.key_names import fused_key, local_key
 
-_STATE = re.compile(r"optimizer\.state\.(?P<kind>[a-z0-9_]+?)\.(?P<key>(?:embedding|decoder|output_layer)\..+)")
+_STATE = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[a-z0-9_]+?)\.(?P<key>(?:embedding|decoder|output_layer|mtp)\..+)"
+)
 _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
-_GATED_HALF = re.compile(r"(.+\.mlp\.linear_fc1\.(?:weight|bias))_([wv])")
+_GATED_HALF = re.compile(r"(.+\.mlp\..*linear_fc1\.(?:weight|bias))_([wv])")
+_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.experts\.(?:(\d+)\.)?(linear_fc[12]\..+)")
+"""The experts of a layer: along the axis behind that of the layers, or with a tensor each."""
 _MAIN_PARAMS = ("param", "fp32_param")
 
 
@@ -18,13 +22,15 @@ class ParameterKey:
     """Say what a stored tensor holds.
 
     ``kind`` is ``model``, or the kind of the optimizer's state. ``is_stacked`` marks a tensor whose first axis is the
-    layer; ``key`` is then that of layer 0. ``half`` is 0 or 1 where the two halves of a gated layer have a tensor each.
+    layer; ``key`` is then that of layer 0. ``half`` is 0 or 1 where the two halves of a gated layer have a tensor each,
+    ``expert`` the number of an expert that has one.
     """
 
     kind: str
     key: str
     is_stacked: bool
     half: int | None = None
+    expert: int | None = None
 
     def name(self, layer: int) -> str:
         """Return the native name of the tensor of one layer; the layer counts for a stacked tensor only."""
@@ -47,6 +53,9 @@ def parse_key(stored: str) -> ParameterKey | None:
     plain = key if half is None else half[1]
     if stacked is not None:
         plain = f"decoder.layers.0.{stacked[1]}"
+    experts = _EXPERTS.fullmatch(plain)
+    if experts is not None:
+        plain = f"{experts[1]}.{experts[3]}"
     if local_key(plain) is None:
         return None
     return ParameterKey(
@@ -54,16 +63,21 @@ def parse_key(stored: str) -> ParameterKey | None:
         plain,
         stacked is not None,
         None if half is None else "wv".index(half[2]),
+        None if experts is None or experts[2] is None else int(experts[2]),
     )
 
 
-def stored_key(name: str) -> tuple[str, int | None]:
+def stored_key(name: str, *, has_experts: bool = False, stacks: bool = True) -> tuple[str, int | None]:
     """Return the key under which Megatron stores a parameter, and its layer where layers are stacked in one tensor.
 
+    ``has_experts`` says that the parameter's layer has experts; ``stacks`` that layers are alike, and so are stacked.
     Norms have the names of transformer-engine's layers, whichever layers a run has.
     """
-    key = fused_key(name)
+    key = name.replace(".mlp.experts.", ".mlp.experts.experts.")
+    # A router has no norm in it.
+    if not (has_experts and ".pre_mlp_layernorm." in key):
+        key = fused_key(key)
     words = key.split(".")
-    if words[:2] != ["decoder", "layers"]:
+    if words[:2] != ["decoder", "layers"] or not stacks:
         return key, None
     return ".".join([*words[:2], *words[3:]]), int(words[2])

@@ -21,7 +21,7 @@ from megatron.interop.torch_dist.stored_metadata import StoredMetadata
 Complete = Callable[[Any, TorchFile], Any]
 """Makes of a file's value one that needs the file no more."""
 
-_FIRST_GROUP = re.compile(re.escape(GROUP_PREFIX) + r"0\.(optimizer|grad_scaler)/shard_0_1")
+_FIRST_GROUP = re.compile(r"(?:chained_0\.)?" + re.escape(GROUP_PREFIX) + r"0\.(optimizer|grad_scaler)/shard_0_1")
 _RNG_STATE = re.compile(r"rng_state/shard_(\d+)\.(\d+)_\d+\.\d+")
 
 
@@ -62,6 +62,8 @@ def with_optimizer_objects(common: Mapping[str, Any], metadata: StoredMetadata) 
     The step and the loss scale are the same on all of them: the first one's are taken.
     """
     values = dict(common)
+    if isinstance(values.get("optimizer"), Mapping) and 0 in values["optimizer"]:
+        values["optimizer"] = values["optimizer"][0]  # experts have another
     for key in metadata.objects:
         match = _FIRST_GROUP.fullmatch(key)
         if match is not None:

@@ -15,6 +15,8 @@ from megatron.interop.megatron_torch.megatron_arguments import TRUE_VOCAB_SIZE
 from megatron.interop.megatron_torch.pickle_writer import given_tensor, namespace
 from megatron.interop.megatron_torch.rank_planner import RankPlanner
 from megatron.interop.megatron_torch.rank_tree import (
+    Experts,
+    OptimizerTerms,
     distributed_optimizer_state,
     float8_entry,
     loss_scale_entry,
@@ -25,7 +27,8 @@ from megatron.interop.megatron_torch.stage_parameters import OUTPUT_LAYER, WORD_
 from megatron.interop.torch_dist.chunk_file import ChunkPlace
 from megatron.interop.torch_dist.parameter_keys import stored_key
 
-_WITH_EXTRA_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+_ATTENTION = ("self_attention.linear_proj", "self_attention.linear_qkv")
+_FEED_FORWARD = ("linear_fc1", "linear_fc2")
 _FULLY_RESHARDABLE = "fully_reshardable"
 
 
@@ -42,7 +45,11 @@ class TorchDistPlan:
         self.common = common
         self._planner = RankPlanner(common, lambda n: params_dtype if n.startswith(MODEL_PREFIX) else main_dtype)
         self._carried = {} if carried is None else carried
-        self._num_layers = self._planner.model.num_layers
+        model = self._planner.model
+        self._num_layers = model.num_layers
+        self._moe_layers = model.moe_layers
+        # Megatron stacks the layers of a model whose layers are all alike.
+        self._stacks = model.num_experts is None or model.moe_layer_freq.strip() == "1"
         self._is_distributed = self._planner.terms is not None and bool(
             common["config"]["ddp"].get("use_distributed_optimizer")
         )
@@ -54,7 +61,8 @@ class TorchDistPlan:
         The distributed optimizer keeps a float32 weight a second time, as a part of its own state.
         """
         yield self._place(self._stored_name(name), shape, box)
-        if self._is_distributed and not self._is_half and name.startswith(MODEL_PREFIX):
+        is_trained = not name.endswith(".router.expert_bias")
+        if self._is_distributed and not self._is_half and name.startswith(MODEL_PREFIX) and is_trained:
             yield self._place(f"optimizer.state.param.{name.removeprefix(MODEL_PREFIX)}", shape, box)
 
     def padding(self, name: str, shape: tuple[int, ...], box: Box) -> Iterator[ChunkPlace]:
@@ -67,8 +75,19 @@ class TorchDistPlan:
 
     def layer_objects(self, layer: int) -> Iterator[tuple[str, None]]:
         """Yield the key and the value of each object that Megatron's linear layers leave beside their weights."""
-        for module in _WITH_EXTRA_STATE:
-            yield f"decoder.layers.{module}._extra_state/shard_{layer}_{self._num_layers}", None
+        prefix, own, all_layers = "decoder.layers.", f"{layer}.", str(self._num_layers)
+        if not self._stacks:
+            prefix, own, all_layers = f"decoder.layers.{layer}.", "0.", "1"
+        experts = self._planner.model.num_experts if self._moe_layers[layer] else None
+        modules = [*_ATTENTION, *(f"mlp.{name}" for name in _FEED_FORWARD if experts is None)]
+        if experts is not None and self._planner.model.moe_shared_expert_intermediate_size is not None:
+            modules += [f"mlp.shared_experts.{name}" for name in _FEED_FORWARD]
+        for module in modules:
+            yield f"{prefix}{module}._extra_state/shard_{own[:-1]}_{all_layers}", None
+        for name in _FEED_FORWARD if experts is not None else ():
+            for number in range(experts or 0):
+                place = f"{own}{number}_{all_layers}." if self._stacks else f"{number}_"
+                yield f"{prefix}mlp.experts.experts.{name}._extra_state/shard_{place}{experts}", None
 
     def random_state_key(self, tp_rank: int, pp_rank: int) -> str:
         """Return the key of a rank's streams of random numbers."""
@@ -105,14 +124,21 @@ class TorchDistPlan:
         value["content_metadata"] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, **sharding}
         return value
 
-    def _optimizer_value(self) -> dict[str, Any] | None:
+    def _optimizer_value(self) -> Mapping[Any, Any] | None:
         terms = self._planner.terms
         if terms is None:
             return None
+        if self._planner.ep == 1:
+            return self._part_value(terms, None)
+        experts = Experts(self._planner.model.add_bias_linear)
+        return {0: self._part_value(terms, None), 1: self._part_value(terms, experts)}
+
+    def _part_value(self, terms: OptimizerTerms, experts: Experts | None) -> dict[str, Any]:
         if self._is_distributed:
-            return {**distributed_optimizer_state(terms), "param_state_sharding_type": _FULLY_RESHARDABLE}
+            return {**distributed_optimizer_state(terms, experts), "param_state_sharding_type": _FULLY_RESHARDABLE}
         step = {"common_step": given_tensor(torch.tensor(float(terms.num_steps)))}
-        inner = {"state": step if terms.config.optimizer == "adam" else {}, "param_groups": param_groups(terms)}
+        groups = param_groups(terms, experts)
+        inner = {"state": step if terms.config.optimizer == "adam" else {}, "param_groups": groups}
         return {"optimizer": inner, **loss_scale_entry(terms)} if terms.is_half else inner
 
     def _stored_name(self, name: str) -> str:
@@ -131,7 +157,10 @@ class TorchDistPlan:
             prefix = f"{optimizer}.{state}.{kind}."
         if parameter in (WORD_EMBEDDING, OUTPUT_LAYER):
             shape = (self._planner.padded_vocab_size, *shape[1:])
-        key, layer = stored_key(parameter)
+        words = parameter.split(".")
+        in_layer = words[:2] == ["decoder", "layers"]
+        has_experts = self._moe_layers[int(words[2])] if in_layer else False
+        key, layer = stored_key(parameter, has_experts=has_experts, stacks=self._stacks)
         if layer is None:
             return ChunkPlace(prefix + key, shape, box)
         stacked = Box((layer, *box.offset), (1, *box.shape))

@@ -16,7 +16,6 @@ from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.sharding import Box
 from megatron.interop.checkpoint_source import TensorInfo
 from megatron.interop.megatron_torch.common_state import real_vocab_size, shared_state
-from megatron.interop.megatron_torch.experts.expert_arguments import has_experts
 from megatron.interop.megatron_torch.megatron_arguments import check_arguments, config_of_arguments
 from megatron.interop.megatron_torch.rank_tree import FLOAT8_SCALING
 from megatron.interop.megatron_torch.stage_parameters import OUTPUT_LAYER, WORD_EMBEDDING, StageDescriber
@@ -51,11 +50,6 @@ class TorchDistSource:
         common = read_common(folder)
         self.arguments: Mapping[str, Any] = common["args"].attributes
         check_arguments(self.arguments, folder / COMMON_FILE)
-        if has_experts(self.arguments):
-            raise CheckpointError(
-                f"{folder / COMMON_FILE}: its args describe a model that is not supported: num_experts "
-                f"{self.arguments['num_experts']}; with experts the files of --ckpt-format torch are read"
-            )
         self._float8_scaling: Mapping[str, torch.Tensor] = common.get(FLOAT8_SCALING) or {}
         self._keys = self._parsed_keys()
         self._reader = BoxReader()
@@ -115,7 +109,7 @@ class TorchDistSource:
     def _parsed_keys(self) -> dict[str, ParameterKey]:
         found, unknown = {}, []
         for stored in self.metadata.tensors:
-            if stored.startswith(GROUP_PREFIX):
+            if GROUP_PREFIX in stored:
                 continue
             try:
                 key = parse_key(stored)
@@ -147,8 +141,11 @@ class TorchDistSource:
             name = key.name(layer)
             if key.half == 1:
                 box = _below(box, shape[0])
+            whole_shape = shape if key.half is None else (2 * shape[0], *shape[1:])
+            if key.expert is not None:
+                box, whole_shape = _of_expert(box, key.expert), (int(self.arguments["num_experts"]), *whole_shape)
             self._boxes.setdefault(name, []).append(box)
-            self._shapes[name] = shape if key.half is None else (2 * shape[0], *shape[1:])
+            self._shapes[name] = whole_shape
             if self._dtypes.setdefault(name, entry.dtype) != entry.dtype:
                 raise CheckpointError(f"{self.metadata.path}: {name} is {entry.dtype} and {self._dtypes[name]}")
 
@@ -201,6 +198,7 @@ class TorchDistSource:
             raise CheckpointError(
                 f"{self.folder} is not the model that its args describe: {'; '.join(problems[:4])}{more}"
             )
+        self._untrained = {f"model.{parameter.name}" for parameter in parameters if not parameter.is_trained}
         for name, shape in wanted.items():
             self._take_in(name, shape)
 
@@ -212,9 +210,11 @@ class TorchDistSource:
 
     def _add_states(self) -> bool:
         """Take in the optimizer's state; return whether there is any."""
-        weights = {name.removeprefix("model."): info for name, info in self.tensors.items()}
+        weights = {
+            name.removeprefix("model."): info for name, info in self.tensors.items() if name not in self._untrained
+        }
         is_half = any(info.dtype in _HALVES for info in weights.values())
-        if any(key.startswith(GROUP_PREFIX) for key in (*self.metadata.tensors, *self.metadata.objects)):
+        if any(GROUP_PREFIX in key for key in (*self.metadata.tensors, *self.metadata.objects)):
             states = BucketStates(self.metadata, self.model, self.padded_vocab_size, self.arguments, self.read)
             for kind, parameter, box in states.boxes():
                 name = f"optimizer.{kind}.{parameter.name}"
@@ -242,6 +242,12 @@ class TorchDistSource:
             raise DamagedCheckpointError(
                 f"{self.folder}: {found} of the {info.num_elements} elements of {name} are there"
             )
+
+
+def _of_expert(stored: StoredBox, number: int) -> StoredBox:
+    """Return the box in the tensor that stacks experts, of which it is one."""
+    box, frame = (Box((number, *b.offset), (1, *b.shape)) for b in (stored.box, stored.frame))
+    return dataclasses.replace(stored, box=box, frame=frame)
 
 
 def _below(stored: StoredBox, rows: int) -> StoredBox:

@@ -49,6 +49,9 @@ def config_of_experts(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
     if arguments.get("moe_router_group_topk") is None:
         values.pop("moe_router_num_groups", None)
+    etp = arguments.get("expert_tensor_parallel_size")
+    if etp not in (None, arguments.get("tensor_model_parallel_size") or 1):
+        values["expert_tensor_parallel_size"] = etp
     return values | {"expert_model_parallel_size": arguments.get("expert_model_parallel_size") or 1}
 
 
@@ -56,7 +59,7 @@ def arguments_of_experts(model: GPTConfig) -> dict[str, Any]:
     """Return the values of ``args`` that say the same; nothing but that there are none, where there are none."""
     sizes = {
         "expert_model_parallel_size": model.expert_model_parallel_size,
-        "expert_tensor_parallel_size": model.tensor_model_parallel_size,
+        "expert_tensor_parallel_size": model.parallel_sizes.expert_tp,
         "num_experts": model.num_experts,
     }
     if model.num_experts is None:
@@ -73,20 +76,27 @@ def arguments_of_experts(model: GPTConfig) -> dict[str, Any]:
 
 
 def without_experts(model: GPTConfig) -> GPTConfig:
-    """Return a model's configuration as if its feed-forwards were dense: what other arguments have to describe.
-
-    Raises:
-        ConfigurationError: experts are cut over another number of ranks than the other layers.
-    """
-    tensor, size = model.parallel_sizes.expert_tp, model.tensor_model_parallel_size
-    if model.num_experts is not None and tensor != size:
-        raise ConfigurationError(
-            f"--expert-tensor-parallel-size {tensor} is not --tensor-model-parallel-size {size}: Megatron's files of "
-            f"experts are written for {size} only; use the native format"
-        )
+    """Return a model's configuration as if its feed-forwards were dense: what other arguments have to describe."""
     config_class: type = MoEConfig
     defaults = {spec.name: spec.default for spec in field_specs(config_class)}
     return dataclasses.replace(model, **defaults, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
+
+
+def check_expert_places(model: GPTConfig) -> None:
+    """Refuse a layout of which ``mp_rank_XX`` folders cannot hold everything.
+
+    Megatron saves those of the ranks that hold the first copy of the experts, under their numbers in both grids.
+
+    Raises:
+        ConfigurationError: some tensor ranks would not be among them, or two of them have the same numbers.
+    """
+    tp, ep, etp = model.tensor_model_parallel_size, model.expert_model_parallel_size, model.parallel_sizes.expert_tp
+    if model.num_experts is not None and (tp % etp or ep * etp < tp):
+        raise ConfigurationError(
+            f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} and "
+            f"--expert-model-parallel-size {ep}: folders of --ckpt-format torch have no place for such experts; use "
+            f"--ckpt-format torch_dist, or an expert-tensor-parallel size of {tp}"
+        )
 
 
 def _read(spec: FieldSpec, value: Any) -> Any:

@@ -25,6 +25,17 @@ def is_expert_key(key: str) -> bool:
     return _SEQUENTIAL.fullmatch(key) is not None
 
 
+def expert_number(key: str) -> int | None:
+    """Return the number, in its file, of the expert that a parameter belongs to; None where it is of none."""
+    match = _SEQUENTIAL.fullmatch(key)
+    return None if match is None else int(match[2])
+
+
+def is_fused_key(key: str) -> bool:
+    """Tell whether a key is that of a tensor which holds one linear layer of all experts."""
+    return _FUSED.fullmatch(key) is not None
+
+
 def grouped_key(key: str) -> str:
     """Return the key that a parameter has where experts are grouped; ``key`` itself where it is of no expert."""
     match = _SEQUENTIAL.fullmatch(key)
@@ -41,11 +52,11 @@ def expert_tensors(key: str, tensor: LazyTensor, num_experts: int | None) -> Ite
     """
     found = _SEQUENTIAL.fullmatch(key)
     if found is not None:
-        yield key, _stacked(tensor)
+        yield key, stacked(tensor)
         return
     found = _GROUPED.fullmatch(key)
     if found is not None:
-        yield f"{found[1]}.local_experts.{found[4]}.{found[2]}.{found[3]}", _stacked(tensor)
+        yield f"{found[1]}.local_experts.{found[4]}.{found[2]}.{found[3]}", stacked(tensor)
         return
     found = _FUSED.fullmatch(key)
     if found is None:
@@ -64,7 +75,8 @@ def expert_tensors(key: str, tensor: LazyTensor, num_experts: int | None) -> Ite
         yield f"{found[1]}.local_experts.{number}.linear_fc{found[2]}.weight", values
 
 
-def _stacked(tensor: LazyTensor) -> LazyTensor:
+def stacked(tensor: LazyTensor) -> LazyTensor:
+    """Return a tensor of one expert with a first dim of 1."""
     return replace(tensor, shape=(1, *tensor.shape), strides=(tensor.num_elements, *tensor.strides))
 
 

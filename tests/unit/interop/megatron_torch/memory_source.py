@@ -46,7 +46,7 @@ class MemorySource:
         for parameter in parameters:
             main = torch.randn(parameter.global_shape, generator=generator)
             self.values[f"model.{parameter.name}"] = main.to(dtype)
-            if has_optimizer:
+            if has_optimizer and parameter.is_trained:
                 for kind in ("exp_avg", "exp_avg_sq"):
                     values = torch.randn(parameter.global_shape, generator=generator)
                     self.values[f"optimizer.{kind}.{parameter.name}"] = values

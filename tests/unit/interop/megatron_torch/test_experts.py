@@ -40,11 +40,16 @@ LAYOUTS: dict[str, dict[str, int]] = {
         "pipeline_model_parallel_size": 2,
         "expert_model_parallel_size": 4,
     },
+    "tp2-ep4-etp1": {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 4,
+        "expert_tensor_parallel_size": 1,
+    },
 }
 
 
-def write(config: Any, folder: Path) -> tuple[MemorySource, Path]:
-    source = MemorySource(config, has_optimizer=False)
+def write(config: Any, folder: Path, **of_optimizer: bool) -> tuple[MemorySource, Path]:
+    source = MemorySource(config, **{"has_optimizer": False, **of_optimizer})
     return source, write_megatron_torch(source, folder, 12)
 
 
@@ -53,13 +58,25 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", [EXPERTS, PLAIN], ids=["all", "plain"])
-def test_experts_that_are_written_read_back(model: Any, layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "distributed"), [(EXPERTS, False), (PLAIN, False), (EXPERTS, True), (PLAIN, True)])
+def test_experts_and_their_optimizer_read_back(model: Any, distributed: bool, layout: str, tmp_path: Path) -> None:
     config = dataclasses.replace(model, **LAYOUTS[layout])
-    source, folder = write(config, tmp_path)
+    source, folder = write(config, tmp_path, has_optimizer=True, distributed=distributed, overlap=distributed)
     read = MegatronTorchSource(folder)
+    assert any(name.startswith("optimizer.exp_avg_sq.decoder.layers.2.mlp.experts.") for name in read.tensors)
     same(read, source)
     assert read.model == config
+    read.close()
+
+
+def test_experts_cut_unlike_other_layers_have_the_folders_of_their_ranks(tmp_path: Path) -> None:
+    config = dataclasses.replace(EXPERTS, **LAYOUTS["tp2-ep4-etp1"])
+    _, folder = write(config, tmp_path, has_optimizer=True, distributed=True)
+    assert names(folder) == {"mp_rank_00_000", "mp_rank_01_001", "mp_rank_00_002", "mp_rank_01_003"}
+    # The first of each tensor rank has the state of all that is no expert.
+    for name, has_all in (("00_000", True), ("01_001", True), ("00_002", False), ("01_003", False)):
+        flat = torch.load(folder / f"mp_rank_{name}" / "distrib_optim.pt", weights_only=False)
+        assert [part is not None for part in flat] == [has_all, True]
 
 
 def test_every_rank_of_expert_parallelism_has_a_folder(tmp_path: Path) -> None:
@@ -139,6 +156,29 @@ def test_grouped_experts_are_read(change: Any, tmp_path: Path) -> None:
     same(MegatronTorchSource(folder), source)
 
 
+def test_experts_in_one_tensor_are_read_without_their_optimizer(tmp_path: Path) -> None:
+    config = dataclasses.replace(PLAIN, expert_model_parallel_size=2, tensor_model_parallel_size=2)
+    source, folder = write(config, tmp_path, has_optimizer=True)
+    rename(folder, fuse)
+    read = MegatronTorchSource(folder)
+    assert not read.has_optimizer
+    assert set(read.tensors) == {name for name in source.tensors if name.startswith("model.")}
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_the_optimizer_of_grouped_experts_goes_by_linear_layer(distributed: bool, tmp_path: Path) -> None:
+    config = dataclasses.replace(PLAIN, expert_model_parallel_size=2)
+    _, grouped = write(config, tmp_path / "a")
+    rename(grouped, group)
+    source = MemorySource(config, distributed=distributed)
+    source.folder = grouped
+    read = MegatronTorchSource(write_megatron_torch(source, tmp_path / "b", 12))
+    same(read, source)
+    keys = [key for key in read.ranks[0, 0].chunks[0] if ".layers.0.mlp.experts." in key]
+    experts = "decoder.layers.0.mlp.experts.local_experts"
+    assert keys == [f"{experts}.{n}.linear_fc{layer}.weight" for layer in (1, 2) for n in (0, 1)]
+
+
 def test_grouped_experts_are_written_as_they_came(tmp_path: Path) -> None:
     source, folder = write(PLAIN, tmp_path / "a")
     rename(folder, group)
@@ -151,11 +191,14 @@ def test_grouped_experts_are_written_as_they_came(tmp_path: Path) -> None:
 
 
 def test_what_files_of_experts_cannot_hold_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="without optimizer state"):
-        write_megatron_torch(MemorySource(PLAIN), tmp_path / "a", 12)
     config = dataclasses.replace(PLAIN, tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
-    with pytest.raises(ConfigurationError, match="--expert-tensor-parallel-size 1 is not --tensor-model-parallel"):
-        write(config, tmp_path / "b")
+    with pytest.raises(ConfigurationError, match="--expert-tensor-parallel-size 1 with --tensor-model-parallel-size 2"):
+        write(config, tmp_path / "a")
+    fits = dataclasses.replace(config, expert_model_parallel_size=2)
+    write(fits, tmp_path / "b")
+    larger = dataclasses.replace(fits, tensor_model_parallel_size=1, expert_tensor_parallel_size=2)
+    with pytest.raises(ConfigurationError, match="or an expert-tensor-parallel size of 1"):
+        write(larger, tmp_path / "c")
 
 
 def test_a_missing_rank_and_other_experts_are_named(tmp_path: Path) -> None:
