@@ -190,7 +190,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--pipeline-model-parallel-split-rank": NotSupported(1),
     # other models
     "--moe-input-jitter-eps": NotSupported(1),
-    "--softmax-type": NotSupported(1, "vanilla"),
     "--rotary-scale-factor": NotSupported(
         1, "1", instead="use --rotary-seq-len-interpolation-factor where positions are divided by it"
     ),

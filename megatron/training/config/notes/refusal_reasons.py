@@ -25,7 +25,6 @@ REASONS: tuple[tuple[str, str], ...] = (
         "--fp32-residual-connection",
         "the residual stream has the model's precision: leave --bf16 or --fp16 out for float32",
     ),
-    ("--softmax-type", "attention has no sinks: vanilla is the one kind"),
     ("--spec", "models are built from their flags: docs/how_to_add.md says how to add a layer kind"),
     ("--straggler-ctrlr-port", "--log-straggler is on for the whole run: it costs next to nothing; leave the port out"),
     ("--log-energy", _WATCH),
