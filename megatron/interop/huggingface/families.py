@@ -14,10 +14,12 @@ from megatron.interop.huggingface.architectures.gemma3 import Gemma3Family
 from megatron.interop.huggingface.architectures.gpt2 import GPT2Family
 from megatron.interop.huggingface.architectures.gpt_neo import GPTNeoFamily
 from megatron.interop.huggingface.architectures.gpt_neox import GPTNeoXFamily
+from megatron.interop.huggingface.architectures.gpt_oss import GptOssFamily
 from megatron.interop.huggingface.architectures.llama import LlamaFamily
 from megatron.interop.huggingface.architectures.mistral import MistralFamily
 from megatron.interop.huggingface.architectures.mixtral import MixtralFamily
 from megatron.interop.huggingface.architectures.olmo2 import Olmo2Family
+from megatron.interop.huggingface.architectures.olmo3 import Olmo3Family
 from megatron.interop.huggingface.architectures.olmoe import OlmoeFamily
 from megatron.interop.huggingface.architectures.phi3 import Phi3Family
 from megatron.interop.huggingface.architectures.qwen2 import Qwen2Family
@@ -39,7 +41,9 @@ FAMILIES: tuple[Family, ...] = (
     GPTNeoFamily(),
     GPTNeoXFamily(),
     DeepseekV3Family(),
+    GptOssFamily(),
     Olmo2Family(),
+    Olmo3Family(),
     OlmoeFamily(),
     Phi3Family(),
     Gemma2Family(),

@@ -23,7 +23,7 @@ class RotaryDecoderFamily:
     ``has_qkv_bias`` tells whether the projections to queries, keys and values have biases. The defaults are those of
     the family's configuration class, which its files may leave out; without a default for the groups there is one for
     each head, and without one for a head's width the heads share the model's. ``norm_names`` are our norms of a layer
-    and theirs.
+    and theirs. ``expert_names`` is None where files stack the experts as a model in memory does.
     """
 
     model_type: str
@@ -38,7 +38,7 @@ class RotaryDecoderFamily:
     is_tied_by_default = False
     activation = ("hidden_act", "silu", "swiglu")
     """The setting of the gate's activation, its only value, and the switch that this is here."""
-    expert_names = ExpertNames()
+    expert_names: ExpertNames | None = ExpertNames()
     norm_names: tuple[tuple[str, str], ...] = (
         ("input_layernorm", "input_layernorm"),
         ("pre_mlp_layernorm", "post_attention_layernorm"),
@@ -157,6 +157,7 @@ class RotaryDecoderFamily:
 
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Return the links of a layer's router and experts."""
+        assert self.expert_names is not None, "a family that stacks experts has links of its own"
         yield from expert_links(config, self.expert_names, ours, theirs)
 
     def layer_links(self, config: GPTConfig, ours: str, theirs: str, *, has_experts: bool) -> Iterator[TensorLink]:
