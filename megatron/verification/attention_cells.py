@@ -16,7 +16,7 @@ _WINDOWS = ("--window-size", "4,0", "--window-attn-skip-freq", "2")
 ATTENTION_SHAPES: dict[str, tuple[str, ...]] = {
     "sinks": (*_GROUPED, *_WINDOWS, "--swiglu", "--softmax-type", "learnable"),
     "off-by-one": (*_GROUPED, "--swiglu", "--softmax-type", "off-by-one"),
-    "no-rope": (*_GROUPED, "--swiglu", "--disable-bias-linear", "--no-rope-freq", "[0,1,0,1]"),
+    "no-rope": (*_GROUPED, "--swiglu", "--disable-bias-linear", "--no-rope-freq", "2"),
     "gpt-oss": (
         *(*_GROUPED, *_WINDOWS, "--softmax-type", "learnable"),
         *("--quick-geglu", "--glu-linear-offset", "1", "--activation-func-clamp-value", "0.3"),
@@ -52,6 +52,8 @@ _FURTHER = (
     Layout(cp=4, cp_comm_type="a2a+p2p", cp_levels=(2, 2)),
     Layout(dp=2, sharding="optim"),
     Layout(dp=2, sharding="optim_grads", overlap=True),
+    Layout(dp=2, sharding="optim_grads_params"),
+    Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads_params", recompute=("full", "uniform", "1")),
     Layout(tp=2, sequence_parallel=True, recompute=MODULES),
     Layout(cp=2, recompute=("selective",)),
     Layout(pp=2, recompute=("full", "uniform", "1")),

@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import replace
 
+from megatron.verification.attention_cells import ATTENTION_SHAPES
 from megatron.verification.cells import (
     DATA,
     EXCHANGES,
@@ -27,7 +28,7 @@ def fuzz(seed: int, count: int) -> list[Cell]:
     """Return ``count`` configurations drawn at random; some of them are such that they must be refused.
 
     A number's configuration depends on the seed and on it alone. Every fourth model has experts, and every fourth one
-    latent attention or further tokens.
+    latent attention, further tokens, sinks or layers without positions.
     """
     return [_draw(random.Random(f"{seed}/{number}"), number) for number in range(count)]
 
@@ -54,13 +55,13 @@ def _draw(generator: random.Random, number: int) -> Cell:
 
 
 def _draw_special(generator: random.Random, number: int) -> Cell:
-    """Draw a model with latent attention, with further tokens, or with both."""
+    """Draw a model with latent attention, with further tokens, with both, or with sinks or layers without positions."""
     layout = _draw_layout(generator)
-    shape = generator.choice((*LATENT_SHAPES, *PREDICTION_SHAPES))
+    shape = generator.choice((*LATENT_SHAPES, *PREDICTION_SHAPES, *ATTENTION_SHAPES))
     if shape in LATENT_SHAPES and generator.random() < 0.3:
         layout = replace(layout, recompute=("selective", "mla_up_proj", "mlp"))
     data = generator.choice(tuple(DATA))
-    flags = LATENT_SHAPES.get(shape) or PREDICTION_SHAPES[shape]
+    flags = (LATENT_SHAPES | PREDICTION_SHAPES | ATTENTION_SHAPES)[shape]
     if shape in LATENT_SHAPES:
         sizes = _draw_fitting_sizes(generator, layout, ())
         # Every head has a key of its own.

@@ -25,6 +25,7 @@ from megatron.interop.huggingface.architectures.olmo3 import Olmo3Family
 from megatron.interop.huggingface.architectures.phi3 import Phi3Family
 from megatron.interop.huggingface.architectures.qwen2 import Qwen2Family
 from megatron.interop.huggingface.architectures.qwen3 import Qwen3Family
+from megatron.interop.huggingface.architectures.smollm3 import SmolLM3Family
 from megatron.interop.huggingface.family import Family, model_features
 from megatron.interop.huggingface.settings import Settings, read_settings
 from megatron.interop.huggingface.stored.quantization import read_quantization
@@ -44,6 +45,7 @@ FAMILIES: tuple[Family, ...] = (
     GptOssFamily(),
     Olmo2Family(),
     Olmo3Family(),
+    SmolLM3Family(),
     OlmoeFamily(),
     Phi3Family(),
     Gemma2Family(),

@@ -48,8 +48,11 @@ class RotaryDecoderFamily:
         """Return the model that the settings describe."""
         width = settings.integer("hidden_size")
         heads = settings.integer("num_attention_heads")
-        groups = settings.integer("num_key_value_heads", self.default_groups or heads)
-        head_dim = settings.integer("head_dim", self.default_head_dim or max(width // heads, 1))
+        # A null, unlike absence, stands for what follows from the other sizes.
+        usual_groups = heads if "num_key_value_heads" in settings.values else self.default_groups or heads
+        usual_width = None if "head_dim" in settings.values else self.default_head_dim
+        groups = settings.integer("num_key_value_heads", usual_groups)
+        head_dim = settings.integer("head_dim", usual_width or max(width // heads, 1))
         if not settings.problems:
             self.check_heads(settings, width, heads, groups, head_dim)
         setting, activation, switch = self.activation

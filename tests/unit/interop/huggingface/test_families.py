@@ -34,6 +34,7 @@ from tests.unit.interop.huggingface.family_settings import (
     QWEN,
     QWEN3,
     QWEN3_MOE,
+    SMOLLM3,
     YARN,
     config_of,
 )
@@ -116,6 +117,31 @@ def test_windows_of_all_layers_and_of_the_later_ones(tmp_path: Path) -> None:
     assert config_of(tmp_path, QWEN | used | alternating).window_attn_skip_freq == "2"
 
 
+def test_smollm3_has_layers_without_positions_and_windows_in_them(tmp_path: Path) -> None:
+    config = config_of(tmp_path, SMOLLM3)
+    assert config.layers_without_rotary == (False, False, False, True, False)
+    assert (config.no_rope_freq, config.rotary_base, config.untie_embeddings_and_output_weights) == (
+        "4",
+        2000000,
+        False,
+    )
+    assert config_of(tmp_path, SMOLLM3 | {"no_rope_layers": [1] * 7}).no_rope_freq is None
+    used = {"use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [0, 1, 1, 1, 0]}
+    assert config_of(tmp_path, SMOLLM3 | used).layer_windows == (9, None, None, None, 9)
+    for values in ([1, 1, 1, 1], [1, 1, 1, 1, 2], "4"):
+        with pytest.raises(ConfigurationError, match="a 1 or 0 for each of 5 layers is expected"):
+            config_of(tmp_path, SMOLLM3 | {"no_rope_layers": values})
+
+
+def test_a_null_stands_for_what_the_other_sizes_give(tmp_path: Path) -> None:
+    """Where it is left out, the configuration class has a number of its own."""
+    nulls = {"num_key_value_heads": None, "head_dim": None}
+    config = config_of(tmp_path, MISTRAL | nulls)
+    assert (config.num_query_groups, config.kv_channels) == (6, 8)
+    absent = {name: value for name, value in (MISTRAL | {"num_attention_heads": 8}).items() if name not in nulls}
+    assert config_of(tmp_path, absent).num_query_groups == 8
+
+
 MODELS = [
     GPT2 | {"n_inner": 100, "tie_word_embeddings": False, "activation_function": "relu2"},
     LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA31_SCALING, "head_dim": 16},
@@ -123,6 +149,8 @@ MODELS = [
     QWEN,
     QWEN3,
     QWEN3 | {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    SMOLLM3,
+    SMOLLM3 | {"no_rope_layers": [1, 1, 0, 0, 1, 1], "use_sliding_window": True, "sliding_window": 30},
     MISTRAL | {"rope_scaling": YARN | {"beta_fast": 8.0}},
     MIXTRAL | {"sliding_window": 100, "num_experts_per_tok": 3},
     QWEN3_MOE | {"norm_topk_prob": True, "decoder_sparse_step": 2},
@@ -192,6 +220,7 @@ FAMILY_SETTINGS = [
     OLMO2,
     OLMO3,
     GPT_OSS,
+    SMOLLM3,
     PHI3,
     GEMMA2,
     GEMMA3,

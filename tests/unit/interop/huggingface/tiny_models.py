@@ -304,6 +304,18 @@ KINDS: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
         "tie_word_embeddings": False,
     },
+    "smollm3": {
+        "class": "SmolLM3",
+        **_DECODER,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "no_rope_layers": [1, 0, 1],
+        "use_sliding_window": True,
+        "sliding_window": 30,
+        "pad_token_id": None,
+        "tie_word_embeddings": True,
+    },
     "mistral_without_window": {
         "class": "Mistral",
         **_DECODER,

@@ -39,16 +39,6 @@ class GptOssFamily(RotaryDecoderFamily):
     default_rotary_base = 150000.0
     expert_names = None
 
-    def read_config(self, settings: Settings) -> GPTConfig:
-        """Return the model that the settings describe; a null stands for what it does in transformers."""
-        values, heads = dict(settings.values), settings.values.get("num_attention_heads")
-        width = values.get("hidden_size")
-        if type(heads) is int and heads > 0 and type(width) is int:
-            for name, value in (("head_dim", width // heads), ("num_key_value_heads", heads)):
-                if values.get(name, value) is None:
-                    values[name] = value
-        return super().read_config(Settings(values, settings.place, settings.problems, settings.tensor_names))
-
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         """Return the fields of the rotary positions."""
         if rope_object(settings) is None:
