@@ -94,6 +94,7 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
         queries_and_keys = [*(norm(model.q_lora_rank) if model.q_lora_rank else []), *norm(model.kv_lora_rank)]
     elif model.qk_layernorm:
         queries_and_keys = norm(d, of_all_ranks) * 2
+    sinks = [ChunkParameter(model.num_attention_heads // t)] if model.softmax_type == "learnable" else []
     before = norm(h) if model.norm_placement != "after" else []
     after = norm(h) if model.norm_placement != "before" else []
 
@@ -104,7 +105,7 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
         return [replace(parameter, is_trained=False) for parameter in parameters] if model.lora_rank else [*parameters]
 
     attention = [
-        *base(*before, *linear(h, model.context_size // t, of_cut_tokens, model.add_bias_linear)),
+        *base(*before, *sinks, *linear(h, model.context_size // t, of_cut_tokens, model.add_bias_linear)),
         *adapters("linear_proj"),
         *base(*query_key_value),
         *adapters("linear_qkv"),

@@ -98,7 +98,9 @@ def build_training_parts(
     has_documents = config.data.reset_attention_mask
     log(describe_attention(chunks[0].config, device, config.data.seq_length, has_documents=has_documents))
     # With packed documents the reason was given with the command line's.
-    without_flash = describe_missing_flash(config.model.attention_backend, config.model.params_dtype, device)
+    without_flash = describe_missing_flash(
+        config.model.attention_backend, config.model.params_dtype, device, has_sinks=config.model.has_sinks
+    )
     if without_flash is not None and not has_documents:
         log(without_flash)
     model = chunks[0].config

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron.verification.attention_cells import ATTENTION_SHAPES
 from megatron.verification.cells import (
     DATA,
     EXCHANGES,
@@ -29,8 +30,8 @@ def fuzz(seed: int, count: int) -> list[Cell]:
     """Return ``count`` configurations drawn at random; some of them are such that they must be refused.
 
     A number's configuration depends on the seed and on it alone. Every fourth model has experts, and every fourth one
-    latent attention or further tokens. Of those with data parallelism some have sharded weights, and some copies of
-    what is sharded.
+    latent attention, further tokens, sinks or layers without positions. Of those with data parallelism some have sharded
+    weights, and some copies of what is sharded.
     """
     return [
         _draw_copies(_draw(random.Random(f"{seed}/{number}"), number), random.Random(f"{seed}/{number}/sharding"))
@@ -86,13 +87,13 @@ def _size(flags: Sequence[str], name: str, otherwise: int = 1) -> int:
 
 
 def _draw_special(generator: random.Random, number: int) -> Cell:
-    """Draw a model with latent attention, with further tokens, or with both."""
+    """Draw a model with latent attention, with further tokens, with both, or with sinks or layers without positions."""
     layout = _draw_layout(generator)
-    shape = generator.choice((*LATENT_SHAPES, *PREDICTION_SHAPES))
+    shape = generator.choice((*LATENT_SHAPES, *PREDICTION_SHAPES, *ATTENTION_SHAPES))
     if shape in LATENT_SHAPES and generator.random() < 0.3:
         layout = replace(layout, recompute=("selective", "mla_up_proj", "mlp"))
     data = generator.choice(tuple(DATA))
-    flags = LATENT_SHAPES.get(shape) or PREDICTION_SHAPES[shape]
+    flags = (LATENT_SHAPES | PREDICTION_SHAPES | ATTENTION_SHAPES)[shape]
     if shape in LATENT_SHAPES:
         sizes = _draw_fitting_sizes(generator, layout, ())
         # Every head has a key of its own.

@@ -23,7 +23,19 @@ FLAGS = """
 """
 TRAINED = ("neox", "gemma3", "mixtral")
 """Those least alike: biases and parallel residuals, norms on both sides and windows, or experts."""
-OTHERS = ("phi3", "qwen3", "mistral", "olmo2", "gemma2", "qwen3_moe", "olmoe", "deepseek")
+OTHERS = (
+    "phi3",
+    "qwen3",
+    "mistral",
+    "olmo2",
+    "gemma2",
+    "qwen3_moe",
+    "olmoe",
+    "deepseek",
+    "gpt_oss",
+    "olmo3",
+    "smollm3",
+)
 
 
 def test_what_cannot_be_exported_is_said_when_training_begins(tmp_path: Path) -> None:
@@ -42,6 +54,10 @@ def test_what_five_steps_at_tp2_pp2_make_is_exported_and_computes_the_same(kind:
     changes: dict[str, Any] = {"num_hidden_layers": 4}
     if kind.startswith("gemma"):
         changes |= {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "tie_word_embeddings": True}
+    if kind == "olmo3":
+        changes |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    if kind == "smollm3":
+        changes |= {"no_rope_layers": [1, 0, 1, 0]}
     save_model(kind, tmp_path / "hf", **changes)
     run_converter(tmp_path / "hf", tmp_path / "native", "--loader hf --saver megatron")
     folders = f"--load {tmp_path / 'native'} --save {tmp_path / 'run'} --vocab-size {KINDS[kind]['vocab_size'] - 1}"

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from megatron.commands.arguments.command_line import Parser, report_unused
+from megatron.verification.attention_cells import ATTENTION_SHAPES, attention_matrix
 from megatron.verification.cells import MAX_WORLD_SIZE, SHAPES, Cell, matrix
 from megatron.verification.expert_cells import EXPERT_SHAPES, expert_matrix
 from megatron.verification.latent_cells import LATENT_SHAPES, latent_matrix
@@ -36,7 +37,9 @@ def build_parser() -> Parser:
         help="only cells whose name contains every word of TEXT; '#7' with --fuzz is the random cell of that number",
     )
     parser.add_argument(
-        "--shape", choices=(*SHAPES, *EXPERT_SHAPES, *PREDICTION_SHAPES, *LATENT_SHAPES), help="only this model shape"
+        "--shape",
+        choices=(*SHAPES, *EXPERT_SHAPES, *PREDICTION_SHAPES, *LATENT_SHAPES, *ATTENTION_SHAPES),
+        help="only this model shape",
     )
     parser.add_argument("--max-world-size", type=int, default=MAX_WORLD_SIZE, metavar="N", help="only cells of up to N")
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")
@@ -66,7 +69,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def choose_cells(arguments: argparse.Namespace) -> list[Cell]:
     """Return the cells that the command line asks for."""
-    proved = [*matrix(), *expert_matrix(), *prediction_matrix(), *latent_matrix(), *sharding_matrix()]
+    further = (*expert_matrix(), *prediction_matrix(), *latent_matrix(), *attention_matrix(), *sharding_matrix())
+    proved = [*matrix(), *further]
     cells = fuzz(arguments.seed, arguments.fuzz) if arguments.fuzz else proved
     words = arguments.filter.split()
     return [

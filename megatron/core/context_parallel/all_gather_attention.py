@@ -36,6 +36,8 @@ class AllGatherAttention:
         value: torch.Tensor,
         pattern: AttentionPattern,
         dropout: AttentionDropout | None,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention output."""
         both = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), self.cp)
@@ -50,5 +52,5 @@ class AllGatherAttention:
             if dropout:
                 positions = torch.arange(last, device=query.device)
                 of_part = dropout.of_chunk(index, positions[start:end], positions[first:])
-            context.append(self.core(queries, keys[first:last], values[first:last], part, of_part))
+            context.append(self.core(queries, keys[first:last], values[first:last], part, of_part, sinks=sinks))
         return torch.cat(context)

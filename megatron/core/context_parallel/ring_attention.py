@@ -16,6 +16,7 @@ from megatron.core.context_parallel.partition import positions_of
 from megatron.core.kernels.attention_block import AttentionBlocks, BlockMask, merge_block
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dropout_keys import AttentionDropout
+from megatron.core.kernels.sinks.sink_merge import merge_sinks, sinks_gradient
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 
@@ -26,7 +27,8 @@ class RingAttention:
 
     Every rank's keys and values reach every other in ``cp.size − 1`` hops, each under way while the block before it is
     computed; blocks are merged by their log-sum-exp in at least float32. The backward pass sends keys and
-    values round once more, followed by their gradients, which arrive at home after ``cp.size`` hops.
+    values round once more, followed by their gradients, which arrive at home after ``cp.size`` hops. Sinks are merged
+    in last, as one more block that each rank has for its own queries.
 
     Shapes: ``query: [s/cp, b, n, d]``, ``key, value: [s/cp, b, g, d]`` ``-> [s/cp, b, n, d]``.
     """
@@ -41,10 +43,12 @@ class RingAttention:
         value: torch.Tensor,
         pattern: AttentionPattern,
         dropout: AttentionDropout | None,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention output."""
         ring = _Ring(self.cp, self.blocks, pattern, dropout)
-        output: torch.Tensor = _RingFunction.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _RingFunction.apply(query, key, value, sinks, ring)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -91,7 +95,14 @@ class _Ring:
 
 class _RingFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: _Ring) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        ring: _Ring,
+    ) -> torch.Tensor:
         heads_first = query.permute(1, 2, 0, 3)
         travelling = torch.stack((key, value))
         for number in range(ring.cp.size):
@@ -107,17 +118,20 @@ class _RingFunction(torch.autograd.Function):
                 merge_block(output[:, :, step.first_query :], logsumexp[:, :, step.first_query :], *block)
             if following is not None:
                 travelling = following.wait()
+        if sinks is not None:
+            output, logsumexp = merge_sinks(output, logsumexp, sinks)
         output = output.to(query.dtype)
         ctx.ring = ring
-        ctx.save_for_backward(query, key, value, output, logsumexp)
+        ctx.save_for_backward(query, key, value, sinks, output, logsumexp)
         return output.permute(2, 0, 1, 3)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        query, key, value, output, logsumexp = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, sinks, output, logsumexp = ctx.saved_tensors
         ring: _Ring = ctx.ring
         wide = arithmetic_dtype(query.dtype)
         heads_first, grad = query.permute(1, 2, 0, 3), grad.contiguous().permute(1, 2, 0, 3)
+        grad_sinks = sinks_gradient(grad, output, logsumexp, sinks) if ctx.needs_input_grad[3] else None
         grad_query = torch.zeros_like(heads_first, dtype=wide)
         travelling = torch.stack((key, value))
         grads_under_way = None
@@ -142,4 +156,4 @@ class _RingFunction(torch.autograd.Function):
                 travelling = following.wait()
         assert grads_under_way is not None
         grad_key, grad_value = grads_under_way.wait().to(key.dtype)
-        return grad_query.permute(2, 0, 1, 3).to(query.dtype), grad_key, grad_value, None
+        return grad_query.permute(2, 0, 1, 3).to(query.dtype), grad_key, grad_value, grad_sinks, None

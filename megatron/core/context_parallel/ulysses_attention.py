@@ -39,6 +39,8 @@ class UlyssesAttention:
         value: torch.Tensor,
         pattern: AttentionPattern,
         dropout: AttentionDropout | None,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention output."""
         size, num_heads, num_groups = self.cp.size, query.shape[2], key.shape[2]
@@ -51,11 +53,13 @@ class UlyssesAttention:
         # [s/cp, b, cp, heads/cp, d] with the receiving rank first; what arrives has the sending rank first.
         received = _all_to_all(torch.cat(shares, dim=3).movedim(2, 0), self.cp).flatten(0, 1)
         queries, keys, values = torch.split(to_sequence_order(received, size, dim=0), widths, dim=2)
+        own = slice(self.cp.rank * widths[0], (self.cp.rank + 1) * widths[0])
         if dropout:
             positions = torch.arange(size * local_length, device=query.device)
-            first = self.cp.rank * widths[0]
-            dropout = replace(dropout, queries=positions, heads=dropout.heads[first : first + widths[0]])
-        context = to_rank_order(self.core(queries, keys, values, pattern, dropout), size, dim=0)
+            dropout = replace(dropout, queries=positions, heads=dropout.heads[own])
+        of_heads = None if sinks is None else sinks[own]
+        context = self.core(queries, keys, values, pattern, dropout, sinks=of_heads)
+        context = to_rank_order(context, size, dim=0)
         received = _all_to_all(context.view(size, local_length, *context.shape[1:]), self.cp)
         return received.movedim(0, 2).flatten(2, 3)
 

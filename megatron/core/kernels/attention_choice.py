@@ -11,7 +11,6 @@ import torch
 from megatron.core.device import compute_capability
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dot_product_attention import (
-    AttentionCore,
     drawing_as,
     fused_attention,
     masked_attention,
@@ -21,6 +20,7 @@ from megatron.core.kernels.dot_product_attention import (
 from megatron.core.kernels.dropout_keys import AttentionDropout
 from megatron.core.kernels.flash_attn import load_flash_attention, load_flash_attention_3
 from megatron.core.kernels.flex_attention import BLOCK_SIZE, attend_by_blocks, load_flex_attention
+from megatron.core.kernels.sinks.sink_attention import attend_in_blocks, torch_flash_with_sinks
 from megatron.core.kernels.transformer_engine import TransformerEngine, transformer_engine_for
 
 PLAIN_BACKENDS = ("unfused", "local")
@@ -28,6 +28,7 @@ PLAIN_BACKENDS = ("unfused", "local")
 
 SDPA = "torch's scaled_dot_product_attention"
 STEP_BY_STEP = "step by step, with all scores in memory"
+IN_BLOCKS = "torch's flash kernel where it can, block by block"
 _HALF = (torch.float16, torch.bfloat16)
 _HOPPER = 9
 _FIRST_WITH_FLASH = (8, 0)
@@ -50,6 +51,7 @@ class AttentionCall:
     has_groups: bool = False
     has_dropout: bool = False
     has_softcap: bool = False
+    has_sinks: bool = False
 
     @property
     def is_half(self) -> bool:
@@ -71,11 +73,15 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """Name a kernel, say which calls it can compute, and compute them."""
+    """Name a kernel, say which calls it can compute, and compute them.
+
+    It is asked for calls with sinks where it ``takes_sinks``, and is then called as an `AttentionCore`.
+    """
 
     name: str
     can: Callable[[AttentionCall], bool]
-    compute: AttentionCore
+    compute: Callable[..., torch.Tensor]
+    takes_sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,8 @@ class AttentionKernels:
         value: torch.Tensor,
         pattern: AttentionPattern,
         dropout: AttentionDropout | None,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention output, as every `AttentionCore` does."""
         call = AttentionCall(
@@ -99,12 +107,18 @@ class AttentionKernels:
             has_groups=key.shape[2] != query.shape[2],
             has_dropout=dropout is not None,
             has_softcap=self.has_softcap,
+            has_sinks=sinks is not None,
         )
-        return self.choose(call).compute(query, key, value, pattern, dropout)
+        compute = self.choose(call).compute
+        if sinks is None:
+            return compute(query, key, value, pattern, dropout)
+        return compute(query, key, value, pattern, dropout, sinks=sinks)
 
     def choose(self, call: AttentionCall) -> AttentionKernel:
         """Return the kernel that computes a call."""
-        return next(kernel for kernel in self.kernels if kernel.can(call))
+        return next(
+            kernel for kernel in self.kernels if (kernel.takes_sinks or not call.has_sinks) and kernel.can(call)
+        )
 
 
 def select_attention_core(
@@ -118,17 +132,23 @@ def select_attention_core(
         STEP_BY_STEP,
         lambda call: True,
         plain_attention if softcap is None else partial(plain_attention, softcap=softcap),
+        takes_sinks=True,
     )
     if backend in PLAIN_BACKENDS:
         return AttentionKernels((plain,), softcap is not None)
     device = torch.device(device)
     if device.type != "cuda":
         sdpa = AttentionKernel(SDPA, lambda call: not call.has_softcap, fused_attention)
-        return AttentionKernels((sdpa, plain), softcap is not None)
+        return AttentionKernels((sdpa, _IN_BLOCKS, plain), softcap is not None)
     packages = _packages(device, softcap) if backend in ("auto", "flash") else []
     if backend == "auto" and (engine := transformer_engine_for(transformer_impl, device)) is not None:
         packages = [*_kernels_of_engine(engine, device), *packages]
-    return AttentionKernels((*packages, *_kernels_of_torch(device, softcap), plain), softcap is not None)
+    return AttentionKernels((*packages, *_kernels_of_torch(device, softcap), _IN_BLOCKS, plain), softcap is not None)
+
+
+_IN_BLOCKS = AttentionKernel(
+    IN_BLOCKS, lambda call: call.has_sinks and not call.has_softcap, attend_in_blocks, takes_sinks=True
+)
 
 
 def has_flash_package(device: torch.device | str) -> bool:
@@ -136,7 +156,9 @@ def has_flash_package(device: torch.device | str) -> bool:
     return bool(_packages(torch.device(device), None))
 
 
-def describe_missing_flash(attention_backend: str, params_dtype: str, device: torch.device | str) -> str | None:
+def describe_missing_flash(
+    attention_backend: str, params_dtype: str, device: torch.device | str, *, has_sinks: bool = False
+) -> str | None:
     """Return one line that says why FlashAttention, asked for by name, is not used on this device, or None."""
     if attention_backend != "flash":
         return None
@@ -144,6 +166,8 @@ def describe_missing_flash(attention_backend: str, params_dtype: str, device: to
         reason = "it needs CUDA"
     elif params_dtype not in ("float16", "bfloat16"):
         reason = "it needs --bf16 or --fp16"
+    elif has_sinks:
+        reason = "it has no attention sinks"
     elif not has_flash_package(device):
         reason = "the package cannot be imported"
     else:
@@ -209,6 +233,12 @@ def _kernels_of_torch(device: torch.device, softcap: float | None) -> list[Atten
             lambda call: fits_flash(call) and call.is_dense and not call.has_softcap,
             torch_flash_attention,
         ),
+        AttentionKernel(
+            "torch's flash kernel with sinks",
+            lambda call: call.has_sinks and fits_flash(call) and call.is_dense and not call.has_softcap,
+            torch_flash_with_sinks,
+            takes_sinks=True,
+        ),
     ]
     flex = load_flex_attention()
     if flex is not None:
@@ -219,11 +249,13 @@ def _kernels_of_torch(device: torch.device, softcap: float | None) -> list[Atten
             value: torch.Tensor,
             pattern: AttentionPattern,
             dropout: AttentionDropout | None,
+            *,
+            sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
             assert not dropout, "FlexAttention has no dropout"
-            return attend_by_blocks(flex, query, key, value, pattern, softcap)
+            return attend_by_blocks(flex, query, key, value, pattern, softcap, sinks=sinks)
 
-        kernels.append(AttentionKernel("FlexAttention", _fits_flex, compute))
+        kernels.append(AttentionKernel("FlexAttention", _fits_flex, compute, takes_sinks=True))
     kernels.append(AttentionKernel(f"{SDPA} with a mask", lambda call: not call.has_softcap, masked_attention))
     return kernels
 
@@ -232,7 +264,7 @@ def _fits_flex(call: AttentionCall) -> bool:
     """Tell whether FlexAttention can; it is compiled for a length, which is why it is not used for prompts."""
     is_whole = call.num_queries % BLOCK_SIZE == 0 and call.num_keys % BLOCK_SIZE == 0
     has_format = call.is_half or call.dtype == torch.float32
-    has_rule = not call.is_dense or call.pattern.window is not None or call.has_softcap
+    has_rule = not call.is_dense or call.pattern.window is not None or call.has_softcap or call.has_sinks
     is_able = call.pattern.mask is None and not call.has_dropout and call.head_dim >= _NARROWEST_FLEX_HEAD
     return is_whole and has_format and has_rule and is_able
 
@@ -241,7 +273,7 @@ def _without_dropout(can: Callable[[AttentionCall], bool]) -> Callable[[Attentio
     return lambda call: can(call) and not call.has_dropout
 
 
-def _by_package(attend: Callable[..., torch.Tensor], **options: float | None) -> AttentionCore:
+def _by_package(attend: Callable[..., torch.Tensor], **options: float | None) -> Callable[..., torch.Tensor]:
     def compute(
         query: torch.Tensor,
         key: torch.Tensor,

@@ -5,8 +5,8 @@ Vaswani et al. 2017, https://arxiv.org/abs/1706.03762; Dao et al. 2022, https://
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,24 @@ from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dropout_keys import AttentionDropout
 from megatron.core.precision import arithmetic_dtype
 
-AttentionCore = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, AttentionPattern, AttentionDropout | None], torch.Tensor
-]
-"""(query, key, value, pattern, dropout) -> context.
 
-Shapes: ``query: [sq, b, n, d]``, ``key, value: [sk, b, g, d]`` ``-> [sq, b, n, d]``.
-"""
+class AttentionCore(Protocol):
+    """Attention of queries to keys and values, whatever computes it."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pattern: AttentionPattern,
+        dropout: AttentionDropout | None,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the attention output; ``sinks`` are scores of one more key of each head, whose value is 0.
+
+        Shapes: ``query: [sq, b, n, d]``, ``key, value: [sk, b, g, d]``, ``sinks: [n]`` ``-> [sq, b, n, d]``.
+        """
 
 
 def plain_attention(
@@ -33,10 +44,13 @@ def plain_attention(
     pattern: AttentionPattern,
     dropout: AttentionDropout | None,
     softcap: float | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute attention step by step with the softmax in at least float32: the oracle of the fused kernels.
 
-    With ``softcap`` the scores are kept within that number of 0, by a tanh.
+    With ``softcap`` the scores are kept within that number of 0, by a tanh. ``sinks`` are scores of one more key of
+    each head, whose value is 0.
     """
     groups = key.shape[2]
     heads_per_group = query.shape[2] // groups
@@ -50,7 +64,12 @@ def plain_attention(
         scores = torch.tanh(scores / softcap) * softcap
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        of_sinks = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, of_sinks), dim=-1)
     weights = torch.softmax(scores, dim=-1).to(query.dtype)
+    if sinks is not None:
+        weights = weights[..., :-1]
     if dropout:
         weights = dropout.drop(weights)
     return torch.einsum("bnqk,kbnd->qbnd", weights, value)

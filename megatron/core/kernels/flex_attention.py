@@ -14,9 +14,10 @@ import torch
 from torch.utils._triton import has_triton_package
 
 from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.kernels.sinks.sink_merge import merge_sinks
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 BLOCK_SIZE = 128
 """Queries and keys in a block, of which a sequence must be a multiple."""
@@ -47,23 +48,40 @@ def attend_by_blocks(
     pattern: AttentionPattern,
     softcap: float | None,
     block_size: int = BLOCK_SIZE,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute attention by ``flex``; layers share the mask of documents, and key-value heads are not repeated.
 
-    Shapes: ``query: [sq, b, n, d]``, ``key, value: [sk, b, g, d]`` ``-> [sq, b, n, d]``; both lengths are multiples of
-    ``block_size``.
+    With ``sinks`` it is asked for the log-sum-exp of its rows too, whose gradient it takes back.
+
+    Shapes: ``query: [sq, b, n, d]``, ``key, value: [sk, b, g, d]``, ``sinks: [n]`` ``-> [sq, b, n, d]``; both lengths
+    are multiples of ``block_size``.
     """
     num_queries, num_keys = query.shape[0], key.shape[0]
     block_mask = pattern.shared(
         ("blocks", num_queries), lambda: make_block_mask(pattern, num_queries, num_keys, query.device, block_size)
     )
-    context: torch.Tensor = flex(
+    call = functools.partial(
+        flex,
         *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
         score_mod=None if softcap is None else _capped(softcap),
         block_mask=block_mask,
         enable_gqa=key.shape[2] != query.shape[2],
     )
+    context: torch.Tensor
+    if sinks is None:
+        context = call()
+    else:
+        context, rows = call(return_aux=_row_sums_too())
+        context, _ = merge_sinks(context, rows.lse, sinks)
     return context.permute(2, 0, 1, 3)
+
+
+def _row_sums_too() -> AuxRequest:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return AuxRequest(lse=True)
 
 
 def make_block_mask(

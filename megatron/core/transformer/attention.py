@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.overlap.linear_overlap import linear_overlap
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.across_heads_norm import AcrossHeadsNorm
+from megatron.core.transformer.attention_kinds.softmax_offset import SoftmaxOffset
 from megatron.core.transformer.dropout import require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import Norm
@@ -64,6 +65,7 @@ def describe_attention(
             has_groups=config.num_query_groups != config.num_attention_heads,
             has_dropout=config.attention_dropout > 0.0,
             has_softcap=softcap is not None,
+            has_sinks=config.has_sinks,
         )
         names[kernels.choose(call).name] += 1
     if len(names) == 1:
@@ -94,6 +96,7 @@ class SelfAttention(nn.Module):
         self.heads = range(tp.rank * self.num_heads, (tp.rank + 1) * self.num_heads)
         self.num_groups = key_value_heads_of_rank(config.num_query_groups, tp.size)
         self.window = config.layer_windows[config.kind_of(layer_number)]
+        self.has_rotary = not config.layers_without_rotary[config.kind_of(layer_number)]
         self.score_factor = self._factor_of_scores(config)
         self.dropout = config.attention_dropout
         self.observe_logits: Callable[[torch.Tensor, torch.Tensor, AttentionPattern], None] | None = None
@@ -109,6 +112,7 @@ class SelfAttention(nn.Module):
             softcap=config.attn_logit_softcapping,
         )
         # In the order in which Megatron's optimizer files list them: linear_proj before linear_qkv.
+        self.core_attention = SoftmaxOffset(config, tp, device)
         self.linear_proj = RowParallelLinear(
             config.context_size,
             config.hidden_size,
@@ -168,7 +172,9 @@ class SelfAttention(nn.Module):
             ConfigurationError: weights are dropped in training, and there are no keys.
         """
         assert self.cp.size == 1 or (cache is None and pattern.mask is None), "a cache or a mask is of whole sequences"
-        if angles is not None and self.window is not None and angles.local is not None:
+        if not self.has_rotary:
+            angles = None
+        elif angles is not None and self.window is not None and angles.local is not None:
             angles = angles.local
         return LayerOutput(self.linear_proj(self._context(x, pattern, angles, cache, dropout)))
 
@@ -200,9 +206,10 @@ class SelfAttention(nn.Module):
         of_weights = None
         if self.training and self.dropout > 0.0:
             of_weights = require_keys(dropout).of_attention(self.layer_number, self.dropout, self.heads)
+        sinks = self.core_attention()
         if self.recompute_core and self.training:
-            return recompute(self._attend, query, key, value, pattern, of_weights)
-        return self._attend(query, key, value, pattern, of_weights)
+            return recompute(self._attend, query, key, value, pattern, of_weights, sinks)
+        return self._attend(query, key, value, pattern, of_weights, sinks)
 
     def _query_key_value(
         self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None
@@ -242,7 +249,8 @@ class SelfAttention(nn.Module):
         value: torch.Tensor,
         pattern: AttentionPattern,
         dropout: AttentionDropout | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * d]``."""
-        context = self.core(query, key, value, pattern, dropout)
+        context = self.core(query, key, value, pattern, dropout, sinks=sinks)
         return context.reshape(*context.shape[:2], -1)

@@ -8,6 +8,7 @@ from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, flag
 from megatron.core.fp8.float8_config import Float8Config
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.adapters.adapter_targets import adapted_parts
+from megatron.core.transformer.attention_kinds.attention_kinds_config import AttentionKindsConfig, without_rotary
 from megatron.core.transformer.latent_attention.latent_config import LatentConfig
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe.moe_config import MoEConfig, moe_layers
@@ -17,7 +18,14 @@ from megatron.core.transformer.mup.mup_config import MupConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig(
-    ModelParallelConfig, Float8Config, MoEConfig, PredictionConfig, LatentConfig, MupConfig, in_args=True
+    ModelParallelConfig,
+    Float8Config,
+    MoEConfig,
+    PredictionConfig,
+    LatentConfig,
+    MupConfig,
+    AttentionKindsConfig,
+    in_args=True,
 ):
     """Hold everything that a transformer layer is built from.
 
@@ -240,6 +248,15 @@ class TransformerConfig(
             ValueError: --moe-layer-freq is none; the message says why.
         """
         return moe_layers(self, self.num_layers)
+
+    @property
+    def layers_without_rotary(self) -> tuple[bool, ...]:
+        """Return for each layer whether it leaves queries and keys as they are where positions are rotary.
+
+        Raises:
+            ValueError: --no-rope-freq is none; the message says why.
+        """
+        return without_rotary(self.no_rope_freq, self.num_layers)
 
     @property
     def is_gated(self) -> bool:

@@ -22,7 +22,7 @@ from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.dry_run.recorder import Recorder
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 
 class PretendedFlexAttention:
@@ -62,12 +62,21 @@ class PretendedFlexAttention:
         score_mod: Callable[..., torch.Tensor] | None,
         block_mask: BlockMask,
         enable_gqa: bool,
-    ) -> torch.Tensor:
-        """Return the output, and note the kernels. Shapes: those of torch's own."""
+        return_aux: AuxRequest | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, AuxOutput]:
+        """Return the output, and the log-sum-exps where they are asked for, and note the kernels.
+
+        Shapes: those of torch's own.
+        """
         flops = 4.0 * self._pairs[block_mask] * query.shape[0] * query.shape[1] * query.shape[3]
         lists = [tensor for tensor in block_mask.as_tuple() if isinstance(tensor, torch.Tensor)]
-        output: torch.Tensor = _FlexAttention.apply(query, key, value, lists, flops, self._recorder)  # type: ignore[no-untyped-call]
-        return output
+        output: torch.Tensor
+        output, logsumexp = _FlexAttention.apply(query, key, value, lists, flops, self._recorder)  # type: ignore[no-untyped-call]
+        if return_aux is None:
+            return output
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return output, AuxOutput(lse=logsumexp)
 
     def _visible_pairs(
         self,
@@ -100,16 +109,16 @@ class _FlexAttention(torch.autograd.Function):
         lists: list[torch.Tensor],
         flops: float,
         recorder: Recorder,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         output = torch.empty_like(query)
         row_sums = query.new_empty(query.shape[:3], dtype=torch.float32)
         recorder.launch("_flex_attention", [query, key, value, *lists], [output, row_sums], flops)
         ctx.save_for_backward(query, key, value, output, row_sums)
         ctx.lists, ctx.flops, ctx.recorder = lists, flops, recorder
-        return output
+        return output, row_sums
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, row_sums = ctx.saved_tensors
         recorder: Recorder = ctx.recorder
         products = torch.empty_like(row_sums)

@@ -8,7 +8,11 @@ from typing import Any
 from megatron.core.config_base import config_to_dict, excesses
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.interop.huggingface.architectures.deepseek_v3 import DeepseekV3Family
+from megatron.interop.huggingface.architectures.experts.deepseek_v3 import DeepseekV3Family
+from megatron.interop.huggingface.architectures.experts.gpt_oss import GptOssFamily
+from megatron.interop.huggingface.architectures.experts.mixtral import MixtralFamily
+from megatron.interop.huggingface.architectures.experts.olmoe import OlmoeFamily
+from megatron.interop.huggingface.architectures.experts.qwen3_moe import Qwen3MoEFamily
 from megatron.interop.huggingface.architectures.gemma2 import Gemma2Family
 from megatron.interop.huggingface.architectures.gemma3 import Gemma3Family
 from megatron.interop.huggingface.architectures.gpt2 import GPT2Family
@@ -16,13 +20,12 @@ from megatron.interop.huggingface.architectures.gpt_neo import GPTNeoFamily
 from megatron.interop.huggingface.architectures.gpt_neox import GPTNeoXFamily
 from megatron.interop.huggingface.architectures.llama import LlamaFamily
 from megatron.interop.huggingface.architectures.mistral import MistralFamily
-from megatron.interop.huggingface.architectures.mixtral import MixtralFamily
 from megatron.interop.huggingface.architectures.olmo2 import Olmo2Family
-from megatron.interop.huggingface.architectures.olmoe import OlmoeFamily
+from megatron.interop.huggingface.architectures.olmo3 import Olmo3Family
 from megatron.interop.huggingface.architectures.phi3 import Phi3Family
 from megatron.interop.huggingface.architectures.qwen2 import Qwen2Family
 from megatron.interop.huggingface.architectures.qwen3 import Qwen3Family
-from megatron.interop.huggingface.architectures.qwen3_moe import Qwen3MoEFamily
+from megatron.interop.huggingface.architectures.smollm3 import SmolLM3Family
 from megatron.interop.huggingface.family import Family, model_features
 from megatron.interop.huggingface.settings import Settings, read_settings
 from megatron.interop.huggingface.stored.quantization import read_quantization
@@ -39,7 +42,10 @@ FAMILIES: tuple[Family, ...] = (
     GPTNeoFamily(),
     GPTNeoXFamily(),
     DeepseekV3Family(),
+    GptOssFamily(),
     Olmo2Family(),
+    Olmo3Family(),
+    SmolLM3Family(),
     OlmoeFamily(),
     Phi3Family(),
     Gemma2Family(),

@@ -69,6 +69,7 @@ _YARN = frozenset(
         "beta_slow",
         "mscale",
         "mscale_all_dim",
+        "yarn_correction_range_round_to_int",
     )
 )
 

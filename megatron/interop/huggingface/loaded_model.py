@@ -82,8 +82,9 @@ class LoadedModelSource:
             # transformers 5 calls every model's output layer alike in memory, and renames it when it writes a folder.
             names = {OUTPUT_LAYER: _OUTPUT_LAYER_IN_FILES}
             weights = {names.get(key, key): weight for key, weight in weights.items()}
-        if self.config.num_experts is not None and isinstance(self.family, RotaryDecoderFamily):
-            weights = weights_as_in_files(weights, self.family.expert_names)
+        names_of_experts = self.family.expert_names if isinstance(self.family, RotaryDecoderFamily) else None
+        if self.config.num_experts is not None and names_of_experts is not None:
+            weights = weights_as_in_files(weights, names_of_experts)
         self._linked = LinkedTensors(self.family, self.config, LoadedWeights(name, weights))
         self.tensors: Mapping[str, TensorInfo] = self._linked.tensors
         self.common: Mapping[str, Any] = untrained_common(self.config, {})

@@ -98,7 +98,7 @@ class ModelExport:
         for link in self._links[self._origins[stored]]:
             for part in split_box(link.native_box, weight.dtype.itemsize, MAX_PIECE_BYTES):
                 values = self._source.read(link.native, part)
-                result[link.foreign_part(part).slices].copy_(link.to_foreign(values))
+                result[link.foreign_slices(part)].copy_(link.to_foreign(values))
         return result
 
     def _recorded_names(self, record: ModelRecord) -> dict[str, str]:

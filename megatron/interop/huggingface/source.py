@@ -11,14 +11,25 @@ import torch
 from megatron.core.sharding import Box
 from megatron.interop.checkpoint_source import TensorInfo
 from megatron.interop.huggingface.families import read_model
-from megatron.interop.huggingface.linked_tensors import LinkedTensors
+from megatron.interop.huggingface.linked_tensors import LinkedTensors, StoredWeights
 from megatron.interop.huggingface.model_record import MODEL_RECORD, FileRecord, record_model
 from megatron.interop.huggingface.settings import read_settings
-from megatron.interop.huggingface.stored.quantization import read_quantization
+from megatron.interop.huggingface.stored.block_float4 import BlockFloat4Weights
+from megatron.interop.huggingface.stored.quantization import BlockFloat4, BlockFloat8, read_quantization
 from megatron.interop.huggingface.stored.quantized_weights import BlockFloat8Weights
 from megatron.interop.huggingface.tokenizer_files import copy_into_checkpoint, tokenizer_settings
 from megatron.interop.huggingface.weight_files import WeightFiles
 from megatron.interop.untrained_model import untrained_common
+
+
+def _plain_weights(files: WeightFiles, quantization: BlockFloat8 | BlockFloat4 | None) -> StoredWeights:
+    """Return the weights of files as the values that they stand for."""
+    match quantization:
+        case BlockFloat8():
+            return BlockFloat8Weights(files, quantization)
+        case BlockFloat4():
+            return BlockFloat4Weights(files, quantization)
+    return files
 
 
 class HuggingFaceSource:
@@ -37,8 +48,7 @@ class HuggingFaceSource:
         self.family, self.config = read_model(settings)
         self.files = WeightFiles(self.folder)
         quantization = read_quantization(settings)
-        weights = self.files if quantization is None else BlockFloat8Weights(self.files, quantization)
-        self._linked = LinkedTensors(self.family, self.config, weights)
+        self._linked = LinkedTensors(self.family, self.config, _plain_weights(self.files, quantization))
         self.tensors: Mapping[str, TensorInfo] = self._linked.tensors
         tokenizer = tokenizer_settings(self.folder, self.config.vocab_size)
         self.common: Mapping[str, Any] = untrained_common(self.config, tokenizer)

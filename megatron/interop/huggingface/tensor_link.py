@@ -21,7 +21,8 @@ class TensorLink:
 
     With ``is_transposed`` one box is the other with its last two dims exchanged. Where theirs has fewer dims, the first
     ones of ours are 1: it is one of the tensors that ours stacks. ``is_copy`` marks values that another of their
-    tensors has too: they are written, and need not be there.
+    tensors has too: they are written, and need not be there. With ``foreign_step`` every so manieth place of their
+    last dim counts, from the box's first to its last.
     """
 
     native: str
@@ -30,18 +31,31 @@ class TensorLink:
     foreign_box: Box
     is_transposed: bool = False
     is_copy: bool = False
+    foreign_step: int = 1
 
     def foreign_part(self, native_part: Box) -> Box:
-        """Return the box of their tensor that holds a part of this link's box of ours."""
+        """Return the box of their tensor that holds a part of this link's box of ours, and what lies between."""
         relative, dims = native_part.relative_to(self.native_box.offset), len(self.foreign_box.shape)
         stacked = len(relative.shape) - dims
         offset, shape = relative.offset[stacked:], relative.shape[stacked:]
         if self.is_transposed:
             offset, shape = _exchanged(offset), _exchanged(shape)
+        if self.foreign_step > 1:
+            offset = (*offset[:-1], offset[-1] * self.foreign_step)
+            shape = (*shape[:-1], (shape[-1] - 1) * self.foreign_step + 1)
         return Box(tuple(o + base for o, base in zip(offset, self.foreign_box.offset, strict=True)), shape)
+
+    def foreign_slices(self, native_part: Box) -> tuple[slice, ...]:
+        """Return where in their tensor the values of a part of this link's box of ours are."""
+        slices = self.foreign_part(native_part).slices
+        if self.foreign_step == 1:
+            return slices
+        return (*slices[:-1], slice(slices[-1].start, slices[-1].stop, self.foreign_step))
 
     def to_native(self, values: torch.Tensor) -> torch.Tensor:
         """Return values of theirs with our dims; those that we stack are broadcast over dims of 1."""
+        if self.foreign_step > 1:
+            values = values[..., :: self.foreign_step]
         return values.mT if self.is_transposed else values
 
     def to_foreign(self, values: torch.Tensor) -> torch.Tensor:

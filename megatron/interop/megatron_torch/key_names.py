@@ -42,7 +42,11 @@ _LAYER_MODULES: dict[str, str] = {
     "input_norm": "input_layernorm",
     "post_attention_norm": "pre_mlp_layernorm",
 }
-_SINGLE = ("mlp.router.expert_bias", "mlp.shared_experts.gate_weight")
+_SINGLE = (
+    "mlp.router.expert_bias",
+    "mlp.shared_experts.gate_weight",
+    "self_attention.core_attention.softmax_offset",
+)
 # transformer-engine keeps a norm in the linear layer that follows it.
 _FUSED_NORMS: dict[str, str] = {
     "self_attention.linear_qkv": "input_layernorm",

@@ -41,7 +41,6 @@ _ATTENTION_BACKENDS = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "aut
 _NO_FIELD: Mapping[str, tuple[Any, ...]] = {
     "multi_latent_attention": (),
     "qk_l2_norm": (),
-    "softmax_type": ("vanilla",),
     "no_rope_freq": (),
     "attention_output_gate": (),
     "experimental_attention_variant": (),

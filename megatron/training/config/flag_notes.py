@@ -197,7 +197,6 @@ NOT_SUPPORTED: dict[str, NotSupported] = {
     "--moe-input-jitter-eps": NotSupported(1),
     "--qk-clip-alpha": NotSupported(1, "0.5"),
     "--qk-clip-threshold": NotSupported(1, "100"),
-    "--softmax-type": NotSupported(1, "vanilla"),
     "--rotary-scale-factor": NotSupported(
         1, "1", instead="use --rotary-seq-len-interpolation-factor where positions are divided by it"
     ),

@@ -30,6 +30,9 @@ PUBLISHED = ROWS | {
     "mixtral-8x7b": 46.703e9,
     "olmoe-7b": 6.919e9,
     "qwen3-30b-a3b": 30.532e9,
+    "gpt-oss-20b": 20.91e9,
+    "gpt-oss-120b": 116.83e9,
+    "olmo3-7b": 7.298e9,
     "deepseek-v3": 685e9 - 2 * 0.927e9,  # the folder holds embedding and output layer of its further token once more
 }
 _RUN = "--seq-length 1024 --global-batch-size 48 --micro-batch-size 1 --train-iters 5 --lr 1e-4"
@@ -139,7 +142,7 @@ def test_a_choice_as_flags_is_the_choice_as_configuration() -> None:
         (["--gpus", "0"], "--gpus 0 is not between"),
         (
             ["--gpus", "8", "--model-preset", "llama9"],
-            "--model-preset llama9 is not known; possible: deepseek-v3, gpt2",
+            "--model-preset llama9 is not known; possible: deepseek-v3, gpt-oss",
         ),
         (["--gpus", "8", "--train-tokens", "many"], "--train-tokens many is not a number of tokens"),
         (["--gpus", "8", "--top", "0"], "--top 0 is not positive"),

@@ -12,6 +12,7 @@ from megatron.commands.reliability.verify_parallelism import main
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
+from megatron.verification.attention_cells import attention_matrix
 from megatron.verification.cells import DATA, EXCHANGES, MAX_WORLD_SIZE, Layout, make_cell, matrix
 from megatron.verification.expert_cells import expert_matrix
 from megatron.verification.latent_cells import latent_matrix
@@ -113,7 +114,8 @@ def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_lists_the_cells_that_every_word_fits() -> None:
     listed = tool("--list", "--filter", "gpt2 zero-bubble dp2").stdout.splitlines()
     everything = tool("--list").stdout.splitlines()
-    proved = (*matrix(), *expert_matrix(), *prediction_matrix(), *latent_matrix(), *sharding_matrix())
+    special = (*expert_matrix(), *prediction_matrix(), *latent_matrix(), *attention_matrix(), *sharding_matrix())
+    proved = (*matrix(), *special)
     assert [cell.name for cell in proved] == everything
     assert listed == [name for name in everything if all(word in name for word in ("gpt2", "zero-bubble", "dp2"))]
     assert 0 < len(listed) < len(everything)

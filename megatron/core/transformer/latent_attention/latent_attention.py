@@ -187,7 +187,8 @@ class LatentAttention(SelfAttention):
         value: torch.Tensor,
         pattern: AttentionPattern,
         dropout: AttentionDropout | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * v]``."""
-        context = self.core(query, key, value, pattern, dropout)[..., : self.value_width]
+        context = self.core(query, key, value, pattern, dropout, sinks=sinks)[..., : self.value_width]
         return context.reshape(*context.shape[:2], -1)

@@ -37,6 +37,11 @@ class LatentConfig(Config):
     """YaRN: frequencies that turn more often than this over the original positions are kept."""
     beta_slow: float = flag(1.0, role="meaning", bounds=POSITIVE)
     """YaRN: frequencies that turn less often than this over the original positions are divided by the factor."""
+    yarn_correction_range_round_to_int: bool = flag(
+        True, negative="--no-yarn-correction-range-round-to-int", role="meaning"
+    )
+    """YaRN: blend frequencies between whole channels. Off: blend frequencies between the exact places of --beta-fast
+    and --beta-slow."""
     mscale: float = flag(1.0, role="meaning", bounds=NOT_NEGATIVE)
     """YaRN: how much the rotary part of queries and keys grows with the logarithm of the factor."""
     mscale_all_dim: float = flag(0.0, role="meaning", bounds=NOT_NEGATIVE)

@@ -23,8 +23,10 @@ def yarn_frequencies(config: LatentConfig, base: float, width: int) -> torch.Ten
         """Return the channel whose frequency turns so often over the original positions."""
         return width * math.log(config.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(place(config.beta_fast)), 0)
-    high = min(math.ceil(place(config.beta_slow)), width - 1)
+    low, high = place(config.beta_fast), place(config.beta_slow)
+    if config.yarn_correction_range_round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
     span = high - low if high != low else 0.001
     stretched = ((torch.arange(width // 2, dtype=torch.float64) - low) / span).clamp(0.0, 1.0)
     return plain / config.rotary_scaling_factor * stretched + plain * (1.0 - stretched)

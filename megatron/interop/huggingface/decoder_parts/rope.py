@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -60,7 +61,7 @@ def read_frequencies(
     elif kind == "llama3":
         fields |= _read_llama3(scaling, max_position_embeddings)
     elif kind == "yarn":
-        fields |= _read_stretching(scaling, max_position_embeddings)
+        fields |= _read_stretching(scaling, max_position_embeddings) | _read_attention_factor(scaling)
     elif kind != "default":
         scaling.refuse(f"rope_type {kind!r} is not supported; supported are {', '.join(_TYPES)}")
     return fields
@@ -131,21 +132,35 @@ def read_yarn(settings: Settings, positions: int, default_base: float) -> dict[s
     if kind != "yarn":
         scaling.refuse(f"rope_type {kind!r} is not supported in this family; supported are default, yarn")
         return fields
+    scaling.require("attention_factor", None, None, "it follows from the factor")
     return fields | _read_stretching(scaling, positions)
 
 
 def _read_stretching(scaling: Settings, positions: int) -> dict[str, Any]:
     """Return the fields of YaRN."""
-    scaling.require("truncate", True, True, "frequencies are blended between whole channels")
-    scaling.require("attention_factor", None, None, "it follows from the factor")
     return {
         "rope_type": "yarn",
         "rotary_scaling_factor": _above_one(scaling),
         "original_max_position_embeddings": scaling.integer("original_max_position_embeddings", positions),
         "beta_fast": scaling.number("beta_fast", 32.0),
         "beta_slow": scaling.number("beta_slow", 1.0),
+        "yarn_correction_range_round_to_int": scaling.switch("truncate", True),
         **_amplitudes(scaling),
     }
+
+
+def _read_attention_factor(scaling: Settings) -> dict[str, Any]:
+    """Return the fields that make cosine and sine grow by ``attention_factor``, where it is another than the usual."""
+    wanted = scaling.positive_or_none("attention_factor", None)
+    growth = math.log(max(scaling.number("factor", 1.0), 1.0)) / 10
+    if wanted is None or not growth:
+        return {}
+    if math.isclose(wanted, 1 + growth, rel_tol=1e-9):
+        return {"mscale": 1.0, "mscale_all_dim": 0.0}
+    # Rounded, so that what is written of it is read as the same.
+    if wanted >= 1:
+        return {"mscale": round((wanted - 1) / growth, 12), "mscale_all_dim": 0.0}
+    return {"mscale": 0.0, "mscale_all_dim": round((1 / wanted - 1) / growth, 12)}
 
 
 def _written_stretching(config: GPTConfig) -> dict[str, Any]:
@@ -157,7 +172,12 @@ def _written_stretching(config: GPTConfig) -> dict[str, Any]:
         "original_max_position_embeddings": config.original_max_position_embeddings,
         "rope_type": "yarn",
     }
-    if config.mscale_all_dim:
+    if not config.yarn_correction_range_round_to_int:
+        scaling["truncate"] = False
+    is_factor = not config.multi_latent_attention and 0.0 in (config.mscale, config.mscale_all_dim)
+    if is_factor and (config.mscale, config.mscale_all_dim) != (1.0, 0.0):
+        scaling["attention_factor"] = config.rotary_amplitude
+    elif config.mscale_all_dim:
         scaling |= {"mscale": config.mscale, "mscale_all_dim": config.mscale_all_dim}
     return scaling
 

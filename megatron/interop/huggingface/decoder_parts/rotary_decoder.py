@@ -23,7 +23,7 @@ class RotaryDecoderFamily:
     ``has_qkv_bias`` tells whether the projections to queries, keys and values have biases. The defaults are those of
     the family's configuration class, which its files may leave out; without a default for the groups there is one for
     each head, and without one for a head's width the heads share the model's. ``norm_names`` are our norms of a layer
-    and theirs.
+    and theirs. ``expert_names`` is None where files stack the experts as a model in memory does.
     """
 
     model_type: str
@@ -38,7 +38,7 @@ class RotaryDecoderFamily:
     is_tied_by_default = False
     activation = ("hidden_act", "silu", "swiglu")
     """The setting of the gate's activation, its only value, and the switch that this is here."""
-    expert_names = ExpertNames()
+    expert_names: ExpertNames | None = ExpertNames()
     norm_names: tuple[tuple[str, str], ...] = (
         ("input_layernorm", "input_layernorm"),
         ("pre_mlp_layernorm", "post_attention_layernorm"),
@@ -48,8 +48,11 @@ class RotaryDecoderFamily:
         """Return the model that the settings describe."""
         width = settings.integer("hidden_size")
         heads = settings.integer("num_attention_heads")
-        groups = settings.integer("num_key_value_heads", self.default_groups or heads)
-        head_dim = settings.integer("head_dim", self.default_head_dim or max(width // heads, 1))
+        # A null, unlike absence, stands for what follows from the other sizes.
+        usual_groups = heads if "num_key_value_heads" in settings.values else self.default_groups or heads
+        usual_width = None if "head_dim" in settings.values else self.default_head_dim
+        groups = settings.integer("num_key_value_heads", usual_groups)
+        head_dim = settings.integer("head_dim", usual_width or max(width // heads, 1))
         if not settings.problems:
             self.check_heads(settings, width, heads, groups, head_dim)
         setting, activation, switch = self.activation
@@ -157,6 +160,7 @@ class RotaryDecoderFamily:
 
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Return the links of a layer's router and experts."""
+        assert self.expert_names is not None, "a family that stacks experts has links of its own"
         yield from expert_links(config, self.expert_names, ours, theirs)
 
     def layer_links(self, config: GPTConfig, ours: str, theirs: str, *, has_experts: bool) -> Iterator[TensorLink]:

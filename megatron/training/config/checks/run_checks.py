@@ -17,7 +17,7 @@ from megatron.training.config.checks import (
     pipeline,
     profiling,
 )
-from megatron.training.config.checks.architectures import further_tokens, latent_attention
+from megatron.training.config.checks.architectures import attention_kinds, further_tokens, latent_attention
 from megatron.training.config.checks.model_parts import experts
 from megatron.training.config.run_config import RunConfig
 from megatron.training.faults import fault_checks
@@ -38,6 +38,7 @@ _CHECKS = (
     *experts.CHECKS,
     *further_tokens.CHECKS,
     *latent_attention.CHECKS,
+    *attention_kinds.CHECKS,
     *fault_checks.CHECKS,
 )
 _FILE_CHECKS = (*data_files.CHECKS, *files.CHECKS)

@@ -30,7 +30,6 @@ REASONS: tuple[tuple[str, str], ...] = (
         "--fp32-residual-connection",
         "the residual stream has the model's precision: leave --bf16 or --fp16 out for float32",
     ),
-    ("--softmax-type", "attention has no sinks: vanilla is the one kind"),
     ("--qk-l2-norm", "use --qk-layernorm with --normalization RMSNorm, whose weights are learned"),
     ("--qk-clip", "weights of queries and keys are not clipped; leave it out, or use --qk-layernorm"),
     ("--attention-output-gate", "attention's output has no gate; leave it out"),

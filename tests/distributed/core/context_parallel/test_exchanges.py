@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from megatron.core.context_parallel.exchange import with_context_parallel
 from megatron.core.context_parallel.partition import cut_sequence, to_sequence_order
+from megatron.core.kernels.attention_choice import select_attention_core
 from megatron.core.kernels.attention_pattern import AttentionPattern
-from megatron.core.kernels.dot_product_attention import fused_attention, plain_attention
+from megatron.core.kernels.dot_product_attention import plain_attention
 from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutSamples
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
@@ -22,6 +23,7 @@ from tests.harness.closeness import assert_tensors_close
 from tests.harness.distributed import run_distributed
 
 TOLERANCE = 1e-9
+LABELS = ("output", "query", "key", "value", "sinks")
 LENGTH, BATCH, HEAD_DIM = 24, 3, 10
 
 
@@ -34,6 +36,7 @@ class Case:
     documents: tuple[tuple[int, ...], ...] | None = None
     is_causal: bool = True
     window: int | None = None
+    has_sinks: bool = False
 
 
 PACKED = ((1, 7), (3, 6, 12, 23), ())
@@ -49,6 +52,8 @@ CASES = {
     "window-packed": Case(4, 4, PACKED, window=3),
     "both-directions": Case(8, 2, is_causal=False),
     "both-directions-packed": Case(4, 4, PACKED, is_causal=False),
+    "sinks": Case(8, 2, has_sinks=True),
+    "sinks-window-packed": Case(4, 1, PACKED, window=3, has_sinks=True),
 }
 EXCHANGES = ("p2p", "p2p-plain", "all_gather", "a2a")
 
@@ -70,6 +75,14 @@ def inputs(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(LENGTH, BATCH, n, HEAD_DIM, generator=generator, dtype=dtype) for n in heads]
 
 
+def sinks_of(case: Case, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the sinks of all heads, one of which is above every score."""
+    if not case.has_sinks:
+        return None
+    sinks = torch.linspace(-1.0, 9.0, case.heads, dtype=dtype)
+    return sinks.requires_grad_()
+
+
 def dropout_of(case: Case, dropout: float, cp: Group | None = None) -> AttentionDropout | None:
     """Return the dropout of the weights as a layer makes it on a rank."""
     if not dropout:
@@ -84,8 +97,10 @@ def dropout_of(case: Case, dropout: float, cp: Group | None = None) -> Attention
 def whole_attention(case: Case, dtype: torch.dtype, dropout: float = 0.0) -> list[np.ndarray]:
     """Return the output and the gradients of query, key and value."""
     *leaves, grad = (tensor.requires_grad_() for tensor in inputs(case, dtype))
-    output = plain_attention(*leaves, pattern_of(case), dropout_of(case, dropout))
+    sinks = sinks_of(case, dtype)
+    output = plain_attention(*leaves, pattern_of(case), dropout_of(case, dropout), sinks=sinks)
     output.backward(grad.detach())
+    leaves += [] if sinks is None else [sinks]
     return [output.detach().numpy(), *(leaf.grad.numpy() for leaf in leaves if leaf.grad is not None)]
 
 
@@ -97,12 +112,17 @@ def gathered(tensor: torch.Tensor, cp: Group) -> np.ndarray:
 
 def cut_attention(case: Case, exchange: str, cp: Group, dtype: torch.dtype, dropout: float = 0.0) -> list[np.ndarray]:
     name, _, plain = exchange.partition("-")
-    core = with_context_parallel(fused_attention, name, cp, plain_blocks=bool(plain))
+    core = with_context_parallel(select_attention_core("auto", "cpu"), name, cp, plain_blocks=bool(plain))
     *leaves, grad = (cut_sequence(tensor, cp, dim=0).requires_grad_() for tensor in inputs(case, dtype))
-    output = core(*leaves, pattern_of(case), dropout_of(case, dropout, cp))
+    sinks = sinks_of(case, dtype)
+    output = core(*leaves, pattern_of(case), dropout_of(case, dropout, cp), sinks=sinks)
     output.backward(grad.detach())
     tensors = [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-    return [gathered(tensor, cp) for tensor in tensors]
+    found = [gathered(tensor, cp) for tensor in tensors]
+    if sinks is not None and sinks.grad is not None:
+        dist.all_reduce(sinks.grad, group=cp.handle)
+        found.append(sinks.grad.numpy())
+    return found
 
 
 def all_exchanges(case: Case, dtype: torch.dtype, dropout: float = 0.0) -> dict[tuple[int, str], list[np.ndarray]]:
@@ -120,7 +140,7 @@ def test_outputs_and_gradients_are_those_of_whole_attention(name: str) -> None:
     expected = whole_attention(CASES[name], torch.float64)
     for results in run_distributed(4, all_exchanges, CASES[name], torch.float64):
         for layout, tensors in results.items():
-            for label, actual, wanted in zip(("output", "query", "key", "value"), tensors, expected, strict=True):
+            for label, actual, wanted in zip(LABELS[: len(expected)], tensors, expected, strict=True):
                 assert_tensors_close(actual, wanted, TOLERANCE, f"{layout} {label}")
 
 
@@ -141,12 +161,12 @@ def test_sizes_need_not_be_powers_of_two() -> None:
 DROPOUT = {"dropout": 0.4}
 
 
-@pytest.mark.parametrize("name", ["all-heads", "grouped", "packed-grouped", "window", "both-directions"])
+@pytest.mark.parametrize("name", ["all-heads", "grouped", "packed-grouped", "window", "both-directions", "sinks"])
 def test_every_exchange_drops_the_weights_that_whole_attention_drops(name: str) -> None:
     expected = whole_attention(CASES[name], torch.float64, **DROPOUT)
     without = whole_attention(CASES[name], torch.float64)
     assert np.abs(expected[0] - without[0]).max() > 0.1, "nothing was dropped"
     for results in run_distributed(4, all_exchanges, CASES[name], torch.float64, **DROPOUT):
         for layout, tensors in results.items():
-            for label, actual, wanted in zip(("output", "query", "key", "value"), tensors, expected, strict=True):
+            for label, actual, wanted in zip(LABELS[: len(expected)], tensors, expected, strict=True):
                 assert_tensors_close(actual, wanted, TOLERANCE, f"{layout} {label}")

@@ -96,6 +96,19 @@ def test_outputs_and_gradients_are_those_of_plain_attention(
         torch.testing.assert_close(ours, wanted, rtol=1e-11, atol=1e-12)
 
 
+def test_sinks_are_merged_by_the_sums_of_its_rows(flex: Callable[..., Any]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((LENGTH, BATCH, 6, 16), *[(LENGTH, BATCH, 2, 16)] * 2, (6,))
+    leaves = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    weights, pattern = torch.randn(shapes[0], generator=generator, dtype=torch.float64), PATTERNS["window of documents"]
+    output = attend_by_blocks(flex, *leaves[:3], pattern, None, BLOCK, sinks=leaves[3])
+    expected = plain_attention(*leaves[:3], pattern, None, sinks=leaves[3])
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
+    gradients = (torch.autograd.grad(result, leaves, weights) for result in (output, expected))
+    for ours, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-11, atol=1e-12)
+
+
 def test_layers_share_the_blocks_of_documents_and_the_next_batch_does_not() -> None:
     masks = []
 

@@ -69,6 +69,9 @@ DEEPSEEK = LLAMA | {
 }
 YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 OLMOE = LLAMA | {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 16}
+OLMO3 = LLAMA | {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "num_hidden_layers": 5}
+GPT_OSS = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 8}
+SMOLLM3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_hidden_layers": 5}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron.core.errors import ConfigurationError
@@ -19,6 +20,7 @@ from tests.unit.interop.huggingface.family_settings import (
     GEMMA2,
     GEMMA3,
     GPT2,
+    GPT_OSS,
     LLAMA,
     LLAMA31_SCALING,
     MISTRAL,
@@ -26,11 +28,13 @@ from tests.unit.interop.huggingface.family_settings import (
     NEO,
     NEOX,
     OLMO2,
+    OLMO3,
     OLMOE,
     PHI3,
     QWEN,
     QWEN3,
     QWEN3_MOE,
+    SMOLLM3,
     YARN,
     config_of,
 )
@@ -113,6 +117,31 @@ def test_windows_of_all_layers_and_of_the_later_ones(tmp_path: Path) -> None:
     assert config_of(tmp_path, QWEN | used | alternating).window_attn_skip_freq == "2"
 
 
+def test_smollm3_has_layers_without_positions_and_windows_in_them(tmp_path: Path) -> None:
+    config = config_of(tmp_path, SMOLLM3)
+    assert config.layers_without_rotary == (False, False, False, True, False)
+    assert (config.no_rope_freq, config.rotary_base, config.untie_embeddings_and_output_weights) == (
+        "4",
+        2000000,
+        False,
+    )
+    assert config_of(tmp_path, SMOLLM3 | {"no_rope_layers": [1] * 7}).no_rope_freq is None
+    used = {"use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [0, 1, 1, 1, 0]}
+    assert config_of(tmp_path, SMOLLM3 | used).layer_windows == (9, None, None, None, 9)
+    for values in ([1, 1, 1, 1], [1, 1, 1, 1, 2], "4"):
+        with pytest.raises(ConfigurationError, match="a 1 or 0 for each of 5 layers is expected"):
+            config_of(tmp_path, SMOLLM3 | {"no_rope_layers": values})
+
+
+def test_a_null_stands_for_what_the_other_sizes_give(tmp_path: Path) -> None:
+    """Where it is left out, the configuration class has a number of its own."""
+    nulls = {"num_key_value_heads": None, "head_dim": None}
+    config = config_of(tmp_path, MISTRAL | nulls)
+    assert (config.num_query_groups, config.kv_channels) == (6, 8)
+    absent = {name: value for name, value in (MISTRAL | {"num_attention_heads": 8}).items() if name not in nulls}
+    assert config_of(tmp_path, absent).num_query_groups == 8
+
+
 MODELS = [
     GPT2 | {"n_inner": 100, "tie_word_embeddings": False, "activation_function": "relu2"},
     LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA31_SCALING, "head_dim": 16},
@@ -120,6 +149,8 @@ MODELS = [
     QWEN,
     QWEN3,
     QWEN3 | {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    SMOLLM3,
+    SMOLLM3 | {"no_rope_layers": [1, 1, 0, 0, 1, 1], "use_sliding_window": True, "sliding_window": 30},
     MISTRAL | {"rope_scaling": YARN | {"beta_fast": 8.0}},
     MIXTRAL | {"sliding_window": 100, "num_experts_per_tok": 3},
     QWEN3_MOE | {"norm_topk_prob": True, "decoder_sparse_step": 2},
@@ -130,6 +161,11 @@ MODELS = [
     OLMOE,
     OLMOE | {"norm_topk_prob": True},
     OLMO2,
+    OLMO3 | {"rope_scaling": YARN},
+    GPT_OSS,
+    GPT_OSS | {"rope_scaling": YARN | {"attention_factor": 1.7}, "tie_word_embeddings": True},
+    GPT_OSS | {"rope_scaling": {"rope_type": "default"}, "layer_types": ["full_attention"] * 3, "swiglu_limit": 3.5},
+    MISTRAL | {"rope_scaling": YARN | {"truncate": False, "attention_factor": 0.3}},
     GEMMA2 | {"attn_logit_softcapping": None},
     GEMMA3 | {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     PHI3 | {"partial_rotary_factor": 0.5, "sliding_window": 100, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
@@ -182,6 +218,9 @@ FAMILY_SETTINGS = [
     OLMOE,
     NEOX,
     OLMO2,
+    OLMO3,
+    GPT_OSS,
+    SMOLLM3,
     PHI3,
     GEMMA2,
     GEMMA3,
@@ -193,14 +232,12 @@ def test_links_cover_every_element_of_both_sides_once(tmp_path: Path, values: di
     config = config_of(tmp_path, values)
     (family,) = (family for family in FAMILIES if family.model_type == values["model_type"])
     links = list(family.links(config))
-    for boxes in (
-        [(link.native, link.native_box) for link in links],
-        [(link.foreign, link.foreign_box) for link in links],
+    for places in (
+        [(link.native, link.native_box, link.native_box.slices) for link in links],
+        [(link.foreign, link.foreign_box, link.foreign_slices(link.native_box)) for link in links],
     ):
-        for name, shape in shapes_of(boxes).items():
-            held = [box for other, box in boxes if other == name]
-            size = 1
-            for length in shape:
-                size *= length
-            assert sum(box.num_elements for box in held) == size, name
-            assert not any(a.intersect(b) for i, a in enumerate(held) for b in held[:i]), name
+        shapes = shapes_of((name, box) for name, box, _ in places)
+        counts = {name: np.zeros(shape, np.uint8) for name, shape in shapes.items()}
+        for name, _, slices in places:
+            counts[name][slices] += 1
+        assert [name for name, count in counts.items() if not (count == 1).all()] == []

@@ -11,7 +11,9 @@ from megatron.interop.huggingface.family import model_features
 from megatron.interop.huggingface.settings import Settings
 from megatron.training.config.arguments import resolve_arguments
 from tests.unit.interop.huggingface.family_settings import (
+    GPT_OSS,
     MIXTRAL,
+    OLMO3,
     OLMOE,
     QWEN3_MOE,
 )
@@ -107,12 +109,95 @@ PUBLISHED = {
         "v_head_dim": 128,
         "vocab_size": 129280,
     },
+    "gpt-oss-20b": GPT_OSS
+    | {
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    },
+    "gpt-oss-120b": GPT_OSS
+    | {
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "num_local_experts": 128,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    },
+    "olmo3-7b": OLMO3
+    | {
+        "attention_bias": False,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+        "max_position_embeddings": 65536,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "rope_theta": 500000,
+        "sliding_window": 4096,
+        "vocab_size": 100278,
+    },
 }
 """What decides the published models, as far as the presets have it too."""
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
-def test_a_preset_with_experts_is_the_published_model(preset: str) -> None:
+def test_a_preset_is_the_published_model(preset: str) -> None:
     words = f"--model-preset {preset} --mock-data --train-iters 4 --lr 1e-4 --global-batch-size 96"
     model = resolve_arguments(words.split(), 1, needs_files=False).config.model
     family, published = read_model(Settings(PUBLISHED[preset], preset))
@@ -122,4 +207,6 @@ def test_a_preset_with_experts_is_the_published_model(preset: str) -> None:
     if preset == "deepseek-v3":
         # Its positions were stretched after pretraining, and Settings without files have no layer of further tokens.
         published = dataclasses.replace(published, rope_type="rope", rotary_scaling_factor=1.0, mtp_num_layers=1)
+    if preset == "olmo3-7b":
+        published = dataclasses.replace(published, rope_type=None, rotary_scaling_factor=1.0, rotary_base_local=None)
     assert model_features(model) == model_features(published)

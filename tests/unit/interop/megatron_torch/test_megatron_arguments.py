@@ -55,7 +55,7 @@ def test_the_number_of_groups_counts_only_with_its_flag(tmp_path: Path) -> None:
     [
         ("position_embedding_type", "mrope"),
         ("normalization", "L2Norm"),
-        ("softmax_type", "off-by-one"),
+        ("softmax_type", "off-by-two"),
         ("use_mup", True),
     ],
 )

@@ -34,6 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "untied-rms": {"untie_embeddings_and_output_weights": True, "normalization": "RMSNorm"},
     "qwen-bf16": {"add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True, "bf16": True},
     "rope-fp16": {"swiglu": False, "position_embedding_type": "rope", "fp16": True},
+    "sinks": {"softmax_type": "learnable"},
     "windows": {"window_size": "7,0", "window_attn_skip_freq": "2"},
     "scaled-rope": {
         "position_embedding_type": "rope",
@@ -54,6 +55,8 @@ CASES = [
     ("rope-fp16", "pp2", True),
     ("scaled-rope", "tp2", False),
     ("windows", "tp2", False),
+    ("sinks", "tp2-pp2-vpp2", False),
+    ("sinks", "pp2", True),
 ]
 
 

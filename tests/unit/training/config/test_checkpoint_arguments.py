@@ -25,10 +25,12 @@ TRAINED = "--micro-batch-size 2 --train-iters 10 --lr 1e-4 --mock-data"
 REST = f"{TRAINED} --tokenizer-type NullTokenizer --vocab-size 50"
 
 TAKEN = """
+    softmax_type no_rope_freq
     use_mup mup_base_hidden_size mup_width_mult mup_embedding_mult mup_output_mult mup_base_head_dim
     mup_attn_scale_power multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim
-    v_head_dim rope_type rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale
-    mscale_all_dim mtp_num_layers mtp_loss_scaling_factor num_experts moe_layer_freq moe_ffn_hidden_size
+    v_head_dim rope_type rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow
+    yarn_correction_range_round_to_int mscale mscale_all_dim mtp_num_layers mtp_loss_scaling_factor
+    num_experts moe_layer_freq moe_ffn_hidden_size
     moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk moe_router_pre_softmax
     moe_router_score_function moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor
     moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_load_balancing_type

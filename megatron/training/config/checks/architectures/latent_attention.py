@@ -52,6 +52,11 @@ def _check_yarn(config: RunConfig) -> Iterator[str]:
         ):
             if value != default:
                 yield f"{name} {value} has no effect without --rope-type yarn or --multi-latent-attention; add one"
+        if not model.yarn_correction_range_round_to_int:
+            yield (
+                "--no-yarn-correction-range-round-to-int has no effect without --rope-type yarn or "
+                "--multi-latent-attention; add one"
+            )
         return
     if model.position_embedding_type != "rope":
         yield (

@@ -183,6 +183,7 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(
 
 def test_an_unknown_preset_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"--model-preset gpt9 is not known; possible: deepseek-v3, gpt2-1\.5b, gpt2-345m"
+        ConfigurationError,
+        match=r"--model-preset gpt9 is not known; possible: deepseek-v3, gpt-oss-120b, gpt-oss-20b, gpt2-1\.5b",
     ):
         resolve("--model-preset gpt9")
