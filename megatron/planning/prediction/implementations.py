@@ -13,7 +13,11 @@ from dataclasses import dataclass
 
 from megatron.core.errors import ConfigurationError
 from megatron.planning.activation_memory import SavedBytes, saved_bytes
-from megatron.planning.prediction.saved_by_megatron import saved_by_local_layers, saved_by_transformer_engine
+from megatron.planning.prediction.saved_by_megatron import (
+    saved_by_local_layers,
+    saved_by_megatron_bridge,
+    saved_by_transformer_engine,
+)
 from megatron.planning.prediction.saved_on_cpu import saved_on_cpu
 
 
@@ -79,6 +83,7 @@ MEGATRON_TE = Implementation(
 MEGATRON_BRIDGE = dataclasses.replace(
     MEGATRON_TE,
     name="megatron-bridge",
+    saved=saved_by_megatron_bridge,
     times=dataclasses.replace(MEGATRON_TE.times, backward_share=1.0),
     is_rotation_fused=True,
     keeps_half_weights=False,

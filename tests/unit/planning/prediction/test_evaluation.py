@@ -106,6 +106,16 @@ def test_what_others_published_is_within_a_tenth() -> None:
     assert abs(next(each.time_error or 1.0 for each in peers if each.run.id == "mb-gptoss-2511")) < 0.2
 
 
+def test_experts_of_a_published_recipe_without_recompute_fit() -> None:
+    """Its settings are published: nothing is computed again, so it must fit into the card that it ran on."""
+    records = published_records(RUNS.parent / "published_runs.json")
+    (run,) = (each for each in records if each.id == "mb-qwen3-30b-2511")
+    run.fields.values["hardware"]["mem_total_mib"] = 81559
+    (each,) = evaluate([run])
+    assert each.prediction.outcome == "ok"
+    assert each.prediction.reason is None
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
