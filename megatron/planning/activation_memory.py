@@ -21,6 +21,8 @@ from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.kept_inputs import KeptInput, kept_input
+from megatron.planning.layer_kinds import LayerKind, layer_kinds
+from megatron.planning.norm_memory import kept_behind, kept_by_head_norms, norm_numbers
 from megatron.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -94,8 +96,11 @@ def saved_bytes(
     parts = {
         # In front of each norm: its sum, and numbers a token.
         "stream": 2 * hidden,
-        "norm numbers": num_norms * rows * wide * (2 if config.normalization == "LayerNorm" else 1),
+        "norm numbers": num_norms * rows * wide * norm_numbers(config),
         "norm outputs": norm_outputs,
+        "norms behind": kept_behind(config, rows, element),
+        "norms of queries and keys": tokens
+        * kept_by_head_norms(config, heads, groups, element, is_plain=False, is_copied=is_copied),
         "query, key, value": tokens * (heads + 2 * shared) * width * element,
         "gathered keys and values": _gathered(config, layer_number or 0) * 2 * tokens * groups * width * element,
         "attention numbers": 0 if "core_attn" in modules else tokens * heads * wide,
@@ -159,13 +164,8 @@ def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> Sequence[LayerBy
     models = [plan.model]
     if plan.model.recompute_granularity is not None:
         models.append(dataclasses.replace(plan.model, recompute_granularity=None))
-    float8_layers = plan.model.float8_layers(plan.model.num_layers)
-    has_ranks = plan.model.context_parallel_size > 1
-    kinds = [
-        (number in float8_layers, has_experts, plan.model.cp_exchange(number) if has_ranks else "")
-        for number, has_experts in enumerate(plan.model.moe_layers)
-    ]
-    of_kind: dict[tuple[bool, bool, str], LayerBytes] = {}
+    kinds = layer_kinds(plan.model, plan.seq_length)
+    of_kind: dict[LayerKind, LayerBytes] = {}
     for number, kind in enumerate(kinds):
         if kind not in of_kind:
             several = (saved(model, plan.seq_length, plan.micro_batch_size, number) for model in models)

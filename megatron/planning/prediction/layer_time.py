@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planning.activation_memory import LayerBytes
 from megatron.planning.gpu import AttentionRate, Gpu
+from megatron.planning.layer_kinds import LayerKind
 from megatron.planning.layer_widths import key_value_width
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.expert_time import LAUNCHES, NO_EXPERTS, expert_time
@@ -72,18 +73,17 @@ def layer_time(
     gpu: Gpu,
     implementation: Implementation,
     kept: LayerBytes,
-    *,
-    in_float8: bool,
-    has_experts: bool = False,
+    kind: LayerKind,
 ) -> LayerTime:
     """Return the time of one layer, forward and backward, with the recompute that is configured.
 
-    ``kept`` is what `layer_bytes` returned for the layer, and ``in_float8`` says that its products are in fp8.
+    ``kept`` is what `layer_bytes` returned for the layer.
     """
+    in_float8, has_experts = kind.in_float8, kind.has_experts
     products = layer_products(plan.model, has_experts=has_experts)
     half = _peak(plan.model, gpu)
     peak = gpu.float8_flops if in_float8 else half
-    forward, backward = _attention(plan, gpu, implementation)
+    forward, backward = _attention(plan, gpu, implementation, kind.window)
     passed = passed_bytes(
         plan, implementation.is_rotation_fused, implementation.has_flash_attention, has_experts=has_experts
     )
@@ -147,15 +147,15 @@ def _product(product: Product, tokens: int, peaks: tuple[float, float], gpu: Gpu
     return computed + written / (gpu.memory_bandwidth * MEMORY_SHARE)
 
 
-def _attention(plan: Plan, gpu: Gpu, implementation: Implementation) -> tuple[float, float]:
-    """Return the time of attention forward and backward."""
+def _attention(plan: Plan, gpu: Gpu, implementation: Implementation, window: int) -> tuple[float, float]:
+    """Return the time of attention forward and backward, where a query looks back to so many keys at most."""
     on_hopper = gpu.capability >= (9, 0)
     takes_cudnn = implementation.attention_on_hopper == "cudnn" and not plan.model.attention_dropout
     rates = gpu.cudnn if on_hopper and takes_cudnn else gpu.flash
-    rate: AttentionRate = rates[128 if plan.model.kv_channels > 64 else 64]
+    rate: AttentionRate = rates[128 if plan.model.head_width > 64 else 64]
     share = implementation.times.backward_share if on_hopper else 1.0
     ring = implementation.times.ring_share if plan.parallel_sizes.cp > 1 else 1.0
-    flops = attention_flops(plan)
+    flops = attention_flops(plan, window)
     forward = flops / (rate.forward * gpu.half_flops * ring)
     backward = _ATTENTION_BACKWARD * flops / (rate.backward * share * gpu.half_flops * ring)
     return forward, backward

@@ -14,7 +14,6 @@ from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.layer_widths import key_value_width
 from megatron.planning.prediction.layer_work import score_elements
 
-
 _WIDE = 4
 
 

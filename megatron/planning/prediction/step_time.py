@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.planning.activation_memory import LayerBytes
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.gpu import Gpu
+from megatron.planning.layer_kinds import LayerKind, layer_kinds
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_time import MEMORY_SHARE, LayerTime, layer_time, output_layer_time
@@ -23,10 +24,6 @@ _EXCHANGE_SHARE = 0.2
 """What an exchange beside products costs of its own time, as it takes multiprocessors from them: assumed."""
 _SIMULATED_ROUNDS = 2
 """Rounds of micro-batches after which one more takes every stage as long as the slowest."""
-
-
-_Kind = tuple[bool, bool]
-"""Whether a layer's products are in fp8, and whether it has experts."""
 
 
 @dataclass(frozen=True)
@@ -59,23 +56,20 @@ def step_time(
 
     ``stages`` are what every stage holds between steps, and ``kept`` what `layer_bytes` returned.
     """
-    kinds = dict(zip(_kinds(plan), kept))
+    kinds = layer_kinds(plan.model, plan.seq_length)
     layers = {
-        (in_float8, has_experts): layer_time(
-            plan, gpu, implementation, layer, in_float8=in_float8, has_experts=has_experts
-        )
-        for (in_float8, has_experts), layer in kinds.items()
+        kind: layer_time(plan, gpu, implementation, layer, kind) for kind, layer in dict(zip(kinds, kept)).items()
     }
     output = output_layer_time(plan, gpu)
     chunks_of = [plan.stage_layout.chunks(stage) for stage in range(plan.parallel_sizes.pp)]
     seconds = [
-        sum(_chunk(plan, layers, chunk.layer_numbers) + output * chunk.has_loss for chunk in chunks)
+        sum(_chunk(plan, kinds, layers, chunk.layer_numbers) + output * chunk.has_loss for chunk in chunks)
         for chunks in chunks_of
     ]
     slowest, pp = max(seconds), len(seconds)
     num_layers = {len(chunk.layer_numbers) for chunks in chunks_of for chunk in chunks}
     if plan.pipeline_schedule == "zero-bubble" or (plan.pipeline_schedule == "1f1b" and len(num_layers) > 1):
-        bubble = _simulated_bubble(plan, layers, seconds, output)
+        bubble = _simulated_bubble(plan, kinds, layers, seconds, output)
     else:
         bubble = (pp - 1) / plan.stage_layout.num_chunks * sum(seconds) / pp
     message = plan.num_rows * plan.model.hidden_size * ELEMENT_BYTES[plan.model.params_dtype]
@@ -95,18 +89,18 @@ def step_time(
     )
 
 
-def _kinds(plan: Plan) -> list[_Kind]:
-    """Return of each layer whether its products are in fp8, and whether it has experts."""
-    float8_layers = plan.model.float8_layers(plan.model.num_layers)
-    return [(number in float8_layers, has_experts) for number, has_experts in enumerate(plan.model.moe_layers)]
-
-
-def _simulated_bubble(plan: Plan, layers: Mapping[_Kind, LayerTime], seconds: Sequence[float], output: float) -> float:
+def _simulated_bubble(
+    plan: Plan,
+    kinds: Sequence[LayerKind],
+    layers: Mapping[LayerKind, LayerTime],
+    seconds: Sequence[float],
+    output: float,
+) -> float:
     """Return what a step with one chunk a rank takes beyond the slowest stage's passes, by its list of actions.
 
     ``seconds`` are of one micro-batch on each stage. The output layer's passes are taken to be equally long.
     """
-    kinds, durations = _kinds(plan), []
+    durations = []
     for stage, total in enumerate(seconds):
         (chunk,) = plan.stage_layout.chunks(stage)
         own = [layers[kinds[number]] for number in chunk.layer_numbers]
@@ -127,7 +121,9 @@ def _makespan(schedule: str, num_microbatches: int, durations: tuple[Durations, 
     return simulate(build_schedule(schedule, len(durations), num_microbatches), 1, durations).makespan
 
 
-def _chunk(plan: Plan, layers: Mapping[_Kind, LayerTime], numbers: Sequence[int]) -> float:
+def _chunk(
+    plan: Plan, kinds: Sequence[LayerKind], layers: Mapping[LayerKind, LayerTime], numbers: Sequence[int]
+) -> float:
     """Return the time of a chunk's layers, of which block recompute and offload take the first ones only."""
     model = plan.model
     again = offloaded = len(numbers)
@@ -135,7 +131,7 @@ def _chunk(plan: Plan, layers: Mapping[_Kind, LayerTime], numbers: Sequence[int]
         again = min(again, model.recompute_num_layers or 1)
     if model.cpu_offloading:
         offloaded = min(offloaded, model.num_offloaded_layers)
-    seconds, kinds = 0.0, _kinds(plan)
+    seconds = 0.0
     for kind, layer in layers.items():
         places = [place for place, number in enumerate(numbers) if kinds[number] == kind]
         seconds += len(places) * layer.total

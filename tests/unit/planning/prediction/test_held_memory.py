@@ -189,8 +189,10 @@ def assert_held(cell: Cell) -> None:
 def counted_flops(plan: Plan, cores: int = 0) -> float:
     """Return the operations of a step; torch counts no flash attention, and of other attention the unused half too."""
     model, s = plan.model, plan.seq_length
-    half = 2.0 * s * s * model.query_projection_size * model.num_layers
-    return 3.0 * plan.global_batch_size * (model.forward_flops_per_sequence(s) + (2 * cores - 1) * half)
+    of_scores = 4.0 * model.query_projection_size
+    used = sum((window or s) * (s - (window or s) / 2) for window in model.layer_windows)
+    counted = model.forward_flops_per_sequence(s) + of_scores * (cores * model.num_layers * s * s - used)
+    return 3.0 * plan.global_batch_size * counted
 
 
 def cell_of(number: int) -> Cell:
