@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads, key_value_heads_of_rank
@@ -75,13 +75,18 @@ def saved_bytes(
 
     qkv = kept("linear_qkv", rows, (heads + 2 * groups) * width, config.hidden_size)
     proj = kept("linear_proj", tokens, config.hidden_size, heads * width)
-    fc1 = kept("linear_fc1", rows, fc1_width, config.hidden_size)
-    fc2 = kept("linear_fc2", tokens, config.hidden_size, ffn)
     experts: Mapping[str, int] | None = None
-    if config.moe_layers[config.kind_of(layer_number or 0)]:
+    has_experts = config.moe_layers[config.kind_of(layer_number or 0)]
+    whole_width = (config.moe_shared_expert_intermediate_size or 0) // tp if has_experts else ffn
+    fc1 = kept("linear_fc1", rows, whole_width * (2 if config.is_gated else 1), config.hidden_size)
+    fc2 = kept("linear_fc2", tokens, config.hidden_size, whole_width)
+    if has_experts:
         layer = ExpertLayer(config, tokens, micro_batch_size, element)
-        experts = {} if "moe" in modules else layer.kept()
-        fc1, fc2 = KeptInput(is_whole="moe" in modules or layer.keeps_input), KeptInput(is_whole=False)
+        experts = {} if "moe" in modules else layer.kept(shared_keeps=fc2.is_whole)
+        is_alone = "moe" in modules or "shared_experts" in modules or not whole_width
+        keeps = "moe" in modules or layer.keeps_input(shared_keeps=fc1.is_whole)
+        fc1 = KeptInput(keeps) if is_alone else replace(fc1, is_whole=keeps)
+        fc2 = KeptInput(is_whole=False) if is_alone else replace(fc2, is_whole=False)
     elif "mlp" in modules:
         # Kept is what the feed-forward is computed from.
         fc1, fc2 = KeptInput(is_whole=True), KeptInput(is_whole=False)

@@ -43,7 +43,8 @@ class Implementation:
     ``half_gradient_bytes`` those of an fp16 model's gradient while layers run. Beside fp8 a program may keep no weights
     in 16 bits. One without flash attention has its scores in memory. ``follows_recipes`` says that casts to fp8 and
     exchanges are those of the run's recipe here, and not transformer-engine's. ``fuses_permutation`` says that tokens
-    are sorted by expert in one kernel.
+    are sorted by expert in one kernel, ``loops_over_experts`` that each expert's products are launched for themselves
+    in 16 bits too.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Implementation:
     takes_any_microbatches: bool = False
     follows_recipes: bool = False
     fuses_permutation: bool = False
+    loops_over_experts: bool = False
     schedules_zero_bubble: bool = False
 
 
@@ -79,6 +81,7 @@ MEGATRON_TE = Implementation(
     caches_float8_weights=True,
     is_rotation_fused=False,
     fuses_permutation=True,
+    loops_over_experts=True,
 )
 MEGATRON_BRIDGE = dataclasses.replace(
     MEGATRON_TE,

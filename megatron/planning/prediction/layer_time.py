@@ -14,7 +14,7 @@ from megatron.planning.gpu import AttentionRate, Gpu
 from megatron.planning.layer_kinds import LayerKind
 from megatron.planning.layer_widths import key_value_width
 from megatron.planning.plan import Plan
-from megatron.planning.prediction.expert_time import LAUNCHES, NO_EXPERTS, expert_time
+from megatron.planning.prediction.expert_time import NO_EXPERTS, ExpertTime, expert_time
 from megatron.planning.prediction.float8_work import float8_cast_bytes
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import (
@@ -96,6 +96,8 @@ def layer_time(
     parts = [(_product(product, plan.num_tokens, rate, gpu), product.passes) for product, rate in rates]
     computed = sum(seconds for seconds, _ in parts)
     once = sum(seconds / passes for seconds, passes in parts)
+    # The last two products are those of the feed-forward, or of the experts' shared one.
+    feed_forward = sum(seconds / passes for seconds, passes in parts[2 : len(products)])
     passes = passed / (gpu.memory_bandwidth * implementation.times.pass_share)
     # Experts without a shared one have no tensor-parallel region of their own: exchanges are those of attention.
     exchanged = _tensor_parallel(plan, gpu, implementation, in_float8=in_float8) * len(products) / 4
@@ -108,9 +110,9 @@ def layer_time(
         tensor_parallel=exchanged,
         context_parallel=max(0.0, ring - forward - backward),
         expert_parallel=experts.exchanges,
-        again=_again(plan.model, once + (passes + exchanged) / 3 + forward, forward, once, experts.forward),
+        again=_again(plan, once + (passes + exchanged) / 3 + forward, forward, feed_forward, experts),
         offload=_offload(plan, gpu, kept, once + passes / 3 + forward),
-        floor=(_LAUNCHES + LAUNCHES * has_experts) * _LAUNCH_S,
+        floor=(_LAUNCHES + experts.launches) * _LAUNCH_S,
         forward=once + (passes + exchanged) / 3 + forward + experts.forward,
         weight_gradients=0.0 if plan.model.lora_rank else once,
     )
@@ -134,7 +136,7 @@ def _peak(model: GPTConfig, gpu: Gpu) -> float:
 def _cast_bytes(plan: Plan, implementation: Implementation, *, has_experts: bool) -> float:
     """Return the bytes of making a layer's operands in fp8."""
     if implementation.follows_recipes:
-        return float8_cast_bytes(plan.model, plan.num_tokens, plan.num_rows)
+        return float8_cast_bytes(plan.model, plan.num_tokens, plan.num_rows, has_experts=has_experts)
     return fused_cast_bytes(plan, has_experts=has_experts)
 
 
@@ -194,14 +196,20 @@ def _ring(plan: Plan, gpu: Gpu) -> float:
     return 3 * Links(gpu, plan.parallel_sizes).context_parallel_seconds(message)
 
 
-def _again(model: GPTConfig, forward: float, attention: float, products: float, experts: float) -> float:
-    """Return what is computed a second time, as if all layers of a chunk were the first ones."""
-    if model.recompute_granularity == "full":
-        return forward + experts
-    modules = model.recomputed_modules
-    if experts:
-        return attention * ("core_attn" in modules) + experts * ("moe" in modules)
-    return attention * ("core_attn" in modules) + products * 2 / 3 * ("mlp" in modules)
+def _again(plan: Plan, forward: float, attention: float, feed_forward: float, experts: ExpertTime) -> float:
+    """Return what is computed a second time, as if all layers of a chunk were the first ones.
+
+    ``feed_forward`` are the products of a dense feed-forward, or of the shared expert.
+    """
+    if plan.model.recompute_granularity == "full":
+        return forward + experts.forward
+    modules = plan.model.recomputed_modules
+    again = attention * ("core_attn" in modules)
+    if experts is NO_EXPERTS:
+        return again + feed_forward * ("mlp" in modules)
+    if "moe" in modules:
+        return again + experts.forward + feed_forward
+    return again + feed_forward * ("shared_experts" in modules) + experts.activation * ("moe_act" in modules)
 
 
 def _offload(plan: Plan, gpu: Gpu, kept: LayerBytes, forward: float) -> float:

@@ -17,6 +17,8 @@ from megatron.planning.prediction.implementations import Implementation, impleme
 from megatron.planning.prediction.measured_runs import Fields
 
 _PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
+_RECIPES = {"current": "tensorwise", "tensorwise": "tensorwise", "mx": "mxfp8", "block": "blockwise", "row": "rowwise"}
+"""Recipes of fp8 by what a description of a precision calls them."""
 _RECOMPUTES = ("none", "selective", "full", "cpu_offload")
 _MOST_LAYERS, _MOST_RANKS = 10_000, 100_000
 _EXPERT_FIELDS = ("num_experts", "num_moe_experts", "moe_num_experts", "n_routed_experts")
@@ -130,6 +132,12 @@ def _precision(fields: Fields) -> str:
     return words[0] if words else ""
 
 
+def _float8_recipe(fields: Fields) -> str:
+    """Return the recipe of fp8 that the words behind it name."""
+    words = fields.text("precision").lower()
+    return next((recipe for word, recipe in _RECIPES.items() if word in words), "delayed")
+
+
 def _model(fields: Fields, shape: Fields, sizes: ParallelSizes) -> GPTConfig:
     tp, pp, cp = sizes.tp, sizes.pp, sizes.cp
     experts = _num_experts(shape)
@@ -182,6 +190,7 @@ def _model(fields: Fields, shape: Fields, sizes: ParallelSizes) -> GPTConfig:
         cpu_offloading=recompute == "cpu_offload",
         cpu_offloading_num_layers=int(_told(fields, "num-layers", "1")) if recompute == "cpu_offload" else 0,
         fp8_format="hybrid" if precision == "fp8" else None,
+        fp8_recipe=_float8_recipe(fields),
         num_experts=experts,
         moe_ffn_hidden_size=shape.integer("moe_ffn_hidden_size") if experts else 0,
         moe_router_topk=shape.integer("moe_router_topk") if experts else 2,

@@ -41,7 +41,7 @@ def saved_on_cpu(
     parts["norms of queries and keys"] = tokens * of_heads
     if model.is_gated and model.moe_layers[model.kind_of(layer_number or 0)]:
         experts = ExpertLayer(model, tokens, micro_batch_size, element)
-        gates = experts.given * experts.width + tokens * experts.shared_width
+        gates = experts.given * experts.width + tokens * experts.shared_width * ("shared_experts" not in modules)
         parts["gate"] = gates * element * ("moe" not in modules)
     elif model.is_gated and "mlp" not in modules:
         parts["gate"] = tokens * (model.ffn_hidden_size // t) * element

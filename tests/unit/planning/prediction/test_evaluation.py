@@ -252,12 +252,15 @@ def test_spread_experts_take_less_memory_and_no_less_time_for_their_tokens(tmp_p
     assert spread.prediction.time.layer.expert_parallel > 0.0
 
 
-def test_experts_in_fp8_are_refused_under_ours(tmp_path: Path) -> None:
-    each = predicted(tmp_path, **EXPERTS)
-    path = tmp_path / "runs.json"
-    path.write_text(json.dumps({"runs": [each.run.fields.values]}))
-    output = tmp_path / "predictions.json"
-    assert main(["--evaluate", str(path), "--implementation", "ours", "--output", str(output)]) == 0
-    (prediction,) = json.loads(output.read_text())["runs"]
-    assert prediction["outcome"] == "error"
-    assert "use bf16" in prediction["reason"]
+def test_experts_in_fp8_take_a_recipe_that_we_have_under_ours(tmp_path: Path) -> None:
+    path, output = tmp_path / "ours.json", tmp_path / "predictions.json"
+    outcomes = {}
+    for precision in ("fp8", "fp8 current scaling"):
+        each = predicted(tmp_path, **EXPERTS, precision=precision)
+        path.write_text(json.dumps({"runs": [each.run.fields.values]}))
+        assert main(["--evaluate", str(path), "--implementation", "ours", "--output", str(output)]) == 0
+        (outcomes[precision],) = json.loads(output.read_text())["runs"]
+    assert outcomes["fp8"]["outcome"] == "error"
+    assert "--fp8-recipe tensorwise" in outcomes["fp8"]["reason"]
+    assert outcomes["fp8 current scaling"]["reason"] is None
+    assert outcomes["fp8 current scaling"]["ms_per_iter"] > 0
