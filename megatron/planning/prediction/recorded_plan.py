@@ -57,12 +57,14 @@ def recorded_plan(fields: Fields) -> Plan:
     if global_batch_size is None:
         global_batch_size = fields.integer("num_microbatches") * micro_batch_size * dp
     is_sharded = fields.switch("distributed_optimizer", default=True)
-    strategy = "no_shard" if fields.values.get("fsdp") in (None, 0, 1) else "optim_grads_params"
+    fsdp = fields.optional("fsdp") if fields.values.get("fsdp") else None
+    strategy = "no_shard" if fsdp in (None, 1) else "optim_grads_params"
     return Plan(
         model=model,
         ddp=DistributedDataParallelConfig(
             use_distributed_optimizer=is_sharded,
             data_parallel_sharding_strategy=strategy,
+            num_distributed_optimizer_instances=1 if strategy == "no_shard" else dp * cp // (fsdp or 1),
             overlap_grad_reduce=fields.switch("overlap_grad_reduce", default=True),
             overlap_param_gather=is_sharded and fields.switch("overlap_param_gather", default=True),
         ),
@@ -115,10 +117,8 @@ def _wrong_experts(shape: Fields, sizes: ParallelSizes) -> list[str]:
 def _unknown(fields: Fields, num_replicas: int) -> list[str]:
     problems = []
     shards = fields.optional("fsdp") if fields.values.get("fsdp") else None
-    if shards not in (None, 1, num_replicas):
-        problems.append(
-            f"fsdp {shards} shards weights over a part of the ranks, which is not planned; use {num_replicas}"
-        )
+    if shards is not None and num_replicas % shards:
+        problems.append(f"fsdp {shards} does not divide the {num_replicas} ranks with the same weights; use a divisor")
     if _precision(fields) not in _PRECISIONS:
         problems.append(f"precision {fields.text('precision')} is not known; use one of {', '.join(_PRECISIONS)}")
     if fields.text("recompute", "none") not in _RECOMPUTES:

@@ -51,11 +51,6 @@ def _batches(plan: Plan, implementation: Implementation) -> Iterator[str]:
 
 def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> Iterator[str]:
     model, pp = plan.model, plan.parallel_sizes.pp
-    if plan.ddp.num_distributed_optimizer_instances > 1:
-        yield (
-            f"--num-distributed-optimizer-instances {plan.ddp.num_distributed_optimizer_instances}: copies of what is "
-            "sharded are not planned; plan without it, and add the copies' share to the memory"
-        )
     if plan.optimizer.optimizer == "muon":
         yield "the memory and time of --optimizer muon are not planned; plan with adam, which keeps one moment more"
     if model.cpu_offloading and pp > 1 and not implementation.offloads_in_pipelines:
