@@ -37,6 +37,7 @@ LLAMA_70B = (
 AGAIN = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "layernorm")
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 BLOCK = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "3")
+PARTS = ("--recompute-granularity", "selective", "--recompute-modules", "moe_act", "shared_experts")
 ZERO_BUBBLE = ("--pipeline-schedule", "zero-bubble")
 SHARDED = ("--data-parallel-sharding-strategy", "optim_grads")
 TWO_CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
@@ -79,6 +80,7 @@ def layout_cases() -> Iterator[LayoutCase]:
         *((2, 1, 1, more) for more in ((), AGAIN, FULL, BLOCK, (*FP8, *TENSORWISE), ADAPTERS, SHARDED)),
         *((tp, 1, 1, ()) for tp in (1, 4)),
         *((2, 1, 2, more) for more in ((), ("--cp-comm-type", "all_gather"))),
+        *((2, 1, 1, more) for more in (("--qk-layernorm",), ("--norm-placement", "both"))),
         *((1, 2, 1, more) for more in ((), AGAIN, ("--decoder-last-pipeline-num-layers", "3"))),
         (1, 2, 1, ("--pipeline-model-parallel-layout", "Ettt|tttttL")),
         (1, 4, 1, ()),
@@ -93,6 +95,8 @@ def layout_cases() -> Iterator[LayoutCase]:
         ((2, 1, 1), 8, ("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1")),
         ((1, 1, 1), 4, ("--moe-token-dispatcher-type", "allgather", "--num-experts", "32")),
         ((2, 1, 1), 8, (*EXPERTS_OF_FOUR, "--recompute-granularity", "selective", "--recompute-modules", "moe")),
+        ((1, 1, 1), 8, (*EXPERTS_OF_FOUR, *FP8, *TENSORWISE)),
+        ((1, 1, 1), 8, (*EXPERTS_OF_FOUR, *PARTS)),
         ((1, 1, 1), 8, (*EXPERTS_OF_FOUR, *FULL, "--moe-router-score-function", "sigmoid")),
     ):
         yield _case("MoE", (*EXPERTS, *COMMON), sizes, world, 4 * world, more)

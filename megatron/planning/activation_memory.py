@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads, key_value_heads_of_rank
@@ -21,6 +21,8 @@ from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.kept_inputs import KeptInput, kept_input
+from megatron.planning.layer_kinds import LayerKind, layer_kinds
+from megatron.planning.norm_memory import kept_behind, kept_by_head_norms, norm_numbers
 from megatron.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -73,13 +75,18 @@ def saved_bytes(
 
     qkv = kept("linear_qkv", rows, (heads + 2 * groups) * width, config.hidden_size)
     proj = kept("linear_proj", tokens, config.hidden_size, heads * width)
-    fc1 = kept("linear_fc1", rows, fc1_width, config.hidden_size)
-    fc2 = kept("linear_fc2", tokens, config.hidden_size, ffn)
     experts: Mapping[str, int] | None = None
-    if config.moe_layers[config.kind_of(layer_number or 0)]:
+    has_experts = config.moe_layers[config.kind_of(layer_number or 0)]
+    whole_width = (config.moe_shared_expert_intermediate_size or 0) // tp if has_experts else ffn
+    fc1 = kept("linear_fc1", rows, whole_width * (2 if config.is_gated else 1), config.hidden_size)
+    fc2 = kept("linear_fc2", tokens, config.hidden_size, whole_width)
+    if has_experts:
         layer = ExpertLayer(config, tokens, micro_batch_size, element)
-        experts = {} if "moe" in modules else layer.kept()
-        fc1, fc2 = KeptInput(is_whole="moe" in modules or layer.keeps_input), KeptInput(is_whole=False)
+        experts = {} if "moe" in modules else layer.kept(shared_keeps=fc2.is_whole)
+        is_alone = "moe" in modules or "shared_experts" in modules or not whole_width
+        keeps = "moe" in modules or layer.keeps_input(shared_keeps=fc1.is_whole)
+        fc1 = KeptInput(keeps) if is_alone else replace(fc1, is_whole=keeps)
+        fc2 = KeptInput(is_whole=False) if is_alone else replace(fc2, is_whole=False)
     elif "mlp" in modules:
         # Kept is what the feed-forward is computed from.
         fc1, fc2 = KeptInput(is_whole=True), KeptInput(is_whole=False)
@@ -94,8 +101,11 @@ def saved_bytes(
     parts = {
         # In front of each norm: its sum, and numbers a token.
         "stream": 2 * hidden,
-        "norm numbers": num_norms * rows * wide * (2 if config.normalization == "LayerNorm" else 1),
+        "norm numbers": num_norms * rows * wide * norm_numbers(config),
         "norm outputs": norm_outputs,
+        "norms behind": kept_behind(config, rows, element),
+        "norms of queries and keys": tokens
+        * kept_by_head_norms(config, heads, groups, element, is_plain=False, is_copied=is_copied),
         "query, key, value": tokens * (heads + 2 * shared) * width * element,
         "gathered keys and values": _gathered(config, layer_number or 0) * 2 * tokens * groups * width * element,
         "attention numbers": 0 if "core_attn" in modules else tokens * heads * wide,
@@ -159,13 +169,8 @@ def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> Sequence[LayerBy
     models = [plan.model]
     if plan.model.recompute_granularity is not None:
         models.append(dataclasses.replace(plan.model, recompute_granularity=None))
-    float8_layers = plan.model.float8_layers(plan.model.num_layers)
-    has_ranks = plan.model.context_parallel_size > 1
-    kinds = [
-        (number in float8_layers, has_experts, plan.model.cp_exchange(number) if has_ranks else "")
-        for number, has_experts in enumerate(plan.model.moe_layers)
-    ]
-    of_kind: dict[tuple[bool, bool, str], LayerBytes] = {}
+    kinds = layer_kinds(plan.model, plan.seq_length)
+    of_kind: dict[LayerKind, LayerBytes] = {}
     for number, kind in enumerate(kinds):
         if kind not in of_kind:
             several = (saved(model, plan.seq_length, plan.micro_batch_size, number) for model in models)

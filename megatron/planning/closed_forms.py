@@ -157,9 +157,10 @@ def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
     model = here.config.model
     float8_layers, has_experts = model.float8_layers(model.num_layers), model.moe_layers
     of_experts = {place for place, number in enumerate(chunk.layer_numbers) if has_experts[number]}
-    if of_experts:
-        _add_experts(total, here, of_experts, full, early)
     for in_float8 in (False, True):
+        places = {place for place in of_experts if (chunk.layer_numbers[place] in float8_layers) == in_float8}
+        if places:
+            _add_experts(total, here, places, full, early, in_float8=in_float8)
         own = [
             place
             for place, number in enumerate(chunk.layer_numbers)
@@ -261,7 +262,9 @@ def _add_over_tp(total: _Sum, operation: str, num_bytes: int, count: int) -> Non
     total.add(operation, TP, num_bytes, count)
 
 
-def _add_experts(total: _Sum, here: _Rank, places: set[int], full: int, early: set[int]) -> None:
+def _add_experts(
+    total: _Sum, here: _Rank, places: set[int], full: int, early: set[int], *, in_float8: bool = False
+) -> None:
     """Add what layers of experts send for all micro-batches; those at the first ``full`` places run forward again.
 
     Those at ``early`` places, and feed-forwards that alone run again, stop when all that they save is there.
@@ -272,11 +275,15 @@ def _add_experts(total: _Sum, here: _Rank, places: set[int], full: int, early: s
     stopped = m * len(early & places) + (fed_again if model.hidden_dropout == 0.0 else 0)
     layer = ExpertLayer(model, here.tokens, here.config.training.micro_batch_size, here.element)
     layer.add_traffic(total.add, entered + fed_again, entered + fed_again - stopped, backward)
-    _add_layer_ends(total, here, False, entered, entered, backward, ("attention",))
+    _add_layer_ends(total, here, in_float8, entered, entered, backward, ("attention",))
     if layer.shared_width:
         stopped = 0 if model.moe_shared_expert_gate or model.moe_shared_expert_overlap else stopped
         again = entered + fed_again
-        _add_layer_ends(total, here, False, again, again - stopped, backward, ("feed-forward",))
+        left = again - stopped
+        if "shared_experts" in model.recomputed_modules and not fed_again:
+            # Run again, it ends where all that is saved is there, which with a gate is behind its last sum.
+            again, left = again + backward, left + (backward if model.moe_shared_expert_gate else 0)
+        _add_layer_ends(total, here, in_float8, again, left, backward, ("feed-forward",))
 
 
 def _add_layer_ends(
@@ -291,7 +298,9 @@ def _add_layer_ends(
     """Add what a number of layers send where they enter and leave these tensor-parallel regions."""
     A = here.hidden_bytes
     if here.config.model.sequence_parallel and in_float8:
-        _float8_ends(here).add(partial(_add_over_tp, total), entered, left, backward)
+        for region in regions:
+            times = entered if region == "attention" else left
+            _float8_ends(here).add(partial(_add_over_tp, total), entered, times, backward)
     elif here.config.model.sequence_parallel:
         qkv, proj, fc1, fc2 = (linear_overlap(here.config.model, name) for name in ("qkv", "proj", "fc1", "fc2"))
         if fc2.forward or fc2.backward:

@@ -113,10 +113,14 @@ class ExpertLayer:
         """Return the bytes of an element of the router's product."""
         return max(self.element, _ROUTER_BYTES[self.model.moe_router_dtype])
 
-    @property
-    def keeps_input(self) -> bool:
-        """Return whether the layer's input is kept as it came: by the router, or by the shared expert."""
-        return self.router_element == self.element or self.shared_width > 0
+    def keeps_input(self, *, shared_keeps: bool = True) -> bool:
+        """Return whether the layer's input is kept as it came: by the router, or by the shared expert.
+
+        ``shared_keeps`` says that the shared expert's first product would keep it.
+        """
+        model = self.model
+        of_shared = shared_keeps or model.moe_shared_expert_gate or "shared_experts" in model.recomputed_modules
+        return self.router_element == self.element or (self.shared_width > 0 and of_shared)
 
     @property
     def at_work(self) -> int:
@@ -127,17 +131,22 @@ class ExpertLayer:
         experts = max(copies * self.choices * h, self.given * width, self.given * (self.gates * width - h))
         return max(experts, self.tokens * self.shared_width * (self.gates + 1))
 
-    def kept(self) -> Mapping[str, int]:
-        """Return by part what the layer keeps beside its input."""
-        h, e = self.model.hidden_size, self.element
-        shared = self.tokens * self.shared_width * (self.gates + 1) * e
-        if self.model.moe_shared_expert_gate:
+    def kept(self, *, shared_keeps: bool = True) -> Mapping[str, int]:
+        """Return by part what the layer keeps beside its input.
+
+        ``shared_keeps`` says that the shared expert's second product keeps its input as it came.
+        """
+        h, e, modules = self.model.hidden_size, self.element, self.model.recomputed_modules
+        shared = self.tokens * self.shared_width * (self.gates + shared_keeps) * e
+        if "shared_experts" in modules:
+            shared = 0
+        elif self.model.moe_shared_expert_gate:
             rows = self.rows if self.model.sequence_parallel else self.tokens
             shared += rows * (h + 1) * e
         return {
             "router": self._router(),
             "experts' inputs": self.given * h * e,
-            "experts": self.given * self.width * (self.gates + 1) * e,
+            "experts": self.given * self.width * (self.gates + ("moe_act" not in modules)) * e,
             "experts' outputs": self.choices * h * e,
             "shared expert": shared,
             "places of tokens": self._places(),

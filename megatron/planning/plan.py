@@ -100,7 +100,7 @@ class Plan:
 
 
 def refuse_unplanned(model: GPTConfig) -> None:
-    """Refuse to plan a model with latent attention or further tokens, or parts of experts' layers that run again.
+    """Refuse to plan a model with latent attention or further tokens.
 
     Raises:
         ConfigurationError: it has some of these.
@@ -114,12 +114,6 @@ def refuse_unplanned(model: GPTConfig) -> None:
                 f"{name}: activations, time and traffic of such a model are not planned; "
                 f"tools/report_theoretical_memory.py has its parameters, or leave {name} out"
             )
-    unplanned = [name for name in model.recomputed_modules if name in ("moe_act", "shared_experts")]
-    if unplanned:
-        raise ConfigurationError(
-            f"--recompute-modules {' '.join(unplanned)}: what is kept and sent then is not planned; leave it out, or "
-            "give moe"
-        )
 
 
 _Schedule = tuple[str, int, int, int, int, int | None]

@@ -1,7 +1,8 @@
 """How long the experts of a layer take for one micro-batch on one rank, where tokens spread evenly over them.
 
-The products of a rank's experts are as fast as one large product; each of their weights is read from memory and its
-gradient added there, however few rows it has. Nothing here is fitted.
+The products of a rank's experts are as fast as one large product, unless the host is slower where each is launched for
+itself; each of their weights is read from memory and its gradient added there, however few rows it has. Nothing here
+is fitted.
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.gpu import Gpu
 from megatron.planning.plan import Plan
+from megatron.planning.prediction.float8_work import float8_expert_cast_bytes
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.links import Links
 
-LAUNCHES = 60
+_LAUNCHES = 60
 """Kernels of a router, a dispatch and experts beside those of a dense layer, forward and backward. Assumed."""
+_LOOP_LAUNCHES, _CASTS = 6, 10
+"""Kernels of one expert whose products are its own, and operands of them that are rounded to fp8: counted."""
+_CAST_LAUNCHES = {"delayed": 2, "tensorwise": 3}
+"""Kernels that round an operand; recipes with scales of rows and blocks take some twenty of torch's own."""
 _MEMORY_SHARE = 0.85
 _SCORE_PASSES = 14
 """How often a score of the router is read or written: softmax, the best, their weights, losses; and back. Counted."""
@@ -28,12 +34,16 @@ _WEIGHT_BYTES = 12
 
 @dataclass(frozen=True)
 class ExpertTime:
-    """Hold the seconds of a layer's experts by part, and those of the products and exchanges of the forward pass."""
+    """Hold the seconds of a layer's experts by part, and those of the forward pass's products and of its activation,
+    which is among the passes; and how many kernels there are, forward and backward.
+    """
 
     products: float
     passes: float
     exchanges: float
     forward_products: float
+    activation: float
+    launches: int
 
     @property
     def forward(self) -> float:
@@ -41,7 +51,7 @@ class ExpertTime:
         return self.forward_products + self.passes / 3 + self.exchanges / 2
 
 
-NO_EXPERTS = ExpertTime(0.0, 0.0, 0.0, 0.0)
+NO_EXPERTS = ExpertTime(0.0, 0.0, 0.0, 0.0, 0.0, 0)
 
 
 def expert_layer(plan: Plan) -> ExpertLayer:
@@ -62,12 +72,15 @@ def expert_time(plan: Plan, gpu: Gpu, implementation: Implementation, peak: floa
     router_peak = gpu.single_flops if is_single else gpu.half_flops
     once += 2.0 * layer.rows * h * layer.num_experts / (router_peak * gpu.product_share)
     moves = 2 * _FUSED_MOVES if implementation.fuses_permutation else sum(layer.moved_rows)
-    passed = layer.choices * h * layer.element * moves
+    passed: float = layer.choices * h * layer.element * moves
     passed += layer.given * layer.width * layer.element * (3 * layer.gates + 2)
     passed += layer.rows * layer.num_experts * layer.wide * _SCORE_PASSES
-    if in_float8:
+    if in_float8 and implementation.follows_recipes:
+        passed += float8_expert_cast_bytes(layer)
+    elif in_float8:
         # Inputs and gradients are read in 16 bits and written in 8, as they are and transposed.
         passed += layer.given * (5 * (h + layer.width) + 4 * (layer.gates * layer.width + h))
+    passing = gpu.memory_bandwidth * implementation.times.pass_share
     links = Links(gpu, plan.parallel_sizes)
     if plan.model.moe_token_dispatcher_type == "alltoall":
         exchanges = 4 * links.expert_exchange_seconds(layer.choices * h * layer.element)
@@ -75,7 +88,17 @@ def expert_time(plan: Plan, gpu: Gpu, implementation: Implementation, peak: floa
         exchanges = 4 * links.expert_gather_seconds(layer.rows * layer.num_ranks * h * layer.element)
     return ExpertTime(
         products=3 * once,
-        passes=passed / (gpu.memory_bandwidth * implementation.times.pass_share),
+        passes=passed / passing,
         exchanges=exchanges,
         forward_products=once,
+        activation=layer.given * layer.width * layer.element * (layer.gates + 1) / passing,
+        launches=_LAUNCHES + layer.num_local * _of_an_expert(plan, implementation, in_float8=in_float8),
     )
+
+
+def _of_an_expert(plan: Plan, implementation: Implementation, *, in_float8: bool) -> int:
+    """Return the kernels of each expert, which there are where products are not grouped into one."""
+    if not (in_float8 or implementation.loops_over_experts):
+        return 0
+    recipe = plan.model.fp8_recipe if implementation.follows_recipes else "delayed"
+    return _LOOP_LAUNCHES + in_float8 * _CASTS * _CAST_LAUNCHES.get(recipe, 20)

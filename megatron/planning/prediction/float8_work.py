@@ -8,6 +8,8 @@ that a dry run shows; for one scale a matrix they are equal.
 from __future__ import annotations
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.prediction.layer_work import layer_products
 from megatron.planning.traffic.float8_traffic import fills_blocks, gathers_gradients
 
@@ -22,16 +24,37 @@ _OF_WHOLE = ("delayed", "tensorwise")
 """Recipes in which a matrix and its transpose are rounded alike, so that both are written by one pass."""
 
 
-def float8_cast_bytes(model: GPTConfig, tokens: int, rows: int) -> float:
-    """Return the bytes; ``tokens`` are those of the products, ``rows`` those of the residual stream on a rank."""
+def cast_passes(model: TransformerConfig) -> tuple[int, int, int]:
+    """Return the bytes a number of rounding an operand, of its transpose beside it, and of a weight a second time."""
+    if model.fp8_recipe not in _OF_WHOLE:
+        return (_BY_TORCH[model.fp8_recipe],) * 3
+    plain = _HALF + _EIGHTH + (_AMAX if model.fp8_recipe == "tensorwise" else 0)
+    return plain, _EIGHTH, _HALF + _EIGHTH
+
+
+def float8_expert_cast_bytes(layer: ExpertLayer) -> float:
+    """Return the bytes for the products of a rank's experts, whose inputs are kept in 16 bits and read again."""
+    model, h = layer.model, layer.model.hidden_size
+    plain, turned, weight_again = cast_passes(model)
+    again = plain if model.fp8_recipe in _OF_WHOLE else turned
+    total = 0
+    for inner, columns in ((h, layer.gates * layer.width), (layer.width, h)):
+        total += layer.given * (
+            inner * (plain + again * model.fp8_wgrad) + columns * (plain + turned * model.fp8_wgrad)
+        )
+        total += (plain + weight_again + _SUM * model.fp8_wgrad) * layer.num_local * inner * columns
+    return float(total)
+
+
+def float8_cast_bytes(model: GPTConfig, tokens: int, rows: int, *, has_experts: bool = False) -> float:
+    """Return the bytes; ``tokens`` are those of the products, ``rows`` those of the residual stream on a rank.
+
+    Of a feed-forward of experts only the shared one's are counted, if it is there.
+    """
     of_whole = model.fp8_recipe in _OF_WHOLE
-    plain, turned, weight_again = _HALF + _EIGHTH, _EIGHTH, _HALF + _EIGHTH
-    if model.fp8_recipe == "tensorwise":
-        plain += _AMAX
-    elif not of_whole:
-        plain = turned = weight_again = _BY_TORCH[model.fp8_recipe]
+    plain, turned, weight_again = cast_passes(model)
     is_cut, total = model.sequence_parallel and model.tensor_model_parallel_size > 1, 0
-    for number, product in enumerate(layer_products(model)):
+    for number, product in enumerate(layer_products(model, has_experts=has_experts)):
         is_column = number % 2 == 0
         has_turned = product.is_trained and model.fp8_wgrad
         given = rows if is_column else tokens

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 
 from megatron.core.errors import ConfigurationError
 from megatron.planning.activation_memory import SavedBytes, saved_bytes
-from megatron.planning.prediction.saved_by_megatron import saved_by_local_layers, saved_by_transformer_engine
+from megatron.planning.prediction.saved_by_megatron import (
+    saved_by_local_layers,
+    saved_by_megatron_bridge,
+    saved_by_transformer_engine,
+)
 from megatron.planning.prediction.saved_on_cpu import saved_on_cpu
 
 
@@ -39,7 +43,8 @@ class Implementation:
     ``half_gradient_bytes`` those of an fp16 model's gradient while layers run. Beside fp8 a program may keep no weights
     in 16 bits. One without flash attention has its scores in memory. ``follows_recipes`` says that casts to fp8 and
     exchanges are those of the run's recipe here, and not transformer-engine's. ``fuses_permutation`` says that tokens
-    are sorted by expert in one kernel.
+    are sorted by expert in one kernel, ``loops_over_experts`` that each expert's products are launched for themselves
+    in 16 bits too.
     """
 
     name: str
@@ -60,6 +65,7 @@ class Implementation:
     takes_any_microbatches: bool = False
     follows_recipes: bool = False
     fuses_permutation: bool = False
+    loops_over_experts: bool = False
     schedules_zero_bubble: bool = False
 
 
@@ -75,10 +81,12 @@ MEGATRON_TE = Implementation(
     caches_float8_weights=True,
     is_rotation_fused=False,
     fuses_permutation=True,
+    loops_over_experts=True,
 )
 MEGATRON_BRIDGE = dataclasses.replace(
     MEGATRON_TE,
     name="megatron-bridge",
+    saved=saved_by_megatron_bridge,
     times=dataclasses.replace(MEGATRON_TE.times, backward_share=1.0),
     is_rotation_fused=True,
     keeps_half_weights=False,

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planning.activation_memory import LayerBytes
 from megatron.planning.gpu import AttentionRate, Gpu
+from megatron.planning.layer_kinds import LayerKind
 from megatron.planning.layer_widths import key_value_width
 from megatron.planning.plan import Plan
-from megatron.planning.prediction.expert_time import LAUNCHES, NO_EXPERTS, expert_time
+from megatron.planning.prediction.expert_time import NO_EXPERTS, ExpertTime, expert_time
 from megatron.planning.prediction.float8_work import float8_cast_bytes
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import (
@@ -72,18 +73,17 @@ def layer_time(
     gpu: Gpu,
     implementation: Implementation,
     kept: LayerBytes,
-    *,
-    in_float8: bool,
-    has_experts: bool = False,
+    kind: LayerKind,
 ) -> LayerTime:
     """Return the time of one layer, forward and backward, with the recompute that is configured.
 
-    ``kept`` is what `layer_bytes` returned for the layer, and ``in_float8`` says that its products are in fp8.
+    ``kept`` is what `layer_bytes` returned for the layer.
     """
+    in_float8, has_experts = kind.in_float8, kind.has_experts
     products = layer_products(plan.model, has_experts=has_experts)
     half = _peak(plan.model, gpu)
     peak = gpu.float8_flops if in_float8 else half
-    forward, backward = _attention(plan, gpu, implementation)
+    forward, backward = _attention(plan, gpu, implementation, kind.window)
     passed = passed_bytes(
         plan, implementation.is_rotation_fused, implementation.has_flash_attention, has_experts=has_experts
     )
@@ -96,6 +96,8 @@ def layer_time(
     parts = [(_product(product, plan.num_tokens, rate, gpu), product.passes) for product, rate in rates]
     computed = sum(seconds for seconds, _ in parts)
     once = sum(seconds / passes for seconds, passes in parts)
+    # The last two products are those of the feed-forward, or of the experts' shared one.
+    feed_forward = sum(seconds / passes for seconds, passes in parts[2 : len(products)])
     passes = passed / (gpu.memory_bandwidth * implementation.times.pass_share)
     # Experts without a shared one have no tensor-parallel region of their own: exchanges are those of attention.
     exchanged = _tensor_parallel(plan, gpu, implementation, in_float8=in_float8) * len(products) / 4
@@ -108,9 +110,9 @@ def layer_time(
         tensor_parallel=exchanged,
         context_parallel=max(0.0, ring - forward - backward),
         expert_parallel=experts.exchanges,
-        again=_again(plan.model, once + (passes + exchanged) / 3 + forward, forward, once, experts.forward),
+        again=_again(plan, once + (passes + exchanged) / 3 + forward, forward, feed_forward, experts),
         offload=_offload(plan, gpu, kept, once + passes / 3 + forward),
-        floor=(_LAUNCHES + LAUNCHES * has_experts) * _LAUNCH_S,
+        floor=(_LAUNCHES + experts.launches) * _LAUNCH_S,
         forward=once + (passes + exchanged) / 3 + forward + experts.forward,
         weight_gradients=0.0 if plan.model.lora_rank else once,
     )
@@ -134,7 +136,7 @@ def _peak(model: GPTConfig, gpu: Gpu) -> float:
 def _cast_bytes(plan: Plan, implementation: Implementation, *, has_experts: bool) -> float:
     """Return the bytes of making a layer's operands in fp8."""
     if implementation.follows_recipes:
-        return float8_cast_bytes(plan.model, plan.num_tokens, plan.num_rows)
+        return float8_cast_bytes(plan.model, plan.num_tokens, plan.num_rows, has_experts=has_experts)
     return fused_cast_bytes(plan, has_experts=has_experts)
 
 
@@ -147,15 +149,15 @@ def _product(product: Product, tokens: int, peaks: tuple[float, float], gpu: Gpu
     return computed + written / (gpu.memory_bandwidth * MEMORY_SHARE)
 
 
-def _attention(plan: Plan, gpu: Gpu, implementation: Implementation) -> tuple[float, float]:
-    """Return the time of attention forward and backward."""
+def _attention(plan: Plan, gpu: Gpu, implementation: Implementation, window: int) -> tuple[float, float]:
+    """Return the time of attention forward and backward, where a query looks back to so many keys at most."""
     on_hopper = gpu.capability >= (9, 0)
     takes_cudnn = implementation.attention_on_hopper == "cudnn" and not plan.model.attention_dropout
     rates = gpu.cudnn if on_hopper and takes_cudnn else gpu.flash
-    rate: AttentionRate = rates[128 if plan.model.kv_channels > 64 else 64]
+    rate: AttentionRate = rates[128 if plan.model.head_width > 64 else 64]
     share = implementation.times.backward_share if on_hopper else 1.0
     ring = implementation.times.ring_share if plan.parallel_sizes.cp > 1 else 1.0
-    flops = attention_flops(plan)
+    flops = attention_flops(plan, window)
     forward = flops / (rate.forward * gpu.half_flops * ring)
     backward = _ATTENTION_BACKWARD * flops / (rate.backward * share * gpu.half_flops * ring)
     return forward, backward
@@ -194,14 +196,20 @@ def _ring(plan: Plan, gpu: Gpu) -> float:
     return 3 * Links(gpu, plan.parallel_sizes).context_parallel_seconds(message)
 
 
-def _again(model: GPTConfig, forward: float, attention: float, products: float, experts: float) -> float:
-    """Return what is computed a second time, as if all layers of a chunk were the first ones."""
-    if model.recompute_granularity == "full":
-        return forward + experts
-    modules = model.recomputed_modules
-    if experts:
-        return attention * ("core_attn" in modules) + experts * ("moe" in modules)
-    return attention * ("core_attn" in modules) + products * 2 / 3 * ("mlp" in modules)
+def _again(plan: Plan, forward: float, attention: float, feed_forward: float, experts: ExpertTime) -> float:
+    """Return what is computed a second time, as if all layers of a chunk were the first ones.
+
+    ``feed_forward`` are the products of a dense feed-forward, or of the shared expert.
+    """
+    if plan.model.recompute_granularity == "full":
+        return forward + experts.forward
+    modules = plan.model.recomputed_modules
+    again = attention * ("core_attn" in modules)
+    if experts is NO_EXPERTS:
+        return again + feed_forward * ("mlp" in modules)
+    if "moe" in modules:
+        return again + experts.forward + feed_forward
+    return again + feed_forward * ("shared_experts" in modules) + experts.activation * ("moe_act" in modules)
 
 
 def _offload(plan: Plan, gpu: Gpu, kept: LayerBytes, forward: float) -> float:

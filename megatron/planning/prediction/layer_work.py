@@ -6,6 +6,7 @@ Counts are for one micro-batch, forward and backward.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -56,17 +57,23 @@ def adapter_products(model: GPTConfig) -> list[Product]:
     return [Product(rank, size // rank) for name in model.adapted_parts for size, _ in adapter_parameters(model, name)]
 
 
-def attention_flops(plan: Plan) -> float:
-    """Return the operations of causal attention in one layer, forward; the backward pass has 2.5 times as many."""
-    ranks = plan.parallel_sizes.tp * plan.parallel_sizes.cp
-    return 2.0 * plan.seq_length**2 * plan.model.query_projection_size * plan.micro_batch_size / ranks
+def attention_flops(plan: Plan, window: int) -> float:
+    """Return the operations of causal attention in one layer, forward; the backward pass has 2.5 times as many.
+
+    A query looks back to ``window`` keys at most, its own among them.
+    """
+    model, s = plan.model, plan.seq_length
+    looked_at = window * (s - window / 2)
+    width = model.head_width * model.num_attention_heads
+    return 4.0 * looked_at * width * plan.micro_batch_size / (plan.parallel_sizes.tp * plan.parallel_sizes.cp)
 
 
 def megatron_step_flops(plan: Plan) -> float:
-    """Return the operations of a step as Megatron counts them for its TFLOP/s: attention as if it were not causal."""
+    """Return the operations of a step as Megatron counts them for its TFLOP/s: attention as if all looked at all."""
     model, s = plan.model, plan.seq_length
+    causal = dataclasses.replace(model, window_size=None, window_attn_skip_freq=None) if model.window_size else model
     unused_half = 2.0 * s * s * model.query_projection_size * model.num_layers
-    return 3.0 * plan.global_batch_size * (model.forward_flops_per_sequence(s) + unused_half)
+    return 3.0 * plan.global_batch_size * (causal.forward_flops_per_sequence(s) + unused_half)
 
 
 def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool, *, has_experts: bool = False) -> float:

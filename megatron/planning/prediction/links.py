@@ -30,10 +30,22 @@ class Links:
         c = self.sizes.cp
         return self._seconds(num_bytes * (c - 1), c, self.sizes.tp) if c > 1 else 0.0
 
-    def replica_seconds(self, num_bytes: float) -> float:
-        """Return the time of gathering or scattering so many bytes over the ranks with the same weights."""
-        n = self.sizes.num_replicas
+    def replica_seconds(self, num_bytes: float, copies: int = 1) -> float:
+        """Return the time of gathering or scattering so many bytes over the ranks with the same weights.
+
+        Where there are ``copies`` of what they share, each is over neighbours, an equal part of these ranks.
+        """
+        n = self.sizes.num_replicas // copies
         return self._seconds(num_bytes * (n - 1) / n, n, self.sizes.tp) if n > 1 else 0.0
+
+    def copies_seconds(self, num_bytes: float, copies: int, *, of_experts: bool = False) -> float:
+        """Return the time of summing so many bytes over the ranks in the same place of each copy."""
+        sizes = self.sizes
+        replicas, stride = sizes.num_replicas, sizes.tp
+        if of_experts:
+            replicas, stride = sizes.num_expert_replicas, sizes.ep * sizes.expert_tp
+        apart = stride * (replicas // copies)
+        return self._seconds(2 * num_bytes * (copies - 1) / copies, copies, apart) if copies > 1 else 0.0
 
     def expert_exchange_seconds(self, num_bytes: float) -> float:
         """Return the time of giving each rank that holds other experts its part of so many bytes."""
@@ -50,9 +62,9 @@ class Links:
         n = self.sizes.ep * self.sizes.expert_tp
         return self._seconds(num_bytes * (n - 1) / n, n, 1) if n > 1 else 0.0
 
-    def expert_replica_seconds(self, num_bytes: float) -> float:
+    def expert_replica_seconds(self, num_bytes: float, copies: int = 1) -> float:
         """Return the time of gathering or scattering so many bytes over the ranks with the same experts."""
-        n = self.sizes.num_expert_replicas
+        n = self.sizes.num_expert_replicas // copies
         stride = self.sizes.ep * self.sizes.expert_tp
         return self._seconds(num_bytes * (n - 1) / n, n, stride) if n > 1 else 0.0
 

@@ -17,6 +17,8 @@ from megatron.planning.prediction.implementations import Implementation, impleme
 from megatron.planning.prediction.measured_runs import Fields
 
 _PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
+_RECIPES = {"current": "tensorwise", "tensorwise": "tensorwise", "mx": "mxfp8", "block": "blockwise", "row": "rowwise"}
+"""Recipes of fp8 by what a description of a precision calls them."""
 _RECOMPUTES = ("none", "selective", "full", "cpu_offload")
 _MOST_LAYERS, _MOST_RANKS = 10_000, 100_000
 _EXPERT_FIELDS = ("num_experts", "num_moe_experts", "moe_num_experts", "n_routed_experts")
@@ -55,12 +57,14 @@ def recorded_plan(fields: Fields) -> Plan:
     if global_batch_size is None:
         global_batch_size = fields.integer("num_microbatches") * micro_batch_size * dp
     is_sharded = fields.switch("distributed_optimizer", default=True)
-    strategy = "no_shard" if fields.values.get("fsdp") in (None, 0, 1) else "optim_grads_params"
+    fsdp = fields.optional("fsdp") if fields.values.get("fsdp") else None
+    strategy = "no_shard" if fsdp in (None, 1) else "optim_grads_params"
     return Plan(
         model=model,
         ddp=DistributedDataParallelConfig(
             use_distributed_optimizer=is_sharded,
             data_parallel_sharding_strategy=strategy,
+            num_distributed_optimizer_instances=1 if strategy == "no_shard" else dp * cp // (fsdp or 1),
             overlap_grad_reduce=fields.switch("overlap_grad_reduce", default=True),
             overlap_param_gather=is_sharded and fields.switch("overlap_param_gather", default=True),
         ),
@@ -113,10 +117,8 @@ def _wrong_experts(shape: Fields, sizes: ParallelSizes) -> list[str]:
 def _unknown(fields: Fields, num_replicas: int) -> list[str]:
     problems = []
     shards = fields.optional("fsdp") if fields.values.get("fsdp") else None
-    if shards not in (None, 1, num_replicas):
-        problems.append(
-            f"fsdp {shards} shards weights over a part of the ranks, which is not planned; use {num_replicas}"
-        )
+    if shards is not None and num_replicas % shards:
+        problems.append(f"fsdp {shards} does not divide the {num_replicas} ranks with the same weights; use a divisor")
     if _precision(fields) not in _PRECISIONS:
         problems.append(f"precision {fields.text('precision')} is not known; use one of {', '.join(_PRECISIONS)}")
     if fields.text("recompute", "none") not in _RECOMPUTES:
@@ -128,6 +130,12 @@ def _precision(fields: Fields) -> str:
     """Return the first word of the precision: recipes of fp8 may be named behind it."""
     words = fields.text("precision", "bf16").lower().split()
     return words[0] if words else ""
+
+
+def _float8_recipe(fields: Fields) -> str:
+    """Return the recipe of fp8 that the words behind it name."""
+    words = fields.text("precision").lower()
+    return next((recipe for word, recipe in _RECIPES.items() if word in words), "delayed")
 
 
 def _model(fields: Fields, shape: Fields, sizes: ParallelSizes) -> GPTConfig:
@@ -182,6 +190,7 @@ def _model(fields: Fields, shape: Fields, sizes: ParallelSizes) -> GPTConfig:
         cpu_offloading=recompute == "cpu_offload",
         cpu_offloading_num_layers=int(_told(fields, "num-layers", "1")) if recompute == "cpu_offload" else 0,
         fp8_format="hybrid" if precision == "fp8" else None,
+        fp8_recipe=_float8_recipe(fields),
         num_experts=experts,
         moe_ffn_hidden_size=shape.integer("moe_ffn_hidden_size") if experts else 0,
         moe_router_topk=shape.integer("moe_router_topk") if experts else 2,

@@ -51,11 +51,6 @@ def _batches(plan: Plan, implementation: Implementation) -> Iterator[str]:
 
 def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> Iterator[str]:
     model, pp = plan.model, plan.parallel_sizes.pp
-    if plan.ddp.num_distributed_optimizer_instances > 1:
-        yield (
-            f"--num-distributed-optimizer-instances {plan.ddp.num_distributed_optimizer_instances}: copies of what is "
-            "sharded are not planned; plan without it, and add the copies' share to the memory"
-        )
     if plan.optimizer.optimizer == "muon":
         yield "the memory and time of --optimizer muon are not planned; plan with adam, which keeps one moment more"
     if model.cpu_offloading and pp > 1 and not implementation.offloads_in_pipelines:
@@ -75,8 +70,11 @@ def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> It
         yield "virtual stages need pp of 2 or more; leave out vpp or raise pp"
     if model.fp8_format is None:
         return
-    if model.num_experts is not None and implementation.follows_recipes:
-        yield "products of experts in fp8 are not planned; use bf16"
+    if model.num_experts is not None and implementation.follows_recipes and model.fp8_recipe == "delayed":
+        yield (
+            "experts in fp8 have no scales of earlier steps (--fp8-recipe delayed); use another recipe, such as the "
+            "precision fp8 current scaling (--fp8-recipe tensorwise), or use bf16"
+        )
     if gpu is not None and not gpu.float8_flops:
         able = ", ".join(name for name, each in GPUS.items() if each.float8_flops)
         yield f"{gpu.name} has no products in fp8; use bf16, or one of {able}"

@@ -6,6 +6,7 @@ With its own layers the counts are those of Korthikanti et al. 2022, https://arx
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planning.closed_forms import ELEMENT_BYTES
@@ -13,14 +14,17 @@ from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.layer_widths import key_value_width
 from megatron.planning.prediction.layer_work import score_elements
 
+_WIDE = 4
+
 
 def saved_by_transformer_engine(
-    model: GPTConfig, seq_length: int, micro_batch_size: int, layer_number: int
+    model: GPTConfig, seq_length: int, micro_batch_size: int, layer_number: int, *, weighs_early: bool = False
 ) -> Mapping[str, int]:
     """Return by part what a layer of transformer-engine's modules keeps of one micro-batch, with flash attention.
 
     In fp8 the inputs of products are kept in 8 bits; attention's output then twice, as attention needs it in 16. What
-    experts keep is taken to be in 16 bits.
+    experts keep is taken to be in 16 bits, unless ``weighs_early`` says that a token's weights are applied between an
+    expert's two products: then these too keep 8 bits beside fp8, and what experts give is not kept.
     """
     tokens, rows, element = _tokens(model, seq_length, micro_batch_size)
     if model.recompute_granularity == "full":
@@ -31,7 +35,14 @@ def saved_by_transformer_engine(
     queries, keys, ffn = model.query_projection_size // t, key_value_width(model), model.ffn_hidden_size // t
     feed_forward = {"feed-forward": tokens * ffn * ((2 if model.is_gated else 1) * element + product_input)}
     if model.moe_layers[layer_number]:
-        feed_forward = dict(ExpertLayer(model, tokens, micro_batch_size, element).kept())
+        experts = ExpertLayer(model, tokens, micro_batch_size, element)
+        feed_forward = dict(experts.kept())
+        if weighs_early:
+            feed_forward |= {
+                "experts' inputs": experts.given * h * product_input,
+                "experts": experts.given * experts.width * (experts.gates * element + product_input),
+                "experts' outputs": experts.given * _WIDE,
+            }
     parts = {
         "stream": 2 * rows * h * element,
         "norm outputs": 2 * rows * h * product_input,
@@ -43,6 +54,10 @@ def saved_by_transformer_engine(
         "dropout masks": 2 * rows * h * (model.hidden_dropout > 0.0),
     }
     return {name: size for name, size in parts.items() if size}
+
+
+saved_by_megatron_bridge = partial(saved_by_transformer_engine, weighs_early=True)
+"""What a layer keeps where Megatron-LM is of 2025, which multiplies an expert's middle by the weights of its tokens."""
 
 
 def saved_by_local_layers(

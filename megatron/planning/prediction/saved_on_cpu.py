@@ -9,6 +9,7 @@ from megatron.planning.activation_memory import saved_bytes
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.layer_widths import key_value_width
+from megatron.planning.norm_memory import kept_behind, kept_by_head_norms
 
 _WIDE = 4
 
@@ -16,7 +17,7 @@ _WIDE = 4
 def saved_on_cpu(
     model: GPTConfig, seq_length: int, micro_batch_size: int, layer_number: int | None = None
 ) -> Mapping[str, int]:
-    """Return by part what one layer keeps of one micro-batch, norms of queries left out.
+    """Return by part what one layer keeps of one micro-batch.
 
     To what fused kernels keep come: the input of each RMSNorm in float32, and what it is before its weight, in place of
     the stream unless the norm's output is computed again from that; the gate behind its activation; and queries and
@@ -29,22 +30,30 @@ def saved_on_cpu(
     tokens = seq_length // model.context_parallel_size * micro_batch_size
     rows = tokens // t if model.sequence_parallel else tokens
     modules = model.recomputed_modules
-    if model.normalization == "RMSNorm":
+    exchange = model.cp_exchange(model.kind_of(layer_number or 0)) if model.context_parallel_size > 1 else "p2p"
+    is_plain = model.normalization == "RMSNorm"
+    if is_plain and model.norm_placement != "after":
         before_weight = element if "layernorm" in modules else 0
         parts["norms in float32"] = 2 * rows * model.hidden_size * (_WIDE + before_weight)
+    parts["norms behind"] = kept_behind(model, rows, element, is_plain=is_plain)
+    heads, groups = model.num_attention_heads // t, key_value_width(model) // model.kv_channels
+    of_heads = kept_by_head_norms(model, heads, groups, element, is_plain=is_plain, is_copied=exchange != "p2p")
+    parts["norms of queries and keys"] = tokens * of_heads
     if model.is_gated and model.moe_layers[model.kind_of(layer_number or 0)]:
         experts = ExpertLayer(model, tokens, micro_batch_size, element)
-        gates = experts.given * experts.width + tokens * experts.shared_width
+        gates = experts.given * experts.width + tokens * experts.shared_width * ("shared_experts" not in modules)
         parts["gate"] = gates * element * ("moe" not in modules)
     elif model.is_gated and "mlp" not in modules:
         parts["gate"] = tokens * (model.ffn_hidden_size // t) * element
-    exchange = model.cp_exchange(layer_number or 0) if model.context_parallel_size > 1 else "p2p"
+    window = model.layer_windows[model.kind_of(layer_number or 0)]
+    if model.context_parallel_size == 1 and window is not None and window < seq_length:
+        parts["mask"] = seq_length**2 * element * ("core_attn" not in modules)
     if exchange == "all_gather" and "core_attn" not in modules:
         # Of the first rank's two chunks the second has a mask: it may look at all keys.
         parts["mask"] = seq_length // model.context_parallel_size // 2 * seq_length * element
-        if model.position_embedding_type != "rope":
+        if model.position_embedding_type != "rope" and not model.qk_layernorm:
             # Queries lie between keys and values, which were copied.
             parts["own keys and values"] = 2 * tokens * key_value_width(model) * element
-    if model.position_embedding_type == "rope" and exchange == "p2p":
+    if model.position_embedding_type == "rope" and exchange == "p2p" and not model.qk_layernorm:
         parts["before rotation"] = tokens * (model.query_projection_size // t + key_value_width(model)) * element
     return parts

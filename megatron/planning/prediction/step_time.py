@@ -11,22 +11,18 @@ from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.planning.activation_memory import LayerBytes
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.gpu import Gpu
+from megatron.planning.layer_kinds import LayerKind, layer_kinds
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_time import MEMORY_SHARE, LayerTime, layer_time, output_layer_time
 from megatron.planning.prediction.links import Links
+from megatron.planning.prediction.replica_time import EXCHANGE_SHARE, exposed_replica_seconds
 from megatron.planning.prediction.stage_memory import StageState
 
 _UPDATE_BYTES = 30
 """Bytes that an update reads and writes of a parameter: gradient, main parameter, two moments, weight."""
-_EXCHANGE_SHARE = 0.2
-"""What an exchange beside products costs of its own time, as it takes multiprocessors from them: assumed."""
 _SIMULATED_ROUNDS = 2
 """Rounds of micro-batches after which one more takes every stage as long as the slowest."""
-
-
-_Kind = tuple[bool, bool]
-"""Whether a layer's products are in fp8, and whether it has experts."""
 
 
 @dataclass(frozen=True)
@@ -59,29 +55,26 @@ def step_time(
 
     ``stages`` are what every stage holds between steps, and ``kept`` what `layer_bytes` returned.
     """
-    kinds = dict(zip(_kinds(plan), kept))
+    kinds = layer_kinds(plan.model, plan.seq_length)
     layers = {
-        (in_float8, has_experts): layer_time(
-            plan, gpu, implementation, layer, in_float8=in_float8, has_experts=has_experts
-        )
-        for (in_float8, has_experts), layer in kinds.items()
+        kind: layer_time(plan, gpu, implementation, layer, kind) for kind, layer in dict(zip(kinds, kept)).items()
     }
     output = output_layer_time(plan, gpu)
     chunks_of = [plan.stage_layout.chunks(stage) for stage in range(plan.parallel_sizes.pp)]
     seconds = [
-        sum(_chunk(plan, layers, chunk.layer_numbers) + output * chunk.has_loss for chunk in chunks)
+        sum(_chunk(plan, kinds, layers, chunk.layer_numbers) + output * chunk.has_loss for chunk in chunks)
         for chunks in chunks_of
     ]
     slowest, pp = max(seconds), len(seconds)
     num_layers = {len(chunk.layer_numbers) for chunks in chunks_of for chunk in chunks}
     if plan.pipeline_schedule == "zero-bubble" or (plan.pipeline_schedule == "1f1b" and len(num_layers) > 1):
-        bubble = _simulated_bubble(plan, layers, seconds, output)
+        bubble = _simulated_bubble(plan, kinds, layers, seconds, output)
     else:
         bubble = (pp - 1) / plan.stage_layout.num_chunks * sum(seconds) / pp
     message = plan.num_rows * plan.model.hidden_size * ELEMENT_BYTES[plan.model.params_dtype]
     num_chunks = plan.stage_layout.num_chunks
     is_exposed = implementation.waits_for_neighbours and num_chunks == 1
-    shown = 1.0 if is_exposed else num_chunks * _EXCHANGE_SHARE
+    shown = 1.0 if is_exposed else num_chunks * EXCHANGE_SHARE
     links = Links(gpu, plan.parallel_sizes)
     return StepTime(
         layer=layers[max(layers)],
@@ -90,23 +83,23 @@ def step_time(
         busy=plan.num_microbatches * slowest,
         bubble=bubble,
         neighbours=plan.num_microbatches * links.pipeline_seconds(message) * shown,
-        exposed_data_parallel=max(_exposed(plan, links, stage, slowest) for stage in stages),
+        exposed_data_parallel=max(exposed_replica_seconds(plan, links, stage, slowest) for stage in stages),
         update=max(stage.optimizer for stage in stages) / 12 * _UPDATE_BYTES / (gpu.memory_bandwidth * MEMORY_SHARE),
     )
 
 
-def _kinds(plan: Plan) -> list[_Kind]:
-    """Return of each layer whether its products are in fp8, and whether it has experts."""
-    float8_layers = plan.model.float8_layers(plan.model.num_layers)
-    return [(number in float8_layers, has_experts) for number, has_experts in enumerate(plan.model.moe_layers)]
-
-
-def _simulated_bubble(plan: Plan, layers: Mapping[_Kind, LayerTime], seconds: Sequence[float], output: float) -> float:
+def _simulated_bubble(
+    plan: Plan,
+    kinds: Sequence[LayerKind],
+    layers: Mapping[LayerKind, LayerTime],
+    seconds: Sequence[float],
+    output: float,
+) -> float:
     """Return what a step with one chunk a rank takes beyond the slowest stage's passes, by its list of actions.
 
     ``seconds`` are of one micro-batch on each stage. The output layer's passes are taken to be equally long.
     """
-    kinds, durations = _kinds(plan), []
+    durations = []
     for stage, total in enumerate(seconds):
         (chunk,) = plan.stage_layout.chunks(stage)
         own = [layers[kinds[number]] for number in chunk.layer_numbers]
@@ -127,7 +120,9 @@ def _makespan(schedule: str, num_microbatches: int, durations: tuple[Durations, 
     return simulate(build_schedule(schedule, len(durations), num_microbatches), 1, durations).makespan
 
 
-def _chunk(plan: Plan, layers: Mapping[_Kind, LayerTime], numbers: Sequence[int]) -> float:
+def _chunk(
+    plan: Plan, kinds: Sequence[LayerKind], layers: Mapping[LayerKind, LayerTime], numbers: Sequence[int]
+) -> float:
     """Return the time of a chunk's layers, of which block recompute and offload take the first ones only."""
     model = plan.model
     again = offloaded = len(numbers)
@@ -135,54 +130,10 @@ def _chunk(plan: Plan, layers: Mapping[_Kind, LayerTime], numbers: Sequence[int]
         again = min(again, model.recompute_num_layers or 1)
     if model.cpu_offloading:
         offloaded = min(offloaded, model.num_offloaded_layers)
-    seconds, kinds = 0.0, _kinds(plan)
+    seconds = 0.0
     for kind, layer in layers.items():
         places = [place for place, number in enumerate(numbers) if kinds[number] == kind]
         seconds += len(places) * layer.total
         seconds -= sum(place >= again for place in places) * layer.again
         seconds -= sum(place >= offloaded for place in places) * layer.offload
     return seconds
-
-
-def _exposed_by_layer(plan: Plan, links: Links, stage: StageState, slowest: float) -> float:
-    """Return what a micro-batch takes longer where its weights are gathered layer by layer, and gradients reduced.
-
-    Each pass gathers beside the products of the layer before; what is beside them costs its share.
-    """
-    sizes = plan.parallel_sizes
-    gathered = links.replica_seconds(stage.gathered_bytes - stage.expert_gathered_bytes)
-    gathered += links.expert_replica_seconds(stage.expert_gathered_bytes)
-    reduced = links.replica_seconds((stage.gradients - stage.expert_gradients) * sizes.num_replicas)
-    reduced += links.expert_replica_seconds(stage.expert_gradients * sizes.num_expert_replicas)
-    beside, alone = (reduced, 0.0) if plan.ddp.overlap_grad_reduce else (0.0, reduced)
-    passes = ((gathered, slowest / 3), (gathered + beside, slowest * 2 / 3))
-    return alone + sum(max(0.0, sent - hidden) + _EXCHANGE_SHARE * min(sent, hidden) for sent, hidden in passes)
-
-
-def _exposed(plan: Plan, links: Links, stage: StageState, slowest: float) -> float:
-    """Return what reducing gradients and gathering parameters takes beside the passes that hide it."""
-    ddp, sizes = plan.ddp, plan.parallel_sizes
-    if ddp.shards_weights and ddp.shards_over(sizes.num_replicas):
-        return plan.num_microbatches * _exposed_by_layer(plan, links, stage, slowest)
-    rest = stage.gradients - stage.expert_gradients, stage.gathered_bytes - stage.expert_gathered_bytes
-    experts = stage.expert_gradients, stage.expert_gathered_bytes
-    reduced = gathered = 0.0
-    rounds = 1
-    for (gradients, weights), replicas, seconds_of in (
-        (rest, sizes.num_replicas, links.replica_seconds),
-        (experts, sizes.num_expert_replicas, links.expert_replica_seconds),
-    ):
-        if not gradients:
-            continue
-        if ddp.shards_gradients and ddp.shards_over(replicas):
-            # Each micro-batch's gradients are reduced, the whole of them to a shard.
-            reduced, gathered = reduced + seconds_of(gradients * replicas), gathered + seconds_of(weights)
-            rounds = plan.num_microbatches
-        elif not ddp.shards_over(replicas):
-            reduced += 2 * seconds_of(gradients)
-        else:
-            reduced, gathered = reduced + seconds_of(gradients), gathered + seconds_of(weights)
-    # The backward pass of a micro-batch hides the one, the forward pass of the first the other.
-    hidden_reduction = slowest * 2 / 3 if ddp.overlap_grad_reduce else 0.0
-    hidden_gather = slowest / 3 if ddp.overlap_param_gather else 0.0
-    return rounds * max(0.0, reduced - hidden_reduction) + max(0.0, gathered - hidden_gather)

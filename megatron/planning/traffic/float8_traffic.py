@@ -49,12 +49,12 @@ class Float8LayerEnds:
     hidden_bytes: int
 
     def add(self, add: Add, entered: int, left: int, backward: int) -> None:
-        """Add what so many layers send that enter, leave the second region, and run backward."""
-        self._add_inputs(add, 2 * entered)
-        add("reduce_scatter", self.hidden_bytes, entered + (entered if gathers_gradients(self.model) else left))
-        self._add_inputs_again(add, 2 * backward)
+        """Add what one of the two regions of so many layers sends that enter it, leave it, and run backward."""
+        self._add_inputs(add, entered)
+        add("reduce_scatter", self.hidden_bytes, entered if gathers_gradients(self.model) else left)
+        self._add_inputs_again(add, backward)
         for is_column in (False, True):
-            self.add_gradient(add, 2 * backward, is_column=is_column)
+            self.add_gradient(add, backward, is_column=is_column)
 
     def add_gradient(self, add: Add, count: int, *, is_column: bool) -> None:
         """Add what goes between ranks of the gradients of column-parallel layers' inputs, or of the others' outputs."""

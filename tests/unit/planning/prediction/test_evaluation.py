@@ -13,7 +13,10 @@ from benchmarks.planner.published import published_records
 from benchmarks.planner.run import fit, predictions
 from megatron.commands.planning.plan import main
 from megatron.core.errors import DataError
+from megatron.core.parallel_sizes import ParallelSizes
+from megatron.planning.gpu import H100
 from megatron.planning.prediction.evaluation import EvaluatedRun, describe_errors, evaluate
+from megatron.planning.prediction.links import Links
 from megatron.planning.prediction.measured_runs import read_runs
 
 RUNS = Path(__file__).resolve().parents[4] / "benchmarks/planner/measured_runs.json"
@@ -106,6 +109,16 @@ def test_what_others_published_is_within_a_tenth() -> None:
     assert abs(next(each.time_error or 1.0 for each in peers if each.run.id == "mb-gptoss-2511")) < 0.2
 
 
+def test_experts_of_a_published_recipe_without_recompute_fit() -> None:
+    """Its settings are published: nothing is computed again, so it must fit into the card that it ran on."""
+    records = published_records(RUNS.parent / "published_runs.json")
+    (run,) = (each for each in records if each.id == "mb-qwen3-30b-2511")
+    run.fields.values["hardware"]["mem_total_mib"] = 81559
+    (each,) = evaluate([run])
+    assert each.prediction.outcome == "ok"
+    assert each.prediction.reason is None
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -119,7 +132,7 @@ def test_what_others_published_is_within_a_tenth() -> None:
         ({**EXPERTS, "ep": 3}, "divisible by expert(3)"),
         ({**EXPERTS, "model_num_experts": 6, "ep": 4}, "use an ep that divides it"),
         ({**EXPERTS, "model_moe_router_topk": 9}, "moe_router_topk 9 is more than the 8 experts"),
-        ({"fsdp": 4}, "fsdp 4 shards weights over a part of the ranks, which is not planned; use 8"),
+        ({"fsdp": 3}, "fsdp 3 does not divide the 8 ranks with the same weights; use a divisor"),
         ({"precision": "int4"}, "use one of bf16, fp16, fp8, fp32"),
         ({"hardware": {"gpu": "NVIDIA A100 80GB"}}, "a100-80gb has no products in fp8"),
         ({"tp": 16, "dp": 1, "pp": 2, "model_num_query_groups": 12}, "do not divide each other"),
@@ -242,12 +255,35 @@ def test_spread_experts_take_less_memory_and_no_less_time_for_their_tokens(tmp_p
     assert spread.prediction.time.layer.expert_parallel > 0.0
 
 
-def test_experts_in_fp8_are_refused_under_ours(tmp_path: Path) -> None:
-    each = predicted(tmp_path, **EXPERTS)
-    path = tmp_path / "runs.json"
-    path.write_text(json.dumps({"runs": [each.run.fields.values]}))
-    output = tmp_path / "predictions.json"
-    assert main(["--evaluate", str(path), "--implementation", "ours", "--output", str(output)]) == 0
-    (prediction,) = json.loads(output.read_text())["runs"]
-    assert prediction["outcome"] == "error"
-    assert "use bf16" in prediction["reason"]
+def test_weights_sharded_over_a_part_of_the_ranks_are_gathered_sooner_and_updated_later(tmp_path: Path) -> None:
+    whole, part = (predicted(tmp_path, fsdp=fsdp, precision="bf16") for fsdp in (8, 4))
+    assert whole.memory_mib is not None
+    assert part.memory_mib is not None
+    assert whole.memory_mib < part.memory_mib
+    times = [each.prediction.time for each in (whole, part)]
+    assert times[0] is not None
+    assert times[1] is not None
+    assert times[1].exposed_data_parallel < times[0].exposed_data_parallel
+    assert times[1].update == pytest.approx(2 * times[0].update)
+
+
+def test_copies_of_what_is_sharded_sum_their_shards_over_what_joins_them() -> None:
+    """Two copies of eight neighbours each lie on two machines, of which each GPU has a port of its own."""
+    links = Links(H100, ParallelSizes(dp=16))
+    assert links.copies_seconds(10**9, 1) == 0.0
+    assert links.copies_seconds(10**9, 2) == pytest.approx(10**9 / (50e9 * 0.8), rel=1e-3)
+    assert links.replica_seconds(10**9, 2) < links.replica_seconds(10**9)
+
+
+def test_experts_in_fp8_take_a_recipe_that_we_have_under_ours(tmp_path: Path) -> None:
+    path, output = tmp_path / "ours.json", tmp_path / "predictions.json"
+    outcomes = {}
+    for precision in ("fp8", "fp8 current scaling"):
+        each = predicted(tmp_path, **EXPERTS, precision=precision)
+        path.write_text(json.dumps({"runs": [each.run.fields.values]}))
+        assert main(["--evaluate", str(path), "--implementation", "ours", "--output", str(output)]) == 0
+        (outcomes[precision],) = json.loads(output.read_text())["runs"]
+    assert outcomes["fp8"]["outcome"] == "error"
+    assert "--fp8-recipe tensorwise" in outcomes["fp8"]["reason"]
+    assert outcomes["fp8 current scaling"]["reason"] is None
+    assert outcomes["fp8 current scaling"]["ms_per_iter"] > 0

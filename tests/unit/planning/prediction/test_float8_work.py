@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.gpu import H100
-from megatron.planning.prediction.float8_work import float8_cast_bytes
+from megatron.planning.prediction.float8_work import float8_cast_bytes, float8_expert_cast_bytes
 from megatron.planning.prediction.implementations import MEGATRON_TE, OURS
 from megatron.planning.prediction.layer_time import LayerTime
 from megatron.planning.prediction.prediction import predict
@@ -86,6 +87,30 @@ def test_weights_that_travel_in_fp8_take_half_the_time() -> None:
     assert half is not None
     assert float8 is not None
     assert float8.exposed_data_parallel < half.exposed_data_parallel
+
+
+def test_each_part_of_experts_that_runs_again_takes_its_time() -> None:
+    experts = "--num-experts 8 --moe-ffn-hidden-size 1024 --moe-shared-expert-intermediate-size 2048"
+    recompute = f"{experts} --recompute-granularity selective --recompute-modules"
+    again = [layer_of(f"{recompute} {name}").again for name in ("moe_act", "shared_experts", "moe_act shared_experts")]
+    assert 0 < again[0] < again[1]
+    assert again[2] == pytest.approx(again[0] + again[1])
+    assert again[2] < layer_of(f"{recompute} moe").again
+
+
+def test_experts_in_fp8_round_what_their_recipe_says() -> None:
+    """Rounded as they come and turned: inputs and gradients of two products, and weights for each pass."""
+    experts = "--num-experts 8 --moe-ffn-hidden-size 1024 --fp8-format hybrid --fp8-recipe"
+    half = layer_of(experts.partition("--fp8")[0])
+    own, blocks = (layer_of(f"{experts} {recipe}") for recipe in ("tensorwise", "blockwise"))
+    assert own.products < half.products
+    assert half.passes < own.passes < blocks.passes
+    # Each expert is launched for itself.
+    assert half.floor < own.floor < blocks.floor
+    layer = ExpertLayer(plan_of(f"{SHAPE} {experts} tensorwise").model, 2048, 1, 2)
+    rows, h, width = layer.given, 4096, layer.width
+    operands = rows * ((h + width) * (9 + 9) + (width + h) * (9 + 1))
+    assert float8_expert_cast_bytes(layer) == operands + 8 * 2 * h * width * (9 + 3 + 8)
 
 
 def test_transformer_engine_is_predicted_as_before() -> None:

@@ -15,6 +15,8 @@ from tests.unit.planning.prediction.test_held_memory import SIZES, counted_flops
 
 EXPERTS = (*SIZES, "--moe-ffn-hidden-size", "96")
 FULL, MOE = ("full", "uniform", "1"), ("selective", "moe")
+PARTS = ("selective", "core_attn", "layernorm", "moe_act", "shared_experts")
+GATE = ("--moe-shared-expert-gate",)
 LAYOUTS = (
     ("mixtral", ExpertLayout(dp=2, ep=2)),
     ("mixtral", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True)),
@@ -27,8 +29,12 @@ LAYOUTS = (
     ("deepseek-experts", ExpertLayout(pp=2, dp=2, ep=2, sharding="optim", recompute=MOE)),
     ("deepseek-experts", ExpertLayout(pp=2, virtual_stages=2, recompute=FULL)),
     ("gpt2-experts", ExpertLayout(dp=2, ep=2, expert_flags=("--moe-router-dtype", "fp32"))),
+    ("deepseek-experts", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True, recompute=PARTS)),
+    ("deepseek-experts", ExpertLayout(pp=2, virtual_stages=2, dp=2, ep=2, recompute=PARTS)),
+    ("deepseek-experts", ExpertLayout(dp=2, ep=2, recompute=("selective", "shared_experts"), expert_flags=GATE)),
+    ("gpt2-experts", ExpertLayout(dp=2, ep=2, recompute=("selective", "moe_act"))),
 )
-FEW = (1, 7)
+FEW = (1, 7, 13)
 """Layouts of every kind, which the default tests take."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -189,8 +189,10 @@ def assert_held(cell: Cell) -> None:
 def counted_flops(plan: Plan, cores: int = 0) -> float:
     """Return the operations of a step; torch counts no flash attention, and of other attention the unused half too."""
     model, s = plan.model, plan.seq_length
-    half = 2.0 * s * s * model.query_projection_size * model.num_layers
-    return 3.0 * plan.global_batch_size * (model.forward_flops_per_sequence(s) + (2 * cores - 1) * half)
+    of_scores = 4.0 * model.query_projection_size
+    used = sum((window or s) * (s - (window or s) / 2) for window in model.layer_windows)
+    counted = model.forward_flops_per_sequence(s) + of_scores * (cores * model.num_layers * s * s - used)
+    return 3.0 * plan.global_batch_size * counted
 
 
 def cell_of(number: int) -> Cell:
@@ -218,6 +220,14 @@ def test_a_step_of_adapters_holds_no_gradients_and_no_state_of_frozen_weights(la
         predicted = stage_memory(plan, stage, OURS_ON_CPU)
         counted = (held.weights, held.gradients, held.optimizer)
         assert counted == pytest.approx((predicted.weights, predicted.gradients, predicted.optimizer), rel=0.01)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sharding", ["optim", "optim_grads"])
+def test_copies_of_what_is_sharded_are_held(sharding: str) -> None:
+    copies = ("--num-distributed-optimizer-instances", "2")
+    for layout in (Layout(dp=4), Layout(tp=2, pp=2, dp=4, sequence_parallel=True)):
+        assert_held(make_cell("llama", replace(layout, sharding=sharding, overlap=True), extra=(*SIZES, *copies)))
 
 
 @pytest.mark.long

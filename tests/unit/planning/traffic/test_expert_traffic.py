@@ -13,6 +13,19 @@ from tests.harness.balanced_experts import balanced_experts
 
 FULL, MOE = ("full", "uniform", "2"), ("selective", "moe")
 GLOBAL = ("--moe-router-load-balancing-type", "global_aux_loss")
+PARTS = ("selective", "core_attn", "layernorm", "moe_act", "shared_experts")
+GATE = ("--moe-shared-expert-gate",)
+RECIPES = ("tensorwise", "rowwise", "mxfp8", "blockwise")
+
+
+def in_float8(recipe: str) -> tuple[str, ...]:
+    """Return the flags of a recipe and of sizes that it can round."""
+    sizes = "--hidden-size 64 --ffn-hidden-size 96 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 64"
+    return (*sizes.split(), "--seq-length", "64", "--max-position-embeddings", "64", *_HALF, "--fp8-recipe", recipe)
+
+
+_HALF = ("--bf16", "--fp8-format", "hybrid")
+FLOAT8 = (*in_float8("tensorwise"), "--first-last-layers-bf16")
 CELLS = (
     ("mixtral", ExpertLayout(dp=2, ep=2), ()),
     ("mixtral", ExpertLayout(tp=2), ()),
@@ -23,6 +36,11 @@ CELLS = (
     ("deepseek-experts", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True, recompute=MOE), ()),
     ("dropping", ExpertLayout(tp=2, cp=2, ep=2, etp=2), ("--moe-expert-capacity-factor", "1")),
     ("gpt2-experts", ExpertLayout(dp=4, ep=2, sharding="optim_grads", overlap=True), ()),
+    ("deepseek-experts", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True, recompute=PARTS), ()),
+    ("deepseek-experts", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True, recompute=PARTS), GATE),
+    *(("deepseek-experts", ExpertLayout(tp=2, sequence_parallel=True), in_float8(recipe)) for recipe in RECIPES),
+    ("deepseek-experts", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True, recompute=PARTS), FLOAT8),
+    ("deepseek-experts", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True, recompute=MOE), FLOAT8),
 )
 
 

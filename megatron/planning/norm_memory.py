@@ -1,0 +1,44 @@
+"""What norms beside the one in front of each branch keep for the backward pass, in bytes.
+
+These are the norms behind attention and feed-forward, and those of queries and keys. A fused norm keeps its input and
+a number or two for each vector; one of plain operations keeps its input in float32, and what it is before its weight.
+"""
+
+from __future__ import annotations
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def norm_numbers(config: TransformerConfig) -> int:
+    """Return how many numbers a norm keeps of each vector: a scale, and a mean where it is subtracted."""
+    return 2 if config.normalization == "LayerNorm" else 1
+
+
+def kept_behind(config: TransformerConfig, rows: int, element: int, *, is_plain: bool = False) -> int:
+    """Return what a layer's norms behind attention and feed-forward keep of ``rows`` of the residual stream.
+
+    ``is_plain`` says that the norm is made of plain operations.
+    """
+    if config.norm_placement == "before":
+        return 0
+    kept = (max(element, 4) + element) if is_plain else element
+    return 2 * rows * (config.hidden_size * kept + norm_numbers(config) * max(element, 4))
+
+
+def kept_by_head_norms(
+    config: TransformerConfig, heads: int, groups: int, element: int, *, is_plain: bool, is_copied: bool
+) -> int:
+    """Return what a layer keeps of each token because queries and keys are normalised; 0 where they are not.
+
+    The projection's output stays whole, as values are a part of it, unless ``is_copied`` says that an exchange has
+    copied them; a fused norm of keys needs it in any case, and has a copy of queries where several share a key.
+    """
+    if not config.qk_layernorm:
+        return 0
+    wide, queries, keys = max(element, 4), heads * config.kv_channels, groups * config.kv_channels
+    if config.qk_layernorm_across_heads or is_plain:
+        vectors = 2 if config.qk_layernorm_across_heads else heads + groups
+        unchanged = 0 if is_copied else (queries + keys) * element
+        return unchanged + (queries + keys) * (wide + element) + vectors * wide
+    unchanged = queries + keys * (2 if is_copied else 1) + queries * (heads > groups)
+    return unchanged * element + (heads + groups) * norm_numbers(config) * wide
