@@ -31,6 +31,7 @@ RECOMPUTE_FLAGS = (
     "--recompute-method",
     "--recompute-num-layers",
     "--recompute-modules",
+    "--moe-layer-recompute",
     "--distribute-saved-activations",
 )
 SHARDING_FLAGS = (

@@ -30,8 +30,8 @@ def fuzz(seed: int, count: int) -> list[Cell]:
     """Return ``count`` configurations drawn at random; some of them are such that they must be refused.
 
     A number's configuration depends on the seed and on it alone. Every fourth model has experts, and every fourth one
-    latent attention, further tokens, sinks or layers without positions. Of those with data parallelism some have sharded
-    weights, and some copies of what is sharded.
+    latent attention, further tokens, sinks or layers without positions. Of those with data parallelism some have
+    sharded weights, and some copies of what is sharded.
     """
     return [
         _draw_copies(_draw(random.Random(f"{seed}/{number}"), number), random.Random(f"{seed}/{number}/sharding"))

@@ -165,6 +165,9 @@ class TransformerConfig(
     """With selective recompute: any of core_attn (the attention core, the default), layernorm (the outputs of the
     norms in front of attention and feed-forward), mlp (a dense feed-forward), moe (one of experts), moe_act (the
     experts' activation), shared_experts and mla_up_proj (latent attention's queries, keys and values)."""
+    moe_layer_recompute: bool = flag(False, role="run", needs="num_experts", in_args=False)
+    """Recompute layers of experts in the backward pass too (same as --recompute-granularity selective with moe added to
+    --recompute-modules)."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"), role="run")
     """With full recompute: groups of layers all along (uniform), or only the first layers of a stage
     (block)."""
@@ -212,8 +215,10 @@ class TransformerConfig(
         if self.num_query_groups == 0:
             groups = 1 if self.group_query_attention else self.num_attention_heads
             object.__setattr__(self, "num_query_groups", groups)
-        if self.recompute_activations and self.recompute_granularity is None:
+        if (self.recompute_activations or self.moe_layer_recompute) and self.recompute_granularity is None:
             object.__setattr__(self, "recompute_granularity", "selective")
+        if self.moe_layer_recompute and "moe" not in self.recompute_modules and self.recompute_granularity != "full":
+            object.__setattr__(self, "recompute_modules", (*self.recompute_modules, "moe"))
         if self.use_flash_attn and self.attention_backend == "auto":
             object.__setattr__(self, "attention_backend", "flash")
 

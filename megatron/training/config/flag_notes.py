@@ -88,6 +88,9 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--use-cpu-initialization": NoEffect(0, "initial weights do not depend on the device"),
     "--no-initialization": NoEffect(0, "weights are initialized before a checkpoint replaces them"),
     "--init-model-with-meta-device": NoEffect(0, "initial weights do not depend on how they are allocated"),
+    "--moe-per-layer-logging": NoEffect(
+        0, "metrics.jsonl and TensorBoard have the load of each layer's experts anyway"
+    ),
     "--enable-experimental": NoEffect(0, "no feature is behind this switch"),
     "--test-mode": NoEffect(0, "it is of Megatron-LM's own tests"),
     "--onnx-safe": NoEffect(1, "nothing is exported to ONNX"),
@@ -164,9 +167,7 @@ _SWITCHES = [
     "--qk-l2-norm",
     "--qk-clip",
     "--attention-output-gate",
-    "--moe-per-layer-logging",
     "--moe-extended-tp",
-    "--moe-layer-recompute",
     "--moe-use-upcycling",
     "--moe-enable-deepep",
     "--moe-router-force-load-balancing",

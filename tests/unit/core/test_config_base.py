@@ -180,6 +180,9 @@ def test_params_dtype_follows_the_precision_flags() -> None:
 
 def test_shortcuts() -> None:
     assert make(recompute_activations=True).recompute_granularity == "selective"
+    experts = make(num_experts=2, moe_layer_recompute=True)
+    assert (experts.recompute_granularity, experts.recomputed_modules) == ("selective", ("core_attn", "moe"))
+    assert dataclasses.replace(experts).recompute_modules == ("core_attn", "moe")
     assert make(use_flash_attn=True).attention_backend == "flash"
     assert make(add_bias_linear=False, add_qkv_bias=True).has_qkv_bias
     assert not make(add_bias_linear=False).has_qkv_bias

@@ -134,8 +134,13 @@ def _check_format(config: RunConfig) -> Iterator[str]:
 def _check_recompute(config: RunConfig) -> Iterator[str]:
     model = config.model
     granularity, method = model.recompute_granularity, model.recompute_method
-    if model.recompute_activations and granularity == "full":
-        yield "--recompute-activations and --recompute-granularity full exclude each other; keep one"
+    selective = {
+        "--recompute-activations": model.recompute_activations,
+        "--moe-layer-recompute": model.moe_layer_recompute,
+    }
+    given = [name for name, value in selective.items() if value]
+    if given and granularity == "full":
+        yield f"{' and '.join(given)} and --recompute-granularity full exclude each other; keep one"
     elif granularity == "full" and method is None:
         yield "--recompute-granularity full needs --recompute-method uniform or block"
     if granularity != "full":

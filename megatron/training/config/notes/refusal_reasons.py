@@ -11,9 +11,7 @@ _LOCAL_COPIES = (
 _RESTART = "start the run again with the same flags: it goes on from its newest checkpoint"
 
 REASONS: tuple[tuple[str, str], ...] = (
-    ("--moe-layer-recompute", "use --recompute-granularity selective --recompute-modules moe"),
     ("--moe-extended-tp", "use --expert-tensor-parallel-size, or --expert-model-parallel-size"),
-    ("--moe-per-layer-logging", "leave it out: metrics.jsonl and TensorBoard have the load of each layer's experts"),
     ("--moe-enable-deepep", "use --moe-token-dispatcher-type alltoall"),
     ("--moe-router-padding-for-", "leave it out: products of experts in fp8 take any number of tokens"),
     ("--moe-", _EXPERTS),

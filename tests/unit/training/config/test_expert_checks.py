@@ -71,7 +71,6 @@ WRONG = [
     ),
     ("--moe-router-topk 4", "--moe-router-topk 4 has no effect without --num-experts N; add it"),
     ("--expert-model-parallel-size 2", "has no effect without --num-experts N; add it"),
-    (f"{EIGHT} --moe-layer-recompute", "use --recompute-granularity selective --recompute-modules moe"),
     (f"{EIGHT} --moe-input-jitter-eps 0.1", "is not supported yet; leave it out: experts are built without it"),
 ]
 

@@ -110,6 +110,10 @@ WRONG = [
     ("--recompute-activations --recompute-method uniform", 1, "no effect without --recompute-granularity full"),
     ("--recompute-activations --recompute-granularity full", 1, "exclude each other"),
     (
+        *("--num-experts 2 --moe-layer-recompute --recompute-granularity full", 1),
+        "--moe-layer-recompute and --recompute-granularity full exclude each other; keep one",
+    ),
+    (
         "--recompute-modules mlp layernorm",
         1,
         "--recompute-modules mlp layernorm has no effect without --recompute-granularity selective; add it",
