@@ -57,7 +57,9 @@ def test_evaluations_say_when_and_on_what(tmp_path: Path) -> None:
         assert perplexity == pytest.approx(math.exp(loss), rel=1e-4)
 
 
-@pytest.mark.parametrize(("split", "empty"), [("1,0,0", ("valid", "test")), ("90,10,0", ("test",))])
+@pytest.mark.parametrize(
+    ("split", "empty"), [("1,0,0", ("valid", "test")), pytest.param("90,10,0", ("test",), marks=pytest.mark.long)]
+)
 def test_an_empty_split_is_reported_and_not_evaluated(split: str, empty: tuple[str, ...], tmp_path: Path) -> None:
     run = fork_training(toy_args(tmp_path, f"--split {split}")).check()
     assert len(run.iterations()) == 20
@@ -81,7 +83,7 @@ def test_a_run_measured_in_samples(tmp_path: Path) -> None:
     assert rates[4] < 3e-3
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_batch_size_ramps_up_and_resumes_in_the_middle(num_processes: int, tmp_path: Path) -> None:
     flags = f"--micro-batch-size 1 --rampup-batch-size 2 2 24 --global-batch-size 6 {NO_DROPOUT}"
     args = toy_args(tmp_path, flags)
@@ -97,8 +99,8 @@ def test_batch_size_ramps_up_and_resumes_in_the_middle(num_processes: int, tmp_p
 @pytest.mark.parametrize(
     ("num_processes", "layout"),
     [
-        (1, "--micro-batch-size 1"),
-        (2, "--micro-batch-size 1"),
+        pytest.param(1, "--micro-batch-size 1", marks=pytest.mark.long),
+        pytest.param(2, "--micro-batch-size 1", marks=pytest.mark.long),
         (2, "--micro-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
     ],
     ids=["accumulated", "dp2", "tp2-sp"],
@@ -160,7 +162,7 @@ def test_a_resume_without_the_optimizer_says_what_begins_anew(tmp_path: Path) ->
     assert "--no-load-optim" not in first.stdout
 
 
-@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize("interval", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_replicas_that_drift_apart_end_the_run(interval: int, tmp_path: Path) -> None:
     name = "decoder.layers.1.input_layernorm.weight"
     args = toy_args(tmp_path, f"--check-weight-hash-across-dp-replicas-interval {interval} --save-interval 2")
@@ -229,6 +231,7 @@ def test_blends_and_data_per_split(tmp_path: Path) -> None:
     assert [line["split"] for line in run.metrics if "split" in line] == ["validation", "validation", "test"]
 
 
+@pytest.mark.long
 def test_two_jobs_share_an_empty_index_cache(tmp_path: Path) -> None:
     cache = ["--data-cache-path", str(tmp_path / "shared-cache")]
     several = [[*toy_args(tmp_path / name, "--train-iters 8"), *cache] for name in ("one", "other")]

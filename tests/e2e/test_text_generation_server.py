@@ -212,6 +212,7 @@ def check_end_during_answers(server: Running) -> None:
         assert [result.result() for result in waiting] == [(503, "the server is ending")] * 2
 
 
+@pytest.mark.long
 def test_one_process_answers_and_ends_on_an_interrupt(llama: Path) -> None:
     with serving(llama, 1, "--max-tokens-to-oom", "2000000") as server:
         check_answers(server)

@@ -52,7 +52,7 @@ def test_resume_at_the_same_layout_is_exact_with_dropout(tmp_path: Path) -> None
     assert leftovers(folder / "checkpoints") == []
 
 
-@pytest.mark.parametrize("name", ["tp2-pp2-vpp2", "dp2-distributed-optimizer"])
+@pytest.mark.parametrize("name", ["tp2-pp2-vpp2", pytest.param("dp2-distributed-optimizer", marks=pytest.mark.long)])
 def test_any_layout_goes_on_from_any_other(name: str, whole: ForkedRun, tmp_path: Path) -> None:
     processes, layout = LAYOUTS[name]
     first = toy_args(tmp_path, FLAGS, NO_DROPOUT, layout, "--exit-interval 4")
