@@ -92,6 +92,7 @@ def test_a_wrong_kernel_is_seen_in_its_result_and_its_gradient() -> None:
     assert row["gradient_difference"] == pytest.approx(0.5)
 
 
+@pytest.mark.long
 def test_cells_that_fit_are_checked_and_reported(report: Report) -> None:
     cell = make_cell("gpt2", Layout(tp=2, sequence_parallel=True))
     assert cell in fitting_cells(2)
