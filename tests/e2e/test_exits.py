@@ -193,6 +193,7 @@ def test_a_changed_schedule_without_a_word_for_it_is_refused_or_kept(tmp_path: P
     assert max(line["learning_rate"] for line in kept.iterations()) > 2e-3
 
 
+@pytest.mark.long
 def test_a_longer_run_with_the_same_schedule_resumes_without_a_word(tmp_path: Path) -> None:
     args = toy_args(tmp_path, "--lr-decay-iters 40")
     fork_training(args).check()
@@ -216,6 +217,7 @@ def test_too_little_data_is_said_before_training(tmp_path: Path) -> None:
     assert run.stdout.index("need 1600 samples") < run.stdout.index("[before the start of training step]")
 
 
+@pytest.mark.long
 def test_mock_data_trains(tmp_path: Path) -> None:
     run = fork_training(toy_args(tmp_path, "--mock-data --split 90,5,5", data=False), 2).check()
     assert len(run.iterations()) == 20

@@ -82,6 +82,7 @@ def test_a_run_goes_back_and_passes_the_samples_over(tmp_path: Path) -> None:
     assert left_out(tmp_path / "other") == [(36, 40, [])]
 
 
+@pytest.mark.long
 def test_a_resumed_run_leaves_the_same_samples_out(tmp_path: Path) -> None:
     args = toy_args(tmp_path, WATCH, "--spike-policy rewind")
     fork_training([*args, "--exit-interval", "12"], 1, POISON).check()

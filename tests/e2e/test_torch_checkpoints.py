@@ -61,6 +61,7 @@ def test_any_layout_goes_on_from_any_other(name: str, whole: ForkedRun, tmp_path
     compare(back, whole)
 
 
+@pytest.mark.long
 def test_ranks_that_share_a_key_value_group(tmp_path: Path) -> None:
     groups = "--group-query-attention --num-query-groups 2"
     whole = fork_training(toy_args(tmp_path / "whole", FLAGS, NO_DROPOUT, groups)).check()

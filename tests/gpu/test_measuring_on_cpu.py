@@ -107,6 +107,7 @@ def test_cells_that_fit_are_checked_and_reported(report: Report) -> None:
     assert "**failed** bad one float64\n    a reason" in text
 
 
+@pytest.mark.long
 def test_bandwidths_are_measured_by_processes(report: Report) -> None:
     report.write()
     for row in measure_bandwidths(2, (4096, 65536), report.folder):

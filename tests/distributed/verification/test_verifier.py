@@ -53,7 +53,6 @@ def make_verifier(pool: WorkerPool, provider: ModelProvider = pretrain_gpt.provi
 
 SP = Layout(tp=2, sequence_parallel=True)
 REPRESENTATIVE = (
-    make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True)),
     make_cell("llama", replace(SP, tp_overlap=TP_OVERLAP[0], cp=2, recompute=("full", "uniform", "1")), "packed"),
     make_cell("gpt2", replace(SP, tp_overlap=TP_OVERLAP[0], pp=2, schedule="zero-bubble")),
     make_cell("llama", Layout(pp=2, first_stage_layers=1)),
@@ -69,9 +68,7 @@ REPRESENTATIVE = (
     make_cell("gpt2", Layout(pp=2, cp=2, dp=2, cp_comm_type="a2a", recompute=("full", "uniform", "1")), "uneven"),
     # Families least alike once; the whole matrix has all of them at all of their layouts.
     make_cell("gemma2", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1"))),
-    make_cell("mistral", Layout(tp=2, cp=2), "packed"),
     # Dropout: the reference is run once for each shape and kind of data.
-    make_cell("gpt2", Layout(cp=2), extra=DROPOUT),
     with_micro_batch_size(make_cell("gpt2", Layout(dp=2, sharding="optim_grads"), extra=DROPOUT), 2),
     # What is kept for the backward pass, and where.
     *(
@@ -90,6 +87,9 @@ REPRESENTATIVE = (
     make_expert_cell("dropping", ExpertLayout(tp=2, cp=2, ep=4, etp=1)),
 )
 FURTHER = (
+    make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True)),
+    make_cell("mistral", Layout(tp=2, cp=2), "packed"),
+    make_cell("gpt2", Layout(cp=2), extra=DROPOUT),
     make_cell("gpt2", Layout(tp=2)),
     make_cell("gpt2", Layout(pp=2)),
     make_cell("gpt2", Layout(pp=2, virtual_stages=2, recompute=("full", "block", "1"))),

@@ -325,7 +325,7 @@ def test_quickstart_text_is_large_and_always_the_same(names: tuple[str, ...], tm
         assert (done.returncode, done.stderr) == (0, "")
         files = [tmp_path / name / file for file in ("quickstart.jsonl", "vocab.json", "merges.txt")]
         outputs.append([file.read_bytes() for file in files])
-    assert outputs[0] == outputs[1]
+    assert outputs[0] == outputs[-1]
     texts = [json.loads(line)["text"] for line in outputs[0][0].splitlines()]
     assert sum(len(text.encode()) for text in texts) >= 2_000_000
     assert len(texts) == len(set(texts)) > 300
