@@ -19,6 +19,7 @@ KEPT = (
 )
 
 
+@pytest.mark.long
 def test_recomputed_modules_and_offload_leave_a_run_as_it_is(tmp_path: Path) -> None:
     figures = []
     for name, more in (("plain", ""), ("kept", KEPT)):

@@ -138,6 +138,7 @@ def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:
     assert [point.value for point in points] == pytest.approx([line["lm_loss"] for line in run.iterations()], rel=1e-6)
 
 
+@pytest.mark.long
 def test_an_override_on_resume_is_shown_and_applied(tmp_path: Path) -> None:
     args = toy_args(tmp_path)
     fork_training([*args, "--exit-interval", "5"]).check()
@@ -202,6 +203,7 @@ def test_a_longer_run_with_the_same_schedule_resumes_without_a_word(tmp_path: Pa
     assert "training.train_iters: 20 -> 23" in run.stdout
 
 
+@pytest.mark.long
 def test_the_batch_may_change_on_resume(tmp_path: Path) -> None:
     args = toy_args(tmp_path, NO_DROPOUT)
     fork_training([*args, "--exit-interval", "5"]).check()

@@ -60,7 +60,7 @@ def test_experts_are_loaded_and_saved_at_any_layout_bit_for_bit(
     assert_same_content(newest(tmp_path / "there"), newest(tmp_path / "checkpoints"))
 
 
-@pytest.mark.parametrize("name", ["ep1", pytest.param("ep2-tp2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in ("ep1", "ep2-tp2")])
 def test_training_of_experts_goes_on_at_another_layout(home: tuple[Path, ForkedRun], name: str, tmp_path: Path) -> None:
     copy_of_iteration_10(home[0], tmp_path)
     run = train(tmp_path, LAYOUTS[name])

@@ -36,6 +36,7 @@ def rank_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.pt"))
 
 
+@pytest.mark.long
 def test_resume_at_the_same_layout_is_exact_with_dropout(tmp_path: Path) -> None:
     layout = "--tensor-model-parallel-size 2 --use-distributed-optimizer --bf16 --async-save"
     whole = fork_training(toy_args(tmp_path / "whole", FLAGS, layout), 4).check()

@@ -193,6 +193,7 @@ def test_sigterm_to_one_process_without_a_launcher(launch, tmp_path: Path) -> No
     assert newest(tmp_path / "checkpoints").is_dir()
 
 
+@pytest.mark.long
 def test_the_entry_script_trains_from_any_folder(tmp_path: Path) -> None:
     args = toy_args(tmp_path, "--tensor-model-parallel-size 2 --train-iters 5 --log-throughput")
     run = run_training(args, 2, cwd=tmp_path, env={"MEGATRON_DEVICE": "cpu"}).check()

@@ -116,7 +116,7 @@ def compare(world_size: int, flags: str) -> list[Trained]:
         ),
         pytest.param(2, f"{PP2} --pipeline-schedule zero-bubble", [12, 12], id="zero-bubble"),
         pytest.param(2, f"--tensor-model-parallel-size 2 --sequence-parallel {DROPOUT}", [8, 8], id="tp2-sp"),
-        pytest.param(2, DP, [8, 8], id="dp2-overlapped"),
+        pytest.param(2, DP, [8, 8], id="dp2-overlapped", marks=pytest.mark.long),
         pytest.param(2, "--context-parallel-size 2", [8, 8], id="cp2", marks=pytest.mark.long),
     ],
 )

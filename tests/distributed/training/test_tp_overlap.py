@@ -38,6 +38,7 @@ def test_the_slowest_rank_decides_whether_chunks_gain() -> None:
         ]
 
 
+@pytest.mark.long
 def test_nothing_is_measured_where_the_choice_is_made() -> None:
     for impl in ("ring", "whole"):
         [(chosen, lines), _] = run_distributed(2, choices, [(9.0, 9.0)], ("--tp-comm-overlap-impl", impl))

@@ -230,6 +230,7 @@ def test_an_impossible_layout_is_refused_with_what_would_work(verifier: Verifier
     assert "sizes that work: 1, 2, 4" in report.describe()
 
 
+@pytest.mark.long
 def test_the_command_counts_the_cells_and_fails_where_one_is_off() -> None:
     tool = str(ROOT / "tools" / "verify_parallelism.py")
     flags = ("--shape", "gpt2", "--filter", "first1", "--tolerance", "1e-30")

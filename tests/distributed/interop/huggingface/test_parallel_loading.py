@@ -221,6 +221,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_two_lines_of_python_under_torchrun(expected: Any, tmp_path: Path) -> None:
     """The processes meet by themselves."""
     (tmp_path / "two_lines.py").write_text(TWO_LINES)
