@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.test_bad_input import run
 from tests.e2e.toy_run import exact_figures, toy_args
 from tests.harness.forked_training import fork_training

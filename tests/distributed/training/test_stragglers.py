@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.toy_run import toy_args
 from tests.harness.faults import Faults
 from tests.harness.forked_training import fork_training

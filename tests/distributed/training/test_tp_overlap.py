@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from megatron.core.device import Device
 from megatron.training import tp_overlap
 from megatron.training.config.arguments import resolve_arguments
