@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.test_bad_input import run
 from tests.e2e.toy_run import exact_figures, toy_args
 from tests.harness.forked_training import fork_training
@@ -19,6 +21,7 @@ KEPT = (
 )
 
 
+@pytest.mark.long
 def test_recomputed_modules_and_offload_leave_a_run_as_it_is(tmp_path: Path) -> None:
     figures = []
     for name, more in (("plain", ""), ("kept", KEPT)):

@@ -13,7 +13,7 @@ from tests.harness.faults import Faults
 from tests.harness.forked_training import fork_training
 
 CASES = [
-    pytest.param(1, "--bf16", id="one-process"),
+    pytest.param(1, "--bf16", id="one-process", marks=pytest.mark.long),
     pytest.param(2, "--use-distributed-optimizer --overlap-param-gather", id="dp2-sharded"),
 ]
 

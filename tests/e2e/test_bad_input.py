@@ -76,7 +76,12 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "world_size", "message"), WRONG, ids=[flags for flags, _, _ in WRONG])
+@pytest.mark.parametrize(
+    ("flags", "world_size", "message"),
+    # Another process each: every third by default.
+    [pytest.param(*case, marks=[pytest.mark.long] * (number % 3 > 0)) for number, case in enumerate(WRONG)],
+    ids=[flags for flags, _, _ in WRONG],
+)
 def test_wrong_flags(flags: str, world_size: int, message: str) -> None:
     done = run([*MINIMAL, *flags.split()], world_size)
     assert done.returncode == 2

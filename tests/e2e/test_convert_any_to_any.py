@@ -51,8 +51,15 @@ def assert_equal(start: Path, end: Path, *, weights_only: bool) -> None:
     assert not compared.startswith("tensors: 0 ")
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("formats", [("torch", "torch_dist", "native"), ("torch", "torch_dist", "hf", "native")])
+@pytest.mark.parametrize(
+    ("model", "formats"),
+    [
+        ("tied", ("torch", "torch_dist", "native")),
+        ("untied", ("torch", "torch_dist", "hf", "native")),
+        pytest.param("untied", ("torch", "torch_dist", "native"), marks=pytest.mark.long),
+        pytest.param("tied", ("torch", "torch_dist", "hf", "native"), marks=pytest.mark.long),
+    ],
+)
 def test_a_cycle_through_the_formats(
     model: str, formats: tuple[str, ...], trained: dict[str, Path], tmp_path: Path
 ) -> None:

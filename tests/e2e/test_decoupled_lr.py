@@ -32,6 +32,7 @@ def test_a_rate_of_its_own_is_logged_saved_and_kept(tmp_path: Path) -> None:
         assert exact_figures(run(folder, DECOUPLED).iterations()) == exact_figures(whole.iterations())
 
 
+@pytest.mark.long
 def test_it_moves_the_embedding_and_the_output_layer_only(tmp_path: Path) -> None:
     equal = "--decoupled-lr 3e-3 --decoupled-min-lr 3e-4 --untie-embeddings-and-output-weights"
     plain = run(tmp_path / "plain", "--untie-embeddings-and-output-weights")

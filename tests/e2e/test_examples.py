@@ -102,6 +102,7 @@ def check_small_example(name: str, folder: Path) -> None:
     assert abs(losses[0] - math.log(128)) < 0.2, "the first loss is that of a uniform guess"
 
 
+@pytest.mark.long
 def test_the_example_of_gpt2_runs(tmp_path: Path) -> None:
     check_small_example("gpt2_345m.sh", tmp_path)
 

@@ -57,7 +57,9 @@ def test_evaluations_say_when_and_on_what(tmp_path: Path) -> None:
         assert perplexity == pytest.approx(math.exp(loss), rel=1e-4)
 
 
-@pytest.mark.parametrize(("split", "empty"), [("1,0,0", ("valid", "test")), ("90,10,0", ("test",))])
+@pytest.mark.parametrize(
+    ("split", "empty"), [("1,0,0", ("valid", "test")), pytest.param("90,10,0", ("test",), marks=pytest.mark.long)]
+)
 def test_an_empty_split_is_reported_and_not_evaluated(split: str, empty: tuple[str, ...], tmp_path: Path) -> None:
     run = fork_training(toy_args(tmp_path, f"--split {split}")).check()
     assert len(run.iterations()) == 20
@@ -81,7 +83,7 @@ def test_a_run_measured_in_samples(tmp_path: Path) -> None:
     assert rates[4] < 3e-3
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_batch_size_ramps_up_and_resumes_in_the_middle(num_processes: int, tmp_path: Path) -> None:
     flags = f"--micro-batch-size 1 --rampup-batch-size 2 2 24 --global-batch-size 6 {NO_DROPOUT}"
     args = toy_args(tmp_path, flags)
@@ -97,8 +99,8 @@ def test_batch_size_ramps_up_and_resumes_in_the_middle(num_processes: int, tmp_p
 @pytest.mark.parametrize(
     ("num_processes", "layout"),
     [
-        (1, "--micro-batch-size 1"),
-        (2, "--micro-batch-size 1"),
+        pytest.param(1, "--micro-batch-size 1", marks=pytest.mark.long),
+        pytest.param(2, "--micro-batch-size 1", marks=pytest.mark.long),
         (2, "--micro-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
     ],
     ids=["accumulated", "dp2", "tp2-sp"],
@@ -136,6 +138,7 @@ def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:
     assert [point.value for point in points] == pytest.approx([line["lm_loss"] for line in run.iterations()], rel=1e-6)
 
 
+@pytest.mark.long
 def test_an_override_on_resume_is_shown_and_applied(tmp_path: Path) -> None:
     args = toy_args(tmp_path)
     fork_training([*args, "--exit-interval", "5"]).check()
@@ -160,7 +163,7 @@ def test_a_resume_without_the_optimizer_says_what_begins_anew(tmp_path: Path) ->
     assert "--no-load-optim" not in first.stdout
 
 
-@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize("interval", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_replicas_that_drift_apart_end_the_run(interval: int, tmp_path: Path) -> None:
     name = "decoder.layers.1.input_layernorm.weight"
     args = toy_args(tmp_path, f"--check-weight-hash-across-dp-replicas-interval {interval} --save-interval 2")
@@ -191,6 +194,7 @@ def test_a_changed_schedule_without_a_word_for_it_is_refused_or_kept(tmp_path: P
     assert max(line["learning_rate"] for line in kept.iterations()) > 2e-3
 
 
+@pytest.mark.long
 def test_a_longer_run_with_the_same_schedule_resumes_without_a_word(tmp_path: Path) -> None:
     args = toy_args(tmp_path, "--lr-decay-iters 40")
     fork_training(args).check()
@@ -199,6 +203,7 @@ def test_a_longer_run_with_the_same_schedule_resumes_without_a_word(tmp_path: Pa
     assert "training.train_iters: 20 -> 23" in run.stdout
 
 
+@pytest.mark.long
 def test_the_batch_may_change_on_resume(tmp_path: Path) -> None:
     args = toy_args(tmp_path, NO_DROPOUT)
     fork_training([*args, "--exit-interval", "5"]).check()
@@ -214,6 +219,7 @@ def test_too_little_data_is_said_before_training(tmp_path: Path) -> None:
     assert run.stdout.index("need 1600 samples") < run.stdout.index("[before the start of training step]")
 
 
+@pytest.mark.long
 def test_mock_data_trains(tmp_path: Path) -> None:
     run = fork_training(toy_args(tmp_path, "--mock-data --split 90,5,5", data=False), 2).check()
     assert len(run.iterations()) == 20
@@ -229,6 +235,7 @@ def test_blends_and_data_per_split(tmp_path: Path) -> None:
     assert [line["split"] for line in run.metrics if "split" in line] == ["validation", "validation", "test"]
 
 
+@pytest.mark.long
 def test_two_jobs_share_an_empty_index_cache(tmp_path: Path) -> None:
     cache = ["--data-cache-path", str(tmp_path / "shared-cache")]
     several = [[*toy_args(tmp_path / name, "--train-iters 8"), *cache] for name in ("one", "other")]

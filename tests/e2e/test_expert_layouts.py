@@ -90,7 +90,7 @@ def test_main_parameters_of_experts_are_the_same_at_any_layout(
 
 
 @pytest.mark.parametrize(
-    "name", ["ep1", *(pytest.param(name, marks=pytest.mark.long) for name in ("ep2-tp2", "dp4-fully-sharded"))]
+    "name", [pytest.param(name, marks=pytest.mark.long) for name in ("ep1", "ep2-tp2", "dp4-fully-sharded")]
 )
 def test_training_of_experts_goes_on_at_another_layout(home: tuple[Path, ForkedRun], name: str, tmp_path: Path) -> None:
     copy_of_iteration_10(home[0], tmp_path)

@@ -75,8 +75,8 @@ def one_process(chat: Path) -> ForkedRun:
     ("layout", "nproc"),
     [
         ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
-        ("--pipeline-model-parallel-size 2", 2),
-        ("--context-parallel-size 2", 2),
+        pytest.param("--pipeline-model-parallel-size 2", 2, marks=pytest.mark.long),
+        pytest.param("--context-parallel-size 2", 2, marks=pytest.mark.long),
         ("--context-parallel-size 2 --cp-comm-type a2a --micro-batch-size 1", 4),
         ("--use-distributed-optimizer", 2),
     ],

@@ -52,6 +52,7 @@ def validation_loss(text: Path):
     return train
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("blockwise", marks=pytest.mark.long)])
 def test_forty_iterations_end_near_bfloat16(validation_loss, recipe: str) -> None:
     expected = validation_loss("", 40)

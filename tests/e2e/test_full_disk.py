@@ -15,7 +15,7 @@ from tests.harness.forked_training import ForkedRun, fork_training
 # One micro-batch an iteration on each of two ranks.
 FLAGS = "--save-interval 2 --train-iters 10 --lr-decay-iters 10 --eval-interval 100 --tensor-model-parallel-size 2"
 ONE_MICROBATCH = "--micro-batch-size 4"
-HOW = [pytest.param("", id="at-once"), pytest.param("--async-save", id="async")]
+HOW = [pytest.param("", id="at-once", marks=pytest.mark.long), pytest.param("--async-save", id="async")]
 
 
 def warnings(run: ForkedRun) -> list[str]:

@@ -43,7 +43,7 @@ def train(folder: Path, blend: list[str], *flags: str, num_processes: int = 1) -
     fork_training([*args, "--data-path", *blend], num_processes).check()
 
 
-@pytest.mark.parametrize("order", ["single", "cyclic"])
+@pytest.mark.parametrize("order", [pytest.param("single", marks=pytest.mark.long), "cyclic"])
 def test_every_step_of_a_run_that_was_resumed(order: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b, c = (write_text(tmp_path / "text" / name, 40 + i, i) for i, name in enumerate("abc"))
     kind = f"--dataloader-type {order} --train-iters 14"

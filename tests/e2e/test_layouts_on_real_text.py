@@ -80,6 +80,7 @@ def assert_same_losses(result: ForkedRun, reference: ForkedRun) -> None:
     ]
 
 
+@pytest.mark.long
 def test_losses_begin_at_the_logarithm_of_the_vocabulary(train) -> None:
     first = losses(train("tp1", SHORT))[0]
     assert first == pytest.approx(math.log(50257), rel=0.01)

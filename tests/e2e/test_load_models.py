@@ -79,7 +79,9 @@ def assert_same_run(run: ForkedRun, expected: ForkedRun) -> None:
         assert ours["sample_ids_hash"] == theirs["sample_ids_hash"]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name != "tp2-pp2")) for name in LAYOUTS]
+)
 def test_a_hugging_face_folder_is_trained_at_any_layout(
     name: str, trained: Path, finetuned: ForkedRun, tmp_path: Path
 ) -> None:
@@ -115,7 +117,7 @@ def no_args(values: dict[str, Any]) -> None:
     del values["args"], values["iteration"]
 
 
-@pytest.mark.parametrize("change", [at_500000, no_iteration, no_args])
+@pytest.mark.parametrize("change", [at_500000, no_iteration, pytest.param(no_args, marks=pytest.mark.long)])
 def test_a_release_begins_at_iteration_0_without_a_flag(
     change: Callable[[dict[str, Any]], None], trained: Path, finetuned: ForkedRun, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from tests.harness.forked_training import fork_training
 FLAGS = "--lr-decay-iters 40 --train-iters 6 --eval-interval 1000"
 PRECISIONS = {"float32": "", "bfloat16": "--bf16", "float16": "--fp16 --initial-loss-scale 1024"}
 MAIN = "optimizer.main_param."
+CHANGES = [("bfloat16", "float32"), ("float32", "float16"), ("float16", "bfloat16")]
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +33,14 @@ def main_params(source: NativeSource) -> dict[str, torch.Tensor]:
     return {n: source.read(MAIN + n if MAIN + n in source.tensors else f"model.{n}") for n in names}
 
 
-@pytest.mark.parametrize("new", PRECISIONS)
-@pytest.mark.parametrize("old", PRECISIONS)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param(old, new, marks=[pytest.mark.long] * ((old, new) not in CHANGES))
+        for old in PRECISIONS
+        for new in PRECISIONS
+    ],
+)
 def test_every_precision_goes_on_in_every_other(old: str, new: str, saved: dict[str, Path], tmp_path: Path) -> None:
     nproc = 2 if new == "bfloat16" else 1
     sharded = "--use-distributed-optimizer" if nproc == 2 else ""
@@ -48,7 +55,7 @@ def test_every_precision_goes_on_in_every_other(old: str, new: str, saved: dict[
         assert f"weights are {old}, this run's {new}" in said[0]
 
 
-@pytest.mark.parametrize(("old", "new"), [("bfloat16", "float32"), ("float32", "float16"), ("float16", "bfloat16")])
+@pytest.mark.parametrize(("old", "new"), CHANGES)
 def test_main_parameters_and_moments_are_the_same_bits(
     old: str, new: str, saved: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def test_adapters_alone_are_trained_and_resumed(run: ForkedRun, folder: Path) ->
     assert exact_figures(resumed.iterations()) == exact_figures(run.iterations()[2:])
 
 
+@pytest.mark.long
 def test_adapters_are_resumed_at_another_layout(run: ForkedRun, folder: Path) -> None:
     layout = "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --ckpt-step 2"
     resumed = train(folder / "run", layout, "--metrics-jsonl", folder / "tp2.jsonl", nproc=4).check()

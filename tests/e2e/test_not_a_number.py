@@ -24,7 +24,11 @@ def sample_ids_of(run: ForkedRun) -> list[int]:
 
 @pytest.mark.parametrize(
     ("num_processes", "layout", "rank"),
-    [(1, "", 0), (2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16", 1), (2, "--bf16", 1)],
+    [
+        pytest.param(1, "", 0, marks=pytest.mark.long),
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16", 1),
+        pytest.param(2, "--bf16", 1, marks=pytest.mark.long),
+    ],
     ids=["fp32", "bf16-tp2-sp", "bf16-dp2"],
 )
 def test_a_bad_gradient_stops_the_run_and_is_named(num_processes: int, layout: str, rank: int, tmp_path: Path) -> None:
@@ -58,7 +62,11 @@ def test_a_bad_loss_stops_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("num_processes", "layout"),
-    [(1, ""), (2, "--tensor-model-parallel-size 2"), (2, "")],
+    [
+        pytest.param(1, "", marks=pytest.mark.long),
+        (2, "--tensor-model-parallel-size 2"),
+        pytest.param(2, "", marks=pytest.mark.long),
+    ],
     ids=["one-process", "tp2", "dp2"],
 )
 def test_fp16_skips_counts_and_halves_the_scale(num_processes: int, layout: str, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def run(folder: Path, nproc: int, *flags: str) -> tuple[list[tuple[object, ...]]
         pytest.param(1, "", FULL, "100%", marks=pytest.mark.long),
         (2, SHARDED, STATIC, "60%"),
         pytest.param(2, "--pipeline-model-parallel-size 2", AUTO, "100%", marks=pytest.mark.long),
-        (2, "--tensor-model-parallel-size 2 --sequence-parallel", STATIC, "60%"),
+        pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel", STATIC, "60%", marks=pytest.mark.long),
         pytest.param(
             *(4, f"--context-parallel-size 2 --tensor-model-parallel-size 2 {SHARDED} --fp16", STATIC, "60%"),
             marks=pytest.mark.long,
@@ -47,7 +47,9 @@ def test_offloaded_runs_log_the_same_figures(tmp_path: Path, nproc: int, layout:
     assert output.count(f"optimizer offload: {share} of the main parameters") == 1
 
 
-@pytest.mark.parametrize(("first", "second"), [(STATIC, ""), ("", AUTO)], ids=["without", "with"])
+@pytest.mark.parametrize(
+    ("first", "second"), [pytest.param(STATIC, "", marks=pytest.mark.long), ("", AUTO)], ids=["without", "with"]
+)
 def test_a_run_goes_on_with_and_without_offload(tmp_path: Path, first: str, second: str) -> None:
     """Two ranks that share the state begin, and one goes on."""
     expected, _ = run(tmp_path / "whole", 2, SHARDED)

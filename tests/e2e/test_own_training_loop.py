@@ -43,7 +43,7 @@ def test_losses_are_those_of_one_process(world_size: int, tp: int) -> None:
         assert given == pytest.approx(alone, rel=1e-12)
 
 
-@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("nproc", [pytest.param(nproc, marks=pytest.mark.long) for nproc in (1, 2)])
 def test_the_command_prints_the_losses_of_one_process(nproc: int) -> None:
     words = ("--tensor-model-parallel-size", str(nproc), "--iterations", str(ITERATIONS))
     result = run_command([*launch_prefix(nproc), EXAMPLE, *words], env={"CUDA_VISIBLE_DEVICES": ""}).check()

@@ -50,6 +50,7 @@ def test_a_warning_that_is_too_short_is_said_after_the_first_checkpoint(how: str
     assert warnings(enough.check().stdout) == []
 
 
+@pytest.mark.long
 def test_a_signal_at_an_evaluation_saves_first_and_later_evaluations_are_the_same(tmp_path: Path) -> None:
     flags = "--eval-interval 5 --save-interval 100 --hidden-dropout 0.1"
     whole = fork_training(toy_args(tmp_path / "whole", flags), 2).check()

@@ -60,7 +60,7 @@ TP_2 = "--tensor-model-parallel-size 2"
     ("num_processes", "flags", "num_kills"),
     [
         pytest.param(1, "", 2, id="one-process", marks=pytest.mark.long),
-        pytest.param(1, "--async-save", 3, id="one-process-async"),
+        pytest.param(1, "--async-save", 3, id="one-process-async", marks=pytest.mark.long),
         pytest.param(2, f"{SHARDED} --async-save", 2, id="dp2-async"),
         pytest.param(1, "", 50, id="one-process-50-times", marks=pytest.mark.long),
         pytest.param(1, "--async-save", 50, id="one-process-async-50-times", marks=pytest.mark.long),

@@ -15,7 +15,12 @@ from tests.harness.forked_training import fork_training
 
 @pytest.mark.parametrize(
     ("iterations", "more", "recorded"),
-    [(1, "", 1), (3, "", 2), (4, "--iterations-to-skip 0", 3), (3, "--iterations-to-skip 0 1", 3)],
+    [
+        (1, "", 1),
+        pytest.param(3, "", 2, marks=pytest.mark.long),
+        pytest.param(4, "--iterations-to-skip 0", 3, marks=pytest.mark.long),
+        (3, "--iterations-to-skip 0 1", 3),
+    ],
 )
 def test_the_passes_of_a_pipeline_are_recorded_and_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], iterations: int, more: str, recorded: int

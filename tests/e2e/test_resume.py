@@ -88,7 +88,7 @@ def test_resume_is_bitwise_exact(num_processes: int, flags: str, train_whole: Tr
 @pytest.mark.parametrize(
     ("num_processes", "flags", "how"),
     [
-        pytest.param(*CASES[1].values, "kill", id="bf16-kill"),
+        pytest.param(*CASES[1].values, "kill", id="bf16-kill", marks=LONG),
         pytest.param(*CASES[3].values, "signal", id="fp32-tp2-signal", marks=LONG),
         pytest.param(*CASES[5].values, "kill", id="fp32-dp2-kill"),
         pytest.param(*CASES[1].values, "signal", id="bf16-signal", marks=LONG),
@@ -136,7 +136,7 @@ LAYOUTS = [
         id="dp4-sharded-to-dp2-sharded",
         marks=LONG,
     ),
-    pytest.param(2, SHARDED, 2, "--tensor-model-parallel-size 2", id="dp2-sharded-to-tp2"),
+    pytest.param(2, SHARDED, 2, "--tensor-model-parallel-size 2", id="dp2-sharded-to-tp2", marks=LONG),
     pytest.param(1, "", 2, "--use-distributed-optimizer", id="dp1-to-dp2-sharded", marks=LONG),
     pytest.param(
         2,
@@ -161,7 +161,12 @@ LAYOUTS = [
         id="one-process-to-cp2-pp2-sharded",
     ),
     pytest.param(
-        4, "--tensor-model-parallel-size 2", 1, "--micro-batch-size 4", id="tp2-dp2-to-one-process-larger-micro-batch"
+        4,
+        "--tensor-model-parallel-size 2",
+        1,
+        "--micro-batch-size 4",
+        id="tp2-dp2-to-one-process-larger-micro-batch",
+        marks=LONG,
     ),
 ]
 

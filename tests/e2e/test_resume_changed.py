@@ -79,7 +79,7 @@ def test_a_wsd_decay_under_way_names_the_checkpoints_that_can_grow(tmp_path: Pat
     assert [line["learning_rate"] for line in earlier.iterations()] == [3e-3] * 3
 
 
-@pytest.mark.parametrize("style", ["constant", "WSD --lr-wsd-decay-iters 5"])
+@pytest.mark.parametrize("style", ["constant", pytest.param("WSD --lr-wsd-decay-iters 5", marks=pytest.mark.long)])
 def test_a_schedule_that_stands_still_grows_with_the_run(style: str, tmp_path: Path) -> None:
     flags = f"{WARM} --lr-decay-style {style} --lr-warmup-fraction 0.1 --lr-warmup-iters 0"
     fork_training(toy_args(tmp_path, flags, "--exit-interval 4")).check()
@@ -87,7 +87,7 @@ def test_a_schedule_that_stands_still_grows_with_the_run(style: str, tmp_path: P
     assert [line["learning_rate"] for line in run.iterations()[-2:]] == [3e-3, 3e-3]
 
 
-@pytest.mark.parametrize("flag", ["--metrics-jsonl", "--tensorboard-dir"])
+@pytest.mark.parametrize("flag", ["--metrics-jsonl", pytest.param("--tensorboard-dir", marks=pytest.mark.long)])
 def test_a_place_that_cannot_be_written_is_refused_on_every_rank(flag: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     place = tmp_path / "file" / "below"

@@ -92,6 +92,7 @@ def assert_goes_on_like(run: ForkedRun, whole: ForkedRun) -> None:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=0.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", layouts("tp1"))
 def test_goes_on_at_another_layout(home: tuple[Path, ForkedRun], layout: Layout, tmp_path: Path) -> None:
     checkpoints, whole = home

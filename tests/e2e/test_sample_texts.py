@@ -22,11 +22,13 @@ SAMPLES = ("--sample-interval", "1", "--sample-tokens", "5", "--sample-prompts")
 @pytest.mark.parametrize(
     ("layout", "nproc"),
     [
-        (ROPE, 1),
+        pytest.param(ROPE, 1, marks=pytest.mark.long),
         pytest.param(f"--tensor-model-parallel-size 2 {ROPE}", 2, marks=pytest.mark.long),
         pytest.param("--tensor-model-parallel-size 2", 2, marks=pytest.mark.long),
         (f"--pipeline-model-parallel-size 2 {ROPE}", 2),
-        ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2),
+        pytest.param(
+            "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2, marks=pytest.mark.long
+        ),
         (f"{EXPERTS} --expert-model-parallel-size 2 {ROPE}", 2),
         (f"{LATENT} --mtp-num-layers 1 --position-embedding-type rope --swiglu", 1),
     ],

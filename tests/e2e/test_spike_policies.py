@@ -52,7 +52,11 @@ def test_a_spike_stops_a_run_that_is_to_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["", "--use-distributed-optimizer --bf16 --overlap-param-gather --overlap-grad-reduce"]
+    "layout",
+    [
+        pytest.param("", marks=pytest.mark.long),
+        "--use-distributed-optimizer --bf16 --overlap-param-gather --overlap-grad-reduce",
+    ],
 )
 def test_the_samples_of_a_spike_are_left_out(layout: str, tmp_path: Path) -> None:
     args = toy_args(tmp_path, WATCH, "--spike-policy skip", layout)
@@ -78,6 +82,7 @@ def test_a_run_goes_back_and_passes_the_samples_over(tmp_path: Path) -> None:
     assert left_out(tmp_path / "other") == [(36, 40, [])]
 
 
+@pytest.mark.long
 def test_a_resumed_run_leaves_the_same_samples_out(tmp_path: Path) -> None:
     args = toy_args(tmp_path, WATCH, "--spike-policy rewind")
     fork_training([*args, "--exit-interval", "12"], 1, POISON).check()
@@ -94,6 +99,7 @@ def late_on_rank_one(argv: Sequence[str], faults: Faults) -> int:
     return run_with_faults(argv, faults)
 
 
+@pytest.mark.long
 def test_what_is_due_at_an_iteration_that_is_passed_over_is_done(tmp_path: Path) -> None:
     flags = "--train-iters 4 --eval-interval 2 --save-interval 2 --iterations-to-skip 1 3"
     run = fork_training(toy_args(tmp_path / "last", flags)).check()
@@ -118,6 +124,7 @@ def test_a_bad_weight_is_undone_by_going_back(examination: str, tmp_path: Path) 
     assert exact_figures(run.iterations()) == exact_figures(clean.iterations())
 
 
+@pytest.mark.long
 def test_going_back_counts_for_the_whole_run(tmp_path: Path) -> None:
     args = toy_args(tmp_path, WATCH, "--spike-policy rewind --spike-budget 1")
     name = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -148,6 +155,7 @@ def test_an_infinite_loss_with_finite_gradients_is_looked_at(tmp_path: Path) -> 
     assert skipped(run) == []
 
 
+@pytest.mark.long
 def test_a_run_goes_back_to_what_it_has_saved_itself(tmp_path: Path) -> None:
     clean = fork_training(toy_args(tmp_path / "clean", PLAIN, "--iterations-to-skip 9")).check()
     assert newest_known(tmp_path / "clean" / "checkpoints") == 12
@@ -180,6 +188,7 @@ def test_a_transient_fault_is_computed_again_and_leaves_no_trace(tmp_path: Path)
     assert exact_figures(run.iterations()) == exact_figures(clean.iterations())
 
 
+@pytest.mark.long
 def test_a_right_result_that_was_suspected_is_taken(tmp_path: Path) -> None:
     flags = f"{PLAIN} --error-injection-rate 3 --error-injection-type correct_result"
     run = fork_training(toy_args(tmp_path, flags)).check()

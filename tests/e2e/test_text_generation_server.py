@@ -222,7 +222,10 @@ def test_one_process_answers_and_ends_on_an_interrupt(llama: Path) -> None:
         check_end_during_answers(server)
 
 
-@pytest.mark.parametrize(("pipeline", "ranks"), [("1", [1]), pytest.param("2", [0, 1], marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("pipeline", "ranks"),
+    [pytest.param("1", [1], marks=pytest.mark.long), pytest.param("2", [0, 1], marks=pytest.mark.long)],
+)
 def test_two_processes_answer_and_all_end_when_some_are_asked_to(llama: Path, pipeline: str, ranks: list[int]) -> None:
     with serving(llama, 2, "--pipeline-model-parallel-size", pipeline) as server:
         check_answers(server)

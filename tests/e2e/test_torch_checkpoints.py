@@ -36,6 +36,7 @@ def rank_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.pt"))
 
 
+@pytest.mark.long
 def test_resume_at_the_same_layout_is_exact_with_dropout(tmp_path: Path) -> None:
     layout = "--tensor-model-parallel-size 2 --use-distributed-optimizer --bf16 --async-save"
     whole = fork_training(toy_args(tmp_path / "whole", FLAGS, layout), 4).check()
@@ -52,7 +53,7 @@ def test_resume_at_the_same_layout_is_exact_with_dropout(tmp_path: Path) -> None
     assert leftovers(folder / "checkpoints") == []
 
 
-@pytest.mark.parametrize("name", ["tp2-pp2-vpp2", "dp2-distributed-optimizer"])
+@pytest.mark.parametrize("name", ["tp2-pp2-vpp2", pytest.param("dp2-distributed-optimizer", marks=pytest.mark.long)])
 def test_any_layout_goes_on_from_any_other(name: str, whole: ForkedRun, tmp_path: Path) -> None:
     processes, layout = LAYOUTS[name]
     first = toy_args(tmp_path, FLAGS, NO_DROPOUT, layout, "--exit-interval 4")
@@ -61,6 +62,7 @@ def test_any_layout_goes_on_from_any_other(name: str, whole: ForkedRun, tmp_path
     compare(back, whole)
 
 
+@pytest.mark.long
 def test_ranks_that_share_a_key_value_group(tmp_path: Path) -> None:
     groups = "--group-query-attention --num-query-groups 2"
     whole = fork_training(toy_args(tmp_path / "whole", FLAGS, NO_DROPOUT, groups)).check()

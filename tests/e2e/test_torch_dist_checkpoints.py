@@ -78,7 +78,7 @@ def test_ranks_that_share_a_key_value_group(tmp_path: Path) -> None:
     compare(fork_training(toy_args(tmp_path / "parts", FLAGS, NO_DROPOUT, groups)).check(), whole)
 
 
-@pytest.mark.parametrize("how", ["", "--async-save"])
+@pytest.mark.parametrize("how", [pytest.param("", marks=pytest.mark.long), "--async-save"])
 def test_a_disk_that_takes_no_more_is_said_and_leaves_what_was_there(how: str, tmp_path: Path) -> None:
     args = toy_args(tmp_path, SAVE, how, "--save-interval 2 --train-iters 8 --eval-interval 100 --micro-batch-size 4")
     run = fork_training(args, faults=Faults(no_room=(7, 100)))

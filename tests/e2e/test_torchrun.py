@@ -131,7 +131,7 @@ def test_a_rank_that_is_alone_with_its_reason_says_it(launch, tmp_path: Path) ->
     ("flags", "sample", "reader"),
     [
         # The second rank waits for what the first one reads.
-        pytest.param("--tensor-model-parallel-size 2", 9, "", id="tp2"),
+        pytest.param("--tensor-model-parallel-size 2", 9, "", id="tp2", marks=pytest.mark.long),
         pytest.param("--tensor-model-parallel-size 2 --num-workers 0", 9, "", id="tp2-0", marks=pytest.mark.long),
         # Both read it.
         pytest.param("--pipeline-model-parallel-size 2", 9, "", id="pp2", marks=pytest.mark.long),
@@ -157,7 +157,10 @@ def test_a_sample_that_cannot_be_read_ends_the_run_by_its_name(
 
 @pytest.mark.parametrize(
     "to_all",
-    [pytest.param(False, id="torchrun-alone", marks=pytest.mark.long), pytest.param(True, id="every-process")],
+    [
+        pytest.param(False, id="torchrun-alone", marks=pytest.mark.long),
+        pytest.param(True, id="every-process", marks=pytest.mark.long),
+    ],
 )
 def test_sigterm_saves_and_ends_with_status_0(to_all: bool, launch, tmp_path: Path) -> None:
     args = toy_args(tmp_path, "--tensor-model-parallel-size 2 --train-iters 100000 --lr-decay-iters 100")
@@ -190,6 +193,7 @@ def test_sigterm_to_one_process_without_a_launcher(launch, tmp_path: Path) -> No
     assert newest(tmp_path / "checkpoints").is_dir()
 
 
+@pytest.mark.long
 def test_the_entry_script_trains_from_any_folder(tmp_path: Path) -> None:
     args = toy_args(tmp_path, "--tensor-model-parallel-size 2 --train-iters 5 --log-throughput")
     run = run_training(args, 2, cwd=tmp_path, env={"MEGATRON_DEVICE": "cpu"}).check()

@@ -136,6 +136,7 @@ def test_a_refusal_of_the_ranks_is_the_last_line_and_status_2(command, tmp_path:
     assert str(tmp_path / "missing") in lines[0]
 
 
+@pytest.mark.long
 def test_under_torchrun_a_refusal_is_said_once_and_last(command, tmp_path: Path) -> None:
     status, lines = command([*launch_prefix(2), str(REPOSITORY / "pretrain_gpt.py"), "--hiden-size", "3"]).end()
     assert status == 1

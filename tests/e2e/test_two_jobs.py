@@ -46,6 +46,7 @@ def test_of_two_jobs_on_one_folder_exactly_one_runs(num_rounds: int, nproc: int,
         start_two(tmp_path / str(number), nproc, flags)
 
 
+@pytest.mark.long
 def test_two_jobs_with_one_metrics_file_are_not_mixed(tmp_path: Path) -> None:
     shared = f"{FLAGS} --metrics-jsonl {tmp_path / 'figures.jsonl'}"
     several = [toy_args(tmp_path / name, shared) for name in ("one", "other")]

@@ -38,7 +38,9 @@ def arguments(load: Path, tmp_path: Path, layout: str) -> list[str | Path]:
 
 
 @needs_checkpoints
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ("tp2", "pp2"))) for name in LAYOUTS]
+)
 def test_training_goes_on_from_megatron_at_any_layout(name: str, tmp_path: Path) -> None:
     processes, layout = LAYOUTS[name]
     args = [*arguments(CHECKPOINTS / "gpt2_tp1", tmp_path, layout), "--ckpt-step", "5"]

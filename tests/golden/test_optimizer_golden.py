@@ -111,9 +111,9 @@ def is_determined(name: str, shape: tuple[int, ...]) -> np.ndarray:
     ("num_processes", "tp_size", "sequence_parallel"),
     [
         pytest.param(1, 1, False, id="one-process"),
-        pytest.param(2, 2, False, id="tp2"),
-        pytest.param(2, 2, True, id="tp2-sp"),
-        pytest.param(2, 1, False, id="dp2"),
+        pytest.param(2, 2, False, id="tp2", marks=pytest.mark.long),
+        pytest.param(2, 2, True, id="tp2-sp", marks=pytest.mark.long),
+        pytest.param(2, 1, False, id="dp2", marks=pytest.mark.long),
         pytest.param(4, 2, True, id="tp2-sp-dp2"),
     ],
 )

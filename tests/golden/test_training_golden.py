@@ -24,8 +24,8 @@ SMALL_BUCKETS = "--ddp-bucket-size 9000"
 LAYOUTS = [
     pytest.param(1, "", "tp1", id="tp1"),
     pytest.param(2, "--tensor-model-parallel-size 2", "tp1", id="tp2", marks=pytest.mark.long),
-    pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel", "tp1", id="tp2-sp"),
-    pytest.param(2, "", "dp2", id="dp2"),
+    pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel", "tp1", id="tp2-sp", marks=pytest.mark.long),
+    pytest.param(2, "", "dp2", id="dp2", marks=pytest.mark.long),
     pytest.param(
         4, "--tensor-model-parallel-size 2 --sequence-parallel", "dp2", id="tp2-sp-dp2", marks=pytest.mark.long
     ),
@@ -58,7 +58,7 @@ LAYOUTS = [
         marks=pytest.mark.long,
     ),
     pytest.param(1, "--calculate-per-token-loss", "tp1", id="per-token-loss", marks=pytest.mark.long),
-    pytest.param(2, "--calculate-per-token-loss", "dp2", id="dp2-per-token-loss"),
+    pytest.param(2, "--calculate-per-token-loss", "dp2", id="dp2-per-token-loss", marks=pytest.mark.long),
     pytest.param(1, "--micro-batch-size 8", "tp1", id="one-micro-batch", marks=pytest.mark.long),
     pytest.param(2, "--context-parallel-size 2", "tp1", id="cp2-ring", marks=pytest.mark.long),
     pytest.param(
@@ -76,8 +76,14 @@ LAYOUTS = [
         marks=pytest.mark.long,
     ),
     pytest.param(4, "--context-parallel-size 2", "dp2", id="cp2-dp2", marks=pytest.mark.long),
-    pytest.param(2, "--pipeline-model-parallel-size 2", "tp1", id="pp2"),
-    pytest.param(2, "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", "tp1", id="pp2-zero-bubble"),
+    pytest.param(2, "--pipeline-model-parallel-size 2", "tp1", id="pp2", marks=pytest.mark.long),
+    pytest.param(
+        2,
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+        "tp1",
+        id="pp2-zero-bubble",
+        marks=pytest.mark.long,
+    ),
     pytest.param(
         2,
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t|t|L",

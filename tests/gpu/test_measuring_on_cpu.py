@@ -92,6 +92,7 @@ def test_a_wrong_kernel_is_seen_in_its_result_and_its_gradient() -> None:
     assert row["gradient_difference"] == pytest.approx(0.5)
 
 
+@pytest.mark.long
 def test_cells_that_fit_are_checked_and_reported(report: Report) -> None:
     cell = make_cell("gpt2", Layout(tp=2, sequence_parallel=True))
     assert cell in fitting_cells(2)
@@ -106,6 +107,7 @@ def test_cells_that_fit_are_checked_and_reported(report: Report) -> None:
     assert "**failed** bad one float64\n    a reason" in text
 
 
+@pytest.mark.long
 def test_bandwidths_are_measured_by_processes(report: Report) -> None:
     report.write()
     for row in measure_bandwidths(2, (4096, 65536), report.folder):

@@ -146,7 +146,10 @@ def test_every_linear_map_of_a_model_takes_the_library(untie: bool, monkeypatch:
 
 
 @needs_both
-@pytest.mark.parametrize("checkpoint_format", ["", "--ckpt-format torch", "--ckpt-format torch_dist"])
+@pytest.mark.parametrize(
+    "checkpoint_format",
+    ["", *(pytest.param(f"--ckpt-format {name}", marks=pytest.mark.long) for name in ("torch", "torch_dist"))],
+)
 def test_a_run_goes_on_with_the_library_of_its_checkpoint(checkpoint_format: str, tmp_path: Path) -> None:
     flags = f"--train-iters 4 --lr-warmup-iters 1 {checkpoint_format}"
     whole = fork_training(toy_args(tmp_path / "whole", flags, "--cpu-matmul mkl")).check()

@@ -97,9 +97,11 @@ def compare(world_size: int, flags: str) -> list[Trained]:
     ("world_size", "flags", "expected"),
     [
         # Graphs of each rank: 4 layers, forward and backward, for each micro-batch in flight.
-        pytest.param(1, DROPOUT, [8], id="one-rank-dropout"),
+        pytest.param(1, DROPOUT, [8], id="one-rank-dropout", marks=pytest.mark.long),
         pytest.param(1, f"{FULL} uniform --recompute-num-layers 3", [4], id="recompute-groups", marks=pytest.mark.long),
-        pytest.param(1, f"{FULL} block --recompute-num-layers 1 {DROPOUT}", [8], id="recompute-block"),
+        pytest.param(
+            *(1, f"{FULL} block --recompute-num-layers 1 {DROPOUT}", [8]), id="recompute-block", marks=pytest.mark.long
+        ),
         pytest.param(
             *(2, f"{PP2} --recompute-activations --recompute-modules core_attn layernorm mlp {DROPOUT}", [8, 4]),
             id="1f1b",
@@ -114,7 +116,7 @@ def compare(world_size: int, flags: str) -> list[Trained]:
         ),
         pytest.param(2, f"{PP2} --pipeline-schedule zero-bubble", [12, 12], id="zero-bubble"),
         pytest.param(2, f"--tensor-model-parallel-size 2 --sequence-parallel {DROPOUT}", [8, 8], id="tp2-sp"),
-        pytest.param(2, DP, [8, 8], id="dp2-overlapped"),
+        pytest.param(2, DP, [8, 8], id="dp2-overlapped", marks=pytest.mark.long),
         pytest.param(2, "--context-parallel-size 2", [8, 8], id="cp2", marks=pytest.mark.long),
     ],
 )

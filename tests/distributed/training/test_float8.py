@@ -35,19 +35,20 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Float8Runs:
     return Float8Runs(tmp_path_factory.mktemp("float8"))
 
 
-def some_of(layouts: dict[str, tuple[int, str]], always: str) -> pytest.MarkDecorator:
+DEFAULT = {("mxfp8", "tp2-sp"), *(("delayed", name) for name in (*SAME, "tp2-sp"))}
+"""Recipes at layouts that the default tests have."""
+
+
+def some_of(layouts: dict[str, tuple[int, str]]) -> pytest.MarkDecorator:
     """Return each recipe at each layout: those of the default tests, and the rest of the long ones."""
     cells = [(recipe, layout) for recipe in RECIPES for layout in layouts]
     return pytest.mark.parametrize(
         ("recipe", "layout"),
-        [
-            pytest.param(*cell, marks=() if cell[0] == "delayed" or cell[1] == always else pytest.mark.long)
-            for cell in cells
-        ],
+        [pytest.param(*cell, marks=() if cell in DEFAULT else pytest.mark.long) for cell in cells],
     )
 
 
-@some_of(SAME, always="")
+@some_of(SAME)
 def test_layouts_that_sum_alike_give_the_same_bits(train, recipe: str, layout: str) -> None:
     reference, _ = train(f"--fp8-recipe {recipe}")
     num_processes, flags = SAME[layout]
@@ -55,7 +56,7 @@ def test_layouts_that_sum_alike_give_the_same_bits(train, recipe: str, layout: s
     assert losses(run) == losses(reference)
 
 
-@some_of(CUT, always="tp2-sp")
+@some_of(CUT)
 def test_layouts_that_cut_products_agree_within_roundings(train, recipe: str, layout: str) -> None:
     reference, _ = train(f"--fp8-recipe {recipe}")
     num_processes, flags = CUT[layout]
@@ -63,7 +64,9 @@ def test_layouts_that_cut_products_agree_within_roundings(train, recipe: str, la
     assert losses(run) == pytest.approx(losses(reference), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", [*SAME, *CUT])
+@pytest.mark.parametrize(
+    "layout", [*SAME, "tp2-sp", *(pytest.param(layout, marks=pytest.mark.long) for layout in ("tp2", "cp2"))]
+)
 def test_histories_are_those_of_one_process(train, layout: str) -> None:
     expected = scaling(train("--fp8-recipe delayed")[1])
     num_processes, flags = (SAME | CUT)[layout]
@@ -92,7 +95,7 @@ def test_weights_that_are_gathered_in_fp8_are_those_of_the_products(train) -> No
     "flags",
     [
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "--recompute-granularity selective",
+        pytest.param("--recompute-granularity selective", marks=pytest.mark.long),
         "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
     ],
 )
@@ -114,7 +117,7 @@ def test_each_choice_changes_what_is_computed(train, flags: str) -> None:
     assert losses(run) == pytest.approx(losses(reference), rel=0.01)
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2-sp"])
+@pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.long), "tp2-sp"])
 def test_a_resumed_run_is_the_run_that_went_on(tmp_path: Path, train, layout: str) -> None:
     num_processes, flags = {"one": (1, ""), **CUT}[layout]
     whole, checkpoints = train(f"--fp8-recipe delayed {flags}", num_processes)
@@ -125,7 +128,7 @@ def test_a_resumed_run_is_the_run_that_went_on(tmp_path: Path, train, layout: st
     assert_same_checkpoints(newest(tmp_path / "checkpoints"), newest(checkpoints))
 
 
-@pytest.mark.parametrize("checkpoint_format", ["torch", "torch_dist"])
+@pytest.mark.parametrize("checkpoint_format", [pytest.param("torch", marks=pytest.mark.long), "torch_dist"])
 def test_megatrons_formats_keep_the_histories(tmp_path: Path, train, checkpoint_format: str) -> None:
     whole, _ = train("--fp8-recipe delayed")
     words = toy_args(tmp_path, SHAPE, f"--fp8-format hybrid --ckpt-format {checkpoint_format}")

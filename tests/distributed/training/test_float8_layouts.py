@@ -33,13 +33,11 @@ DISTRIBUTED = f"{FULL} --distribute-saved-activations"
 OFFLOAD = "--cpu-offloading --cpu-offloading-num-layers 1"
 GATHERS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
 ALWAYS = [
-    ("delayed", "one", VIRTUAL, MODULES),
-    ("delayed", "one", ZERO_BUBBLE, BLOCK),
     ("delayed", "sp", ZERO_BUBBLE, MODULES),
-    ("delayed", "tp2", "", DISTRIBUTED),
     ("rowwise", "one", OFFLOAD, MODULES),
 ]
 MORE = [
+    ("delayed", "tp2", "", DISTRIBUTED),
     ("mxfp8", "one", ZERO_BUBBLE, MODULES),
     *(
         (recipe, plain, schedule, again)
@@ -87,7 +85,7 @@ def run_with_graphs(argv: Sequence[str], faults: Faults) -> int:
 @pytest.mark.parametrize(
     ("recipe", "plain", "more"),
     [
-        ("delayed", "one", f"{ZERO_BUBBLE} {MODULES}"),
+        pytest.param("delayed", "one", f"{ZERO_BUBBLE} {MODULES}", marks=pytest.mark.long),
         ("delayed", "sp", ""),
         pytest.param("delayed", "one", VIRTUAL, marks=pytest.mark.long),
         pytest.param("blockwise", "one", FULL, marks=pytest.mark.long),
@@ -118,7 +116,9 @@ def test_weights_that_are_gathered_in_fp8_bucket_by_bucket_are_those_that_are_ga
 
 
 ONE_STEP = "--fp8-recipe delayed --train-iters 1 --lr-warmup-iters 0"
-CUT = pytest.mark.parametrize("layout", ["tp2", "sp", "cp2"])
+CUT = pytest.mark.parametrize(
+    "layout", ["sp", *(pytest.param(layout, marks=pytest.mark.long) for layout in ("tp2", "cp2"))]
+)
 
 
 def run_without_rounding(argv: Sequence[str], faults: Faults) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.toy_run import toy_args
 from tests.harness.faults import Faults
 from tests.harness.forked_training import fork_training
@@ -35,6 +37,7 @@ def test_a_slow_rank_is_named_with_its_part_and_since_when(tmp_path: Path) -> No
     assert told[3]["since_iteration"] in (1, 4, 7)
 
 
+@pytest.mark.long
 def test_without_the_flag_nothing_is_gathered(tmp_path: Path) -> None:
     run = fork_training(toy_args(tmp_path, "--train-iters 4"), 2).check()
     assert " stragglers |" not in run.stdout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from megatron.core.device import Device
 from megatron.training import tp_overlap
 from megatron.training.config.arguments import resolve_arguments
@@ -38,6 +40,7 @@ def test_the_slowest_rank_decides_whether_chunks_gain() -> None:
         ]
 
 
+@pytest.mark.long
 def test_nothing_is_measured_where_the_choice_is_made() -> None:
     for impl in ("ring", "whole"):
         [(chosen, lines), _] = run_distributed(2, choices, [(9.0, 9.0)], ("--tp-comm-overlap-impl", impl))

@@ -14,14 +14,14 @@ APART = (
     *("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 )
 CELLS = (
-    make_cell("gpt2", Layout(tp=2), extra=FUSED),
     make_cell("gpt2", Layout(pp=2, virtual_stages=2, offloaded_layers=1, offloads_weights=True), extra=FUSED),
-    make_cell("gpt2", Layout(dp=2, sharding="optim"), extra=FUSED),
     make_cell("gpt2", Layout(dp=2, sharding="optim_grads", overlap=True), extra=FUSED),
     make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, recompute=MODULES), extra=APART),
     make_cell("llama", Layout(cp=2), "packed", extra=APART),
 )
 FURTHER = (
+    make_cell("gpt2", Layout(tp=2), extra=FUSED),
+    make_cell("gpt2", Layout(dp=2, sharding="optim"), extra=FUSED),
     make_cell("llama", Layout(tp=2, pp=2, schedule="zero-bubble", recompute=("full", "uniform", "1")), extra=APART),
     # Ranks that share a key-value group, with one adapter for all rows and with one for each part.
     make_cell("llama-one-group", Layout(tp=4), extra=FUSED),

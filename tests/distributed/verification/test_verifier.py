@@ -53,43 +53,22 @@ def make_verifier(pool: WorkerPool, provider: ModelProvider = pretrain_gpt.provi
 
 SP = Layout(tp=2, sequence_parallel=True)
 REPRESENTATIVE = (
-    make_cell("gpt2", Layout(tp=2)),
-    make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True)),
     make_cell("llama", replace(SP, tp_overlap=TP_OVERLAP[0], cp=2, recompute=("full", "uniform", "1")), "packed"),
     make_cell("gpt2", replace(SP, tp_overlap=TP_OVERLAP[0], pp=2, schedule="zero-bubble")),
-    make_cell("gpt2", Layout(pp=2)),
-    make_cell("gpt2", Layout(pp=2, virtual_stages=2, recompute=("full", "block", "1"))),
-    make_cell("gpt2", Layout(pp=4, schedule="zero-bubble")),
     make_cell("llama", Layout(pp=2, first_stage_layers=1)),
     *(make_cell("gpt2", Layout(pp=2, virtual_stages=2, pp_overlap=flags)) for flags in PP_OVERLAP),
     make_cell("gpt2", Layout(pp=2, dp=2, sharding="optim", overlap=True, pp_overlap=PP_OVERLAP[3])),
     make_cell("gpt2-untied", Layout(pp=2, pipeline_layout="E|tt|tt|L", virtual_stages=2)),
     make_cell("gpt2", Layout(pp=2, virtual_stages=2), extra=("--global-batch-size", "6")),
-    *(make_cell("llama", Layout(cp=2, cp_comm_type=exchange), "packed") for exchange in ("p2p", "all_gather", "a2a")),
-    make_cell("gpt2", Layout(cp=4), "uneven"),
     make_cell("llama", Layout(cp=4, cp_comm_type="a2a+p2p", cp_levels=(2, 2)), "packed"),
-    *(make_cell("gpt2", Layout(dp=2, sharding=sharding)) for sharding in ("no_shard", "optim", "optim_grads")),
     make_cell("gpt2", Layout(dp=4, sharding="optim_grads", overlap=True), "uneven"),
-    make_cell("qwen", Layout(dp=2, sharding="optim", overlap=True), "packed"),
     make_cell("gpt2", Layout(pp=2, dp=2, schedule="zero-bubble", sharding="optim_grads", overlap=True)),
     make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2, dp=2, sharding="optim_grads")),
     make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, cp_comm_type="all_gather"), "packed"),
     make_cell("gpt2", Layout(pp=2, cp=2, dp=2, cp_comm_type="a2a", recompute=("full", "uniform", "1")), "uneven"),
     # Families least alike once; the whole matrix has all of them at all of their layouts.
-    *(
-        make_cell(shape, Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1")))
-        for shape in ("neox", "gemma2")
-    ),
-    make_cell("mistral", Layout(tp=2, cp=2), "packed"),
+    make_cell("gemma2", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1"))),
     # Dropout: the reference is run once for each shape and kind of data.
-    *(
-        make_cell("gpt2", layout, extra=DROPOUT)
-        for layout in (
-            Layout(tp=2),
-            Layout(pp=2, schedule="zero-bubble"),
-            Layout(cp=2),
-        )
-    ),
     with_micro_batch_size(make_cell("gpt2", Layout(dp=2, sharding="optim_grads"), extra=DROPOUT), 2),
     # What is kept for the backward pass, and where.
     *(
@@ -108,6 +87,19 @@ REPRESENTATIVE = (
     make_expert_cell("dropping", ExpertLayout(tp=2, cp=2, ep=4, etp=1)),
 )
 FURTHER = (
+    make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True)),
+    make_cell("mistral", Layout(tp=2, cp=2), "packed"),
+    make_cell("gpt2", Layout(cp=2), extra=DROPOUT),
+    make_cell("gpt2", Layout(tp=2)),
+    make_cell("gpt2", Layout(pp=2)),
+    make_cell("gpt2", Layout(pp=2, virtual_stages=2, recompute=("full", "block", "1"))),
+    make_cell("gpt2", Layout(pp=4, schedule="zero-bubble")),
+    *(make_cell("llama", Layout(cp=2, cp_comm_type=exchange), "packed") for exchange in ("p2p", "all_gather", "a2a")),
+    make_cell("gpt2", Layout(cp=4), "uneven"),
+    *(make_cell("gpt2", Layout(dp=2, sharding=sharding)) for sharding in ("no_shard", "optim", "optim_grads")),
+    make_cell("qwen", Layout(dp=2, sharding="optim", overlap=True), "packed"),
+    make_cell("neox", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1"))),
+    *(make_cell("gpt2", layout, extra=DROPOUT) for layout in (Layout(tp=2), Layout(pp=2, schedule="zero-bubble"))),
     make_cell("qwen", Layout(tp=4, recompute=("selective",))),
     make_cell("qwen", Layout(tp=2, sequence_parallel=True, recompute=("full", "uniform", "1"))),
     make_cell("gpt2", Layout(tp=4, sequence_parallel=True, tp_overlap=TP_OVERLAP[1])),
@@ -143,7 +135,11 @@ OFFLOADED = (
 )
 
 
-@pytest.mark.parametrize("cell", OFFLOADED, ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell",
+    [*OFFLOADED[:1], *(pytest.param(cell, marks=pytest.mark.long) for cell in OFFLOADED[1:])],
+    ids=lambda cell: cell.name,
+)
 def test_an_offloaded_layout_computes_what_one_process_computes_without(verifier: Verifier, cell: Cell) -> None:
     report = verifier.check(replace(cell, layout_flags=(*cell.layout_flags, *OFFLOAD)))
     assert report.outcome == "passed", report.describe()
@@ -234,6 +230,7 @@ def test_an_impossible_layout_is_refused_with_what_would_work(verifier: Verifier
     assert "sizes that work: 1, 2, 4" in report.describe()
 
 
+@pytest.mark.long
 def test_the_command_counts_the_cells_and_fails_where_one_is_off() -> None:
     tool = str(ROOT / "tools" / "verify_parallelism.py")
     flags = ("--shape", "gpt2", "--filter", "first1", "--tolerance", "1e-30")

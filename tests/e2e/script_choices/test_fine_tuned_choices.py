@@ -47,7 +47,9 @@ def figures(run: ForkedRun, name: str) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize(("choices", "packs"), [(FOUR, True), (TWO, False)], ids=["four", "two"])
+@pytest.mark.parametrize(
+    ("choices", "packs"), [(FOUR, True), pytest.param(TWO, False, marks=pytest.mark.long)], ids=["four", "two"]
+)
 def test_a_fine_tuning_run_of_the_script_learns_what_one_process_does(
     chat: Path, tmp_path: Path, choices: Choices, packs: bool
 ) -> None:

@@ -91,7 +91,9 @@ def kill_somewhere(arguments: list[str], folder: Path, draw: random.Random, num_
 
 
 @pytest.mark.parametrize(
-    ("num_kills", "seed"), [(2, 3), pytest.param(20, 4, marks=pytest.mark.long)], ids=["two", "twenty"]
+    ("num_kills", "seed"),
+    [pytest.param(2, 3, marks=pytest.mark.long), pytest.param(20, 4, marks=pytest.mark.long)],
+    ids=["two", "twenty"],
 )
 def test_random_kills(tmp_path: Path, num_kills: int, seed: int) -> None:
     source = write_ids(tmp_path / "ids.jsonl", 20_000)

@@ -36,6 +36,7 @@ def test_the_matrix_has_150_cells_or_more_each_once_on_up_to_eight_ranks() -> No
     assert max(cell.world_size for cell in cells) == MAX_WORLD_SIZE
 
 
+@pytest.mark.long
 def test_the_matrix_covers_every_way_to_cut_a_model(configs: list[RunConfig]) -> None:
     models = [config.model for config in configs]
     assert {m.tensor_model_parallel_size for m in models} >= {1, 2, 4}
@@ -55,6 +56,7 @@ def test_the_matrix_covers_every_way_to_cut_a_model(configs: list[RunConfig]) ->
     assert "zero-bubble" in {config.pipeline_schedule for config in configs}
 
 
+@pytest.mark.long
 def test_the_matrix_covers_every_way_to_spread_experts() -> None:
     cells = expert_matrix()
     assert len(cells) >= 120

@@ -141,7 +141,10 @@ def run_layouts(case: Case) -> dict[tuple[int, int, tuple[str, ...]], StepResult
 
 
 # Each differs from another case in the model alone.
-DOUBLES = ("packed-gpt2", "a-rank-without-loss", "selective-recompute")
+DOUBLES = (
+    *("llama", "qwen", "packed-gpt2", "a-rank-without-loss"),
+    *("selective-recompute", "selective-recompute-packed"),
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in DOUBLES)) for n in CASES])

@@ -161,7 +161,13 @@ def test_sizes_need_not_be_powers_of_two() -> None:
 DROPOUT = {"dropout": 0.4}
 
 
-@pytest.mark.parametrize("name", ["all-heads", "grouped", "packed-grouped", "window", "both-directions", "sinks"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("all-heads", "grouped", "both-directions")),
+        *("packed-grouped", "window", "sinks"),
+    ],
+)
 def test_every_exchange_drops_the_weights_that_whole_attention_drops(name: str) -> None:
     expected = whole_attention(CASES[name], torch.float64, **DROPOUT)
     without = whole_attention(CASES[name], torch.float64)

@@ -115,7 +115,11 @@ def flip_byte(path: Path, position: int) -> None:
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
 
 
-@pytest.mark.parametrize("source", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "source",
+    [*LAYOUTS[:1], *(pytest.param(each, marks=pytest.mark.long) for each in LAYOUTS[1:3]), *LAYOUTS[3:]],
+    ids=str,
+)
 def test_saved_at_one_layout_and_loaded_at_all(tmp_path: Path, source: tuple[int, int]) -> None:
     run_distributed(source[0], save_at, str(tmp_path), source[1])
     for target in LAYOUTS:

@@ -72,7 +72,7 @@ def reduced_gradients(
         ({"ddp_average_in_collective": True, "check_for_nan_in_loss_and_grad": False}, 1),
     ],
 )
-@pytest.mark.parametrize(("world_size", "cp"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("world_size", "cp"), [(2, 1), pytest.param(4, 1, marks=pytest.mark.long), (4, 2)])
 def test_replicas_equal_one_process_and_the_naive_twin(
     world_size: int, cp: int, options: dict[str, object], num_buckets: int, per_token: bool
 ) -> None:

@@ -99,7 +99,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, in
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "kinds"), [(1, 1, KINDS), (2, 1, ("neo", "llama31")), (1, 2, ("gpt2",)), (2, 2, ("llama31",))]
+    ("tp", "pp", "kinds"),
+    [
+        pytest.param(1, 1, KINDS, marks=pytest.mark.long),
+        (2, 1, ("neo", "llama31")),
+        (1, 2, ("gpt2",)),
+        pytest.param(2, 2, ("llama31",), marks=pytest.mark.long),
+    ],
 )
 def test_texts_and_scores_are_those_of_transformers(models: Any, tp: int, pp: int, kinds: tuple[str, ...]) -> None:
     folders, ends = {kind: models[kind][0] for kind in kinds}, {kind: models[kind][1] for kind in kinds}

@@ -52,7 +52,7 @@ def texts_of_rank(
 @pytest.mark.parametrize(
     ("tp", "pp", "names"),
     [
-        (2, 1, ["gpt2", "qwen", "odd"]),
+        pytest.param(2, 1, ["gpt2", "qwen", "odd"], marks=pytest.mark.long),
         (4, 1, ["llama", "odd"]),
         (1, 2, ["gpt2", "llama", "odd"]),
         (1, 3, ["odd"]),

@@ -34,7 +34,13 @@ from tests.unit.core.dist_checkpointing.toy import save_tensors
 from tests.unit.core.distributed.toy_model import batch
 
 
-@pytest.mark.parametrize(("world_size", "cp", "per_token"), [(2, 1, False), (2, 1, True), (4, 2, False), (4, 1, True)])
+@pytest.mark.parametrize(
+    ("world_size", "cp", "per_token"),
+    [
+        *(pytest.param(2, 1, per_token, marks=pytest.mark.long) for per_token in (False, True)),
+        *((4, 2, False), (4, 1, True)),
+    ],
+)
 def test_any_sharding_trains_as_no_sharding(world_size: int, cp: int, per_token: bool) -> None:
     variants = [
         {},
@@ -200,7 +206,7 @@ def test_resuming_at_the_same_layout_is_bitwise_exact(tmp_path: Path, options: O
         assert all(torch.equal(parameter, expected[name]) for name, parameter in parameters.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.long), torch.bfloat16])
 def test_a_checkpoint_loads_at_any_sharding(tmp_path: Path, dtype: torch.dtype) -> None:
     """What is saved at one layout goes on at every other as it would have where it was saved."""
     layouts: list[tuple[int, Options]] = [(4, OPTIM), (2, GRADS | GATHER), (1, {}), (2, {}), (2, WEIGHTS)]

@@ -175,7 +175,9 @@ def step_of_stages(folder: str, options: Options, pp: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("world_size", "pp"), [(4, 2), (8, 2), (6, 3)])
+@pytest.mark.parametrize(
+    ("world_size", "pp"), [*(pytest.param(*each, marks=pytest.mark.long) for each in ((4, 2), (6, 3))), (8, 2)]
+)
 @pytest.mark.parametrize("options", [OPTIM, GRADS | OVERLAP | {"ddp_bucket_size": 600}], ids=["optim", "grads-overlap"])
 def test_pipelines_with_a_tied_embedding(world_size: int, pp: int, options: Options, tmp_path: Path) -> None:
     """Both copies get the sum of both gradients and count and are saved once; gradients may be sharded (pp 2, dp 4)."""

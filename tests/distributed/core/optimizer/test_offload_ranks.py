@@ -40,7 +40,7 @@ def trained_with_each(options: Options, optimizers: list[Options], **settings: A
     return [trained(options, optimizer=optimizer, **settings) for optimizer in optimizers]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
 @pytest.mark.parametrize("options", [{}, OPTIM, GRADS | OVERLAP | GATHER], ids=["whole", "optim", "grads"])
 def test_offload_computes_the_same_bits(options: Options, dtype: torch.dtype) -> None:
     for expected, *others in run_distributed(
@@ -67,7 +67,7 @@ def load_with(optimizer: Options, folder: str, options: Options) -> Any:
     return load_and_train(folder, options, torch.bfloat16, optimizer)
 
 
-@pytest.mark.parametrize("options", [{}, OPTIM], ids=["whole", "optim"])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.long), OPTIM], ids=["whole", "optim"])
 @pytest.mark.parametrize(
     ("saver", "loader"), [(HALF, PLAIN), (PLAIN, HALF), (HALF, HALF), (NARROW, NARROW), (SMALLEST, SMALLEST)]
 )

@@ -86,7 +86,7 @@ def compute_all(folders: dict[str, Path], counts: dict[str, int]) -> dict[str, t
     return {kind: compute(kind, folder, counts[kind]) for kind, folder in folders.items()}
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.long), 2, 4])
 def test_logits_and_greedy_tokens_are_those_of_transformers(expected: Any, tp: int) -> None:
     kinds = [kind for kind in KINDS if tp in SIZES[kind]]
     folders = {kind: expected[kind][0] for kind in kinds}
@@ -221,6 +221,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_two_lines_of_python_under_torchrun(expected: Any, tmp_path: Path) -> None:
     """The processes meet by themselves."""
     (tmp_path / "two_lines.py").write_text(TWO_LINES)

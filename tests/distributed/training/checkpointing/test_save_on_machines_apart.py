@@ -141,7 +141,7 @@ def load_while_nobody_answers(machines: list[str], failure: OSError, at: str) ->
     ("failure", "at"),
     [
         (ObjectStoreError(errno.EIO, "reset by peer", "s3://bucket/run/shard"), "read"),
-        (OSError(errno.ESTALE, "Stale file handle"), "read"),
+        pytest.param(OSError(errno.ESTALE, "Stale file handle"), "read", marks=pytest.mark.long),
         (ObjectStoreError(errno.EIO, "reset by peer", "s3://bucket/run/shard"), "look"),
     ],
 )
@@ -206,7 +206,7 @@ def die_while_publishing(machines: list[str], tp: int, publisher: int | None) ->
     return "saved"
 
 
-@pytest.mark.parametrize("publisher", [None, 0, 2])
+@pytest.mark.parametrize("publisher", [*(pytest.param(each, marks=pytest.mark.long) for each in (None, 2)), 0])
 def test_what_one_machine_published_before_an_interruption_the_others_publish_too(
     publisher: int | None, machines: list[Path]
 ) -> None:

@@ -111,8 +111,8 @@ class Counted:
         pytest.param(NEOX, 1, marks=pytest.mark.long),
         pytest.param(NEOX | DROPOUT, 1, marks=pytest.mark.long),
         (NEOX | DROPOUT | PARALLEL, 2),
-        (GPT2, 1),
-        (GPT2 | DROPOUT, 2),
+        pytest.param(GPT2, 1, marks=pytest.mark.long),
+        pytest.param(GPT2 | DROPOUT, 2, marks=pytest.mark.long),
         (GPT2 | THROUGH, 1),
     ],
     ids=[

@@ -23,7 +23,7 @@ from tests.harness.toy_model import tensor_parallel_group
 from tests.unit.core.kernels.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
 
 pytestmark = needs_triton
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)]
 
 
 def check_rows(dtype: torch.dtype) -> None:
@@ -143,7 +143,14 @@ def compare_heads(
         close(one, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "interleaved"),
+    [
+        (torch.float32, False),
+        (torch.bfloat16, True),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.long),
+        pytest.param(torch.float32, True, marks=pytest.mark.long),
+    ],
+)
 def test_rotation_of_queries_and_keys_and_of_their_projection(dtype: torch.dtype, interleaved: bool) -> None:
     interpret(check_rotation, dtype, interleaved)

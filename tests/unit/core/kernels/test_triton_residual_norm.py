@@ -106,8 +106,20 @@ def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
             assert torch.equal(dropped, expected_grads[0] == 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("is_layer_norm", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "is_layer_norm"),
+    [
+        (torch.float32, True),
+        (torch.bfloat16, False),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                *((torch.float32, False), (torch.bfloat16, True)),
+                *((torch.float16, False), (torch.float16, True)),
+            )
+        ),
+    ],
+)
 def test_sum_and_norm_with_their_gradients(dtype: torch.dtype, is_layer_norm: bool) -> None:
     interpret(check_sum_and_norm, dtype, is_layer_norm)
 
@@ -137,6 +149,9 @@ def check_dropout(dtype: torch.dtype) -> None:
         assert drop_hidden(x, keys, 0.3, residual.double()).dtype == torch.float64
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [*(pytest.param(dtype, marks=pytest.mark.long) for dtype in (torch.float32, torch.float16)), torch.bfloat16],
+)
 def test_dropout_and_its_sum_with_the_stream(dtype: torch.dtype) -> None:
     interpret(check_dropout, dtype)

@@ -63,7 +63,7 @@ def train(model: GPTModel) -> list[torch.Tensor]:
     return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
-@pytest.mark.parametrize("num_layers", [1, 3, 4])
+@pytest.mark.parametrize("num_layers", [1, 3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "config",
     [

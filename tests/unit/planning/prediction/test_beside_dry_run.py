@@ -17,6 +17,7 @@ from tests.harness.dry_runs import DryRunCase, run_dry_runs
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="a CPU build of torch needs a C++ compiler for this")
 
 
+@pytest.mark.long
 def test_operands_of_late_weight_gradients_and_pools_of_full_buckets_are_counted() -> None:
     wanted = ZERO_BUBBLE, (*TWO_CHUNKS, *SHARDED)
     several = [

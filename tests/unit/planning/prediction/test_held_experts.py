@@ -60,7 +60,11 @@ def assert_held(number: int) -> None:
         assert flops == pytest.approx(counted_flops(plan), rel=0.01)
 
 
-@pytest.mark.parametrize("number", FEW, ids=[f"{LAYOUTS[n][0]} {LAYOUTS[n][1].name}" for n in FEW])
+@pytest.mark.parametrize(
+    "number",
+    [FEW[0], pytest.param(FEW[1], marks=pytest.mark.long)],
+    ids=[f"{LAYOUTS[n][0]} {LAYOUTS[n][1].name}" for n in FEW],
+)
 def test_a_step_holds_what_is_predicted(number: int) -> None:
     assert_held(number)
 

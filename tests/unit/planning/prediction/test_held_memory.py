@@ -74,7 +74,7 @@ LAYOUTS = (
     *(("gpt2", Layout(cp=2, cp_comm_type=exchange)) for exchange in ("a2a", "all_gather")),
     ("gpt2", Layout(cp=2, dp=2, sharding="optim", recompute=("selective",))),
 )
-FEW = (2, 8, 13, 22, 24, len(LAYOUTS) - 10)
+FEW = (8, 13, len(LAYOUTS) - 10)
 """Layouts of every kind, which the default tests take."""
 
 

@@ -24,10 +24,10 @@ FLOAT8 = """--hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 96 --seq-
 @pytest.mark.parametrize(
     ("flags", "targets", "world_size"),
     [
-        (TENSOR, "", 2),
+        pytest.param(TENSOR, "", 2, marks=pytest.mark.long),
         (f"{TENSOR} {PIPELINE} --use-distributed-optimizer", "q_proj v_proj linear_fc2", 8),
-        (SEQUENCE, "", 2),
-        (f"{SEQUENCE} {FULL}", "linear_fc1", 2),
+        pytest.param(SEQUENCE, "", 2, marks=pytest.mark.long),
+        pytest.param(f"{SEQUENCE} {FULL}", "linear_fc1", 2, marks=pytest.mark.long),
         (f"{SEQUENCE} {FLOAT8}", "linear_proj", 2),
         pytest.param(f"{TENSOR} {FULL}", "linear_fc2", 2, marks=pytest.mark.long),
         pytest.param(f"{TENSOR} {MODULES} core_attn mlp", "linear_qkv linear_fc2", 2, marks=pytest.mark.long),

@@ -29,11 +29,12 @@ def both(flags: str, world_size: int = 2) -> tuple[Traffic, Traffic]:
 
 
 ALWAYS = [
-    *(f"{SEQUENCE} --fp8-recipe {recipe}" for recipe in ("delayed", "tensorwise", "rowwise", "mxfp8")),
+    *(f"{SEQUENCE} --fp8-recipe {recipe}" for recipe in ("delayed", "tensorwise")),
     f"{SEQUENCE} --fp8-recipe rowwise {MODULES} layernorm mlp",
     f"{SEQUENCE} --fp8-recipe mxfp8 {FULL} block --recompute-num-layers 1 --first-last-layers-bf16",
 ]
 MORE = [
+    *(f"{SEQUENCE} --fp8-recipe {recipe}" for recipe in ("rowwise", "mxfp8")),
     f"{SEQUENCE} --fp8-recipe blockwise",
     "--tensor-model-parallel-size 2 --fp8-recipe tensorwise",
     f"{SEQUENCE} --fp8-recipe tensorwise --no-fp8-wgrad",

@@ -38,7 +38,13 @@ def run(ending: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("ending", "status"), [("return 0", 0), ("return 2", 2), ("sys.exit(2)", 2), ("sys.exit()", 0)]
+    ("ending", "status"),
+    [
+        ("return 0", 0),
+        pytest.param("return 2", 2, marks=pytest.mark.long),
+        ("sys.exit(2)", 2),
+        pytest.param("sys.exit()", 0, marks=pytest.mark.long),
+    ],
 )
 def test_the_status_is_that_of_the_program(ending: str, status: int) -> None:
     ended = run(ending)

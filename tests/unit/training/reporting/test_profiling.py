@@ -81,6 +81,7 @@ def test_a_run_leaves_a_trace_of_the_chosen_ranks_and_iterations(tmp_path: Path)
         assert part in names
 
 
+@pytest.mark.long
 def test_a_run_that_ends_early_leaves_what_it_has(tmp_path: Path) -> None:
     flags = ("--profile", "--profile-step-start", "1", "--profile-step-end", "9", "--exit-interval", "2")
     run_training((*FLAGS, *flags, "--save", tmp_path / "saved", "--no-save-optim")).check()

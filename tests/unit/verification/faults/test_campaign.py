@@ -58,6 +58,7 @@ def test_a_last_bit_that_differs_is_found(tmp_path: Path) -> None:
     assert "BROKEN  losses: iterations [" in report.to_text()
 
 
+@pytest.mark.long
 def test_a_tolerance_is_of_the_last_loss(tmp_path: Path) -> None:
     assert attack(tmp_path, wrong="forgets", rounds=1, tolerance=1e-6).held
 
@@ -95,6 +96,7 @@ def test_a_run_that_is_over_before_its_faults_did_not_hold(tmp_path: Path) -> No
     assert checks(report)["faults"] is False
 
 
+@pytest.mark.long
 def test_a_slow_run_goes_on(tmp_path: Path) -> None:
     report = attack(tmp_path, Fault("slow", "0", 3.0))
     assert report.held

@@ -154,6 +154,7 @@ def kill_at_random_points(folder: Path, num_samples: int, kills: int) -> None:
     assert files_of(folder / "killed") == expected
 
 
+@pytest.mark.long
 def test_killed_at_random_points_the_files_end_the_same(tmp_path: Path) -> None:
     kill_at_random_points(tmp_path, 20_000, 5)
 

@@ -54,7 +54,7 @@ def growth(optimizer: dict[str, Any], *, with_mup: bool) -> tuple[float, float]:
     "optimizer",
     [
         {"optimizer": "adam"},
-        {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"},
+        pytest.param({"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}, marks=pytest.mark.long),
         {"optimizer": "muon", "muon_fp32_matmul_prec": "highest", "muon_scale_mode": "unit_rms_norm"},
     ],
     ids=["adam", "muon", "muon-unit-rms"],
