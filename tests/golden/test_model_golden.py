@@ -41,16 +41,17 @@ class RankResult:
     gradients: list[Fragment]
 
 
-ALIKE = ("qk_layernorm", "window_size", "window_attn_skip_freq", "rotary_interleaved", "glu_linear_offset")
+ALIKE = ("qk_layernorm", "rotary_interleaved", "glu_linear_offset", "activation_func_clamp_value")
 """Fields of a reference's transformer whose names are ours."""
 
 
 def model_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of our configuration that a reference model is of."""
     shape, model = config["transformer_config"], config["gpt_model"]
-    settings = {name: shape[name] for name in (*ALIKE, "activation_func_clamp_value") if name in shape}
-    if "window_size" in settings:
+    settings = {name: shape[name] for name in ALIKE if name in shape}
+    if "window_size" in shape:
         settings["window_size"] = ",".join(map(str, shape["window_size"]))
+    if "window_attn_skip_freq" in shape:
         settings["window_attn_skip_freq"] = str(shape["window_attn_skip_freq"])
     if "softmax_scale" in shape:
         settings["query_pre_attn_scalar"] = round(shape["softmax_scale"] ** -2)
