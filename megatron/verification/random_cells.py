@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.verification.cells import (
@@ -21,19 +22,28 @@ from megatron.verification.cells import (
 from megatron.verification.expert_cells import DISPATCHERS, EXPERT_SHAPES, ExpertLayout, make_expert_cell
 from megatron.verification.latent_cells import LATENT_SHAPES
 from megatron.verification.prediction_cells import PREDICTION_SHAPES
+from megatron.verification.sharding_cells import WEIGHTS, hybrid
 
 
 def fuzz(seed: int, count: int) -> list[Cell]:
     """Return ``count`` configurations drawn at random; some of them are such that they must be refused.
 
     A number's configuration depends on the seed and on it alone. Every fourth model has experts, and every fourth one
-    latent attention or further tokens.
+    latent attention or further tokens. Of those with data parallelism some have sharded weights, and some copies of
+    what is sharded.
     """
-    return [_draw(random.Random(f"{seed}/{number}"), number) for number in range(count)]
+    return [
+        _draw_copies(_draw(random.Random(f"{seed}/{number}"), number), random.Random(f"{seed}/{number}/sharding"))
+        for number in range(count)
+    ]
 
 
 _SHARE_OF_WILD = 0.15
 """How many of the random configurations draw their sizes without a thought for what the layout can take."""
+
+_STRATEGY = "--data-parallel-sharding-strategy"
+_SHARE_OF_SHARDED = 0.7
+"""How many of the configurations with sharded state have sharded weights or copies."""
 
 _LATENT_EXPERTS = ("mixtral", "gpt2-experts", "deepseek-experts")
 """Shapes with experts that may have latent attention; its positions are rotary (see "dropping"), its products bare."""
@@ -51,6 +61,28 @@ def _draw(generator: random.Random, number: int) -> Cell:
     extra = _draw_sizes(generator) if is_wild else _draw_fitting_sizes(generator, layout, SHAPES[shape])
     cell = make_cell(shape, layout, data, extra, num_layers=int(extra[1]))
     return replace(cell, name=f"#{number} {shape} {data} {layout.name} {' '.join(extra)}")
+
+
+def _draw_copies(cell: Cell, generator: random.Random) -> Cell:
+    """Draw anew what is sharded, and into how many copies."""
+    flags = list(cell.layout_flags)
+    place = flags.index(_STRATEGY) + 1 if _STRATEGY in flags else None
+    if place is None or generator.random() >= _SHARE_OF_SHARDED:
+        return cell
+    if generator.random() < 0.7:
+        name = cell.name.replace(f"-{flags[place]}", f"-{WEIGHTS}", 1)
+        flags[place] = WEIGHTS
+        cell = replace(cell, name=name, layout_flags=tuple(flags))
+    tp, pp = _size(flags, "--tensor-model-parallel-size"), _size(flags, "--pipeline-model-parallel-size")
+    of_expert = _size(flags, "--expert-model-parallel-size") * _size(flags, "--expert-tensor-parallel-size", tp)
+    stage = cell.world_size // pp
+    alike = math.gcd(stage // tp, stage // of_expert)
+    fitting = [number for number in range(2, stage // tp) if alike % number == 0]
+    return hybrid(cell, generator.choice(fitting)) if fitting and generator.random() < 0.8 else cell
+
+
+def _size(flags: Sequence[str], name: str, otherwise: int = 1) -> int:
+    return int(flags[flags.index(name) + 1]) if name in flags else otherwise
 
 
 def _draw_special(generator: random.Random, number: int) -> Cell:

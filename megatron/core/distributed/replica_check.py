@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from megatron.core.collectives import all_gather_first_dim, all_gather_objects
 from megatron.core.errors import TrainingError
 from megatron.core.parallel_state import ParallelState
-from megatron.core.process_group import Group
-from megatron.core.sharding import ParamSpec, is_held_in_parts, spec_of
+from megatron.core.process_group import Group, single_rank_group
+from megatron.core.sharding import ParamSpec, held_of, is_held_in_parts, spec_of
 
 _CHUNK_ELEMENTS = 1 << 22
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,27 +41,42 @@ def check_replicas_equal(parameters: Iterable[torch.nn.Parameter], state: Parall
     Raises:
         TrainingError: replicas differ; the message names the parameters, and the ranks that differ from most others.
     """
-    difference = compare_over_replicas(_copies(parameters), state)
+    difference = _compare(list(parameters), state)
     if difference:
         raise TrainingError(difference)
 
 
 def differing_replicas(parameters: Iterable[torch.nn.Parameter], state: ParallelState) -> str:
     """Return what `check_replicas_equal` finds in the data-parallel groups of all ranks; empty where all are equal."""
-    found = compare_over_replicas(_copies(parameters), state)
+    found = _compare(list(parameters), state)
     return "; ".join(dict.fromkeys(text for text in all_gather_objects(found, state.world) if text))
 
 
-def _copies(parameters: Iterable[torch.nn.Parameter]) -> list[tuple[ParamSpec, torch.Tensor]]:
-    """Return what has copies: of sharded weights no other data-parallel rank has any."""
-    return [(spec_of(each), each) for each in parameters if not is_held_in_parts(each)]
+def _compare(parameters: Sequence[torch.nn.Parameter], state: ParallelState) -> str:
+    """Compare what has copies: of sharded weights the shards, where hybrid sharding has others of them."""
+    whole = [(spec_of(each), each) for each in parameters if not is_held_in_parts(each)]
+    shards = [held for each in parameters if is_held_in_parts(each) for held in held_of(each)]
+    found = (
+        compare_over_replicas(whole, state),
+        compare_over_replicas(shards, state, "shards of parameters", _copies_of_shards),
+    )
+    return "; ".join(text for text in found if text)
+
+
+def _copies_of_shards(state: ParallelState, spec: ParamSpec) -> Group:
+    """Return the ranks that hold the same shards of a parameter: without copies this rank alone."""
+    levels = state.replicas_of(spec).levels
+    return single_rank_group(()) if levels is None else levels[1]
 
 
 def compare_over_replicas(
-    tensors: Sequence[tuple[ParamSpec, torch.Tensor]], state: ParallelState, what: str = "parameters"
+    tensors: Sequence[tuple[ParamSpec, torch.Tensor]],
+    state: ParallelState,
+    what: str = "parameters",
+    copies: Callable[[ParallelState, ParamSpec], Group] = ParallelState.replicas_of,
 ) -> str:
     """Compare described tensors over the ranks that hold copies, experts over theirs, as `compare_replicas` does."""
-    kinds = {spec.is_expert: state.replicas_of(spec) for spec, _ in tensors}
+    kinds = {spec.is_expert: copies(state, spec) for spec, _ in tensors}
     found = (
         compare_replicas([(spec.name, each) for spec, each in tensors if spec.is_expert == is_expert], group, what)
         for is_expert, group in sorted(kinds.items(), key=lambda kind: kind[0])

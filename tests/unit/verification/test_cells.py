@@ -84,6 +84,15 @@ def test_random_configurations_follow_from_the_seed_and_their_number() -> None:
     assert fuzz(4, 40) != fuzz(3, 40)
 
 
+def test_random_configurations_have_sharded_weights_and_copies_with_experts_and_without() -> None:
+    flags = [" ".join(cell.layout_flags) for cell in fuzz(0, 300)]
+    sharded = [each for each in flags if "optim_grads_params" in each]
+    copied = [each for each in flags if "--num-distributed-optimizer-instances" in each]
+    for chosen in (sharded, copied, set(sharded) & set(copied)):
+        with_experts = sum("--moe-token-dispatcher-type" in each for each in chosen)
+        assert 2 <= with_experts < len(chosen) - 10
+
+
 def test_most_random_configurations_run_and_a_refusal_says_what_would_work() -> None:
     runs = 0
     for cell in fuzz(0, 100):

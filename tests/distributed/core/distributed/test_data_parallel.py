@@ -15,6 +15,7 @@ from megatron.core.errors import TrainingError
 from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
+from megatron.core.sharding import held_of
 from tests.harness.distributed import RankFailure, run_distributed
 from tests.unit.core.distributed.toy_model import ToyModel, autograd_gradients, batch
 
@@ -140,6 +141,28 @@ def test_replicas_that_drifted_apart_are_named(rank: int) -> None:
         run_distributed(3, check_after_change, rank)
     assert f"; rank {rank} differs from the others" in str(caught.value)
     assert isinstance(caught.value.__cause__, TrainingError)
+
+
+def check_shards_after_change(rank_to_change: int) -> None:
+    state = create_parallel_state(num_optimizer_instances=2)
+    model = ToyModel(torch.bfloat16)
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+        num_distributed_optimizer_instances=2,
+    )
+    DistributedDataParallel(model, config, state)
+    check_replicas_equal(model.parameters(), state)
+    if state.rank == rank_to_change:
+        held = next(values for parameter in model.parameters() for _, values in held_of(parameter))
+        held.view(-1)[0] += 1.0
+    check_replicas_equal(model.parameters(), state)
+
+
+def test_copies_of_shards_that_drifted_apart_are_named() -> None:
+    run_distributed(4, check_shards_after_change, -1)
+    with pytest.raises(RankFailure, match=r"1 of \d+ shards of parameters differ .*\[1, 3\]: .*; no majority tells"):
+        run_distributed(4, check_shards_after_change, 3)
 
 
 def test_equal_replicas_pass() -> None:
