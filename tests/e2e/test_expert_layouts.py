@@ -65,6 +65,30 @@ def test_experts_are_loaded_and_saved_at_any_layout_bit_for_bit(
     assert_same_content(newest(tmp_path / "there"), newest(tmp_path / "checkpoints"))
 
 
+FOREIGN = {
+    "torch": ("ep2-tp2-cut-experts", "--ckpt-format torch"),
+    "torch-distributed": ("home", "--ckpt-format torch"),
+    "torch_dist": ("dp4-ep2-fully-sharded-in-copies", "--ckpt-format torch_dist"),
+    "torch-sharded-weights": ("dp4-ep2-fully-sharded-in-copies", "--ckpt-format torch"),
+    "torch_dist-cut": ("ep2-tp2", "--ckpt-format torch_dist"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "torch" else pytest.mark.long) for name in FOREIGN]
+)
+def test_experts_pass_through_megatrons_formats_bit_for_bit(
+    home: tuple[Path, ForkedRun], name: str, tmp_path: Path
+) -> None:
+    copy_of_iteration_10(home[0], tmp_path)
+    layout, form = FOREIGN[name]
+    own = HOME if layout == "home" else LAYOUTS[layout]
+    pass_through(Layout(own.num_processes, f"{own.flags} {form}"), tmp_path / "checkpoints", tmp_path / "there")
+    assert not list((tmp_path / "there").rglob("*.safetensors"))
+    pass_through(LAYOUTS["ep2-tp2"], tmp_path / "there", tmp_path / "back")
+    assert_same_content(newest(tmp_path / "back"), newest(tmp_path / "checkpoints"))
+
+
 @pytest.fixture(scope="module")
 def low_precision_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the checkpoint at iteration 10 of a run in bfloat16, whose main parameters are float32."""

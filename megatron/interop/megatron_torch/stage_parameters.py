@@ -19,7 +19,12 @@ from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, even_pieces, spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
-from megatron.interop.megatron_torch.experts.expert_keys import expert_number, expert_pieces, is_expert_key
+from megatron.interop.megatron_torch.experts.expert_keys import (
+    CHOOSING_BIAS,
+    expert_number,
+    expert_pieces,
+    is_expert_key,
+)
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
@@ -51,7 +56,7 @@ class LocalParameter:
     @property
     def is_trained(self) -> bool:
         """Return whether the optimizer has it at all; the bias that only chooses experts moves by itself."""
-        return not self.key.endswith(".router.expert_bias")
+        return not self.key.endswith(CHOOSING_BIAS)
 
     @property
     def is_expert(self) -> bool:

@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.sharding import Box
 from megatron.interop.megatron_torch.common_state import stored_schedule
+from megatron.interop.megatron_torch.experts.expert_keys import CHOOSING_BIAS
 from megatron.interop.megatron_torch.megatron_arguments import TRUE_VOCAB_SIZE
 from megatron.interop.megatron_torch.pickle_writer import given_tensor, namespace
 from megatron.interop.megatron_torch.rank_planner import RankPlanner
@@ -61,7 +62,7 @@ class TorchDistPlan:
         The distributed optimizer keeps a float32 weight a second time, as a part of its own state.
         """
         yield self._place(self._stored_name(name), shape, box)
-        is_trained = not name.endswith(".router.expert_bias")
+        is_trained = not name.endswith(CHOOSING_BIAS)
         if self._is_distributed and not self._is_half and name.startswith(MODEL_PREFIX) and is_trained:
             yield self._place(f"optimizer.state.param.{name.removeprefix(MODEL_PREFIX)}", shape, box)
 

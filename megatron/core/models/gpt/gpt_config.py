@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, field_specs, flag
+from megatron.core.transformer.moe.moe_config import MoEConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -126,7 +127,10 @@ def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor
     return (vocab_size + multiple - 1) // multiple * multiple
 
 
-_SPELLED_OTHERWISE = ("window_size", "window_attn_skip_freq")
+_SPELLED_OTHERWISE = (
+    *("window_size", "window_attn_skip_freq", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+    *(field.name for field in dataclasses.fields(MoEConfig)),
+)
 """Fields that Megatron's ``args`` hold in another form."""
 
 
