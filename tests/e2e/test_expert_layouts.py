@@ -89,6 +89,24 @@ def test_experts_pass_through_megatrons_formats_bit_for_bit(
     assert_same_content(newest(tmp_path / "back"), newest(tmp_path / "checkpoints"))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_latent_attention_and_further_tokens_pass_through_megatrons_formats(form: str, tmp_path: Path) -> None:
+    latent = """
+        --position-embedding-type rope --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6
+        --qk-pos-emb-head-dim 4 --v-head-dim 5 --qk-layernorm --mtp-num-layers 1
+    """
+    train(tmp_path, Layout(1, f"{EXPERTS} {latent}"), "--exit-interval 10")
+    spread = Layout(
+        4,
+        f"{EXPERTS} {latent} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        f"--expert-model-parallel-size 1 --ckpt-format {form}",
+    )
+    pass_through(spread, tmp_path / "checkpoints", tmp_path / "there")
+    pass_through(Layout(2, f"{EXPERTS} {latent} {FULLY_SHARDED}"), tmp_path / "there", tmp_path / "back")
+    assert_same_content(newest(tmp_path / "back"), newest(tmp_path / "checkpoints"))
+
+
 @pytest.fixture(scope="module")
 def low_precision_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the checkpoint at iteration 10 of a run in bfloat16, whose main parameters are float32."""

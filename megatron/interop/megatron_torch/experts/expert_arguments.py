@@ -12,7 +12,7 @@ from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe.moe_config import MoEConfig
 
 _PATTERN = "moe_layer_freq"
-_NO_FIELD = ("moe_apply_probs_on_input", "moe_input_jitter_eps", "moe_router_topk_limited_devices", "mtp_num_layers")
+_NO_FIELD = ("moe_apply_probs_on_input", "moe_input_jitter_eps", "moe_router_topk_limited_devices")
 """Arguments that change what layers of experts compute and that no field of them stands for."""
 
 
