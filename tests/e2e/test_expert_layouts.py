@@ -43,7 +43,7 @@ LAYOUTS = {
         4, f"{EXPERTS} {FULLY_SHARDED} --expert-model-parallel-size 2 --num-distributed-optimizer-instances 2"
     ),
 }
-BY_DEFAULT = ("ep2-tp2", "dp4-fully-sharded")
+BY_DEFAULT = ("dp4-fully-sharded",)
 
 
 @pytest.fixture(scope="module")
