@@ -43,7 +43,7 @@ _SHARE_OF_WILD = 0.15
 """How many of the random configurations draw their sizes without a thought for what the layout can take."""
 
 _STRATEGY = "--data-parallel-sharding-strategy"
-_SHARE_OF_SHARDED = 0.5
+_SHARE_OF_SHARDED = 0.7
 """How many of the configurations with sharded state have sharded weights or copies."""
 
 _LATENT_EXPERTS = ("mixtral", "gpt2-experts", "deepseek-experts")
@@ -79,7 +79,7 @@ def _draw_copies(cell: Cell, generator: random.Random) -> Cell:
     stage = cell.world_size // pp
     alike = math.gcd(stage // tp, stage // of_expert)
     fitting = [number for number in range(2, stage // tp) if alike % number == 0]
-    return hybrid(cell, generator.choice(fitting)) if fitting and generator.random() < 0.6 else cell
+    return hybrid(cell, generator.choice(fitting)) if fitting and generator.random() < 0.8 else cell
 
 
 def _size(flags: Sequence[str], name: str, otherwise: int = 1) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.commands.checkpoint import diff, inspect
 from megatron.core.errors import ConfigurationError
 from megatron.interop.huggingface.source import HuggingFaceSource
 from tests.e2e.test_convert import run_converter
@@ -14,6 +17,7 @@ from tests.e2e.toy_run import newest, toy_args
 from tests.harness.forked_training import fork_training
 from tests.unit.interop.huggingface.tiny_models import folder_bytes, save_model
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 LAYOUT = "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 3 --target-expert-parallel-size 2"
 
 
@@ -41,6 +45,32 @@ def test_a_run_with_spread_experts_becomes_megatrons_files_and_comes_back(tmp_pa
     assert len(list((tmp_path / "torch").glob("iter_0000002/mp_rank_00_00?/*.pt"))) == 2
     run_converter(tmp_path / "torch", tmp_path / "native", "--saver native")
     assert_same_content(newest(tmp_path / "native"), newest(tmp_path / "checkpoints"))
+
+
+@pytest.mark.long
+def test_layouts_of_experts_are_converted_compared_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spread = GOLDEN / "experts" / "ep2"
+    start = spread / "torch" / "iter_0000002"
+    sizes = "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 2 --target-expert-parallel-size 4"
+    run_converter(start, tmp_path / "a", f"--saver torch {sizes}")
+    run_converter(tmp_path / "a", tmp_path / "b", "--saver torch_dist --target-expert-parallel-size 1")
+    run_converter(tmp_path / "b", tmp_path / "c", "--saver native --target-tensor-parallel-size 1")
+    for folder in (spread / "torch_dist" / "iter_0000002", *(tmp_path / name for name in "abc")):
+        assert diff.main([str(start), str(folder), "--weights-only"]) == 0, folder
+        assert diff.main([str(start), str(folder)]) == 0, folder
+    capsys.readouterr()
+    assert inspect.main([str(tmp_path / "a"), "--verify"]) == 0
+    shown = capsys.readouterr().out
+    assert "expert_model_parallel_size: 4" in shown
+    assert re.search(r"optimizer\.exp_avg\.decoder\.layers\.1\.mlp\.experts\.linear_fc1\.weight +4x16x16 ", shown)
+    path = next((tmp_path / "a").rglob("mp_rank_01_001_003/model_optim_rng.pt"))
+    content = torch.load(path, weights_only=False)
+    content["model"]["decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight"][2, 3] += 1.0
+    torch.save(content, path)
+    assert diff.main([str(start), str(tmp_path / "a")]) == 1
+    assert "model.decoder.layers.1.mlp.experts.linear_fc2.weight: 1 of 512" in capsys.readouterr().out
 
 
 def test_experts_that_cannot_be_spread_so_are_refused(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ LAYOUTS = {
         4, f"{EXPERTS} {FULLY_SHARDED} --expert-model-parallel-size 2 --num-distributed-optimizer-instances 2"
     ),
 }
-BY_DEFAULT = ("ep2-tp2", "dp4-fully-sharded")
+BY_DEFAULT = ("dp4-fully-sharded",)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,48 @@ def test_experts_are_loaded_and_saved_at_any_layout_bit_for_bit(
     copy_of_iteration_10(home[0], tmp_path)
     pass_through(LAYOUTS[name], tmp_path / "checkpoints", tmp_path / "there")
     assert_same_content(newest(tmp_path / "there"), newest(tmp_path / "checkpoints"))
+
+
+FOREIGN = {
+    "torch": ("ep2-tp2-cut-experts", "--ckpt-format torch"),
+    "torch-distributed": ("home", "--ckpt-format torch"),
+    "torch_dist": ("dp4-ep2-fully-sharded-in-copies", "--ckpt-format torch_dist"),
+    "torch-sharded-weights": ("dp4-ep2-fully-sharded-in-copies", "--ckpt-format torch"),
+    "torch_dist-cut": ("ep2-tp2", "--ckpt-format torch_dist"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "torch" else pytest.mark.long) for name in FOREIGN]
+)
+def test_experts_pass_through_megatrons_formats_bit_for_bit(
+    home: tuple[Path, ForkedRun], name: str, tmp_path: Path
+) -> None:
+    copy_of_iteration_10(home[0], tmp_path)
+    layout, form = FOREIGN[name]
+    own = HOME if layout == "home" else LAYOUTS[layout]
+    pass_through(Layout(own.num_processes, f"{own.flags} {form}"), tmp_path / "checkpoints", tmp_path / "there")
+    assert not list((tmp_path / "there").rglob("*.safetensors"))
+    pass_through(LAYOUTS["ep2-tp2"], tmp_path / "there", tmp_path / "back")
+    assert_same_content(newest(tmp_path / "back"), newest(tmp_path / "checkpoints"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_latent_attention_and_further_tokens_pass_through_megatrons_formats(form: str, tmp_path: Path) -> None:
+    latent = """
+        --position-embedding-type rope --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6
+        --qk-pos-emb-head-dim 4 --v-head-dim 5 --qk-layernorm --mtp-num-layers 1
+    """
+    train(tmp_path, Layout(1, f"{EXPERTS} {latent}"), "--exit-interval 10")
+    spread = Layout(
+        4,
+        f"{EXPERTS} {latent} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        f"--expert-model-parallel-size 1 --ckpt-format {form}",
+    )
+    pass_through(spread, tmp_path / "checkpoints", tmp_path / "there")
+    pass_through(Layout(2, f"{EXPERTS} {latent} {FULLY_SHARDED}"), tmp_path / "there", tmp_path / "back")
+    assert_same_content(newest(tmp_path / "back"), newest(tmp_path / "checkpoints"))
 
 
 @pytest.fixture(scope="module")

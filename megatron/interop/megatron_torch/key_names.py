@@ -14,6 +14,8 @@ _LAYER = re.compile(r"(?:language_model\.)?(?:decoder|encoder|transformer)\.laye
 _FINAL_NORM = re.compile(
     r"(?:language_model\.)?(?:decoder|encoder|transformer)\.(?:final_layernorm|final_norm)\.(weight|bias)"
 )
+_FURTHER = re.compile(r"mtp\.layers\.(\d+)\.transformer_layer\.(.+)")
+_BESIDE_FURTHER = re.compile(r"mtp\.layers\.\d+\.(?:enorm|hnorm|eh_proj|final_layernorm)\.(?:weight|bias)")
 _NORM_IN_LINEAR = re.compile(r"(.+)\.layer_norm_(weight|bias)")
 
 _LAYER_MODULES: dict[str, str] = {
@@ -23,6 +25,12 @@ _LAYER_MODULES: dict[str, str] = {
     "self_attention.linear_qkv": "self_attention.linear_qkv",
     "self_attention.q_layernorm": "self_attention.q_layernorm",
     "self_attention.k_layernorm": "self_attention.k_layernorm",
+    "self_attention.kv_layernorm": "self_attention.kv_layernorm",
+    "self_attention.linear_q_proj": "self_attention.linear_q_proj",
+    "self_attention.linear_q_down_proj": "self_attention.linear_q_down_proj",
+    "self_attention.linear_q_up_proj": "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj": "self_attention.linear_kv_down_proj",
+    "self_attention.linear_kv_up_proj": "self_attention.linear_kv_up_proj",
     "pre_mlp_layernorm": "pre_mlp_layernorm",
     "mlp.router": "mlp.router",
     "mlp.shared_experts.linear_fc1": "mlp.shared_experts.linear_fc1",
@@ -51,6 +59,8 @@ _SINGLE = (
 _FUSED_NORMS: dict[str, str] = {
     "self_attention.linear_qkv": "input_layernorm",
     "self_attention.query_key_value": "input_layernorm",
+    "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
     "mlp.linear_fc1": "pre_mlp_layernorm",
     "mlp": "pre_mlp_layernorm",
 }
@@ -83,6 +93,18 @@ def local_key(key: str) -> str | None:
     final = _FINAL_NORM.fullmatch(key)
     if final:
         return f"decoder.final_layernorm.{final.group(1)}"
+    if _BESIDE_FURTHER.fullmatch(key):
+        return key
+    further = _FURTHER.fullmatch(key)
+    if further is not None:
+        name = local_key(f"decoder.layers.{further[1]}.{further[2]}")
+        return (
+            None
+            if name is None
+            else name.replace("decoder.layers.", "mtp.layers.", 1).replace(
+                f".{further[1]}.", f".{further[1]}.transformer_layer.", 1
+            )
+        )
     layer = _LAYER.fullmatch(key)
     if layer is None:
         raise KeyError(key)
@@ -141,12 +163,16 @@ def has_fused_norms(state: Mapping[str, Any]) -> bool:
     return any(key.endswith(".layer_norm_weight") for key, _ in flatten_keys(state))
 
 
-def fused_key(key: str) -> str:
-    """Return the key that a parameter has in transformer-engine's layers; ``key`` itself where it is the same."""
-    layer = _LAYER.fullmatch(key)
+def fused_key(key: str, is_latent: bool = False) -> str:
+    """Return the key that a parameter has in transformer-engine's layers; ``key`` itself where it is the same.
+
+    ``is_latent`` says that the layer has latent attention, which norms its narrow vectors there.
+    """
+    layer = re.fullmatch(r"((?:decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\.)(.+)", key)
     if layer is not None:
         module, _, kind = layer.group(2).rpartition(".")
-        for linear in ("self_attention.linear_qkv", "mlp.linear_fc1"):
+        attention = ("linear_q_up_proj", "linear_kv_up_proj") if is_latent else ("linear_qkv",)
+        for linear in (*(f"self_attention.{name}" for name in attention), "mlp.linear_fc1"):
             if _FUSED_NORMS[linear] == module:
-                return f"decoder.layers.{layer.group(1)}.{linear}.layer_norm_{kind}"
+                return f"{layer.group(1)}{linear}.layer_norm_{kind}"
     return key

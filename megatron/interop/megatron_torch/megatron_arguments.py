@@ -20,6 +20,7 @@ from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.interop.megatron_torch.experts.expert_arguments import arguments_of_experts, config_of_experts
+from megatron.interop.megatron_torch.experts.latent_arguments import arguments_of_latent, config_of_latent
 from megatron.interop.megatron_torch.stored_values import Record
 from megatron.training.config.run_config import config_parts
 
@@ -39,7 +40,6 @@ TRUE_VOCAB_SIZE = "true_vocab_size"
 _ATTENTION_BACKENDS = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}
 
 _NO_FIELD: Mapping[str, tuple[Any, ...]] = {
-    "multi_latent_attention": (),
     "qk_l2_norm": (),
     "no_rope_freq": (),
     "attention_output_gate": (),
@@ -78,7 +78,7 @@ def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any
                 expected = spec.item_type.__name__
                 raise CheckpointError(f"args.{name} is {arguments[name]!r}; a value of type {expected} is expected")
     model = config["model"]
-    model |= _window_fields(arguments) | config_of_experts(arguments)
+    model |= _window_fields(arguments) | config_of_experts(arguments) | config_of_latent(arguments)
     # There the flag also says that all linear layers have biases.
     if "add_qkv_bias" in model:
         model["add_qkv_bias"] = model["add_qkv_bias"] and not model.get("add_bias_linear", True)
@@ -175,6 +175,7 @@ def derived_arguments(
         "ckpt_format": "torch",
         "use_dist_ckpt": False,
         **arguments_of_experts(model),
+        **arguments_of_latent(model),
         "skipped_train_samples": 0,
         "transformer_impl": model.transformer_impl,
         "data_parallel_random_init": False,

@@ -23,7 +23,12 @@ from megatron.interop.megatron_torch.experts.expert_arguments import has_experts
 from megatron.interop.megatron_torch.megatron_arguments import check_arguments, config_of_arguments
 from megatron.interop.megatron_torch.rank_files import RankFile, open_expert_files, open_rank_files
 from megatron.interop.megatron_torch.rank_tree import FLOAT8_SCALING
-from megatron.interop.megatron_torch.stage_parameters import WORD_EMBEDDING, LocalParameter, StageDescriber
+from megatron.interop.megatron_torch.stage_parameters import (
+    WORD_EMBEDDING,
+    LocalParameter,
+    StageDescriber,
+    is_narrow_map,
+)
 from megatron.interop.megatron_torch.stored_optimizer import has_optimizer, stored_states
 from megatron.interop.megatron_torch.stored_values import LazyTensor, native_row_blocks
 from megatron.interop.megatron_torch.torch_file import TorchFile
@@ -84,10 +89,16 @@ class MegatronTorchSource:
         self.common: Mapping[str, Any] = common_state(self.ranks, self.config, self.model, self.has_optimizer)
         self._boxes: dict[str, list[StoredBox]] = {}
         self.tensors: dict[str, TensorInfo] = {}
-        self._describer = StageDescriber(self.model, self.padded_vocab_size)
+        self._describer = StageDescriber(self.model, self.padded_vocab_size, cuts_narrow=self._cuts_narrow())
         for rank in (*self.ranks.values(), *self._expert_ranks):
             self._add_rank(rank)
         self._check_whole()
+
+    def _cuts_narrow(self) -> bool:
+        """Return whether the files hold parts of the narrow maps of latent attention, not all of each."""
+        rows = {tensor.shape[0] for key, tensor in self.ranks[0, 0].chunks[0].items() if is_narrow_map(key)}
+        whole = {self.model.q_lora_rank, self.model.kv_lora_rank + self.model.qk_pos_emb_head_dim}
+        return bool(rows - whole)
 
     @property
     def layer_numbers(self) -> dict[tuple[int, int], range]:

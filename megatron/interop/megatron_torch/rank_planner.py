@@ -19,7 +19,7 @@ from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, le
 from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout
 from megatron.core.precision import dtype_from_name
 from megatron.interop.megatron_torch.common_state import stored_schedule
-from megatron.interop.megatron_torch.experts.expert_arguments import check_expert_places, without_experts
+from megatron.interop.megatron_torch.experts.expert_arguments import check_expert_places
 from megatron.interop.megatron_torch.key_names import has_fused_norms
 from megatron.interop.megatron_torch.megatron_arguments import (
     PROGRESS,
@@ -104,14 +104,16 @@ class RankPlanner:
         self.common = common
         self.model = config_from_dict(GPTConfig, common["config"]["model"])
         self.groups_experts = groups_experts
-        if flags := flags_without_argument(without_experts(self.model)):
+        if flags := flags_without_argument(self.model):
             raise ConfigurationError(f"Megatron's arguments do not know {', '.join(flags)}; use the native format")
         self.tp, self.pp = self.model.tensor_model_parallel_size, self.model.pipeline_model_parallel_size
         self.stages = plan_stage_layout(self.model, self.model.num_layers, self.model.pipeline_model_parallel_layout)
         self.padded_vocab_size = padded_vocab_size or self.model.padded_vocab_size
         self.fused_norms = fused_norms
         self._dtype_of = dtype_of
-        self._describer = StageDescriber(self.model, self.padded_vocab_size)
+        narrow = (self.model.q_lora_rank or 0, self.model.kv_lora_rank + self.model.qk_pos_emb_head_dim)
+        cuts_narrow = self.model.transformer_impl == "local" and all(rows % self.tp == 0 for rows in narrow)
+        self._describer = StageDescriber(self.model, self.padded_vocab_size, cuts_narrow=cuts_narrow)
         self.ep = self.model.expert_model_parallel_size
         self.terms = None if common["optimizer"] is None else self._optimizer_terms()
 

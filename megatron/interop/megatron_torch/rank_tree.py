@@ -20,7 +20,10 @@ from megatron.interop.megatron_torch.stored_optimizer import alone_in_bucket, in
 CHECKPOINT_VERSION = 3.0
 FLOAT8_SCALING = "float8_scaling"
 """Key of what fp8's delayed scaling remembers, in a ``common`` and in the files."""
-_LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
+_LINEAR = (
+    *("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer", "eh_proj"),
+    *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
+)
 
 _OF_ONE_EXPERT = re.compile(r"\.local_experts\.\d+")
 

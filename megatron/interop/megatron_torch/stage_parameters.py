@@ -19,7 +19,12 @@ from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, even_pieces, spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
-from megatron.interop.megatron_torch.experts.expert_keys import expert_number, expert_pieces, is_expert_key
+from megatron.interop.megatron_torch.experts.expert_keys import (
+    CHOOSING_BIAS,
+    expert_number,
+    expert_pieces,
+    is_expert_key,
+)
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
@@ -51,7 +56,7 @@ class LocalParameter:
     @property
     def is_trained(self) -> bool:
         """Return whether the optimizer has it at all; the bias that only chooses experts moves by itself."""
-        return not self.key.endswith(".router.expert_bias")
+        return not self.key.endswith(CHOOSING_BIAS)
 
     @property
     def is_expert(self) -> bool:
@@ -73,10 +78,12 @@ class StageDescriber:
     """Describe the parameters of any rank of a model-parallel grid, from the model itself and without its memory.
 
     ``padded_vocab_size`` is the number of rows of the embedding over all tensor-parallel ranks, where the files do not
-    have the one that follows from the configuration.
+    have the one that follows from the configuration. ``cuts_narrow`` says that the maps to latent attention's narrow
+    vectors are cut over the tensor ranks, as in megatron-core's own layers; transformer-engine's are whole.
     """
 
-    def __init__(self, config: GPTConfig, padded_vocab_size: int | None = None) -> None:
+    def __init__(self, config: GPTConfig, padded_vocab_size: int | None = None, *, cuts_narrow: bool = False) -> None:
+        self._cuts_narrow = cuts_narrow
         tp = config.tensor_model_parallel_size
         if padded_vocab_size is not None:
             config = dataclasses.replace(config, make_vocab_size_divisible_by=padded_vocab_size // tp)
@@ -117,7 +124,8 @@ class StageDescriber:
                 for local in _of_single_experts(spec, local_shape, local_numbers):
                     found[local.key] = local
                 continue
-            if parameter_name.rsplit(".", 1)[-1] != spec.name.rsplit(".", 1)[-1]:
+            is_cut = self._cuts_narrow and is_narrow_map(spec.name)
+            if is_cut or parameter_name.rsplit(".", 1)[-1] != spec.name.rsplit(".", 1)[-1]:
                 # Ranks that share a key-value group keep it apart here; Megatron cuts the rows of the whole evenly.
                 rows = spec.global_shape[0] // tp
                 local_shape, is_replica = (rows, *spec.global_shape[1:]), False
@@ -129,6 +137,11 @@ class StageDescriber:
             )
             assert found[key].is_decayed == is_decayed(spec.name, parameter), key
         return tuple(_one_expert_after_the_other(found.values()))
+
+
+def is_narrow_map(key: str) -> bool:
+    """Tell whether a key is of a map to latent attention's narrow vectors."""
+    return key.endswith((".linear_q_down_proj.weight", ".linear_kv_down_proj.weight"))
 
 
 def _of_single_experts(

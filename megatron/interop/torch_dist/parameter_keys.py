@@ -67,16 +67,18 @@ def parse_key(stored: str) -> ParameterKey | None:
     )
 
 
-def stored_key(name: str, *, has_experts: bool = False, stacks: bool = True) -> tuple[str, int | None]:
+def stored_key(
+    name: str, *, has_experts: bool = False, is_latent: bool = False, stacks: bool = True
+) -> tuple[str, int | None]:
     """Return the key under which Megatron stores a parameter, and its layer where layers are stacked in one tensor.
 
-    ``has_experts`` says that the parameter's layer has experts; ``stacks`` that layers are alike, and so are stacked.
-    Norms have the names of transformer-engine's layers, whichever layers a run has.
+    ``has_experts`` and ``is_latent`` say what the parameter's layer has; ``stacks`` that layers are alike, and so
+    are stacked. Norms have the names of transformer-engine's layers, whichever layers a run has.
     """
     key = name.replace(".mlp.experts.", ".mlp.experts.experts.")
     # A router has no norm in it.
     if not (has_experts and ".pre_mlp_layernorm." in key):
-        key = fused_key(key)
+        key = fused_key(key, is_latent)
     words = key.split(".")
     if words[:2] != ["decoder", "layers"] or not stacks:
         return key, None

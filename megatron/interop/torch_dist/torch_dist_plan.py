@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.sharding import Box
 from megatron.interop.megatron_torch.common_state import stored_schedule
+from megatron.interop.megatron_torch.experts.expert_keys import CHOOSING_BIAS
 from megatron.interop.megatron_torch.megatron_arguments import TRUE_VOCAB_SIZE
 from megatron.interop.megatron_torch.pickle_writer import given_tensor, namespace
 from megatron.interop.megatron_torch.rank_planner import RankPlanner
@@ -27,7 +29,6 @@ from megatron.interop.megatron_torch.stage_parameters import OUTPUT_LAYER, WORD_
 from megatron.interop.torch_dist.chunk_file import ChunkPlace
 from megatron.interop.torch_dist.parameter_keys import stored_key
 
-_ATTENTION = ("self_attention.linear_proj", "self_attention.linear_qkv")
 _FEED_FORWARD = ("linear_fc1", "linear_fc2")
 _FULLY_RESHARDABLE = "fully_reshardable"
 
@@ -61,7 +62,7 @@ class TorchDistPlan:
         The distributed optimizer keeps a float32 weight a second time, as a part of its own state.
         """
         yield self._place(self._stored_name(name), shape, box)
-        is_trained = not name.endswith(".router.expert_bias")
+        is_trained = not name.endswith(CHOOSING_BIAS)
         if self._is_distributed and not self._is_half and name.startswith(MODEL_PREFIX) and is_trained:
             yield self._place(f"optimizer.state.param.{name.removeprefix(MODEL_PREFIX)}", shape, box)
 
@@ -75,19 +76,32 @@ class TorchDistPlan:
 
     def layer_objects(self, layer: int) -> Iterator[tuple[str, None]]:
         """Yield the key and the value of each object that Megatron's linear layers leave beside their weights."""
-        prefix, own, all_layers = "decoder.layers.", f"{layer}.", str(self._num_layers)
-        if not self._stacks:
-            prefix, own, all_layers = f"decoder.layers.{layer}.", "0.", "1"
-        experts = self._planner.model.num_experts if self._moe_layers[layer] else None
-        modules = [*_ATTENTION, *(f"mlp.{name}" for name in _FEED_FORWARD if experts is None)]
-        if experts is not None and self._planner.model.moe_shared_expert_intermediate_size is not None:
+        stacked = (layer, self._num_layers) if self._stacks else None
+        yield from self._extra_states("decoder.layers." if stacked else f"decoder.layers.{layer}.", layer, stacked)
+        if layer == self._num_layers - 1:
+            for depth in range(self._planner.model.num_further_tokens):
+                prefix = f"mtp.layers.{depth}."
+                yield f"{prefix}eh_proj._extra_state/shard_0_1", None
+                yield from self._extra_states(f"{prefix}transformer_layer.", layer, None)
+
+    def _extra_states(self, prefix: str, layer: int, stacked: tuple[int, int] | None) -> Iterator[tuple[str, None]]:
+        """Yield the objects of a layer's modules; ``stacked`` are its number and that of all layers, where they are."""
+        model = self._planner.model
+        experts = model.num_experts if self._moe_layers[layer] else None
+        attention = ["linear_qkv"]
+        if model.multi_latent_attention:
+            of_queries = ["linear_q_proj"] if model.q_lora_rank is None else ["linear_q_down_proj", "linear_q_up_proj"]
+            attention = [*of_queries, "linear_kv_down_proj", "linear_kv_up_proj"]
+        modules = [f"self_attention.{name}" for name in ("linear_proj", *attention)]
+        modules += [f"mlp.{name}" for name in _FEED_FORWARD if experts is None]
+        if experts is not None and model.moe_shared_expert_intermediate_size is not None:
             modules += [f"mlp.shared_experts.{name}" for name in _FEED_FORWARD]
+        place, size = stacked or (0, 1)
         for module in modules:
-            yield f"{prefix}{module}._extra_state/shard_{own[:-1]}_{all_layers}", None
-        for name in _FEED_FORWARD if experts is not None else ():
-            for number in range(experts or 0):
-                place = f"{own}{number}_{all_layers}." if self._stacks else f"{number}_"
-                yield f"{prefix}mlp.experts.experts.{name}._extra_state/shard_{place}{experts}", None
+            yield f"{prefix}{module}._extra_state/shard_{place}_{size}", None
+        for name, number in itertools.product(_FEED_FORWARD, range(experts or 0)):
+            places, sizes = (f"{place}.{number}", f"{size}.{experts}") if stacked else (str(number), str(experts))
+            yield f"{prefix}mlp.experts.experts.{name}._extra_state/shard_{places}_{sizes}", None
 
     def random_state_key(self, tp_rank: int, pp_rank: int) -> str:
         """Return the key of a rank's streams of random numbers."""
@@ -158,9 +172,12 @@ class TorchDistPlan:
         if parameter in (WORD_EMBEDDING, OUTPUT_LAYER):
             shape = (self._planner.padded_vocab_size, *shape[1:])
         words = parameter.split(".")
-        in_layer = words[:2] == ["decoder", "layers"]
-        has_experts = self._moe_layers[int(words[2])] if in_layer else False
-        key, layer = stored_key(parameter, has_experts=has_experts, stacks=self._stacks)
+        # A layer of further tokens is as the last layer is.
+        number = int(words[2]) if words[:2] == ["decoder", "layers"] else -1
+        is_latent = self._planner.model.multi_latent_attention
+        key, layer = stored_key(
+            parameter, has_experts=self._moe_layers[number], is_latent=is_latent, stacks=self._stacks
+        )
         if layer is None:
             return ChunkPlace(prefix + key, shape, box)
         stacked = Box((layer, *box.offset), (1, *box.shape))

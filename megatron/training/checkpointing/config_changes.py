@@ -11,6 +11,7 @@ from megatron.core.config_base import field_specs
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.errors import CheckpointError
 from megatron.core.transformer.adapters.adapter_targets import ADAPTERS, adapted_parts, plain_names
+from megatron.core.transformer.moe.moe_config import MoEConfig, moe_layers
 from megatron.training.config.run_config import config_parts
 
 
@@ -53,12 +54,25 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> ConfigCha
         section, _, _ = field.partition(".")
         before, after = old_values[field], new_values[field]
         role, where = (fields[field].role, fields[field].where) if field in fields else (None, None)
-        if before == after or role == "output":
+        if before == after or role == "output" or (field == _LAYERS and _are_same_layers(before, after, new_values)):
             continue
         counts = where is None or new_values.get(f"{section}.{where[0]}") == where[1]
         kind = role if role in ("shape", "weights") and counts else "other"
         changes[kind].append(ConfigChange(field, before, after))
     return ConfigChanges(**{kind: tuple(found) for kind, found in changes.items()})
+
+
+_LAYERS = "model.moe_layer_freq"
+
+
+def _are_same_layers(before: Any, after: Any, values: Mapping[str, Any]) -> bool:
+    """Return whether two patterns, which may be written in other ways, give the same layers experts."""
+    patterns = (MoEConfig(num_experts=1, moe_layer_freq=str(pattern)) for pattern in (before, after))
+    try:
+        old, new = (moe_layers(pattern, values["model.num_layers"]) for pattern in patterns)
+    except ValueError:
+        return False
+    return old == new
 
 
 def without_new_adapters(

@@ -13,12 +13,13 @@ from megatron.core.dist_checkpointing.background import StagingArea
 from megatron.core.dist_checkpointing.disk import write_error
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.parallel_state import ParallelState
+from megatron.interop.megatron_torch.experts.held_apart import is_held_apart, prefixes_held_apart
 from megatron.interop.torch_dist.chunk_file import ChunkFile, ChunkPlace, WrittenEntry
 from megatron.interop.torch_dist.folder_files import METADATA_FILE
 from megatron.interop.torch_dist.metadata_writer import write_shared_files
 from megatron.interop.torch_dist.torch_dist_plan import TorchDistPlan
 from megatron.interop.torch_dist.torch_dist_writer import data_file_name
-from megatron.training.checkpointing.torch_format import prefixes_held_apart, stored_random_states
+from megatron.training.checkpointing.torch_format import stored_random_states
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +94,12 @@ def plan_torch_dist_share(
     and of sharded weights, every rank writes what it alone holds.
     """
     plan = TorchDistPlan(content)
-    is_first = state.dp_cp.is_first
-    held_apart = prefixes_held_apart(content["config"]["ddp"], state)
-    ours = [tensor for tensor in tensors if tensor.is_owner and (is_first or tensor.name.startswith(held_apart))]
+    ddp, is_first = content["config"]["ddp"], state.dp_cp.is_first
+    ours = []
+    for group, are_experts in ((state.dp_cp, False), (state.expert_dp, True)):
+        held_apart = prefixes_held_apart(ddp, group)
+        own = [tensor for tensor in tensors if tensor.is_owner and tensor.is_expert == are_experts]
+        ours += [tensor for tensor in own if group.is_first or is_held_apart(tensor.name, held_apart)]
     random_states = stored_random_states(content, rng, state)
     objects: list[tuple[str, Any]] = []
     if is_first and state.tp.is_first:

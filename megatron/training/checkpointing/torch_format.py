@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.disk import sync_folder, write_error
 from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredTensor
 from megatron.core.dist_checkpointing.load import LoadedTensors
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_name
-from megatron.core.dist_checkpointing.state_dict import FLOAT8_PREFIX, MODEL_PREFIX, OPTIMIZER_PREFIX, rng_name
+from megatron.core.dist_checkpointing.state_dict import FLOAT8_PREFIX, MODEL_PREFIX, rng_name
 from megatron.core.dist_checkpointing.strictness import STRICT, Strictness, find_misfits
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState
@@ -26,6 +26,8 @@ from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.sharding import Box
 from megatron.core.tensor_parallel.random import DEFAULT
 from megatron.interop.checkpoint_source import CheckpointSource
+from megatron.interop.megatron_torch.experts.expert_keys import CHOOSING_BIAS
+from megatron.interop.megatron_torch.experts.held_apart import is_held_apart, prefixes_held_apart
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 from megatron.interop.megatron_torch.pickle_writer import given_tensor
 from megatron.interop.megatron_torch.rank_planner import PlannedFile, RankExtras, RankPlanner
@@ -268,39 +270,42 @@ def plan_torch_share(
     """
     params_dtype = dtype_from_name(content["config"]["model"]["params_dtype"])
     main_dtype = arithmetic_dtype(params_dtype)
-    planner = RankPlanner(content, lambda name: params_dtype if name.startswith(MODEL_PREFIX) else main_dtype)
+
+    def dtype_of_name(name: str) -> torch.dtype:
+        is_weight = name.startswith(MODEL_PREFIX) and not name.endswith(CHOOSING_BIAS)
+        return params_dtype if is_weight else main_dtype
+
+    planner = RankPlanner(content, dtype_of_name)
     extras = RankExtras(arguments={}, rng_state=stored_random_states(content, rng, state))
     holdings: dict[str, list[ShardedTensor]] = {}
     for tensor in tensors:
         holdings.setdefault(tensor.name, []).append(tensor)
-    is_first = state.dp_cp.is_first
-    held_apart = prefixes_held_apart(content["config"]["ddp"], state)
+    is_first, ep_rank = state.expert_dp.is_first, state.expert_model.rank // planner.tp
+    held_apart, experts_apart = (
+        prefixes_held_apart(content["config"]["ddp"], group) for group in (state.dp_cp, state.expert_dp)
+    )
 
-    def is_ours(slot: Slot) -> bool:
-        return is_first or slot.name.startswith(held_apart)
+    def is_ours(slot: Slot, has_own_experts: bool) -> bool:
+        if slot.parameter.is_expert:
+            return has_own_experts and (is_first or is_held_apart(slot.name, experts_apart))
+        return (is_first and has_own_experts) or is_held_apart(slot.name, held_apart)
 
     files = []
     shares_groups = planner.model.num_query_groups % planner.tp != 0
-    for tp_rank in range(planner.tp) if shares_groups else (state.tp.rank,):
-        is_own = tp_rank == state.tp.rank
-        for planned in planner.plan_rank(folder, tp_rank, state.pp.rank, content["progress"]["iteration"], extras):
-            slots = [slot for slot in planned.slots if is_ours(slot) and (is_own or ".linear_qkv." in slot.name)]
+    iteration = content["progress"]["iteration"]
+    for tp_rank, expert_rank in planner.expert_places:
+        is_own, has_own_experts = tp_rank == state.tp.rank, expert_rank == ep_rank
+        if not is_own and not shares_groups:
+            continue
+        for planned in planner.plan_rank(folder, tp_rank, state.pp.rank, iteration, extras, expert_rank):
+            ours = [slot for slot in planned.slots if is_ours(slot, has_own_experts)]
+            slots = [slot for slot in ours if is_own or ".linear_qkv." in slot.name]
             writes = tuple(write for slot in slots for write in _held_boxes(slot, holdings.get(slot.name, ())))
-            files.append(FileShare(planned, is_own and is_first, writes))
+            files.append(FileShare(planned, is_own and is_first and has_own_experts, writes))
     share = TorchShare(folder, tuple(files))
     if not shares_groups:
         raise_on_all_ranks(_find_gap(share, state), state.world)
     return share
-
-
-def prefixes_held_apart(ddp: Mapping[str, Any], state: ParallelState) -> tuple[str, ...]:
-    """Return how names begin of what this rank alone holds, or the first of copies, from a run's configuration."""
-    levels = state.dp_cp.levels
-    if levels is not None and not levels[1].is_first:
-        return ()
-    if ddp["data_parallel_sharding_strategy"] == "optim_grads_params":
-        return MODEL_PREFIX, OPTIMIZER_PREFIX
-    return (OPTIMIZER_PREFIX,) if ddp["use_distributed_optimizer"] else ()
 
 
 def _held_boxes(slot: Slot, held: Sequence[ShardedTensor]) -> Iterator[BoxWrite]:

@@ -92,7 +92,7 @@ def test_random_configurations_have_sharded_weights_and_copies_with_experts_and_
     sharded = [each for each in flags if "optim_grads_params" in each]
     copied = [each for each in flags if "--num-distributed-optimizer-instances" in each]
     for chosen in (sharded, copied, set(sharded) & set(copied)):
-        with_experts = sum("--expert-model-parallel-size" in each for each in chosen)
+        with_experts = sum("--moe-token-dispatcher-type" in each for each in chosen)
         assert 2 <= with_experts < len(chosen) - 10
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, field_specs, flag
+from megatron.core.transformer.latent_attention.latent_config import LatentConfig
+from megatron.core.transformer.moe.moe_config import MoEConfig
+from megatron.core.transformer.multi_token_prediction.prediction_config import PredictionConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -126,7 +129,11 @@ def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor
     return (vocab_size + multiple - 1) // multiple * multiple
 
 
-_SPELLED_OTHERWISE = ("window_size", "window_attn_skip_freq")
+_SPELLED_OTHERWISE = (
+    *("window_size", "window_attn_skip_freq", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+    *(field.name for kind in (MoEConfig, PredictionConfig) for field in dataclasses.fields(kind)),
+)
+_OF_LATENT = tuple(field.name for field in dataclasses.fields(LatentConfig))
 """Fields that Megatron's ``args`` hold in another form."""
 
 
@@ -138,5 +145,6 @@ def flags_without_argument(model: GPTConfig) -> list[str]:
         for spec in specs
         if not spec.options.in_args
         and spec.name not in _SPELLED_OTHERWISE
+        and not (model.multi_latent_attention and spec.name in _OF_LATENT)
         and getattr(model, spec.name) != spec.default
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe.moe_config import MoEConfig
 
 _PATTERN = "moe_layer_freq"
-_NO_FIELD = ("moe_apply_probs_on_input", "moe_input_jitter_eps", "moe_router_topk_limited_devices", "mtp_num_layers")
+_NO_FIELD = ("moe_apply_probs_on_input", "moe_input_jitter_eps", "moe_router_topk_limited_devices")
 """Arguments that change what layers of experts compute and that no field of them stands for."""
 
 
@@ -73,13 +72,6 @@ def arguments_of_experts(model: GPTConfig) -> dict[str, Any]:
     is_number = text.isdecimal()
     values[_PATTERN] = int(text) if is_number else list(map(int, parse_layer_pattern(text, model.num_layers)))
     return values | sizes
-
-
-def without_experts(model: GPTConfig) -> GPTConfig:
-    """Return a model's configuration as if its feed-forwards were dense: what other arguments have to describe."""
-    config_class: type = MoEConfig
-    defaults = {spec.name: spec.default for spec in field_specs(config_class)}
-    return dataclasses.replace(model, **defaults, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
 
 
 def check_expert_places(model: GPTConfig) -> None:

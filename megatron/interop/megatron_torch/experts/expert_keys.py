@@ -20,6 +20,10 @@ _GROUPED = re.compile(r"(.+\.mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)"
 _FUSED = re.compile(r"(.+\.mlp\.experts)\.weight([12])")
 
 
+CHOOSING_BIAS = ".router.expert_bias"
+"""How the name of the bias ends that only chooses experts: it has no gradient, no optimizer state, and float32."""
+
+
 def is_expert_key(key: str) -> bool:
     """Tell whether a key is that of a parameter of one expert."""
     return _SEQUENTIAL.fullmatch(key) is not None

@@ -124,6 +124,12 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
 
 def _check_format(config: RunConfig) -> Iterator[str]:
     flags, wanted = flags_without_argument(config.model), config.checkpoint.ckpt_format
+    sizes = config.parallel_sizes
+    if wanted == "torch" and config.model.num_experts is not None and sizes.expert_tp != sizes.tp:
+        yield (
+            f"--ckpt-format torch of a run has no place for --expert-tensor-parallel-size {sizes.expert_tp} beside "
+            f"--tensor-model-parallel-size {sizes.tp}; use --ckpt-format torch_dist or {NATIVE_FORMAT}"
+        )
     if wanted != NATIVE_FORMAT and flags:
         yield (
             f"--ckpt-format {wanted} cannot hold a model with {', '.join(flags)}, which Megatron's arguments do not "
@@ -251,7 +257,7 @@ CHECKS = (
     ),
     Check(("normalization", "norm_placement"), _check_norms),
     Check(("glu_linear_offset", "activation_func_clamp_value"), _check_gate),
-    Check(("ckpt_format",), _check_format),
+    Check(("ckpt_format", "num_experts", "expert_tensor_parallel_size"), _check_format),
     Check(("num_layers", "window_size", "window_attn_skip_freq"), _check_windows),
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),
     Check(("lora_rank", "lora_target_modules", "swiglu", "geglu", "quick_geglu"), _check_adapted_layers),

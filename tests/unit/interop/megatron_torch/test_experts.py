@@ -31,6 +31,24 @@ EXPERTS = dataclasses.replace(
 PLAIN = dataclasses.replace(
     SMALL, num_experts=4, moe_ffn_hidden_size=16, add_bias_linear=False, bf16=True, moe_aux_loss_coeff=(1e-2,)
 )
+LATENT = dataclasses.replace(
+    PLAIN,
+    group_query_attention=False,
+    num_query_groups=4,
+    position_embedding_type="rope",
+    multi_latent_attention=True,
+    q_lora_rank=12,
+    kv_lora_rank=10,
+    qk_head_dim=6,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=5,
+    qk_layernorm=True,
+    rotary_scaling_factor=2.0,
+    mtp_num_layers=2,
+    moe_layer_freq="[0, 1, 1, 1]",
+    moe_router_enable_expert_bias=True,
+    moe_router_score_function="sigmoid",
+)
 LAYOUTS: dict[str, dict[str, int]] = {
     "one": {},
     "ep2": {"expert_model_parallel_size": 2},
@@ -58,7 +76,10 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("model", "distributed"), [(EXPERTS, False), (PLAIN, False), (EXPERTS, True), (PLAIN, True)])
+@pytest.mark.parametrize(
+    ("model", "distributed"),
+    [(EXPERTS, False), (PLAIN, False), (LATENT, False), (EXPERTS, True), (PLAIN, True), (LATENT, True)],
+)
 def test_experts_and_their_optimizer_read_back(model: Any, distributed: bool, layout: str, tmp_path: Path) -> None:
     config = dataclasses.replace(model, **LAYOUTS[layout])
     source, folder = write(config, tmp_path, has_optimizer=True, distributed=distributed, overlap=distributed)

@@ -61,6 +61,14 @@ def test_shape_is_told_from_the_rest_and_shown_old_to_new() -> None:
     ]
 
 
+def test_another_way_to_write_which_layers_have_experts_is_no_change() -> None:
+    old = config(num_experts=4, moe_layer_freq="[0, 1, 1, 1]")
+    assert compare_configs(old, config(num_experts=4, moe_layer_freq="([0]+[1]*3)")).shape == ()
+    for other in ("2", "[1]*4", "nonsense"):
+        changes = compare_configs(old, config(num_experts=4, moe_layer_freq=other))
+        assert [change.field for change in changes.shape] == ["model.moe_layer_freq"]
+
+
 def test_number_of_positions_is_free_where_they_are_not_learned() -> None:
     rope = {"position_embedding_type": "rope"}
     changes = compare_configs(config(**rope), config(**rope, max_position_embeddings=256))

@@ -56,7 +56,10 @@ WRONG = [
     (f"{EIGHT} {FLOAT8} --fp8-param-gather", "--fp8-param-gather is not built for weights of experts"),
     (f"{EIGHT} {FLOAT8} --moe-ffn-hidden-size 24", "a multiple of 16; use 32"),
     (f"{EIGHT} {FLOAT8} --moe-shared-expert-intermediate-size 40", "40 on each tensor-parallel rank, which fp8 needs"),
-    (f"{EIGHT} --save somewhere --ckpt-format torch", "--ckpt-format torch cannot hold a model with --num-experts 8"),
+    (
+        f"{EIGHT} --save somewhere --ckpt-format torch --expert-tensor-parallel-size 2",
+        "no place for --expert-tensor-parallel-size 2 beside --tensor-model-parallel-size 1; use --ckpt-format torch",
+    ),
     (f"{EIGHT} --cpu-offloading --cpu-offloading-num-layers 1", "--cpu-offloading is not built for layers of experts"),
     ("--recompute-granularity selective --recompute-modules moe", "has no effect without --num-experts"),
     ("--recompute-granularity selective --recompute-modules moe_act", "moe_act has no effect without --num-experts"),
