@@ -126,7 +126,7 @@ def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor
     return (vocab_size + multiple - 1) // multiple * multiple
 
 
-_SPELLED_OTHERWISE = ("window_size", "window_attn_skip_freq")
+_SPELLED_OTHERWISE = ("window_size", "window_attn_skip_freq", "no_rope_freq")
 """Fields that Megatron's ``args`` hold in another form."""
 
 
