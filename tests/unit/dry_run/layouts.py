@@ -128,4 +128,3 @@ def _features() -> Iterator[DryRunCase]:
 def _sinks() -> Iterator[DryRunCase]:
     yield _case(Layout(), "mistral", extra=("--bf16", *SINKS))
     yield _case(Layout(), "mistral", "packed", extra=(*_BLOCKS, *SINKS))
-    yield _case(Layout(cp=2), "mistral", extra=("--bf16", *SINKS))

@@ -94,7 +94,6 @@ CELLS = [
     ("float32", make_cell("qwen", Layout(tp=4, pp=2, dp=1), "packed")),
     ("bfloat16", make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=FULL), "packed")),
     *(("bfloat16", make_cell(shape, Layout(tp=2, sequence_parallel=True, dp=2))) for shape in FAMILY_SHAPES),
-    ("bfloat16", make_attention_cell("sinks", Layout(tp=2, sequence_parallel=True, cp=2, cp_comm_type="a2a", dp=2))),
     ("float32", make_attention_cell("gpt-oss", ExpertLayout(tp=2, sequence_parallel=True, pp=2, dp=2, ep=2))),
 ]
 
