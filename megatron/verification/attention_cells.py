@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatron.verification.cells import DROPOUT, MODULES, Cell, Layout, make_cell
 from megatron.verification.expert_cells import ExpertLayout
+from megatron.verification.latent_cells import make_latent_cell
 
 _GROUPED = (
     *("--normalization", "RMSNorm", "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
@@ -85,3 +86,6 @@ def _cells() -> Iterator[Cell]:
         yield make_attention_cell("sinks", layout, "packed")
         yield make_attention_cell("sinks", layout, extra=DROPOUT)
     yield make_attention_cell("no-rope", Layout(cp=2), "packed")
+    yield make_attention_cell("no-rope", Layout(pp=2), extra=("--mtp-num-layers", "1"))
+    latent = Layout(tp=2, sequence_parallel=True, cp=2)
+    yield make_latent_cell("latent", latent, extra=("--softmax-type", "learnable"))

@@ -18,6 +18,7 @@ import torch
 from megatron.core.config_base import IDENTITY, FieldSpec, field_specs
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.transformer.attention_kinds.attention_kinds_config import without_rotary
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.interop.megatron_torch.experts.expert_arguments import arguments_of_experts, config_of_experts
 from megatron.interop.megatron_torch.experts.latent_arguments import arguments_of_latent, config_of_latent
@@ -41,7 +42,6 @@ _ATTENTION_BACKENDS = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "aut
 
 _NO_FIELD: Mapping[str, tuple[Any, ...]] = {
     "qk_l2_norm": (),
-    "no_rope_freq": (),
     "attention_output_gate": (),
     "experimental_attention_variant": (),
     "use_mup": (),
@@ -78,7 +78,8 @@ def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any
                 expected = spec.item_type.__name__
                 raise CheckpointError(f"args.{name} is {arguments[name]!r}; a value of type {expected} is expected")
     model = config["model"]
-    model |= _window_fields(arguments) | config_of_experts(arguments) | config_of_latent(arguments)
+    model |= _window_fields(arguments) | _rotary_layers(arguments)
+    model |= config_of_experts(arguments) | config_of_latent(arguments)
     # There the flag also says that all linear layers have biases.
     if "add_qkv_bias" in model:
         model["add_qkv_bias"] = model["add_qkv_bias"] and not model.get("add_bias_linear", True)
@@ -130,6 +131,9 @@ def arguments_of_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, An
         kinds = parse_layer_pattern(pattern, model["num_layers"])
         pattern = int(pattern) if pattern.isdecimal() else list(map(int, kinds))
     arguments["window_attn_skip_freq"] = pattern
+    without = model.get("no_rope_freq")
+    # A number of theirs divides the layers.
+    arguments["no_rope_freq"] = without and list(map(int, without_rotary(without, model["num_layers"])))
     arguments["add_qkv_bias"] = bool(model.get("add_qkv_bias") or model.get("add_bias_linear", True))
     for name, total in (("lr_decay_iters", "train_iters"), ("lr_decay_samples", "train_samples")):
         # Written out where they follow from the length of the run; there None, not 0, means no length.
@@ -155,6 +159,22 @@ def _window_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise CheckpointError(f"args.window_attn_skip_freq is {pattern!r}: {error}") from error
     return {"window_size": f"{size[0]},0", "window_attn_skip_freq": None if pattern is None else str(pattern)}
+
+
+def _rotary_layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field of layers without rotary positions: there a number, or a list with a 1 for each such layer.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    without = arguments.get("no_rope_freq")
+    if without is None:
+        return {}
+    try:
+        without_rotary(str(without), arguments["num_layers"])
+    except ValueError as error:
+        raise CheckpointError(f"args.no_rope_freq is {without!r}: {error}") from error
+    return {"no_rope_freq": str(without)}
 
 
 def derived_arguments(

@@ -11,7 +11,6 @@ from megatron.verification.verifier import Verifier
 
 CELLS = (
     make_attention_cell("sinks", Layout(cp=2, cp_comm_type="a2a")),
-    make_attention_cell("no-rope", Layout(cp=2), "packed"),
     make_attention_cell("gpt-oss", ExpertLayout(tp=2, pp=2, sequence_parallel=True)),
 )
 

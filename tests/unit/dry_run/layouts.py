@@ -25,12 +25,13 @@ _SIZES = (
 _BLOCKS = ("--bf16", "--seq-length", "512", "--max-position-embeddings", "512")
 """A sequence that FlexAttention takes: under context parallelism each rank has chunks of its blocks' length."""
 _FP8 = ("--bf16", "--fp8-format", "hybrid")
+SINKS = ("--softmax-type", "learnable")
 _DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 
 
 def layouts() -> list[DryRunCase]:
     """Return the cases."""
-    return [*_plain(), *_float8(), *_sharded(), *_blocks(), *_features()]
+    return [*_plain(), *_float8(), *_sharded(), *_blocks(), *_features(), *_sinks()]
 
 
 def _case(
@@ -122,3 +123,8 @@ def _features() -> Iterator[DryRunCase]:
     yield _case(Layout(), extra=("--fp16", *_DROPOUT, "--recompute-granularity", "selective"))
     yield _case(Layout(), "llama", "packed", extra=(*_BLOCKS, *_DROPOUT))
     yield _case(Layout(tp=2, sequence_parallel=True, pp=2), rank=1, extra=("--fp16", *_DROPOUT))
+
+
+def _sinks() -> Iterator[DryRunCase]:
+    yield _case(Layout(), "mistral", extra=("--bf16", *SINKS))
+    yield _case(Layout(), "mistral", "packed", extra=(*_BLOCKS, *SINKS))

@@ -16,7 +16,7 @@ from megatron.dry_run.pretended_cuda import find_compiler
 from megatron.planning.activation_memory import saved_bytes
 from megatron.training.config.arguments import resolve_arguments
 from tests.harness.dry_runs import DryRunCase, DryRunResult, run_dry_runs
-from tests.unit.dry_run.layouts import layouts
+from tests.unit.dry_run.layouts import SINKS, layouts
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="a CPU build of torch needs a C++ compiler for this")
 
@@ -65,6 +65,7 @@ IN_BLOCKS = {
     "8B packed": 4,
     f"gpt2 packed tp1 pp1 cp1 dp1 {_LONG}": 4,
     f"mistral packed tp1 pp1 cp1 dp1 {_LONG}": 4,
+    f"mistral packed tp1 pp1 cp1 dp1 {_LONG} {' '.join(SINKS)}": 4,
     f"gemma2 plain tp1 pp1 cp1 dp1 {_LONG}": 4,
     f"gpt2 packed tp1 pp1 cp2-all_gather dp1 {_LONG}": 8,
     f"gpt2 packed tp1 pp1 cp2-a2a dp1 {_LONG}": 4,
@@ -73,7 +74,8 @@ IN_BLOCKS = {
 """Cases whose attention is FlexAttention's, with the calls of a step."""
 
 
-NAMED = {*IN_BLOCKS, STAGES, f"{STAGES} rank 1", f"{GPT2} --log-params-norm"}
+OF_SINKS = {name for name in CASES if name.endswith(" ".join(SINKS))}
+NAMED = {*IN_BLOCKS, *OF_SINKS, STAGES, f"{STAGES} rank 1", f"{GPT2} --log-params-norm"}
 NAMED |= {name for name, case in CASES.items() if not case.has_triton}
 DEFAULT = NAMED & CASES.keys() | set(random.Random(5).sample(sorted(CASES.keys() - NAMED), 26))
 
@@ -215,6 +217,12 @@ def test_documents_and_capped_scores_go_to_flex_attention(results: Results) -> N
     assert attention == {
         name: {"_flex_attention": count, "_flex_attention_backward": count} for name, count in IN_BLOCKS.items()
     }
+
+
+def test_sinks_and_windows_go_to_torchs_flash_kernel(results: Results) -> None:
+    name = f"mistral plain tp1 pp1 cp1 dp1 --num-layers 2 --bf16 {' '.join(SINKS)}"
+    kernels = kernels_of(results[name], "attention")
+    assert kernels == {"_flash_attention_forward": 4, "_flash_attention_backward": 4}
 
 
 def test_flex_attention_computes_the_blocks_of_two_documents(results: Results) -> None:

@@ -7,6 +7,7 @@ import pytest
 import pretrain_gpt
 from megatron.planning.closed_forms import Traffic, Volume, step_traffic
 from megatron.training.config.run_config import RunConfig
+from megatron.verification.attention_cells import make_attention_cell
 from megatron.verification.cells import (
     FAMILY_SHAPES,
     IN_PARTS,
@@ -93,6 +94,7 @@ CELLS = [
     ("float32", make_cell("qwen", Layout(tp=4, pp=2, dp=1), "packed")),
     ("bfloat16", make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, recompute=FULL), "packed")),
     *(("bfloat16", make_cell(shape, Layout(tp=2, sequence_parallel=True, dp=2))) for shape in FAMILY_SHAPES),
+    ("float32", make_attention_cell("gpt-oss", ExpertLayout(tp=2, sequence_parallel=True, pp=2, dp=2, ep=2))),
 ]
 
 

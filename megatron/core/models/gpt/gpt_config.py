@@ -130,11 +130,13 @@ def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor
 
 
 _SPELLED_OTHERWISE = (
-    *("window_size", "window_attn_skip_freq", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+    *("window_size", "window_attn_skip_freq", "no_rope_freq"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
     *(field.name for kind in (MoEConfig, PredictionConfig) for field in dataclasses.fields(kind)),
 )
-_OF_LATENT = tuple(field.name for field in dataclasses.fields(LatentConfig))
 """Fields that Megatron's ``args`` hold in another form."""
+_OF_LATENT = tuple(field.name for field in dataclasses.fields(LatentConfig))
+"""Fields that they hold where attention is latent."""
 
 
 def flags_without_argument(model: GPTConfig) -> list[str]:

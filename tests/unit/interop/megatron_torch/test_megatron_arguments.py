@@ -89,6 +89,16 @@ def test_a_window_is_one_of_causal_attention(tmp_path: Path) -> None:
         MegatronTorchSource(write_changed(tmp_path / "short", SMALL, **changes))
 
 
+def test_layers_without_rotary_positions_are_a_number_or_a_list(tmp_path: Path) -> None:
+    rotary = dataclasses.replace(SMALL, position_embedding_type="rope")
+    for value in (2, [0, 1, 1, 0]):
+        source = MegatronTorchSource(write_changed(tmp_path / str(value), rotary, no_rope_freq=value))
+        assert source.model == dataclasses.replace(rotary, no_rope_freq=str(value))
+        source.close()
+    with pytest.raises(CheckpointError, match=r"args\.no_rope_freq is \[1, 0\]: the list is of 2 layers"):
+        MegatronTorchSource(write_changed(tmp_path / "short", rotary, no_rope_freq=[1, 0]))
+
+
 def test_values_that_mean_nothing_special_are_taken(tmp_path: Path) -> None:
     folder = write_changed(tmp_path, SMALL, window_size=None, softmax_type="vanilla", num_experts=None, use_mup=False)
     MegatronTorchSource(folder).close()

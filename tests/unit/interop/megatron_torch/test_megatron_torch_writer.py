@@ -35,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen-bf16": {"add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True, "bf16": True},
     "rope-fp16": {"swiglu": False, "position_embedding_type": "rope", "fp16": True},
     "sinks": {"softmax_type": "learnable"},
+    "no-rope": {"position_embedding_type": "rope", "no_rope_freq": "[0, 1, 0, 0]"},
     "windows": {"window_size": "7,0", "window_attn_skip_freq": "2"},
     "scaled-rope": {
         "position_embedding_type": "rope",
@@ -57,6 +58,7 @@ CASES = [
     ("windows", "tp2", False),
     ("sinks", "tp2-pp2-vpp2", False),
     ("sinks", "pp2", True),
+    ("no-rope", "one", False),
 ]
 
 

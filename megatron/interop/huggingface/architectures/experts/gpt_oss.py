@@ -64,7 +64,10 @@ class GptOssFamily(RotaryDecoderFamily):
         layers = min(settings.integer("num_hidden_layers"), 100_000)
         has_window = read_layer_types(settings, [layer % 2 == 0 for layer in range(layers)])
         experts = settings.integer("num_local_experts", settings.integer("num_experts", 128))
+        # The published folders say no dtype: what is not of 4 bits is bfloat16.
+        is_half = settings.dtype() is None and settings.values.get("quantization_config") is not None
         return {
+            **({"bf16": True, "params_dtype": "bfloat16"} if is_half else {}),
             "softmax_type": "learnable",
             "add_bias_linear": True,
             "add_qkv_bias": False,
