@@ -8,6 +8,7 @@ that keeps no weights, norms that keep a scale (and a mean) a token.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -168,7 +169,7 @@ def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> Sequence[LayerBy
     """Return what each layer keeps of one micro-batch, with the recompute that is configured and without."""
     models = [plan.model]
     if plan.model.recompute_granularity is not None:
-        models.append(dataclasses.replace(plan.model, recompute_granularity=None))
+        models.append(_without_recompute(plan.model))
     kinds = layer_kinds(plan.model, plan.seq_length)
     of_kind: dict[LayerKind, LayerBytes] = {}
     for number, kind in enumerate(kinds):
@@ -179,9 +180,16 @@ def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> Sequence[LayerBy
     return [of_kind[kind] for kind in kinds]
 
 
+# A search asks for the same models thousands of times.
+@functools.lru_cache(maxsize=64)
+def _without_recompute(model: GPTConfig) -> GPTConfig:
+    return dataclasses.replace(model, recompute_granularity=None)
+
+
 def largest(layers: Sequence[LayerBytes]) -> LayerBytes:
     """Return the most that any of the layers keeps."""
-    return LayerBytes(max(layer.kept for layer in layers), max(layer.whole for layer in layers))
+    several = {id(layer): layer for layer in layers}.values()  # Layers of a kind are one.
+    return LayerBytes(max(layer.kept for layer in several), max(layer.whole for layer in several))
 
 
 def activation_parts(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> tuple[int, int, int]:
