@@ -16,6 +16,7 @@ from megatron.planning.activation_memory import LayerBytes, layer_bytes
 from megatron.planning.gpu import Gpu
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
+from megatron.planning.prediction.layer_work import step_flops
 from megatron.planning.prediction.links import GPUS_A_MACHINE
 from megatron.planning.prediction.prediction import HOPPER_MACHINES, Prediction, predict, usable_bytes
 from megatron.planning.prediction.refusals import plan_refusals
@@ -171,7 +172,7 @@ def _has_room(
 ) -> bool:
     """Return whether what a sharding holds between steps fits, or note that it does not."""
     choice, usable = dataclasses.replace(layout, sharding=sharding), usable_bytes(gpu)
-    states = _states(found, Plan.of(choice.apply(config)), choice, implementation)
+    states = _states(found, lambda: Plan.of(choice.apply(config)), choice, implementation)
     least = max(state.total for state in states) + HOPPER_MACHINES.held_bytes
     if least > usable:
         reason = f"weights, gradients and optimizer alone need {least // _MIB} of {usable // _MIB} MiB"
@@ -179,13 +180,16 @@ def _has_room(
     return least <= usable
 
 
-def _states(found: Search, plan: Plan, choice: Choice, implementation: Implementation) -> Sequence[StageState]:
+def _states(
+    found: Search, make_plan: Callable[[], Plan], choice: Choice, implementation: Implementation
+) -> Sequence[StageState]:
     """Return what the stages hold between steps; ranks with the same weights share it whichever axis they are of."""
     key = (
         *(choice.tp, choice.pp, choice.ep, choice.chunks, choice.counts_ends, choice.split),
         *(choice.sharding, choice.precision),
     )
     if key not in found.states:
+        plan = make_plan()
         stages = range(plan.parallel_sizes.pp)
         found.states[key] = [stage_state(plan, stage, implementation) for stage in stages]
     return found.states[key]
@@ -208,7 +212,7 @@ def _try_batches(
     """
     first, roomy = layout.apply(config), set[int]()
     plan = Plan.of(first)
-    states = _states(found, plan, layout, implementation)
+    states = _states(found, lambda: plan, layout, implementation)
     # Configurations are many fields: one is made for each way to recompute, and not for each size.
     of_recompute = {RECOMPUTES[0]: (first, plan)}
     for size in sizes:
@@ -261,7 +265,7 @@ def _try_choice(
     if prediction.reason is not None:
         found.dropped.append(Dropped(choice, "at the limit", prediction.reason))
         return False
-    seconds, flops = prediction.time.total, plan.model.forward_flops_per_sequence(plan.seq_length)
+    seconds, flops = prediction.time.total, step_flops(plan)
     peak = gpu.float8_flops if choice.precision == "fp8" else gpu.half_flops
     found.candidates.append(
         Candidate(
@@ -270,7 +274,7 @@ def _try_choice(
             prediction=prediction,
             seconds=seconds,
             tokens_per_second=plan.global_batch_size * plan.seq_length / seconds,
-            mfu=3.0 * plan.global_batch_size * flops / seconds / config.world_size / peak,
+            mfu=flops / seconds / config.world_size / peak,
             margin_bytes=usable - prediction.used_bytes,
         )
     )

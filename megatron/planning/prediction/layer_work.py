@@ -7,6 +7,7 @@ Counts are for one micro-batch, forward and backward.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -70,10 +71,25 @@ def attention_flops(plan: Plan, window: int) -> float:
 
 def megatron_step_flops(plan: Plan) -> float:
     """Return the operations of a step as Megatron counts them for its TFLOP/s: attention as if all looked at all."""
-    model, s = plan.model, plan.seq_length
+    return plan.global_batch_size * _megatron_flops(plan.model, plan.seq_length)
+
+
+def step_flops(plan: Plan) -> float:
+    """Return the operations of a step that a model needs, of attention those that are used."""
+    return 3.0 * plan.global_batch_size * _forward_flops(plan.model, plan.seq_length)
+
+
+# A search asks for the same models thousands of times.
+@functools.lru_cache(maxsize=64)
+def _forward_flops(model: GPTConfig, s: int) -> float:
+    return model.forward_flops_per_sequence(s)
+
+
+@functools.lru_cache(maxsize=64)
+def _megatron_flops(model: GPTConfig, s: int) -> float:
     causal = dataclasses.replace(model, window_size=None, window_attn_skip_freq=None) if model.window_size else model
     unused_half = 2.0 * s * s * model.query_projection_size * model.num_layers
-    return 3.0 * plan.global_batch_size * (causal.forward_flops_per_sequence(s) + unused_half)
+    return 3.0 * (_forward_flops(causal, s) + unused_half)
 
 
 def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool, *, has_experts: bool = False) -> float:
