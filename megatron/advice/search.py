@@ -12,11 +12,11 @@ from megatron.advice.balanced_split import balanced_splits
 from megatron.advice.choice import RECOMPUTES, ZERO_BUBBLE, Choice
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.pipeline_parallel.stage_layout import StageLayout
-from megatron.planning.activation_memory import layer_bytes
+from megatron.planning.activation_memory import LayerBytes, layer_bytes
 from megatron.planning.gpu import Gpu
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
+from megatron.planning.prediction.layer_work import step_flops
 from megatron.planning.prediction.links import GPUS_A_MACHINE
 from megatron.planning.prediction.prediction import HOPPER_MACHINES, Prediction, predict, usable_bytes
 from megatron.planning.prediction.refusals import plan_refusals
@@ -57,13 +57,15 @@ class Dropped:
 class Search:
     """Collect what becomes of each choice; ``num_predicted`` counts those whose memory and time were computed.
 
-    ``states`` are what the stages of a layout hold between steps, which many choices share.
+    ``states`` are what the stages of a layout hold between steps, and ``layers`` what its layers keep, which many
+    choices share.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
     num_predicted: int = 0
     states: dict[tuple[object, ...], Sequence[StageState]] = field(default_factory=dict)
+    layers: dict[tuple[object, ...], Sequence[LayerBytes]] = field(default_factory=dict)
 
     @property
     def ranked(self) -> Sequence[Candidate]:
@@ -170,7 +172,7 @@ def _has_room(
 ) -> bool:
     """Return whether what a sharding holds between steps fits, or note that it does not."""
     choice, usable = dataclasses.replace(layout, sharding=sharding), usable_bytes(gpu)
-    states = _states(found, Plan.of(choice.apply(config)), choice, implementation)
+    states = _states(found, lambda: Plan.of(choice.apply(config)), choice, implementation)
     least = max(state.total for state in states) + HOPPER_MACHINES.held_bytes
     if least > usable:
         reason = f"weights, gradients and optimizer alone need {least // _MIB} of {usable // _MIB} MiB"
@@ -178,16 +180,27 @@ def _has_room(
     return least <= usable
 
 
-def _states(found: Search, plan: Plan, choice: Choice, implementation: Implementation) -> Sequence[StageState]:
+def _states(
+    found: Search, make_plan: Callable[[], Plan], choice: Choice, implementation: Implementation
+) -> Sequence[StageState]:
     """Return what the stages hold between steps; ranks with the same weights share it whichever axis they are of."""
     key = (
         *(choice.tp, choice.pp, choice.ep, choice.chunks, choice.counts_ends, choice.split),
         *(choice.sharding, choice.precision),
     )
     if key not in found.states:
+        plan = make_plan()
         stages = range(plan.parallel_sizes.pp)
         found.states[key] = [stage_state(plan, stage, implementation) for stage in stages]
     return found.states[key]
+
+
+def _layers(found: Search, plan: Plan, choice: Choice, implementation: Implementation) -> Sequence[LayerBytes]:
+    """Return what each layer keeps of a micro-batch, whichever stage it is on and whatever is sharded."""
+    key = choice.tp, choice.cp, choice.ep, choice.precision, choice.recompute, choice.micro_batch_size
+    if key not in found.layers:
+        found.layers[key] = layer_bytes(plan, implementation.saved)
+    return found.layers[key]
 
 
 def _try_batches(
@@ -199,9 +212,9 @@ def _try_batches(
     """
     first, roomy = layout.apply(config), set[int]()
     plan = Plan.of(first)
-    states = _states(found, plan, layout, implementation)
+    states = _states(found, lambda: plan, layout, implementation)
     # Configurations are many fields: one is made for each way to recompute, and not for each size.
-    of_recompute = {RECOMPUTES[0]: first}
+    of_recompute = {RECOMPUTES[0]: (first, plan)}
     for size in sizes:
         fits = None
         for recompute in RECOMPUTES:
@@ -210,9 +223,11 @@ def _try_batches(
                 found.dropped.append(Dropped(choice, "slower", f"recompute {fits} fits already"))
                 continue
             if recompute not in of_recompute:
-                of_recompute[recompute] = choice.apply(config)
-            applied = choice.with_micro_batch(of_recompute[recompute])
-            if _try_choice(found, applied, choice, gpu, implementation, states, plan.stage_layout):
+                applied = choice.apply(config)
+                of_recompute[recompute] = applied, Plan.of(applied, plan.stage_layout)
+            applied, of_size = of_recompute[recompute]
+            of_size = dataclasses.replace(of_size, micro_batch_size=size)
+            if _try_choice(found, applied, of_size, choice, gpu, implementation, states):
                 fits = recompute
         if fits is None:
             break
@@ -224,17 +239,16 @@ def _try_batches(
 def _try_choice(
     found: Search,
     config: RunConfig,
+    plan: Plan,
     choice: Choice,
     gpu: Gpu,
     implementation: Implementation,
     states: Sequence[StageState],
-    stage_layout: StageLayout,
 ) -> bool:
-    """Predict one choice, which the configuration has been given, and return whether it fits."""
-    plan = Plan.of(config, stage_layout)
+    """Predict one choice, whose plan this is, and return whether it fits; of the configuration the size is left."""
     found.num_predicted += 1
     # The first stage has the most in flight: most choices that do not fit are seen there.
-    layers = layer_bytes(plan, implementation.saved)
+    layers = _layers(found, plan, choice, implementation)
     first = stage_memory(plan, 0, implementation, states[0], layers).total + HOPPER_MACHINES.held_bytes
     usable = usable_bytes(gpu)
     if first > usable:
@@ -251,16 +265,16 @@ def _try_choice(
     if prediction.reason is not None:
         found.dropped.append(Dropped(choice, "at the limit", prediction.reason))
         return False
-    seconds, flops = prediction.time.total, plan.model.forward_flops_per_sequence(plan.seq_length)
+    seconds, flops = prediction.time.total, step_flops(plan)
     peak = gpu.float8_flops if choice.precision == "fp8" else gpu.half_flops
     found.candidates.append(
         Candidate(
             choice=choice,
-            config=config,
+            config=choice.with_micro_batch(config),
             prediction=prediction,
             seconds=seconds,
             tokens_per_second=plan.global_batch_size * plan.seq_length / seconds,
-            mfu=3.0 * plan.global_batch_size * flops / seconds / config.world_size / peak,
+            mfu=flops / seconds / config.world_size / peak,
             margin_bytes=usable - prediction.used_bytes,
         )
     )

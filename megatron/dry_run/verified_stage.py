@@ -9,11 +9,12 @@ from typing import Any
 
 from megatron.dry_run.dry_run import dry_run
 from megatron.dry_run.step_record import StepRecord
-from megatron.planning.closed_forms import Traffic, Volume, step_traffic
+from megatron.planning.closed_forms import step_traffic
 from megatron.planning.gpu import Gpu
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import OURS
 from megatron.planning.prediction.stage_memory import MEMORY_PARTS, StageMemory, stage_memory
+from megatron.planning.traffic.volume import Traffic, Volume
 from megatron.training.config.run_config import RunConfig
 from megatron.training.model_setup import ModelProvider
 from megatron.training.training_step import ForwardStep

@@ -8,6 +8,7 @@ that keeps no weights, norms that keep a scale (and a mean) a token.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -20,9 +21,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.expert_layer import ExpertLayer
-from megatron.planning.kept_inputs import KeptInput, kept_input
+from megatron.planning.kept.kept_inputs import KeptInput, kept_input
+from megatron.planning.kept.latent_memory import kept_by_latent_attention
+from megatron.planning.kept.norm_memory import kept_behind, kept_by_head_norms, norm_numbers
 from megatron.planning.layer_kinds import LayerKind, layer_kinds
-from megatron.planning.norm_memory import kept_behind, kept_by_head_norms, norm_numbers
 from megatron.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -98,6 +100,14 @@ def saved_bytes(
     is_copied = exchange not in ("", "p2p")
     outputs = proj.is_whole + (not is_recomputed) if is_copied else proj.is_whole or not is_recomputed
     shared = groups if is_recomputed else groups * _copies(config, exchange, heads, groups)
+    attention = {
+        "query, key, value": tokens * (heads + 2 * shared) * width * element,
+        "gathered keys and values": _gathered(config, layer_number or 0) * 2 * tokens * groups * width * element,
+        "attention numbers": 0 if "core_attn" in modules else tokens * heads * wide,
+        "attention output": outputs * tokens * heads * width * element,
+    }
+    if config.multi_latent_attention:
+        attention = dict(kept_by_latent_attention(config, tokens, rows, element, exchange))
     parts = {
         # In front of each norm: its sum, and numbers a token.
         "stream": 2 * hidden,
@@ -106,10 +116,7 @@ def saved_bytes(
         "norms behind": kept_behind(config, rows, element),
         "norms of queries and keys": tokens
         * kept_by_head_norms(config, heads, groups, element, is_plain=False, is_copied=is_copied),
-        "query, key, value": tokens * (heads + 2 * shared) * width * element,
-        "gathered keys and values": _gathered(config, layer_number or 0) * 2 * tokens * groups * width * element,
-        "attention numbers": 0 if "core_attn" in modules else tokens * heads * wide,
-        "attention output": outputs * tokens * heads * width * element,
+        **attention,
         "feed-forward": 0
         if "mlp" in modules or experts is not None
         else tokens * (fc1_width + fc2.is_whole * ffn) * element,
@@ -168,7 +175,7 @@ def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> Sequence[LayerBy
     """Return what each layer keeps of one micro-batch, with the recompute that is configured and without."""
     models = [plan.model]
     if plan.model.recompute_granularity is not None:
-        models.append(dataclasses.replace(plan.model, recompute_granularity=None))
+        models.append(_without_recompute(plan.model))
     kinds = layer_kinds(plan.model, plan.seq_length)
     of_kind: dict[LayerKind, LayerBytes] = {}
     for number, kind in enumerate(kinds):
@@ -179,9 +186,16 @@ def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> Sequence[LayerBy
     return [of_kind[kind] for kind in kinds]
 
 
+# A search asks for the same models thousands of times.
+@functools.lru_cache(maxsize=64)
+def _without_recompute(model: GPTConfig) -> GPTConfig:
+    return dataclasses.replace(model, recompute_granularity=None)
+
+
 def largest(layers: Sequence[LayerBytes]) -> LayerBytes:
     """Return the most that any of the layers keeps."""
-    return LayerBytes(max(layer.kept for layer in layers), max(layer.whole for layer in layers))
+    several = {id(layer): layer for layer in layers}.values()  # Layers of a kind are one.
+    return LayerBytes(max(layer.kept for layer in several), max(layer.whole for layer in several))
 
 
 def activation_parts(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> tuple[int, int, int]:

@@ -22,7 +22,9 @@ from megatron.planning.plan import refuse_unplanned
 from megatron.planning.traffic.adapter_traffic import add_adapters, idle_in_first_layer
 from megatron.planning.traffic.exchange_traffic import ExchangeTraffic
 from megatron.planning.traffic.float8_traffic import Float8LayerEnds
+from megatron.planning.traffic.latent_traffic import add_latent
 from megatron.planning.traffic.sample_traffic import sample_bytes
+from megatron.planning.traffic.volume import Traffic, TrafficSum
 from megatron.planning.weight_gathers import num_gathers, parameters_of_buffers
 
 if TYPE_CHECKING:
@@ -31,44 +33,12 @@ if TYPE_CHECKING:
 ELEMENT_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
-@dataclass(frozen=True)
-class Volume:
-    """Hold how many communications there are and how many bytes they are about."""
-
-    num_calls: int
-    num_bytes: int
-
-    def __add__(self, other: Volume) -> Volume:
-        """Return both together."""
-        return Volume(self.num_calls + other.num_calls, self.num_bytes + other.num_bytes)
-
-    def __mul__(self, count: int) -> Volume:
-        """Return ``count`` times this."""
-        return Volume(self.num_calls * count, self.num_bytes * count)
-
-
-Traffic = dict[tuple[str, tuple[str, ...]], Volume]
-"""Volumes by operation and axes."""
-
 TP, CP, DP, PP, EMBEDDING = ("tp",), ("cp",), ("dp",), ("pp",), ("embedding",)
 CP_INNER, CP_OUTER = ("cp_inner",), ("cp_outer",)
 DP_CP_INNER, DP_CP_OUTER = ("dp_cp_inner",), ("dp_cp_outer",)
 EXPERT_MODEL, EXPERT_DP = ("ep", "etp"), ("edp",)
 EXPERT_DP_INNER, EXPERT_DP_OUTER = ("edp_inner",), ("edp_outer",)
 DP_CP, MODEL_PARALLEL, WORLD = ("dp", "cp"), ("pp", "tp"), GRID_AXES
-
-
-class _Sum:
-    """Add up communications; those over one rank are none."""
-
-    def __init__(self, sizes: dict[tuple[str, ...], int]) -> None:
-        self.sizes = sizes
-        self.traffic: Traffic = {}
-
-    def add(self, operation: str, axes: tuple[str, ...], num_bytes: int, count: int = 1) -> None:
-        if self.sizes[axes] > 1 and count:
-            key = (operation, axes)
-            self.traffic[key] = self.traffic.get(key, Volume(0, 0)) + Volume(1, num_bytes) * count
 
 
 @dataclass(frozen=True)
@@ -109,7 +79,7 @@ class _Rank:
     @property
     def head_bytes(self) -> int:
         """Return s/c · b · k · e."""
-        return self.tokens * self.config.model.kv_channels * self.element
+        return self.tokens * self.config.model.head_width * self.element
 
     def group_sizes(self) -> dict[tuple[str, ...], int]:
         """Return the number of ranks of every group that communicates."""
@@ -134,7 +104,7 @@ def step_traffic(config: RunConfig, rank: int) -> Traffic:
     refuse_unplanned(config.model)
     sizes = config.parallel_sizes
     here = _Rank(config, sizes, sizes.place(rank))
-    total = _Sum(here.group_sizes())
+    total = TrafficSum(here.group_sizes())
     chunks = config.stage_layout.chunks(here.place["pp"])
     num_bytes = sample_bytes(config, here.tokens, chunks)
     total.add("broadcast", TP, num_bytes, here.num_microbatches * (num_bytes > 0))
@@ -149,7 +119,7 @@ def step_traffic(config: RunConfig, rank: int) -> Traffic:
     return {key: volume for key, volume in total.traffic.items() if volume.num_calls}
 
 
-def _add_microbatch(total: _Sum, here: _Rank, chunk: StageContents) -> None:
+def _add_microbatch(total: TrafficSum, here: _Rank, chunk: StageContents) -> None:
     """Add what the layers, the embedding and the output layer send for all micro-batches."""
     m = here.num_microbatches
     layers = len(chunk.layer_numbers)
@@ -229,7 +199,7 @@ def _recomputed(here: _Rank, layers: int) -> tuple[int, set[int]]:
     return recomputed, ends if is_last else set()
 
 
-def _add_low_rank(total: _Sum, here: _Rank, chunk: StageContents, num_again: int) -> None:
+def _add_low_rank(total: TrafficSum, here: _Rank, chunk: StageContents, num_again: int) -> None:
     """Add what low-rank adapters send for all micro-batches, and take away what a frozen embedding wants nothing of."""
     model, m, layers = here.config.model, here.num_microbatches, len(chunk.layer_numbers)
     add, narrow_bytes = partial(_add_over_tp, total), here.tokens * model.lora_rank * here.element
@@ -258,12 +228,12 @@ def _float8_ends(here: _Rank) -> Float8LayerEnds:
     return Float8LayerEnds(here.config.model, here.tokens, here.hidden_bytes)
 
 
-def _add_over_tp(total: _Sum, operation: str, num_bytes: int, count: int) -> None:
+def _add_over_tp(total: TrafficSum, operation: str, num_bytes: int, count: int) -> None:
     total.add(operation, TP, num_bytes, count)
 
 
 def _add_experts(
-    total: _Sum, here: _Rank, places: set[int], full: int, early: set[int], *, in_float8: bool = False
+    total: TrafficSum, here: _Rank, places: set[int], full: int, early: set[int], *, in_float8: bool = False
 ) -> None:
     """Add what layers of experts send for all micro-batches; those at the first ``full`` places run forward again.
 
@@ -287,7 +257,7 @@ def _add_experts(
 
 
 def _add_layer_ends(
-    total: _Sum,
+    total: TrafficSum,
     here: _Rank,
     in_float8: bool,
     entered: int,
@@ -297,6 +267,12 @@ def _add_layer_ends(
 ) -> None:
     """Add what a number of layers send where they enter and leave these tensor-parallel regions."""
     A = here.hidden_bytes
+    model = here.config.model
+    if model.multi_latent_attention and "attention" in regions:
+        again = backward if "mla_up_proj" in model.recomputed_modules else 0
+        tokens, times = here.tokens * here.element, left if regions == ("attention",) else entered
+        add_latent(partial(_add_over_tp, total), model, tokens, entered, times, backward, again)
+        regions = tuple(region for region in regions if region != "attention")
     if here.config.model.sequence_parallel and in_float8:
         for region in regions:
             times = entered if region == "attention" else left
@@ -318,7 +294,7 @@ def _add_layer_ends(
         total.add("all_reduce", TP, A, len(regions) * backward)
 
 
-def _add_beside_product(total: _Sum, here: _Rank, operation: str, is_chunked: bool, count: int) -> None:
+def _add_beside_product(total: TrafficSum, here: _Rank, operation: str, is_chunked: bool, count: int) -> None:
     """Add a collective of A, or the t - 1 sends of A/t of a ring beside a layer's product."""
     t = here.sizes.tp
     if is_chunked:
@@ -327,7 +303,7 @@ def _add_beside_product(total: _Sum, here: _Rank, operation: str, is_chunked: bo
         total.add(operation, TP, here.hidden_bytes, count)
 
 
-def _add_sends(total: _Sum, here: _Rank, index: int, num_chunks: int) -> None:
+def _add_sends(total: TrafficSum, here: _Rank, index: int, num_chunks: int) -> None:
     """Add a chunk's activations for the next stage and gradients for the previous one."""
     message = here.hidden_bytes // (here.sizes.tp if here.config.model.sequence_parallel else 1)
     is_first = index == 0 and here.place["pp"] == 0
@@ -335,7 +311,7 @@ def _add_sends(total: _Sum, here: _Rank, index: int, num_chunks: int) -> None:
     total.add("send", PP, message, here.num_microbatches * ((not is_first) + (not is_last)))
 
 
-def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) -> None:
+def _add_gradients(total: TrafficSum, here: _Rank, chunks: tuple[StageContents, ...]) -> None:
     """Add the reductions of gradients over replicas, copies and the ends of the pipeline, and the new parameters."""
     model, ddp, sizes = here.config.model, here.config.ddp, here.sizes
     grad_element = ELEMENT_BYTES[ddp.grad_dtype(model.params_dtype)]
@@ -380,7 +356,7 @@ def _add_gradients(total: _Sum, here: _Rank, chunks: tuple[StageContents, ...]) 
         total.add("all_reduce", TP, partial_bytes)
 
 
-def _add_scalars(total: _Sum, here: _Rank) -> None:
+def _add_scalars(total: TrafficSum, here: _Rank) -> None:
     """Add the token count, the gradient norm, and what all ranks agree on: a few float64 numbers each."""
     config = here.config
     if config.training.calculate_per_token_loss:

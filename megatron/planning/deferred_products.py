@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.action import Action, Pass, StagePlace
 from megatron.core.pipeline_parallel.schedules import with_deferred_grads
 from megatron.planning.activation_memory import LayerBytes, kept_of_chunks
 from megatron.planning.closed_forms import ELEMENT_BYTES
-from megatron.planning.layer_widths import layer_widths
+from megatron.planning.layer_widths import is_whole_on_ranks, layer_widths
 from megatron.planning.plan import Plan
 from megatron.planning.traffic.float8_traffic import fills_blocks
 
@@ -82,7 +82,9 @@ def _layer_operands(plan: Plan, *, in_float8: bool, has_experts: bool) -> int:
         return tokens * adapted * ELEMENT_BYTES[model.params_dtype]
     is_rounded = in_float8 and model.fp8_wgrad and fills_blocks(model, plan.num_rows)
     element = 1 if is_rounded else ELEMENT_BYTES[model.params_dtype]
-    return tokens * element * sum(inner + columns for inner, columns in widths.values())
+    of_rows = sum(inner + columns for name, (inner, columns) in widths.items() if is_whole_on_ranks(name))
+    of_tokens = sum(inner + columns for inner, columns in widths.values()) - of_rows
+    return element * (tokens * of_tokens + plan.num_rows * of_rows)
 
 
 def _fullest(actions: Sequence[Action], kept: Sequence[int], operands: Sequence[int], output: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ each rank that cuts one: as many choices go out as come in. Names are those of d
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class ExpertLayer:
     sequences: int
     element: int
 
-    @property
+    @functools.cached_property
     def sizes(self) -> ParallelSizes:
         """Return the grid, of which only what a model copy spans counts."""
         return self.model.parallel_sizes

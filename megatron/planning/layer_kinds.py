@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,13 +22,26 @@ class LayerKind(NamedTuple):
 
 def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
     """Return the kind of every layer."""
-    float8_layers, has_ranks = model.float8_layers(model.num_layers), model.context_parallel_size > 1
+    exchanges = model.cp_comm_type if model.context_parallel_size > 1 else ("",)
+    float8_layers = tuple(model.float8_layers(model.num_layers))
+    return _kinds(float8_layers, model.moe_layers, model.layer_windows, tuple(exchanges), seq_length)
+
+
+# A search asks for the same layers thousands of times.
+@functools.lru_cache(maxsize=1024)
+def _kinds(
+    float8_layers: tuple[int, ...],
+    has_experts: tuple[bool, ...],
+    windows: tuple[int | None, ...],
+    exchanges: tuple[str, ...],
+    seq_length: int,
+) -> Sequence[LayerKind]:
     return [
         LayerKind(
             in_float8=number in float8_layers,
-            has_experts=has_experts,
+            has_experts=has,
             window=min(window or seq_length, seq_length),
-            exchange=model.cp_exchange(number) if has_ranks else "",
+            exchange=exchanges[0 if len(exchanges) == 1 else number],
         )
-        for number, (has_experts, window) in enumerate(zip(model.moe_layers, model.layer_windows, strict=True))
+        for number, (has, window) in enumerate(zip(has_experts, windows, strict=True))
     ]

@@ -105,10 +105,7 @@ def refuse_unplanned(model: GPTConfig) -> None:
     Raises:
         ConfigurationError: it has some of these.
     """
-    for name, is_given in (
-        ("--multi-latent-attention", model.multi_latent_attention),
-        ("--mtp-num-layers", model.num_further_tokens > 0),
-    ):
+    for name, is_given in (("--mtp-num-layers", model.num_further_tokens > 0),):
         if is_given:
             raise ConfigurationError(
                 f"{name}: activations, time and traffic of such a model are not planned; "

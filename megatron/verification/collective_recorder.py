@@ -19,7 +19,7 @@ from megatron.core.device import Device
 from megatron.core.distributed.replica_check import check_replicas_equal
 from megatron.core.process_group import CollectiveCall
 from megatron.core.timers import Timers
-from megatron.planning.closed_forms import Traffic, Volume
+from megatron.planning.traffic.volume import Traffic, Volume
 from megatron.training.config.run_config import RunConfig
 from megatron.training.evaluation import evaluate
 from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,7 +71,7 @@ def plan_stage_layout(config: ModelParallelConfig, num_layers: int, layout: str 
         counts, problems = _spread(config, num_layers)
     if problems:
         raise ConfigurationError(problems)
-    return _number_layers(config.pipeline_model_parallel_size, counts)
+    return _number_layers(config.pipeline_model_parallel_size, tuple(counts))
 
 
 def layout_problems(config: ModelParallelConfig, num_layers: int, layout: str | None = None) -> tuple[str, ...]:
@@ -82,7 +83,9 @@ def layout_problems(config: ModelParallelConfig, num_layers: int, layout: str | 
     return ()
 
 
-def _number_layers(pp: int, counts: Sequence[int]) -> StageLayout:
+# A search for the fastest layout asks for the same ones thousands of times.
+@functools.lru_cache(maxsize=1024)
+def _number_layers(pp: int, counts: tuple[int, ...]) -> StageLayout:
     stages, start = [], 0
     for stage, count in enumerate(counts):
         layers = tuple(range(start, start + count))

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from megatron.core.errors import ConfigurationError
 from megatron.planning.activation_memory import SavedBytes, saved_bytes
+from megatron.planning.kept.saved_on_cpu import saved_on_cpu
 from megatron.planning.prediction.saved_by_megatron import (
     saved_by_local_layers,
     saved_by_megatron_bridge,
     saved_by_transformer_engine,
 )
-from megatron.planning.prediction.saved_on_cpu import saved_on_cpu
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,11 +24,13 @@ from megatron.planning.prediction.layer_work import (
     fused_cast_bytes,
     layer_products,
     loss_bytes,
+    num_attention_products,
     passed_bytes,
 )
 from megatron.planning.prediction.links import Links
 from megatron.planning.traffic.adapter_traffic import add_adapters
 from megatron.planning.traffic.float8_traffic import Float8LayerEnds
+from megatron.planning.traffic.latent_traffic import add_latent
 
 MEMORY_SHARE = 0.85
 """Part of the memory's bandwidth that simple kernels reach (BabelStream on A100 and H100 reaches 0.85 to 0.93)."""
@@ -97,10 +99,12 @@ def layer_time(
     computed = sum(seconds for seconds, _ in parts)
     once = sum(seconds / passes for seconds, passes in parts)
     # The last two products are those of the feed-forward, or of the experts' shared one.
-    feed_forward = sum(seconds / passes for seconds, passes in parts[2 : len(products)])
+    num_attention = num_attention_products(plan.model)
+    feed_forward = sum(seconds / passes for seconds, passes in parts[num_attention : len(products)])
     passes = passed / (gpu.memory_bandwidth * implementation.times.pass_share)
     # Experts without a shared one have no tensor-parallel region of their own: exchanges are those of attention.
-    exchanged = _tensor_parallel(plan, gpu, implementation, in_float8=in_float8) * len(products) / 4
+    has_feed_forward = len(products) > num_attention
+    exchanged = _tensor_parallel(plan, gpu, implementation, in_float8=in_float8, has_feed_forward=has_feed_forward)
     ring = _ring(plan, gpu)
     experts = expert_time(plan, gpu, implementation, peak, in_float8=in_float8) if has_experts else NO_EXPERTS
     return LayerTime(
@@ -110,7 +114,8 @@ def layer_time(
         tensor_parallel=exchanged,
         context_parallel=max(0.0, ring - forward - backward),
         expert_parallel=experts.exchanges,
-        again=_again(plan, once + (passes + exchanged) / 3 + forward, forward, feed_forward, experts),
+        again=_again(plan, once + (passes + exchanged) / 3 + forward, forward, feed_forward, experts)
+        + sum(seconds / passes for seconds, passes in parts[: num_attention - 1]) * _widens_again(plan.model),
         offload=_offload(plan, gpu, kept, once + passes / 3 + forward),
         floor=(_LAUNCHES + experts.launches) * _LAUNCH_S,
         forward=once + (passes + exchanged) / 3 + forward + experts.forward,
@@ -140,8 +145,9 @@ def _cast_bytes(plan: Plan, implementation: Implementation, *, has_experts: bool
     return fused_cast_bytes(plan, has_experts=has_experts)
 
 
-def _product(product: Product, tokens: int, peaks: tuple[float, float], gpu: Gpu) -> float:
+def _product(product: Product, tokens: float, peaks: tuple[float, float], gpu: Gpu) -> float:
     """Return the time of a linear layer's product and of its gradients, the weight's at the second rate."""
+    tokens *= product.share
     flops, (peak, of_weights) = 2.0 * tokens * product.size, peaks
     written = _HALF * tokens * (product.columns + product.inner) + _WIDE_SUM * product.size * product.is_trained
     computed = product.passes * flops / (peak * gpu.product_share)
@@ -163,7 +169,14 @@ def _attention(plan: Plan, gpu: Gpu, implementation: Implementation, window: int
     return forward, backward
 
 
-def _tensor_parallel(plan: Plan, gpu: Gpu, implementation: Implementation, *, in_float8: bool) -> float:
+def _widens_again(model: GPTConfig) -> bool:
+    """Return whether latent attention makes its heads again, but for the products of its narrow vectors."""
+    return model.multi_latent_attention and "mla_up_proj" in model.recomputed_modules
+
+
+def _tensor_parallel(
+    plan: Plan, gpu: Gpu, implementation: Implementation, *, in_float8: bool, has_feed_forward: bool
+) -> float:
     """Return the time of a layer's ten exchanges, and of those of its adapters: in fp8, the six that gather carry 8
     bits, or what the recipe sends here.
 
@@ -171,23 +184,28 @@ def _tensor_parallel(plan: Plan, gpu: Gpu, implementation: Implementation, *, in
     """
     links, model = Links(gpu, plan.parallel_sizes), plan.model
     size = plan.num_tokens * model.hidden_size
-    sent = [0.0]
+    sent, regions = [0.0], 0.5 + 0.5 * has_feed_forward
 
     def add(operation: str, num_bytes: int, count: int) -> None:
         rounds = 2 if operation == "all_reduce" else 1
         sent.append(count * rounds * links.tensor_parallel_seconds(num_bytes))
 
+    if model.multi_latent_attention:
+        again = int("mla_up_proj" in model.recomputed_modules)
+        add_latent(add, model, plan.num_tokens * _HALF, 1, 1, 1, again)
+        of_region = 5 if model.sequence_parallel else 4
+        return sum(sent) + has_feed_forward * of_region * links.tensor_parallel_seconds(size * _HALF)
     if model.lora_rank:
         add_adapters(add, model, plan.num_tokens * model.lora_rank * _HALF, 1, 1)
     if not model.sequence_parallel:
-        return sum(sent) + 8 * links.tensor_parallel_seconds(size * _HALF)
+        return regions * (sum(sent) + 8 * links.tensor_parallel_seconds(size * _HALF))
     if in_float8 and implementation.follows_recipes:
-        Float8LayerEnds(model, plan.num_tokens, size * _HALF).add(add, 1, 1, 1)
-        return sum(sent)
+        Float8LayerEnds(model, plan.num_tokens, size * _HALF).add(add, 2, 2, 2)
+        return regions * sum(sent)
     gathered = 1 if in_float8 else _HALF
     gathers = 4 if model.lora_rank else 6
     sent.append(gathers * links.tensor_parallel_seconds(size * gathered))
-    return sum(sent) + 4 * links.tensor_parallel_seconds(size * _HALF)
+    return regions * (sum(sent) + 4 * links.tensor_parallel_seconds(size * _HALF))
 
 
 def _ring(plan: Plan, gpu: Gpu) -> float:

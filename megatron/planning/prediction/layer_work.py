@@ -7,11 +7,12 @@ Counts are for one micro-batch, forward and backward.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planning.adapter_parameters import adapter_parameters
-from megatron.planning.layer_widths import key_value_width, layer_widths
+from megatron.planning.layer_widths import is_whole_on_ranks, key_value_width, layer_widths
 from megatron.planning.plan import Plan
 
 _FUSED_ROTATION, _ROTATION = 8, 40
@@ -25,11 +26,15 @@ _HALF = 2
 
 @dataclass(frozen=True)
 class Product:
-    """Hold a linear layer on one rank: its weight is ``[columns, inner]``, and has a gradient where it is trained."""
+    """Hold a linear layer on one rank: its weight is ``[columns, inner]``, and has a gradient where it is trained.
+
+    ``share`` is the part of the tensor-parallel group's tokens that the rank multiplies.
+    """
 
     inner: int
     columns: int
     is_trained: bool = True
+    share: float = 1.0
 
     @property
     def size(self) -> int:
@@ -43,12 +48,20 @@ class Product:
 
 
 def layer_products(model: GPTConfig, *, has_experts: bool = False) -> tuple[Product, ...]:
-    """Return a layer's products on one tensor-parallel rank: attention's two and the feed-forward's two.
+    """Return a layer's products on one tensor-parallel rank: attention's and the feed-forward's two.
 
     Of a feed-forward of experts only the shared one's are there, if it is.
     """
-    widths = layer_widths(model, has_experts=has_experts).values()
-    return tuple(Product(inner, columns, not model.lora_rank) for inner, columns in widths)
+    of_rows = 1 / model.tensor_model_parallel_size if model.sequence_parallel else 1.0
+    return tuple(
+        Product(inner, columns, not model.lora_rank, of_rows if is_whole_on_ranks(name) else 1.0)
+        for name, (inner, columns) in layer_widths(model, has_experts=has_experts).items()
+    )
+
+
+def num_attention_products(model: GPTConfig) -> int:
+    """Return how many of a layer's products, the first ones, are attention's."""
+    return len(layer_widths(model)) - 2
 
 
 def adapter_products(model: GPTConfig) -> list[Product]:
@@ -70,10 +83,28 @@ def attention_flops(plan: Plan, window: int) -> float:
 
 def megatron_step_flops(plan: Plan) -> float:
     """Return the operations of a step as Megatron counts them for its TFLOP/s: attention as if all looked at all."""
-    model, s = plan.model, plan.seq_length
+    return plan.global_batch_size * _megatron_flops(plan.model, plan.seq_length)
+
+
+def step_flops(plan: Plan) -> float:
+    """Return the operations of a step that a model needs, of attention those that are used."""
+    return 3.0 * plan.global_batch_size * _forward_flops(plan.model, plan.seq_length)
+
+
+# A search asks for the same models thousands of times.
+@functools.lru_cache(maxsize=64)
+def _forward_flops(model: GPTConfig, s: int) -> float:
+    return model.forward_flops_per_sequence(s)
+
+
+@functools.lru_cache(maxsize=64)
+def _megatron_flops(model: GPTConfig, s: int) -> float:
     causal = dataclasses.replace(model, window_size=None, window_attn_skip_freq=None) if model.window_size else model
-    unused_half = 2.0 * s * s * model.query_projection_size * model.num_layers
-    return 3.0 * plan.global_batch_size * (causal.forward_flops_per_sequence(s) + unused_half)
+    of_scores = 2 * model.query_projection_size
+    if model.multi_latent_attention:
+        of_scores = model.num_attention_heads * (model.latent_query_width + model.v_head_dim)
+    unused_half = 1.0 * s * s * of_scores * (model.num_layers + model.num_further_tokens)
+    return 3.0 * (_forward_flops(causal, s) + unused_half)
 
 
 def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool, *, has_experts: bool = False) -> float:
@@ -83,12 +114,16 @@ def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool,
     """
     model, tokens, rows = plan.model, plan.num_tokens, plan.num_rows
     t, h = plan.parallel_sizes.tp, model.hidden_size
-    queries, keys = model.query_projection_size // t, key_value_width(model)
+    queries, keys = model.num_attention_heads * model.head_width // t, key_value_width(model)
     whole = (model.moe_shared_expert_intermediate_size or 0) if has_experts else model.ffn_hidden_size
     ffn, gates = whole // t, 2 if model.is_gated else 1
     # Two norms (2 tensors forward, 3 backward) and two residual sums (3 each way).
     total = rows * h * _HALF * 2.0 * (2 + 3 + 3 + 3)
-    if model.position_embedding_type == "rope":
+    if model.multi_latent_attention:
+        heads, narrow = model.num_attention_heads // t, (model.q_lora_rank or 0) + model.kv_lora_rank
+        total += tokens * (heads + 1) * model.qk_pos_emb_head_dim * _ROTATION
+        total += rows * narrow * _HALF * 5.0 * model.qk_layernorm
+    elif model.position_embedding_type == "rope":
         total += tokens * (queries + keys) * (_FUSED_ROTATION if is_rotation_fused else _ROTATION)
     # Queries, keys and values are taken apart, their gradients joined; gradients of shared heads are summed.
     total += tokens * _HALF * (4 * (queries + 2 * keys) + 4 * queries * (keys < queries))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.distributed.param_layout import ParamLayout, plan_buckets
+from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planning.activation_memory import LayerBytes, activation_parts, layer_bytes
 from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.deferred_products import deferred_products
+from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.optimizer_memory import state_bytes
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.expert_time import expert_layer
@@ -213,12 +216,19 @@ def _shares_ends(plan: Plan, chunk: StageContents) -> bool:
 
 def _feed_forward_gradients(plan: Plan) -> int:
     """Return the numbers at work in a feed-forward's backward pass: gradients of its output, its middle, its gates."""
-    model = plan.model
-    ffn = model.ffn_hidden_size // plan.parallel_sizes.tp
-    has_experts = plan.model.moe_layers
-    dense = 0 if all(has_experts) else plan.num_tokens * ffn * (3 if model.is_gated else 2)
-    of_experts = expert_layer(plan).at_work if any(has_experts) else 0
-    return plan.num_rows * model.hidden_size + max(dense, of_experts)
+    return _at_work(plan.model, plan.num_tokens, plan.num_rows, plan.micro_batch_size)
+
+
+# A search asks for the same models thousands of times.
+@functools.lru_cache(maxsize=64)
+def _at_work(model: GPTConfig, num_tokens: int, num_rows: int, sequences: int) -> int:
+    has_experts = model.moe_layers
+    ffn = model.ffn_hidden_size // model.tensor_model_parallel_size
+    dense = 0 if all(has_experts) else num_tokens * ffn * (3 if model.is_gated else 2)
+    of_experts = 0
+    if any(has_experts):
+        of_experts = ExpertLayer(model, num_tokens, sequences, ELEMENT_BYTES[model.params_dtype]).at_work
+    return num_rows * model.hidden_size + max(dense, of_experts)
 
 
 def _gradient_bytes(plan: Plan, implementation: Implementation) -> int:

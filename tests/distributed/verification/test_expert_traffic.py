@@ -10,7 +10,7 @@ import pytest
 import pretrain_gpt
 from megatron.core.device import Device
 from megatron.core.timers import Timers
-from megatron.planning.closed_forms import Traffic, Volume
+from megatron.planning.traffic.volume import Traffic, Volume
 from megatron.training.model_setup import build_training_parts
 from megatron.training.process.initialize import make_runtime
 from megatron.training.train_state import TrainState

@@ -17,9 +17,9 @@ from megatron.commands.planning.plan import main
 from megatron.core.errors import ConfigurationError, InputError, MegatronError
 from megatron.dry_run.pretended_cuda import find_compiler
 from megatron.dry_run.verified_stage import VerifiedStage
-from megatron.planning.closed_forms import Volume
 from megatron.planning.gpu import H100
 from megatron.planning.prediction.stage_memory import StageMemory
+from megatron.planning.traffic.volume import Volume
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 MODEL = (

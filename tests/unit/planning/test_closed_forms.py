@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import pretrain_gpt
-from megatron.planning.closed_forms import Traffic, Volume, step_traffic
+from megatron.planning.closed_forms import step_traffic
+from megatron.planning.traffic.volume import Traffic, Volume
 from megatron.training.config.run_config import RunConfig
 from megatron.verification.attention_cells import make_attention_cell
 from megatron.verification.cells import (

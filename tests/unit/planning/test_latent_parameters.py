@@ -73,9 +73,9 @@ def test_parameters_are_those_of_the_model(
     assert chunk_parameters(config, contents) == found
 
 
-def test_time_and_traffic_are_refused_and_sizes_counted() -> None:
+def test_further_tokens_are_refused_and_sizes_counted() -> None:
     config = resolve_arguments([*BASE_FLAGS, *LATENT_SHAPES["latent-yarn"]], 1, needs_files=False).config
-    with pytest.raises(ConfigurationError, match="--multi-latent-attention: activations, time and traffic"):
+    with pytest.raises(ConfigurationError, match="--mtp-num-layers: activations, time and traffic"):
         Plan.of(config)
     size = model_size(config)
     assert size.block + size.embedding == size.shards[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
@@ -99,7 +100,12 @@ def moe_layers(config: MoEConfig, num_layers: int) -> tuple[bool, ...]:
     """
     if config.num_experts is None:
         return (False,) * num_layers
-    text = config.moe_layer_freq.strip()
+    return _layers_with_experts(config.moe_layer_freq.strip(), num_layers)
+
+
+# A search for the fastest layout asks for the same ones thousands of times.
+@functools.lru_cache(maxsize=64)
+def _layers_with_experts(text: str, num_layers: int) -> tuple[bool, ...]:
     if text.isdecimal() and int(text) > 0:
         return tuple(layer % int(text) == 0 for layer in range(num_layers))
     return parse_layer_pattern(text, num_layers)

@@ -23,8 +23,10 @@ def _check_exclusions(config: RunConfig) -> Iterator[str]:
     given = {spec.name: spec.typed(value) for spec, value in config.flags() if value != spec.default}
     reported: set[str] = set()
     for spec, _ in config.flags():
+        if spec.name not in given or not spec.options.excludes:
+            continue
         names = [name for name in (spec.name, *spec.options.excludes) if name in given]
-        if spec.name in given and len(names) > 1 and spec.name not in reported:
+        if len(names) > 1 and spec.name not in reported:
             reported.update(names)
             yield f"{' and '.join(given[name] for name in names)} exclude each other; keep one"
 

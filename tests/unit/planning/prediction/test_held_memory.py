@@ -190,6 +190,8 @@ def counted_flops(plan: Plan, cores: int = 0) -> float:
     """Return the operations of a step; torch counts no flash attention, and of other attention the unused half too."""
     model, s = plan.model, plan.seq_length
     of_scores = 4.0 * model.query_projection_size
+    if model.multi_latent_attention:
+        of_scores = 2.0 * model.num_attention_heads * (model.latent_query_width + model.v_head_dim)
     used = sum((window or s) * (s - (window or s) / 2) for window in model.layer_windows)
     counted = model.forward_flops_per_sequence(s) + of_scores * (cores * model.num_layers * s * s - used)
     return 3.0 * plan.global_batch_size * counted

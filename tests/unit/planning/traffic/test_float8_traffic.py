@@ -8,7 +8,8 @@ import pytest
 
 import pretrain_gpt
 from megatron.core.fp8.float8_state import Float8State
-from megatron.planning.closed_forms import Traffic, step_traffic
+from megatron.planning.closed_forms import step_traffic
+from megatron.planning.traffic.volume import Traffic
 from megatron.verification.cells import Layout, make_cell
 from megatron.verification.collective_recorder import record_step
 from megatron.verification.run_cell import resolve_cell

@@ -8,8 +8,9 @@ from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planning.activation_memory import saved_bytes
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.expert_layer import ExpertLayer
+from megatron.planning.kept.latent_memory import kept_by_latent_attention
+from megatron.planning.kept.norm_memory import kept_behind, kept_by_head_norms
 from megatron.planning.layer_widths import key_value_width
-from megatron.planning.norm_memory import kept_behind, kept_by_head_norms
 
 _WIDE = 4
 
@@ -31,14 +32,18 @@ def saved_on_cpu(
     rows = tokens // t if model.sequence_parallel else tokens
     modules = model.recomputed_modules
     exchange = model.cp_exchange(model.kind_of(layer_number or 0)) if model.context_parallel_size > 1 else "p2p"
+    latent = model.multi_latent_attention
     is_plain = model.normalization == "RMSNorm"
     if is_plain and model.norm_placement != "after":
         before_weight = element if "layernorm" in modules else 0
         parts["norms in float32"] = 2 * rows * model.hidden_size * (_WIDE + before_weight)
     parts["norms behind"] = kept_behind(model, rows, element, is_plain=is_plain)
-    heads, groups = model.num_attention_heads // t, key_value_width(model) // model.kv_channels
+    heads, groups = model.num_attention_heads // t, key_value_width(model) // model.head_width
     of_heads = kept_by_head_norms(model, heads, groups, element, is_plain=is_plain, is_copied=exchange != "p2p")
     parts["norms of queries and keys"] = tokens * of_heads
+    if latent:
+        shared = "" if exchange == "p2p" else exchange
+        parts |= kept_by_latent_attention(model, tokens, rows, element, shared, is_plain=is_plain)
     if model.is_gated and model.moe_layers[model.kind_of(layer_number or 0)]:
         experts = ExpertLayer(model, tokens, micro_batch_size, element)
         gates = experts.given * experts.width + tokens * experts.shared_width * ("shared_experts" not in modules)
@@ -54,6 +59,6 @@ def saved_on_cpu(
         if model.position_embedding_type != "rope" and not model.qk_layernorm:
             # Queries lie between keys and values, which were copied.
             parts["own keys and values"] = 2 * tokens * key_value_width(model) * element
-    if model.position_embedding_type == "rope" and exchange == "p2p" and not model.qk_layernorm:
+    if model.position_embedding_type == "rope" and exchange == "p2p" and not (model.qk_layernorm or latent):
         parts["before rotation"] = tokens * (model.query_projection_size // t + key_value_width(model)) * element
     return parts

@@ -1,0 +1,1 @@
+"""What the parts of a layer keep for its backward pass."""
