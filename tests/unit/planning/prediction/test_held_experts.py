@@ -62,7 +62,7 @@ def assert_held(number: int) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    [FEW[0], pytest.param(FEW[1], marks=pytest.mark.long)],
+    [FEW[0], *(pytest.param(number, marks=pytest.mark.long) for number in FEW[1:])],
     ids=[f"{LAYOUTS[n][0]} {LAYOUTS[n][1].name}" for n in FEW],
 )
 def test_a_step_holds_what_is_predicted(number: int) -> None:
