@@ -38,6 +38,21 @@ def without_cuda() -> None:
     torch.cuda.current_device = lambda: "cpu"
 
 
+def experts_of(args: Any) -> dict[str, Any]:
+    """Return the settings of a model's experts; none where it has none."""
+    if args.num_experts is None:
+        return {}
+    names = ("moe_router_topk", "moe_router_score_function", "moe_router_enable_expert_bias", "moe_layer_freq")
+    return {
+        "num_moe_experts": args.num_experts,
+        "moe_ffn_hidden_size": args.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_router_load_balancing_type": "none",
+        **{name: getattr(args, name) for name in names},
+    }
+
+
 def main(folder: str, output: str, kind: str) -> None:
     """Load the folder and write weights and moments by their names in the model."""
     without_cuda()
@@ -55,10 +70,16 @@ def main(folder: str, output: str, kind: str) -> None:
         activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
+        add_bias_linear=args.add_bias_linear,
+        **experts_of(args),
     )
+    spec = get_gpt_layer_local_spec(num_experts=args.num_experts)
+    if args.num_experts is not None:
+        # As transformer-engine's layers have it: a norm before a router is in no linear layer.
+        spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
@@ -90,6 +111,7 @@ def main(folder: str, output: str, kind: str) -> None:
     model.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
     values: dict[str, Any] = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
+    values |= {f"model.{name}": bias for name, bias in model.named_buffers() if name.endswith("expert_bias")}
     for name, weight in model.named_parameters():
         state = inner._get_main_param_and_optimizer_states(weight) if is_distributed else inner.optimizer.state[weight]
         for moment in ("exp_avg", "exp_avg_sq"):

@@ -25,6 +25,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Float8Runs:
     return Float8Runs(tmp_path_factory.mktemp("float8"))
 
 
+@pytest.mark.long
 def test_one_process_that_sums_two_rounded_halves_has_the_bits_of_two_tensor_parallel_ranks(train: Float8Runs) -> None:
     halves, checkpoints = train(FOUR_STEPS, 1, run_with_sums_in_halves)
     ranks, others = train(f"{FOUR_STEPS} {TP2}", 2)

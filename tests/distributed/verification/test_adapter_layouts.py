@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.verification.cells import MODULES, Cell, Layout, make_cell
+from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
 from megatron.verification.verifier import Verifier
 
 LORA = ("--lora-rank", "3", "--lora-alpha", "6")
@@ -19,9 +20,16 @@ CELLS = (
     make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, recompute=MODULES), extra=APART),
     make_cell("llama", Layout(cp=2), "packed", extra=APART),
 )
+OF_ATTENTION = (*LORA, "--lora-target-modules", "q_proj", "v_proj", "linear_proj")
+WITH_EXPERTS = (
+    make_expert_cell("mixtral", ExpertLayout(tp=2, dp=2, ep=2, sequence_parallel=True), extra=OF_ATTENTION),
+    make_expert_cell("qwen3-moe", ExpertLayout(pp=2, dp=2, ep=2, sharding="optim", overlap=True), extra=OF_ATTENTION),
+    make_expert_cell("mixtral", ExpertLayout(cp=2, dp=2, ep=4, recompute=MODULES), "packed", extra=OF_ATTENTION),
+)
 FURTHER = (
     make_cell("gpt2", Layout(tp=2), extra=FUSED),
     make_cell("gpt2", Layout(dp=2, sharding="optim"), extra=FUSED),
+    *WITH_EXPERTS[1:],
     make_cell("llama", Layout(tp=2, pp=2, schedule="zero-bubble", recompute=("full", "uniform", "1")), extra=APART),
     # Ranks that share a key-value group, with one adapter for all rows and with one for each part.
     make_cell("llama-one-group", Layout(tp=4), extra=FUSED),
@@ -31,7 +39,7 @@ FURTHER = (
 
 @pytest.mark.parametrize(
     "cell",
-    [*CELLS, *(pytest.param(cell, marks=pytest.mark.long) for cell in FURTHER)],
+    [*CELLS, WITH_EXPERTS[0], *(pytest.param(cell, marks=pytest.mark.long) for cell in FURTHER)],
     ids=lambda cell: cell.name,
 )
 def test_adapters_are_the_same_at_any_layout(cell: Cell, verifier: Verifier) -> None:

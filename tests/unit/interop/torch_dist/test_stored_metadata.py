@@ -109,7 +109,7 @@ def test_another_model_than_that_of_the_args_is_refused(folder: Path) -> None:
 
     def with_more(metadata: Metadata) -> None:
         norm = next(index for index in metadata.storage_data if index.fqn == WEIGHT)
-        extra = dataclasses.replace(norm, fqn="mtp.layers.0.hnorm.weight")
+        extra = dataclasses.replace(norm, fqn="vision_model.hnorm.weight")
         metadata.storage_data[extra] = metadata.storage_data[norm]
         metadata.state_dict_metadata[extra.fqn] = dataclasses.replace(
             metadata.state_dict_metadata[WEIGHT], chunks=metadata.state_dict_metadata[WEIGHT].chunks[:1]
@@ -117,7 +117,7 @@ def test_another_model_than_that_of_the_args_is_refused(folder: Path) -> None:
 
     shutil.copy(SMALL / ".metadata", folder)
     change(folder, with_more)
-    with pytest.raises(CheckpointError, match=r"another kind of model, or of its optimizer: mtp\.layers\.0"):
+    with pytest.raises(CheckpointError, match=r"another kind of model, or of its optimizer: vision_model\.hnorm"):
         TorchDistSource(folder)
 
 

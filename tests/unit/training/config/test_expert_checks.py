@@ -51,7 +51,12 @@ WRONG = [
         f"{EIGHT} --moe-shared-expert-intermediate-size 16 --moe-shared-expert-overlap",
         "cannot be overlapped by --moe-shared-expert-overlap; use --moe-token-dispatcher-type alltoall",
     ),
-    (f"{EIGHT} --lora-rank 2 --load somewhere --finetune", "low-rank adapters of a model with experts are not built"),
+    (f"{EIGHT} --lora-rank 2 --load somewhere --finetune", "use --lora-target-modules linear_qkv linear_proj"),
+    (
+        f"{EIGHT} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --lora-rank 2 --load somewhere "
+        "--finetune --lora-target-modules linear_qkv",
+        "would move the experts' bias; use --moe-router-bias-update-rate 0",
+    ),
     (f"{EIGHT} --bf16 --fp8-format hybrid", "use --fp8-recipe tensorwise, rowwise, blockwise or mxfp8"),
     (f"{EIGHT} {FLOAT8} --fp8-param-gather", "--fp8-param-gather is not built for weights of experts"),
     (f"{EIGHT} {FLOAT8} --moe-ffn-hidden-size 24", "a multiple of 16; use 32"),

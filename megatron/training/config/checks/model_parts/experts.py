@@ -162,6 +162,25 @@ def _check_recompute(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _check_adapters(config: RunConfig, given: str) -> Iterator[str]:
+    """Refuse adapters of feed-forwards, and a bias that moves while all but the adapters stays."""
+    model = config.model
+    try:
+        parts = model.adapted_parts
+    except ValueError:
+        return  # Said by the check of the names.
+    if set(parts) - {"linear_qkv", "linear_proj"}:
+        yield (
+            f"{given} low-rank adapters are built for the attention of a model with experts alone; use "
+            "--lora-target-modules linear_qkv linear_proj"
+        )
+    if model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate:
+        yield (
+            f"{given} --lora-rank {model.lora_rank} leaves all weights as they are, and --moe-router-bias-update-rate "
+            f"{model.moe_router_bias_update_rate} would move the experts' bias; use --moe-router-bias-update-rate 0"
+        )
+
+
 def _check_beside_experts(config: RunConfig) -> Iterator[str]:
     model = config.model
     yield from _check_recompute(config)
@@ -171,7 +190,7 @@ def _check_beside_experts(config: RunConfig) -> Iterator[str]:
     if model.fp8_format is not None:
         yield from _check_float8(config, given)
     if model.lora_rank:
-        yield f"{given} low-rank adapters of a model with experts are not built; leave --lora-rank out"
+        yield from _check_adapters(config, given)
     if config.training.cuda_graph_impl == "local":
         yield (
             f"{given} --cuda-graph-impl local cannot record layers whose experts are given another number of tokens "
@@ -208,6 +227,8 @@ CHECKS = (
             "fp8_recipe",
             "fp8_param_gather",
             "lora_rank",
+            "lora_target_modules",
+            "moe_router_bias_update_rate",
             "cuda_graph_impl",
             "cpu_offloading",
         ),
