@@ -186,7 +186,7 @@ def _states(
     """Return what the stages hold between steps; ranks with the same weights share it whichever axis they are of."""
     key = (
         *(choice.tp, choice.pp, choice.ep, choice.chunks, choice.counts_ends, choice.split),
-        *(choice.sharding, choice.precision),
+        *(choice.sharding, choice.precision, choice.schedule),
     )
     if key not in found.states:
         plan = make_plan()

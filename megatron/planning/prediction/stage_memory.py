@@ -136,7 +136,9 @@ def _trained_state(
         layout = plan_buckets(sizes, tied, plan.ddp, replicas, units if shards_weights else ())
         num_whole += most_gathered(units, layout) if shards_weights else 0
         num_elements += layout.num_elements
-        pool += _pooled_elements(layout, plan, has_shared=not of_experts and _shares_ends(plan, chunk))
+        # Gradients of experts are not put off.
+        several_passes = [] if of_experts else trained
+        pool += _pooled_elements(layout, plan, several_passes, has_shared=not of_experts and _shares_ends(plan, chunk))
     is_sharded = plan.ddp.shards_over(replicas)
     gradient = _gradient_bytes(plan, implementation)
     shards_gradients = plan.ddp.shards_gradients and is_sharded
@@ -201,13 +203,17 @@ def _float8_weights(plan: Plan, *, has_experts: bool) -> int:
     return experts + sum(product.size for product in layer_products(model, has_experts=has_experts))
 
 
-def _pooled_elements(layout: ParamLayout, plan: Plan, *, has_shared: bool) -> int:
+def _pooled_elements(layout: ParamLayout, plan: Plan, parameters: Sequence[ChunkParameter], *, has_shared: bool) -> int:
     """Return the elements of full buckets that a chunk keeps where its gradients are sharded.
 
     One is filled while another is reduced. That of weights that embedding and output layer share is open all the while.
+    So is each bucket of which some of these ``parameters`` have their gradients now and others' weights are put off.
     """
     most = max((bucket.num_elements for bucket in layout.buckets), default=0)
-    return most * min(len(layout.buckets), (2 if plan.ddp.overlap_grad_reduce else 1) + has_shared)
+    num_open = int(has_shared)
+    if parameters and (plan.pipeline_schedule == "zero-bubble" or plan.model.delay_wgrad_compute):
+        num_open = sum(any(not parameters[slot.index].is_matrix for slot in each.slots) for each in layout.buckets)
+    return most * min(len(layout.buckets), (2 if plan.ddp.overlap_grad_reduce else 1) + num_open)
 
 
 def _shares_ends(plan: Plan, chunk: StageContents) -> bool:

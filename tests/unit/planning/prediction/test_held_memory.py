@@ -224,6 +224,12 @@ def test_a_step_of_adapters_holds_no_gradients_and_no_state_of_frozen_weights(la
         assert counted == pytest.approx((predicted.weights, predicted.gradients, predicted.optimizer), rel=0.01)
 
 
+def test_buckets_are_open_while_weight_gradients_are_put_off() -> None:
+    """Every bucket has a bias or a norm's weight, whose gradients come first."""
+    layout = Layout(pp=2, dp=2, sharding="optim_grads", overlap=True, schedule="zero-bubble")
+    assert_held(make_cell("gpt2", layout, extra=(*SIZES, "--no-check-for-nan-in-loss-and-grad")))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("sharding", ["optim", "optim_grads"])
 def test_copies_of_what_is_sharded_are_held(sharding: str) -> None:
