@@ -123,7 +123,7 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
     def experts() -> list[ChunkParameter]:
         gate = [ChunkParameter(h, of_cut_tokens, is_matrix=True)] if model.moe_shared_expert_gate else []
         shared = model.moe_shared_expert_intermediate_size
-        return [*expert_parameters(model), *([] if shared is None else [*gate, *dense(shared)])]
+        return [*base(*expert_parameters(model)), *([] if shared is None else [*base(*gate), *dense(shared)])]
 
     feed_forwards = {True: experts() if model.num_experts else [], False: dense(f)}
     is_untied, is_learned = (

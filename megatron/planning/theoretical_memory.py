@@ -125,7 +125,7 @@ def _count(model: GPTConfig, chunk: StageContents, *, trained_only: bool = False
 
 
 def _count_experts(model: GPTConfig, chunk: StageContents) -> int:
-    return sum(parameter.size for parameter in chunk_parameters(model, chunk) if parameter.is_expert)
+    return sum(each.size for each in chunk_parameters(model, chunk) if each.is_expert and each.is_trained)
 
 
 def _bytes_a_trained_parameter(config: RunConfig, replicas: int, *, is_matrix: bool = False) -> float:

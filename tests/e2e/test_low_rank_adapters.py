@@ -173,6 +173,17 @@ def test_gpt2_has_its_own_names_and_one_of_two_layers_with_one_name(tmp_path: Pa
     assert_logits_of("gpt2", tmp_path, load_file(tmp_path / "peft" / "adapter_model.safetensors"), 2.5)
 
 
+@pytest.mark.long
+def test_adapters_of_attention_beside_experts_are_exported_and_merged(tmp_path: Path) -> None:
+    begin("mixtral", tmp_path, f"{SCALED} --lora-target-modules q_proj v_proj o_proj")
+    run_converter(tmp_path / "run", tmp_path / "peft", "--saver peft")
+    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert settings["target_modules"] == ["q_proj", "v_proj", "o_proj"]
+    assert_logits_of("mixtral", tmp_path, load_file(tmp_path / "peft" / "adapter_model.safetensors"), 2.5)
+    lines = run_converter(tmp_path / "run", tmp_path / "merged", "--merge-lora --saver hf --test-logits")
+    assert any("logits" in line for line in lines)
+
+
 def test_what_does_not_fit_is_refused_in_one_line(run: ForkedRun, folder: Path, tmp_path: Path) -> None:
     other = train(folder / "run", f"--lora-alpha 6 {PARTS} --lora-rank 2 --metrics-jsonl", tmp_path / "m")
     assert other.statuses == (2,)

@@ -28,6 +28,17 @@ SMALL = """
 """
 
 
+def test_experts_beside_adapters_have_no_gradients() -> None:
+    experts = "--num-experts 4 --moe-shared-expert-intermediate-size 16 --lora-target-modules linear_qkv linear_proj"
+    config = resolve_arguments(f"{SMALL} {experts}".split(), 1).config
+    state = describe_parallel_state(0, 1, ParallelSizes())
+    model = GPTModel(config.model, state.tp, RngStreams(Device("cpu"), 0, state.place), seed=7)
+    size = model_size(config)
+    assert size.trained == (sum(p.numel() for p in model.parameters() if p.requires_grad),)
+    assert size.shards == (sum(p.numel() for p in model.parameters()),)
+    assert size.experts == (0,)
+
+
 @pytest.mark.parametrize("targets", [(), ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)])
 def test_parameters_are_those_of_the_model(targets: tuple[str, ...], tp: int, sequence_parallel: bool) -> None:
