@@ -8,7 +8,7 @@ from html import escape
 from megatron.advice.changes import Change
 from megatron.advice.explanation import Explanation
 from megatron.advice.pipeline_chart import draw_svg
-from megatron.advice.text_report import describe_chunk, rank_lines
+from megatron.advice.text_report import describe_chunk, describe_experts, rank_lines
 from megatron.planning.prediction.stage_memory import MEMORY_PARTS
 
 _MIB = 2**20
@@ -20,7 +20,7 @@ _STYLE = """
 body { font: 15px/1.45 sans-serif; margin: 2em auto; max-width: 1100px; padding: 0 1em; color: #222; }
 table { border-collapse: collapse; } td, th { padding: 2px 10px; text-align: right; border-bottom: 1px solid #ddd; }
 td.text, th.text { text-align: left; } .wide { overflow-x: auto; } .oom, .error { color: #a00; } .ok { color: #060; }
-.key { display: inline-block; width: 12px; height: 12px; margin: 0 4px 0 14px; }
+#ranking { font-size: 12px; } .key { display: inline-block; width: 12px; height: 12px; margin: 0 4px 0 14px; }
 """
 
 
@@ -35,6 +35,7 @@ def to_page(explanation: Explanation, changes: Sequence[Change] = (), ranking: s
         f'<p id="outcome" class="{prediction.outcome}">{escape(outcome)}</p>',
         f"<p>{escape(explanation.sizes.describe())}; {plan.num_microbatches} micro-batches of {plan.micro_batch_size}; "
         f"{escape(_speed(explanation))}</p>",
+        *(f"<p>{escape(line)}</p>" for line in describe_experts(plan.model)),
         "<h2>Memory of each stage</h2>",
         _memory_bars(explanation),
         "<h2>Pipeline</h2>",
@@ -65,7 +66,9 @@ def _after(changes: Sequence[Change], ranking: str) -> Iterator[str]:
         yield "<h2>Changes that would make it run</h2>"
         yield _list(f"{each.flags}: {each.cost}" for each in changes)
     if ranking:
-        yield f'<h2>Ranked layouts</h2><pre id="ranking" class="wide">{escape(ranking)}</pre>'
+        table, _, notes = ranking.partition("\n\n")
+        yield f'<h2>Ranked layouts</h2><pre id="ranking" class="wide">{escape(table)}</pre>'
+        yield _list(notes.splitlines())
 
 
 def _speed(explanation: Explanation) -> str:

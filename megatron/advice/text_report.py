@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from megatron.advice.changes import Change
 from megatron.advice.explanation import Explanation, first_rank
+from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planning.prediction.stage_memory import MEMORY_PARTS
@@ -38,6 +39,15 @@ def describe_changes(changes: tuple[Change, ...]) -> Iterator[str]:
         yield f"{number}. {change.flags}: {change.cost}"
 
 
+def describe_experts(model: GPTConfig) -> Iterator[str]:
+    """Yield a line on a model's experts, if it has some."""
+    if model.num_experts is not None:
+        yield (
+            f"{sum(model.moe_layers)} layers of {model.num_experts} experts, of which each token goes to "
+            f"{model.moe_router_topk}; tokens are taken to spread evenly over them"
+        )
+
+
 def describe_chunk(chunk: StageContents) -> str:
     """Return what a model chunk holds in words; layers count from 1 as in log lines and checkpoints."""
     numbers = [number + 1 for number in chunk.layer_numbers]
@@ -61,11 +71,7 @@ def _run(explanation: Explanation) -> Iterator[str]:
     yield (
         f"{explanation.flops:.4e} FLOPs a step, {explanation.flops / explanation.sizes.world_size:.4e} of them on a GPU"
     )
-    if plan.model.num_experts is not None:
-        yield (
-            f"{sum(plan.model.moe_layers)} layers of {plan.model.num_experts} experts, of which each token goes to "
-            f"{plan.model.moe_router_topk}; tokens are taken to spread evenly over them"
-        )
+    yield from describe_experts(plan.model)
     yield f"{data.iterations} iterations, {data.samples} samples, {data.tokens} tokens"
     for each in data.data_sets:
         yield (

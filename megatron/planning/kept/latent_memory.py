@@ -27,6 +27,9 @@ def kept_by_latent_attention(
         widened = tokens * heads * (2 * width + config.qk_head_dim + values) * element
     if "mla_up_proj" in modules and not (is_copied and has_core):
         widened = tokens * config.qk_pos_emb_head_dim * element
+    elif "mla_up_proj" in modules and exchange == "all_gather":
+        # Keys and values are copied, queries are not.
+        widened = tokens * (heads * 2 * width + config.qk_pos_emb_head_dim) * element
     others = config.context_parallel_size - 1 if exchange == "all_gather" and has_core else 0
     outputs = width * has_core + values * (is_padded or is_copied or not has_core)
     return {

@@ -37,7 +37,7 @@ LAYOUTS = (
     ("latent", Layout(tp=2, cp=2, sequence_parallel=True, recompute=CORE_AND_UP), NARROW),
     *(("latent", Layout(cp=2, cp_comm_type=exchange), NARROW) for exchange in ("p2p", "all_gather")),
     ("latent-wide-values", Layout(cp=2, cp_comm_type="a2a"), WIDE),
-    ("latent", Layout(cp=2, cp_comm_type="a2a", recompute=UP), NARROW),
+    *(("latent", Layout(cp=2, cp_comm_type=exchange, recompute=UP), NARROW) for exchange in ("a2a", "all_gather")),
 )
 CUT = Layout(tp=2)
 """Without sequence parallelism every rank multiplies by the narrow weights whole: operations are not counted."""
