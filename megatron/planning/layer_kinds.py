@@ -11,12 +11,14 @@ from megatron.core.models.gpt.gpt_config import GPTConfig
 
 class LayerKind(NamedTuple):
     """Say whether a layer's products are in fp8, whether it has experts, to how many keys a query looks back at most,
-    its own among them, and by which exchange context-parallel ranks share keys and values.
+    its own among them, whether --no-rope-freq leaves it its rotary positions, and by which exchange context-parallel
+    ranks share keys and values.
     """
 
     in_float8: bool
     has_experts: bool
     window: int
+    has_rotary: bool
     exchange: str
 
 
@@ -24,7 +26,8 @@ def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
     """Return the kind of every layer."""
     exchanges = model.cp_comm_type if model.context_parallel_size > 1 else ("",)
     float8_layers = tuple(model.float8_layers(model.num_layers))
-    return _kinds(float8_layers, model.moe_layers, model.layer_windows, tuple(exchanges), seq_length)
+    without_rotary = model.layers_without_rotary
+    return _kinds(float8_layers, model.moe_layers, model.layer_windows, without_rotary, tuple(exchanges), seq_length)
 
 
 # A search asks for the same layers thousands of times.
@@ -33,6 +36,7 @@ def _kinds(
     float8_layers: tuple[int, ...],
     has_experts: tuple[bool, ...],
     windows: tuple[int | None, ...],
+    without_rotary: tuple[bool, ...],
     exchanges: tuple[str, ...],
     seq_length: int,
 ) -> Sequence[LayerKind]:
@@ -41,7 +45,8 @@ def _kinds(
             in_float8=number in float8_layers,
             has_experts=has,
             window=min(window or seq_length, seq_length),
+            has_rotary=not is_without,
             exchange=exchanges[0 if len(exchanges) == 1 else number],
         )
-        for number, (has, window) in enumerate(zip(has_experts, windows, strict=True))
+        for number, (has, window, is_without) in enumerate(zip(has_experts, windows, without_rotary, strict=True))
     ]

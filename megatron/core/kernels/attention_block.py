@@ -80,7 +80,8 @@ class AttentionBlocks:
             # The kernel gives such rows 0 for their log-sum-exp.
             blind = ~mask.visible.any(dim=-1)
             logsumexp = logsumexp.masked_fill(blind, -torch.inf)
-            output = output.masked_fill(blind[..., None], 0.0)
+            # In place, which leaves the output in the order in which the next layer reads it.
+            output.masked_fill_(blind[..., None], 0.0)
         return output, logsumexp
 
     def backward(

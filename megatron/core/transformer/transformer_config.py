@@ -217,7 +217,8 @@ class TransformerConfig(
             object.__setattr__(self, "num_query_groups", groups)
         if (self.recompute_activations or self.moe_layer_recompute) and self.recompute_granularity is None:
             object.__setattr__(self, "recompute_granularity", "selective")
-        if self.moe_layer_recompute and "moe" not in self.recompute_modules and self.recompute_granularity != "full":
+        adds_moe = self.moe_layer_recompute and self.num_experts is not None and self.recompute_granularity != "full"
+        if adds_moe and "moe" not in self.recompute_modules:
             object.__setattr__(self, "recompute_modules", (*self.recompute_modules, "moe"))
         if self.use_flash_attn and self.attention_backend == "auto":
             object.__setattr__(self, "attention_backend", "flash")

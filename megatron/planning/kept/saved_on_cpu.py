@@ -50,15 +50,19 @@ def saved_on_cpu(
         parts["gate"] = gates * element * ("moe" not in modules)
     elif model.is_gated and "mlp" not in modules:
         parts["gate"] = tokens * (model.ffn_hidden_size // t) * element
-    window = model.layer_windows[model.kind_of(layer_number or 0)]
+    kind = model.kind_of(layer_number or 0)
+    window, has_rotary = model.layer_windows[kind], model.position_embedding_type == "rope"
+    has_rotary = has_rotary and not model.layers_without_rotary[kind]
+    # With sinks the mask of a block says what is seen, in whole numbers.
+    mask_element = 0 if model.has_sinks else element
     if model.context_parallel_size == 1 and window is not None and window < seq_length:
-        parts["mask"] = seq_length**2 * element * ("core_attn" not in modules)
+        parts["mask"] = seq_length**2 * mask_element * ("core_attn" not in modules)
     if exchange == "all_gather" and "core_attn" not in modules:
         # Of the first rank's two chunks the second has a mask: it may look at all keys.
-        parts["mask"] = seq_length // model.context_parallel_size // 2 * seq_length * element
-        if model.position_embedding_type != "rope" and not model.qk_layernorm:
+        parts["mask"] = seq_length // model.context_parallel_size // 2 * seq_length * mask_element
+        if not (has_rotary or model.qk_layernorm):
             # Queries lie between keys and values, which were copied.
             parts["own keys and values"] = 2 * tokens * key_value_width(model) * element
-    if model.position_embedding_type == "rope" and exchange == "p2p" and not (model.qk_layernorm or latent):
+    if has_rotary and exchange == "p2p" and not (model.qk_layernorm or latent):
         parts["before rotation"] = tokens * (model.query_projection_size // t + key_value_width(model)) * element
     return parts

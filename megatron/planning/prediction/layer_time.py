@@ -87,7 +87,11 @@ def layer_time(
     peak = gpu.float8_flops if in_float8 else half
     forward, backward = _attention(plan, gpu, implementation, kind.window)
     passed = passed_bytes(
-        plan, implementation.is_rotation_fused, implementation.has_flash_attention, has_experts=has_experts
+        plan,
+        implementation.is_rotation_fused,
+        implementation.has_flash_attention,
+        has_experts=has_experts,
+        has_rotary=kind.has_rotary,
     )
     if in_float8:
         passed += _cast_bytes(plan, implementation, has_experts=has_experts)

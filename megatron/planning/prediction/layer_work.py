@@ -107,10 +107,18 @@ def _megatron_flops(model: GPTConfig, s: int) -> float:
     return 3.0 * (_forward_flops(causal, s) + unused_half)
 
 
-def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool, *, has_experts: bool = False) -> float:
+def passed_bytes(
+    plan: Plan,
+    is_rotation_fused: bool,
+    has_flash_attention: bool,
+    *,
+    has_experts: bool = False,
+    has_rotary: bool = True,
+) -> float:
     """Return the bytes that a layer's passes over memory read and write, casts to fp8 left out.
 
-    Of a feed-forward of experts only the shared one's are counted, if it is there.
+    Of a feed-forward of experts only the shared one's are counted, if it is there. ``has_rotary`` is False for a layer
+    that leaves queries and keys as they are.
     """
     model, tokens, rows = plan.model, plan.num_tokens, plan.num_rows
     t, h = plan.parallel_sizes.tp, model.hidden_size
@@ -123,7 +131,7 @@ def passed_bytes(plan: Plan, is_rotation_fused: bool, has_flash_attention: bool,
         heads, narrow = model.num_attention_heads // t, (model.q_lora_rank or 0) + model.kv_lora_rank
         total += tokens * (heads + 1) * model.qk_pos_emb_head_dim * _ROTATION
         total += rows * narrow * _HALF * 5.0 * model.qk_layernorm
-    elif model.position_embedding_type == "rope":
+    elif has_rotary and model.position_embedding_type == "rope":
         total += tokens * (queries + keys) * (_FUSED_ROTATION if is_rotation_fused else _ROTATION)
     # Queries, keys and values are taken apart, their gradients joined; gradients of shared heads are summed.
     total += tokens * _HALF * (4 * (queries + 2 * keys) + 4 * queries * (keys < queries))

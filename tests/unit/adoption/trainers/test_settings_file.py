@@ -48,6 +48,14 @@ def test_torchtitan_says_nothing_of_the_number_of_ranks(tmp_path: Path) -> None:
     assert values["--global-batch-size"] == ("16",)
 
 
+def test_experts_of_torchtitan_are_left_to_the_user(tmp_path: Path) -> None:
+    text = TORCHTITAN.replace("tensor_parallel_degree = 2", "tensor_parallel_degree = 2\nexpert_parallel_degree = 4")
+    command, _ = adopted(tmp_path, "train.toml", text)
+    (finding,) = (each for each in command.findings if each.flag == "parallelism.expert_parallel_degree = 4")
+    assert finding.needs_decision
+    assert "give --num-experts, --expert-model-parallel-size" in str(finding)
+
+
 def test_nanotron(tmp_path: Path) -> None:
     pytest.importorskip("yaml", reason="PyYAML is not installed")
     command, values = adopted(tmp_path, "train.yaml", NANOTRON)

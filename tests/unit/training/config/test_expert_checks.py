@@ -17,7 +17,7 @@ FLOAT8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 WRONG = [
     (
         "--num-experts 6 --expert-model-parallel-size 4",
-        "not divisible by --expert-model-parallel-size 4; expert-parallel sizes that work: 1, 2, 3, 6",
+        "not divisible by --expert-model-parallel-size 4; expert-parallel sizes that work: 1, 2",
     ),
     (f"{EIGHT} --moe-router-topk 9", "--moe-router-topk 9 is greater than --num-experts 8; values from 1 to 8 work"),
     (f"{EIGHT} --moe-router-topk 1", "add --moe-router-pre-softmax"),
@@ -89,6 +89,12 @@ def test_a_wrong_choice_is_refused_in_one_line(words: str, expected: str) -> Non
         resolve_arguments([*BASE.split(), *words.split()], 8, needs_files=False)
     (problem,) = [problem for problem in refused.value.problems if expected in problem]
     assert "\n" not in problem
+
+
+def test_no_flag_is_blamed_that_was_not_given() -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        resolve_arguments([*BASE.split(), "--moe-layer-recompute"], 8, needs_files=False)
+    assert refused.value.problems == ("--moe-layer-recompute has no effect without --num-experts N; add it",)
 
 
 def test_experts_of_a_token_need_not_be_as_many_in_each_group() -> None:

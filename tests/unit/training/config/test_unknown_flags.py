@@ -63,6 +63,21 @@ def test_a_feature_that_is_not_there_is_refused_by_name() -> None:
     assert "is not supported: this choice of a mixture of experts is not built" in answer("--moe-latent-size 8")
 
 
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("--shared-moe-ffn-hidden-size 64", "; give --moe-shared-expert-intermediate-size 64: add --moe-shared-expert"),
+        ("--enable-shared-expert", "give --moe-shared-expert-intermediate-size for a shared expert"),
+        ("--moe-flex-dispatcher-backend hybridep", "; leave it out: --moe-token-dispatcher-type says how tokens"),
+        ("--moe-deepep-num-sms 20", "; leave it out: --moe-token-dispatcher-type says how tokens"),
+        ("--use-fused-weighted-squared-relu", "; leave it out: "),
+        ("--mtp-use-repeated-layer", "is not supported: this choice of multi-token prediction is not built"),
+    ],
+)
+def test_a_flag_of_others_experts_is_answered_with_what_is_built(typed: str, line: str) -> None:
+    assert line in answer(typed)
+
+
 def test_several_words_make_a_line_each() -> None:
     words = ["stray", "--hiden-size", "3", "--epochs", "2", "--lazy-loader"]
     lines = list(unknown_flags(words, all_flags(), words))

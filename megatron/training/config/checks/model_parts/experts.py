@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron.training.config.checks.check import Check, divisors
@@ -27,12 +28,13 @@ def _check_spread(config: RunConfig) -> Iterator[str]:
     experts, size = model.num_experts, model.expert_model_parallel_size
     if experts is None or size < 1:
         return
+    tensor, sizes = model.parallel_sizes.expert_tp, config.parallel_sizes
     if experts % size:
+        most = math.gcd(experts, sizes.dp * sizes.cp * sizes.tp // max(tensor, 1))
         yield (
             f"--num-experts {experts} is not divisible by --expert-model-parallel-size {size}; "
-            f"expert-parallel sizes that work: {divisors(experts, 64)}"
+            f"expert-parallel sizes that work: {divisors(most, 64)}"
         )
-    tensor = model.parallel_sizes.expert_tp
     if tensor > 0 and model.moe_ffn_hidden_size % tensor:
         yield (
             f"--moe-ffn-hidden-size {model.moe_ffn_hidden_size} is not divisible by --expert-tensor-parallel-size "
