@@ -86,11 +86,11 @@ def _program() -> str:
 
 def _usage(words: Sequence[str]) -> str:
     """Return one line on what can be typed in place of words that name no command."""
-    usage = f"usage: {_program()} NAME …, NAME one of {', '.join(COMMANDS)}"
     if not words:
-        return usage
+        return f"usage: {_program()} NAME …, NAME one of {', '.join(COMMANDS)}"
     nearest = difflib.get_close_matches(words[0], COMMANDS, n=1)
-    return f"{usage}; there is no {words[0]!r}" + (f", did you mean {nearest[0]}?" if nearest else "")
+    instead = f"did you mean {nearest[0]}?" if nearest else f"give one of {', '.join(COMMANDS)}"
+    return f"error: there is no command {words[0]!r}; {instead}"
 
 
 def _overview() -> str:

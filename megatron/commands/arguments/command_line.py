@@ -1,4 +1,4 @@
-"""What command lines share: one line for wrong usage or bad input, the exit status, and the flags of a tokenizer."""
+"""What command lines share: one line for bad input, the exit status, and the flags of a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron.core.config_base import field_docs
 from megatron.core.errors import InputError, MegatronError, StorageError
@@ -19,14 +19,6 @@ from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_toke
 from megatron.core.tokenizers.tiktoken_tokenizer import DEFAULT_NUM_SPECIAL_TOKENS
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.interop.torchtitan.told_settings import told_specs
-
-
-class Parser(argparse.ArgumentParser):
-    """Report wrong usage in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message and exit with status 2."""
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
 def stored_folder(text: str) -> Path:
