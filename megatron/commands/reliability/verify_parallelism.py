@@ -19,6 +19,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from megatron.commands.arguments.command_line import report_unused
 from megatron.commands.arguments.parser import Parser
+from megatron.core.files.departed_reader import reader_may_leave
 from megatron.verification.attention_cells import ATTENTION_SHAPES, attention_matrix
 from megatron.verification.cells import MAX_WORLD_SIZE, SHAPES, Cell, matrix
 from megatron.verification.expert_cells import EXPERT_SHAPES, expert_matrix
@@ -98,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: no cell fits; --list prints all of them", file=sys.stderr)
         return 2
     if arguments.list:
-        print("\n".join(cell.name for cell in cells))
+        with reader_may_leave():
+            print("\n".join(cell.name for cell in cells))
         return 0
     if arguments.communication:
         return replay_communication(cells, is_random=arguments.fuzz is not None)
