@@ -18,7 +18,7 @@ class SpellingParser(argparse.ArgumentParser):
     typed: Sequence[str] = ()
     """The words of the command line; empty where some are for another parser."""
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse words that are all for this parser, as argparse does."""
         self.typed = sys.argv[1:] if args is None else args
         return super().parse_args(args, namespace)
