@@ -6,7 +6,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 _CLOSE = 0.8
 """Share of the letters that must agree: ``--laod`` is 0.83 of ``--load``."""
@@ -18,7 +18,9 @@ class SpellingParser(argparse.ArgumentParser):
     typed: Sequence[str] = ()
     """The words of the command line; empty where some are for another parser."""
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         """Parse words that are all for this parser, as argparse does."""
         self.typed = sys.argv[1:] if args is None else args
         return super().parse_args(args, namespace)
