@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import importlib
 import importlib.metadata
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.core.files.departed_reader import reader_may_leave
 from megatron.training.process.process_exit import run_program
 
 COMMANDS = {
@@ -59,10 +61,13 @@ def main() -> int:
     words = sys.argv[1:]
     if words and words[0] in COMMANDS:
         module = importlib.import_module(f"megatron.commands.{COMMANDS[words[0]]}")
-        status: int = module.main(words[1:])
+        # A run that loses the reader of its log says so; other commands end as programs do behind `| head`.
+        with contextlib.nullcontext() if words[0] == "train" else reader_may_leave():
+            status: int = module.main(words[1:])
         return status
     if words and words[0] in _HELP:
-        print(_overview())
+        with reader_may_leave():
+            print(_overview())
         return 0
     if words == ["--version"]:
         print(importlib.metadata.version("megatron-gpt"))
@@ -70,7 +75,8 @@ def main() -> int:
     if words and words[0] == _COMPLETION:
         from megatron.commands.arguments.completion import print_completion
 
-        return print_completion(words[1:], COMMANDS)
+        with reader_may_leave():
+            return print_completion(words[1:], COMMANDS)
     print(_usage(words), file=sys.stderr)
     return 2
 
@@ -86,11 +92,11 @@ def _program() -> str:
 
 def _usage(words: Sequence[str]) -> str:
     """Return one line on what can be typed in place of words that name no command."""
-    usage = f"usage: {_program()} NAME …, NAME one of {', '.join(COMMANDS)}"
     if not words:
-        return usage
+        return f"usage: {_program()} NAME …, NAME one of {', '.join(COMMANDS)}"
     nearest = difflib.get_close_matches(words[0], COMMANDS, n=1)
-    return f"{usage}; there is no {words[0]!r}" + (f", did you mean {nearest[0]}?" if nearest else "")
+    instead = f"did you mean {nearest[0]}?" if nearest else f"give one of {', '.join(COMMANDS)}"
+    return f"error: there is no command {words[0]!r}; {instead}"
 
 
 def _overview() -> str:

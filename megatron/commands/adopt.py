@@ -18,7 +18,8 @@ from typing import Any
 
 from megatron.adoption.adoption import adopt_file
 from megatron.adoption.report import report_json, report_lines
-from megatron.commands.arguments.command_line import Parser, exit_status_of
+from megatron.commands.arguments.command_line import exit_status_of
+from megatron.commands.arguments.parser import Parser
 from megatron.commands.checkpoint import convert
 from megatron.commands.data import merge_datasets, preprocess_data
 from megatron.commands.generation import run_text_generation_server
@@ -60,7 +61,7 @@ def refused_by(parse: Callable[[Sequence[str]], Any]) -> Callable[[Sequence[str]
             with contextlib.redirect_stderr(said):
                 parse(words)
         except SystemExit:
-            return (said.getvalue().strip().removesuffix("; see --help"),)
+            return (said.getvalue().strip().removeprefix("error: ").removesuffix("; see --help"),)
         return ()
 
     return check

@@ -1,32 +1,22 @@
-"""What command lines share: one line for wrong usage or bad input, the exit status, and the flags of a tokenizer."""
+"""What command lines share: one line for bad input, the exit status, and the flags of a tokenizer."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import select
-import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron.core.config_base import field_docs
 from megatron.core.errors import InputError, MegatronError, StorageError
+from megatron.core.files.departed_reader import STATUS, has_lost_reader
 from megatron.core.files.object_path import as_path, is_url
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer, unused_flags
 from megatron.core.tokenizers.tiktoken_tokenizer import DEFAULT_NUM_SPECIAL_TOKENS
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.interop.torchtitan.told_settings import told_specs
-
-
-class Parser(argparse.ArgumentParser):
-    """Report wrong usage in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message and exit with status 2."""
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
 def stored_folder(text: str) -> Path:
@@ -54,28 +44,12 @@ def exit_status_of(work: Callable[[], None]) -> int:
         work()
         sys.stdout.flush()
     except (MegatronError, OSError) as error:
-        if isinstance(error, BrokenPipeError) and _has_lost_reader():
-            return 128 + signal.SIGPIPE
+        if isinstance(error, BrokenPipeError) and has_lost_reader():
+            return STATUS
         lines = (line.strip() for line in str(error).splitlines())
         print(f"error: {'; '.join(lines).replace(':;', ':')}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     return 0
-
-
-def _has_lost_reader() -> bool:
-    """Return whether nobody reads standard output any more; what it still holds is then thrown away."""
-    try:
-        descriptor = sys.stdout.fileno()
-    except (OSError, ValueError):
-        return False
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    if not poll.poll(0):
-        return False
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
-    return True
 
 
 def report_unused(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from megatron.commands.arguments.command_line import add_tokenizer_source, add_told_settings, told_settings
+from megatron.commands.arguments.parser import SpellingParser
 from megatron.core.errors import InputError
 from megatron.serving.generation_setup import ModelRequest
 from megatron.training.process.initialize import LaunchEnvironment
@@ -15,12 +16,12 @@ from megatron.training.process.refusal import launch_environment_or_exit, refuse
 TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(SpellingParser):
     """Report wrong usage in one line, once for all processes."""
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
-        self.exit(refuse([f"{message}; see --help"], launch_environment_or_exit().rank))
+        self.exit(refuse([self.explained(message)], launch_environment_or_exit().rank))
 
 
 def add_model_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Sequence
 
 from megatron.commands.arguments.command_line import (
-    Parser,
     add_told_settings,
     exit_status_of,
     local_folder,
     stored_folder,
     told_settings,
 )
+from megatron.commands.arguments.parser import Parser
 from megatron.conversion.conversion_request import FORMATS, ConversionRequest, Target
 
 _CHECKPOINT_DECIDES = "the checkpoint's own configuration says it"
@@ -123,7 +124,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ConversionReques
         parser.add_argument(name, help=argparse.SUPPRESS, action="store" if has_value else "store_true")
     for name in SINGLE_ONLY:
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    parser.typed = sys.argv[1:] if argv is None else argv
     values, extras = parser.parse_known_args(argv)
+    parser.typed = ()
     if extras:
         parser.error(_unknown(extras[0], parser))
     for name in ("loader", "saver"):

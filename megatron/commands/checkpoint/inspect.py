@@ -5,13 +5,8 @@ from __future__ import annotations
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command, by default on the words of the command line, and return its exit status."""
-    from megatron.commands.arguments.command_line import (
-        Parser,
-        add_told_settings,
-        exit_status_of,
-        stored_folder,
-        told_settings,
-    )
+    from megatron.commands.arguments.command_line import add_told_settings, exit_status_of, stored_folder, told_settings
+    from megatron.commands.arguments.parser import Parser
 
     parser = Parser(prog="inspect.py", description=__doc__, allow_abbrev=False)
     parser.add_argument(

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from megatron.commands.arguments.command_line import (
     TOKENIZER_KEYWORDS,
-    Parser,
     add_tokenizer_arguments,
     exit_status_of,
     report_unused,
     tokenizer_keywords,
 )
+from megatron.commands.arguments.parser import Parser
 from megatron.core.errors import ConfigurationError
 from megatron.corpus.cleaning.cleaner import Cleaner, CleaningPlan
 from megatron.corpus.cleaning.sources import find_inputs, is_read

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.commands.arguments.command_line import Parser, exit_status_of, stored_folder
+from megatron.commands.arguments.command_line import exit_status_of, stored_folder
+from megatron.commands.arguments.parser import Parser
 from megatron.core.errors import TokenizerError, TrainingError
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer

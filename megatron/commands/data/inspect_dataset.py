@@ -16,12 +16,12 @@ import numpy as np
 
 from megatron.commands.arguments.command_line import (
     TOKENIZER_KEYWORDS,
-    Parser,
     add_tokenizer_arguments,
     exit_status_of,
     report_unused,
     tokenizer_of,
 )
+from megatron.commands.arguments.parser import Parser
 from megatron.core.datasets.indexed.dataset_checksums import checksums_path, write_checksums
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
 from megatron.core.errors import ConfigurationError, DataError

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.commands.arguments.command_line import Parser, exit_status_of
+from megatron.commands.arguments.command_line import exit_status_of
+from megatron.commands.arguments.parser import Parser
 from megatron.core.datasets.indexed.dataset_checksums import (
     CHECKSUM_BLOCK_BYTES,
     Block,

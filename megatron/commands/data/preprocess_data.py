@@ -22,12 +22,12 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from megatron.commands.arguments.command_line import (
-    Parser,
     add_tokenizer_arguments,
     exit_status_of,
     report_unused,
     tokenizer_of,
 )
+from megatron.commands.arguments.parser import Parser
 from megatron.core.datasets.conversations.conversation_encoder import ConversationEncoder
 from megatron.core.datasets.conversations.conversation_file import MASK_DTYPE, ConversationOptions, mask_prefix
 from megatron.core.datasets.indexed.indexed_dataset import bin_path, idx_path, optimal_dtype

@@ -12,7 +12,7 @@ import re
 import secrets
 from pathlib import Path
 
-from megatron.commands.arguments.command_line import Parser
+from megatron.commands.arguments.parser import Parser
 from megatron.pictures.dashboard_server import DashboardServer, address
 
 _LARGEST_PORT = 65535

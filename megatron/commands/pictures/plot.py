@@ -9,7 +9,8 @@ import argparse
 import functools
 from pathlib import Path
 
-from megatron.commands.arguments.command_line import Parser, exit_status_of
+from megatron.commands.arguments.command_line import exit_status_of
+from megatron.commands.arguments.parser import Parser
 from megatron.core.errors import DataError
 from megatron.pictures.chart import charts_of
 from megatron.pictures.metrics_record import read_several

@@ -16,7 +16,8 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.commands.arguments.command_line import Parser, exit_status_of
+from megatron.commands.arguments.command_line import exit_status_of
+from megatron.commands.arguments.parser import Parser
 from megatron.commands.arguments.planned_run import write_text
 from megatron.core.errors import ConfigurationError
 from megatron.planning.gpu import GPUS, AttentionRate, Gpu, find_gpu

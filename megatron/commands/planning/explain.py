@@ -18,7 +18,8 @@ from megatron.advice.changes import find_changes
 from megatron.advice.explanation import explain
 from megatron.advice.page import to_page
 from megatron.advice.text_report import describe_changes, to_text
-from megatron.commands.arguments.command_line import Parser, exit_status_of
+from megatron.commands.arguments.command_line import exit_status_of
+from megatron.commands.arguments.parser import Parser
 from megatron.commands.arguments.planned_run import (
     add_platform,
     check_world_size,

@@ -13,7 +13,8 @@ import functools
 import json
 from pathlib import Path
 
-from megatron.commands.arguments.command_line import Parser, exit_status_of
+from megatron.commands.arguments.command_line import exit_status_of
+from megatron.commands.arguments.parser import Parser
 from megatron.core.errors import ConfigurationError
 from megatron.dry_run.pretended_cuda import load_pretended_cuda
 from megatron.dry_run.vocabulary import with_known_vocabulary

@@ -30,7 +30,8 @@ from megatron.advice.ranking import describe_ranking, launch_command, ranking_js
 from megatron.advice.search import Search, search
 from megatron.advice.text_report import describe_changes
 from megatron.advice.training_words import has_flag
-from megatron.commands.arguments.command_line import Parser, exit_status_of
+from megatron.commands.arguments.command_line import exit_status_of
+from megatron.commands.arguments.parser import Parser
 from megatron.commands.arguments.planned_run import check_world_size, find_platform, read_planned_run, write_text
 from megatron.commands.arguments.verified_plan import (
     HELP,

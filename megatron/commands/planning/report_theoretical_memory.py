@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.commands.arguments.command_line import Parser, exit_status_of
+from megatron.commands.arguments.command_line import exit_status_of
+from megatron.commands.arguments.parser import Parser
 from megatron.core.errors import ConfigurationError
 from megatron.dry_run.vocabulary import with_known_vocabulary
 from megatron.planning.theoretical_memory import describe_theoretical_memory

@@ -11,8 +11,8 @@ from colorsys import hsv_to_rgb
 from pathlib import Path
 
 from megatron.advice.pipeline_chart import HUES, LETTERS, draw_svg, label, rows_of, summary, title
-from megatron.commands.arguments.command_line import Parser
 from megatron.commands.arguments.drawing import BarRow, add_drawing_arguments, chosen_format, put_text, write_png
+from megatron.commands.arguments.parser import Parser
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.pipeline_parallel.action import Pass, StagePlace
 from megatron.core.pipeline_parallel.schedules import SCHEDULES, build_schedule, default_schedule, with_deferred_grads

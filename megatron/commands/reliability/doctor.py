@@ -14,7 +14,8 @@ import json
 import os
 from collections.abc import Sequence
 
-from megatron.commands.arguments.command_line import Parser, local_folder
+from megatron.commands.arguments.command_line import local_folder
+from megatron.commands.arguments.parser import Parser
 from megatron.training.process.refusal import launch_environment_or_exit
 
 

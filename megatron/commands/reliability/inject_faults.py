@@ -18,7 +18,8 @@ from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.commands.arguments.command_line import Parser, exit_status_of
+from megatron.commands.arguments.command_line import exit_status_of
+from megatron.commands.arguments.parser import Parser
 from megatron.core.errors import ConfigurationError
 from megatron.verification.faults.attacked_command import AttackedCommand, small_command
 from megatron.verification.faults.campaign import Campaign, Plan, check_folder

@@ -17,7 +17,9 @@ from collections.abc import Sequence
 # One thread a process: eight processes that each take all cores would wait for one another.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from megatron.commands.arguments.command_line import Parser, report_unused
+from megatron.commands.arguments.command_line import report_unused
+from megatron.commands.arguments.parser import Parser
+from megatron.core.files.departed_reader import reader_may_leave
 from megatron.verification.attention_cells import ATTENTION_SHAPES, attention_matrix
 from megatron.verification.cells import MAX_WORLD_SIZE, SHAPES, Cell, matrix
 from megatron.verification.expert_cells import EXPERT_SHAPES, expert_matrix
@@ -29,7 +31,9 @@ from megatron.verification.sharding_cells import sharding_matrix
 
 def build_parser() -> Parser:
     """Return the parser of the command line."""
-    parser = Parser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
+    parser = Parser(
+        prog="verify_parallelism.py", description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False
+    )
     parser.add_argument(
         "--filter",
         default="",
@@ -95,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: no cell fits; --list prints all of them", file=sys.stderr)
         return 2
     if arguments.list:
-        print("\n".join(cell.name for cell in cells))
+        with reader_may_leave():
+            print("\n".join(cell.name for cell in cells))
         return 0
     if arguments.communication:
         return replay_communication(cells, is_random=arguments.fuzz is not None)

@@ -21,6 +21,7 @@ import megatron
 from megatron.commands.training.continued_run import ContinuedRun
 from megatron.commands.training.rank_launcher import Place, launch
 from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.files.departed_reader import reader_may_leave
 from megatron.training.config.arguments import parse_arguments, resolve_arguments
 from megatron.training.process.console import print_line
 from megatron.training.process.refusal import reasons_of, refuse
@@ -73,7 +74,8 @@ def _train(argv: Sequence[str]) -> int:
     place = _place(own)
     if any(word in _ASKING for word in words):
         if any(word in _ASKING[:2] for word in words):
-            print(build_parser().format_help())
+            with reader_may_leave():
+                print(build_parser().format_help())
         parse_arguments(words, place.world_size)
     script = training_script()
     if "script" in own:

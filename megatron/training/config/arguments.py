@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from megatron.core.config_base import FieldSpec, field_docs, field_specs
 from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.files.departed_reader import reader_may_leave
 from megatron.core.tokenizers.build_tokenizer import unused_flags
 from megatron.training.config.checkpoint_arguments import (
     PRECISION,
@@ -76,7 +77,8 @@ def parse_arguments(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> 
         if print_config:
             from megatron.training.config.sources.printed_config import format_config
 
-            print(format_config(parsed.config, (_PRINTED.format(world_size),)), end="")
+            with reader_may_leave():
+                print(format_config(parsed.config, (_PRINTED.format(world_size),)), end="")
     if print_config:
         sys.exit(0)
     return parsed.config

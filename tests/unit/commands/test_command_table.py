@@ -54,3 +54,31 @@ def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "usage: megatron --print-completion bash|zsh\n"
     assert print_completion(["zsh"], COMMANDS) == 0
     assert "bashcompinit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (
+            "serve --laod runs",
+            "one of the arguments --load --load-hf is required; there is no --laod, did you mean --load?",
+        ),
+        (
+            "convert --load a --save-dr=b",
+            "the following arguments are required: --load-dir, --save-dir; "
+            "there is no --load, did you mean --load-dir?",
+        ),
+        ("verify --lsit", "unrecognized arguments: --lsit; there is no --lsit, did you mean --list?"),
+        ("verify nowhere", "unrecognized arguments: nowhere; see --help"),
+        ("inspect", "the following arguments are required: DIR; see --help"),
+        ("plot", "the following arguments are required: RUN; see --help"),
+    ],
+)
+def test_wrong_usage_is_one_line_that_names_the_flag_that_was_meant(
+    typed: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["megatron", *typed.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {said}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,10 @@ import pytest
 
 from megatron.commands.arguments.command_line import exit_status_of
 from tests.harness.training_run import REPOSITORY
+
+PRINTED = (
+    "--model-preset gpt2-345m --global-batch-size 8 --micro-batch-size 8 --train-iters 1 --mock-data --print-config"
+)
 
 COMMAND = """
 import sys
@@ -49,3 +54,17 @@ def test_another_pipe_that_breaks_is_an_error(capsys: pytest.CaptureFixture[str]
 
     assert exit_status_of(work) == 1
     assert capsys.readouterr().err == "error: [Errno 32] Broken pipe\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--help", "--print-completion bash", "verify --list", "train --help", f"train {PRINTED}"],
+)
+def test_what_a_command_is_asked_for_may_be_read_in_part(words: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "megatron.commands", *words.split()]
+    ended = subprocess.run(command, cwd=REPOSITORY, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert ended.stderr == b""
+    assert ended.returncode == 128 + signal.SIGPIPE

@@ -72,6 +72,4 @@ def test_every_script_of_the_tools_has_a_command_and_new_commands_have_no_script
 def test_an_unknown_command_is_one_line_and_status_2() -> None:
     result = run_command([sys.executable, "-m", "megatron.commands", "preproces"], cwd=ROOT)
     assert result.returncode == 2
-    assert result.stderr.startswith("usage: python -m megatron.commands NAME")
-    assert result.stderr.endswith("; there is no 'preproces', did you mean preprocess?\n")
-    assert result.stderr.count("\n") == 1
+    assert result.stderr == "error: there is no command 'preproces'; did you mean preprocess?\n"

@@ -215,5 +215,5 @@ def test_processes_are_examined_together(tmp_path: Path) -> None:
 def test_the_command_runs_as_users_call_it() -> None:
     result = run_command([sys.executable, "tools/doctor.py", "--sava", "x"])
     assert result.returncode == 2
-    assert result.stderr == "doctor.py: unrecognized arguments: --sava x; see --help\n"
+    assert result.stderr == "error: unrecognized arguments: --sava x; there is no --sava, did you mean --save?\n"
     assert os.linesep in run_command([sys.executable, "tools/doctor.py", "--help"]).check().stdout
