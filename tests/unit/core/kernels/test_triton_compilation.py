@@ -170,6 +170,7 @@ def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability:
         assert result.narrow_accesses == (1 if is_normalizer else 0), result
 
 
+@pytest.mark.long
 def test_programs_compile_for_one_row_one_sample_and_one_head(tmp_path: Path) -> None:
     (results,) = run_distributed(1, compile_programs, 90, tmp_path, odd_is_one=True, timeout_s=120.0)
     assert len(results) == 29 + NUM_FLOAT8

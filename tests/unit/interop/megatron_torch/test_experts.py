@@ -78,7 +78,11 @@ def names(folder: Path) -> set[str]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("model", "distributed"),
-    [(EXPERTS, False), (PLAIN, False), (LATENT, False), (EXPERTS, True), (PLAIN, True), (LATENT, True)],
+    [
+        *((EXPERTS, False), (PLAIN, True)),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((PLAIN, False), (EXPERTS, True), (LATENT, False))),
+        (LATENT, True),
+    ],
 )
 def test_experts_and_their_optimizer_read_back(model: Any, distributed: bool, layout: str, tmp_path: Path) -> None:
     config = dataclasses.replace(model, **LAYOUTS[layout])
