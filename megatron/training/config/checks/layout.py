@@ -63,7 +63,7 @@ def _check_sequence_parallel(config: RunConfig) -> Iterator[str]:
 def _instance_problems(config: RunConfig) -> Iterator[str]:
     number, sizes = config.ddp.num_distributed_optimizer_instances, config.parallel_sizes
     given = f"--num-distributed-optimizer-instances {number}"
-    if number == 1 or sizes.problems(config.world_size):
+    if number <= 1 or sizes.problems(config.world_size):
         return
     if not config.ddp.shards_optimizer and sizes.num_replicas > 1:
         yield f"{given} copies what is sharded, and nothing is; add --use-distributed-optimizer, or leave it out"

@@ -48,6 +48,7 @@ def test_gathering_ahead_is_always_on() -> None:
             f"{WEIGHTS} --num-distributed-optimizer-instances 3",
             "3 does not divide the 2 ranks with the same weights; use 1",
         ),
+        (f"{WEIGHTS} --num-distributed-optimizer-instances 0", "a value greater than 0 is expected"),
         (f"{WEIGHTS} --num-distributed-optimizer-instances 2", "2 ranks with the same weights would be a copy"),
         (f"{WEIGHTS} --lora-rank 4", "--lora-rank 4 with --data-parallel-sharding-strategy optim_grads_params"),
         (f"{WEIGHTS} --bf16 --fp8-format hybrid --fp8-param-gather", "--fp8-param-gather with"),
