@@ -77,6 +77,14 @@ _IDLE = (
         lambda config: not config.model.multi_latent_attention and not config.model.stretches_positions,
         "without --multi-latent-attention, but for yarn with a --rotary-scaling-factor other than 1",
     ),
+    _Idle(
+        ("no_rope_freq",),
+        # Before the checks it may be anything.
+        lambda config: (
+            (number := config.model.no_rope_freq or "").isdecimal() and int(number) > config.model.num_layers
+        ),
+        "on fewer layers than that: all of them rotate queries and keys",
+    ),
     _Idle(("sgd_momentum",), lambda config: config.optimizer.optimizer != "sgd", "without --optimizer sgd"),
     _Idle(
         ("adam_beta1", "adam_beta2", "adam_eps"),

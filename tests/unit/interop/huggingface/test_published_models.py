@@ -18,6 +18,32 @@ from tests.unit.interop.huggingface.family_settings import (
     QWEN3_MOE,
 )
 
+PUBLISHED_GPT_OSS = GPT_OSS | {
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
 PUBLISHED = {
     "mixtral-8x7b": MIXTRAL
     | {
@@ -109,65 +135,17 @@ PUBLISHED = {
         "v_head_dim": 128,
         "vocab_size": 129280,
     },
-    "gpt-oss-20b": GPT_OSS
+    "gpt-oss-20b": PUBLISHED_GPT_OSS
     | {
-        "attention_bias": True,
-        "experts_per_token": 4,
-        "head_dim": 64,
-        "hidden_size": 2880,
-        "initial_context_length": 4096,
-        "intermediate_size": 2880,
         "layer_types": ["sliding_attention", "full_attention"] * 12,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 64,
-        "num_experts_per_tok": 4,
         "num_hidden_layers": 24,
-        "num_key_value_heads": 8,
         "num_local_experts": 32,
-        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
-        "rope_scaling": {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "rope_type": "yarn",
-            "truncate": False,
-        },
-        "rope_theta": 150000,
-        "sliding_window": 128,
-        "swiglu_limit": 7.0,
-        "tie_word_embeddings": False,
-        "vocab_size": 201088,
     },
-    "gpt-oss-120b": GPT_OSS
+    "gpt-oss-120b": PUBLISHED_GPT_OSS
     | {
-        "attention_bias": True,
-        "experts_per_token": 4,
-        "head_dim": 64,
-        "hidden_size": 2880,
-        "initial_context_length": 4096,
-        "intermediate_size": 2880,
         "layer_types": ["sliding_attention", "full_attention"] * 18,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 64,
-        "num_experts_per_tok": 4,
         "num_hidden_layers": 36,
-        "num_key_value_heads": 8,
         "num_local_experts": 128,
-        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
-        "rope_scaling": {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "rope_type": "yarn",
-            "truncate": False,
-        },
-        "rope_theta": 150000,
-        "sliding_window": 128,
-        "swiglu_limit": 7.0,
-        "tie_word_embeddings": False,
-        "vocab_size": 201088,
     },
     "olmo3-7b": OLMO3
     | {

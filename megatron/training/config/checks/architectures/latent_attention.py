@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.config_base import field_specs
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.training.config.checks.check import Check
 from megatron.training.config.run_config import RunConfig
@@ -33,30 +34,28 @@ def _check_shape(config: RunConfig) -> Iterator[str]:
         yield f"--qk-pos-emb-head-dim {width}: rotary positions turn pairs of channels; give {width + 1}"
 
 
+_OF_YARN = (
+    *(
+        "rotary_scaling_factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+    ),
+    "yarn_correction_range_round_to_int",
+)
+
+
 def _check_yarn(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.multi_latent_attention:
         return
     if model.rope_type != "yarn":
-        for name, value, default in (
-            ("--rotary-scaling-factor", model.rotary_scaling_factor, GPTConfig.rotary_scaling_factor),
-            (
-                "--original-max-position-embeddings",
-                model.original_max_position_embeddings,
-                GPTConfig.original_max_position_embeddings,
-            ),
-            ("--beta-fast", model.beta_fast, GPTConfig.beta_fast),
-            ("--beta-slow", model.beta_slow, GPTConfig.beta_slow),
-            ("--mscale", model.mscale, GPTConfig.mscale),
-            ("--mscale-all-dim", model.mscale_all_dim, GPTConfig.mscale_all_dim),
-        ):
-            if value != default:
-                yield f"{name} {value} has no effect without --rope-type yarn or --multi-latent-attention; add one"
-        if not model.yarn_correction_range_round_to_int:
-            yield (
-                "--no-yarn-correction-range-round-to-int has no effect without --rope-type yarn or "
-                "--multi-latent-attention; add one"
-            )
+        for spec in field_specs(GPTConfig):
+            value = getattr(model, spec.name)
+            if spec.name in _OF_YARN and value != spec.default:
+                yield f"{spec.typed(value)} has no effect without --rope-type yarn or --multi-latent-attention; add one"
         return
     if model.position_embedding_type != "rope":
         yield (

@@ -30,6 +30,13 @@ def test_a_number_skips_every_nth_layer_and_a_list_those_with_a_1(pattern: str, 
     assert resolve(*ROTARY, "--no-rope-freq", pattern).model.layers_without_rotary == expected
 
 
+def test_a_number_above_the_layers_is_said_to_count_for_nothing() -> None:
+    flags = (*BASE_FLAGS, *ROTARY, "--no-rope-freq")
+    (note,) = resolve_arguments([*flags, "5"], 1, needs_files=False).notes
+    assert note.startswith("--no-rope-freq 5 has no effect on fewer layers than that")
+    assert resolve_arguments([*flags, "4"], 1, needs_files=False).notes == ()
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
