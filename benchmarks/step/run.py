@@ -84,8 +84,9 @@ def measure(contestant: Contestant, options: argparse.Namespace, folder: Path) -
 
 
 def write_initial_weights(workload: Workload, path: Path) -> None:
-    """Save the weights that all contestants start from."""
-    command = [sys.executable, str(_HERE / "ours.py"), *workload_options(workload)]
+    """Save the weights that all contestants start from, as one process makes them in float32."""
+    whole = replace(workload, dtype="float32", tensor_model_parallel_size=1, sequence_parallel=False)
+    command = [sys.executable, str(_HERE / "ours.py"), *workload_options(whole)]
     subprocess.run([*command, "--write-initial-weights", str(path)], check=True, stdout=subprocess.DEVNULL)
 
 
