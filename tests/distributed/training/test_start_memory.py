@@ -32,7 +32,7 @@ SLACK = 40 * 2**20
 """Bytes for what is not a model: imported modules, a heap's gaps, tiles of initial values, 16 MiB of a file checked."""
 SHARDED = "--data-parallel-sharding-strategy optim_grads_params"
 MODEL = """
-    --num-layers 48 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 1536 --vocab-size 2040
+    --num-layers 12 --hidden-size 512 --num-attention-heads 4 --ffn-hidden-size 2048 --vocab-size 2040
     --micro-batch-size 1 --global-batch-size 8
 """
 
