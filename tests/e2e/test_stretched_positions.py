@@ -1,4 +1,4 @@
-"""A model of GPT-OSS's kind, its positions stretched by YaRN, goes on from Megatron's files as if it had not stopped."""
+"""A model of GPT-OSS's kind, its positions stretched by YaRN, goes on from Megatron's files as if never stopped."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def _check_format(config: RunConfig) -> Iterator[str]:
 
 
 def _has_files_of_experts(model: GPTConfig) -> bool:
-    """Tell whether the ranks with the first copy of a model's experts have a file each, and all of what goes into it."""
+    """Tell whether the ranks with the first copy of the experts have a file each, and all of what goes into it."""
     tp, ep, etp = model.tensor_model_parallel_size, model.expert_model_parallel_size, model.parallel_sizes.expert_tp
     shares_groups = model.num_query_groups % tp != 0
     return etp == tp or (tp % etp == 0 and ep * etp % tp == 0 and not shares_groups)
