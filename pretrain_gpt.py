@@ -44,6 +44,7 @@ def provide_model(config: RunConfig, runtime: Runtime, contents: StageContents) 
         post_process=contents.has_loss,
         cp=runtime.state.cp,
         experts=ExpertGroups.of(runtime.state),
+        fills_later=config.ddp.shards_weights,
     )
 
 

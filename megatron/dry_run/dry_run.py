@@ -57,7 +57,7 @@ class DryRun:
     """Hold what was recorded of one rank, and what the rank is.
 
     ``model_flops`` is a step's work for one rank of all, recomputation left out, and ``num_microbatches`` how often its
-    forward and backward passes run.
+    forward and backward passes run. ``start_peak_bytes`` is the most memory that was live before the first step.
     """
 
     record: StepRecord
@@ -71,6 +71,7 @@ class DryRun:
     num_microbatches: int
     num_chunks: int
     model_flops: float
+    start_peak_bytes: int = 0
 
 
 def dry_run(
@@ -109,6 +110,7 @@ def dry_run(
     with (
         _world(rank, config.world_size),
         _without_driver(gpu),
+        _followed_storages(recorder),
         observed_links(recorder),
         _triton(recorder, _second_document(config.data.seq_length)) if has_triton else _no_triton(),
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -121,6 +123,7 @@ def dry_run(
         recorder.axes_of_ranks = {group.ranks: group.axes for group in _groups(runtime.state)}
         parts = build_training_parts(config, runtime, _without_values(model_provider), log=lambda line: None)
         _name_memory(recorder, config, parts)
+        start_peak_bytes = recorder.record.peak_bytes
         step = TrainingStep(config, runtime, parts, forward_step, _PhaseTimers(recorder))
         source = BatchSource(_EmptySamples(config), config, runtime, config.model.vocab_size, 0)
         batch_size, train_state = config.training.global_batch_size, TrainState()
@@ -142,6 +145,7 @@ def dry_run(
         num_microbatches=batch_size // (config.training.micro_batch_size * config.data_parallel_size),
         num_chunks=len(parts.chunks),
         model_flops=3.0 * model.forward_flops_per_sequence(config.data.seq_length) * batch_size / config.world_size,
+        start_peak_bytes=start_peak_bytes,
     )
 
 
@@ -196,6 +200,20 @@ def _without_driver(gpu: Gpu) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _followed_storages(recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder of storages that are given another size, which is no operation: so weights come and go."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_tell(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+        result = resize(storage, num_bytes)
+        recorder.resized(storage)
+        return result
+
+    with patch.object(torch.UntypedStorage, "resize_", resize_and_tell):
+        yield
+
+
 def _second_document(length: int) -> int:
     """Return where the second document of an empty sample begins."""
     return length // 2
@@ -225,6 +243,7 @@ def _name_memory(recorder: Recorder, config: RunConfig, parts: TrainingParts) ->
     num_dummies = config.model.padded_vocab_size - config.model.vocab_size
     recorder.memory.logits_widths = range(width - num_dummies, width + 1)
     recorder.memory.assign(parts.optimizer.held_tensors(), "optimizer")
+    recorder.memory.assign((part.values for chunk in parts.ddp_chunks for part in chunk.parts), "weights")
     recorder.memory.assign((parameter for chunk in parts.chunks for parameter in chunk.parameters()), "weights")
 
 

@@ -64,6 +64,15 @@ class LiveMemory:
         num_bytes = -(-tensor.untyped_storage().nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
         self._set(tensor.untyped_storage()._cdata, num_bytes, HOLDERS.index(holder))
 
+    def resized(self, storage: torch.UntypedStorage) -> bool:
+        """Count what a storage has now, if it is followed, and return whether it is."""
+        if storage._cdata not in self._live:
+            return False
+        holder = self._live[storage._cdata][1]
+        self._free(storage._cdata)
+        self._set(storage._cdata, -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES, holder)
+        return True
+
     def _holder(self, tensor: torch.Tensor, phase: str, where: str) -> str:
         if _GRADIENT_FILES in where:
             return "gradients"

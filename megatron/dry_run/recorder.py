@@ -87,6 +87,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record = StepRecord(link_events=events, num_carried=len(events))
         self._note_memory(is_peak=True)
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has been given another size."""
+        if self.memory.resized(storage):
+            self._note_memory()
+
     def wait(self, what: str, where: str | None = None) -> None:
         """Note that the host waits."""
         self.record.waits.append(HostWait(self.phase, where or self._where(), what))

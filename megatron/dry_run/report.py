@@ -53,7 +53,8 @@ def to_json(run: DryRun, gpu: Gpu, estimate: Estimate) -> dict[str, Any]:
         "peak_bytes": record.peak_bytes,
         "peak_phase": record.peak_phase,
         "peak_holders": dict(record.peak_holders),
-        "fits": record.peak_bytes <= gpu.memory_bytes,
+        "start_peak_bytes": run.start_peak_bytes,
+        "fits": max(record.peak_bytes, run.start_peak_bytes) <= gpu.memory_bytes,
         "predicted_ms": estimate.seconds * 1e3,
         "mfu": estimate.mfu,
         "tflops": estimate.tflops,
@@ -86,10 +87,10 @@ def _lines(run: DryRun, gpu: Gpu, estimate: Estimate) -> Iterator[str]:
         f"{estimate.bubble_seconds * 1e3:.1f} ms"
     )
     holders = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in record.peak_holders.items() if size)
-    fits = "fits in" if record.peak_bytes <= gpu.memory_bytes else "DOES NOT FIT in"
+    fits = "fits in" if max(record.peak_bytes, run.start_peak_bytes) <= gpu.memory_bytes else "DOES NOT FIT in"
     yield (
-        f"peak memory {record.peak_bytes / _GIB:.2f} GiB in the {record.peak_phase} part ({holders}); it {fits} "
-        f"{gpu.memory_bytes / _GIB:.0f} GiB"
+        f"peak memory {record.peak_bytes / _GIB:.2f} GiB in the {record.peak_phase} part ({holders}), "
+        f"{run.start_peak_bytes / _GIB:.2f} GiB before the first step; it {fits} {gpu.memory_bytes / _GIB:.0f} GiB"
     )
     for phase in PHASES:
         part = _phase(run, estimate, phase)

@@ -71,7 +71,18 @@ FOREIGN = {
     "torch_dist": ("dp4-ep2-fully-sharded-in-copies", "--ckpt-format torch_dist"),
     "torch-sharded-weights": ("dp4-ep2-fully-sharded-in-copies", "--ckpt-format torch"),
     "torch_dist-cut": ("ep2-tp2", "--ckpt-format torch_dist"),
+    "torch-cut": ("ep2-tp2", "--ckpt-format torch"),
 }
+CUT = {
+    "tp2-ep2-dp2": "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    "tp2-ep4-pp2-fully-sharded": f"""
+        --tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1
+        --pipeline-model-parallel-size 2 {FULLY_SHARDED}""",
+    "tp4-ep2-etp2-dp2": """
+        --tensor-model-parallel-size 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 2
+        --sequence-parallel --use-distributed-optimizer""",
+}
+"""Experts that are cut unlike other layers, on eight ranks."""
 
 
 @pytest.mark.parametrize(
@@ -85,6 +96,19 @@ def test_experts_pass_through_megatrons_formats_bit_for_bit(
     own = HOME if layout == "home" else LAYOUTS[layout]
     pass_through(Layout(own.num_processes, f"{own.flags} {form}"), tmp_path / "checkpoints", tmp_path / "there")
     assert not list((tmp_path / "there").rglob("*.safetensors"))
+    pass_through(LAYOUTS["ep2-tp2"], tmp_path / "there", tmp_path / "back")
+    assert_same_content(newest(tmp_path / "back"), newest(tmp_path / "checkpoints"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CUT)
+def test_experts_cut_unlike_other_layers_have_files_of_megatron(
+    home: tuple[Path, ForkedRun], name: str, tmp_path: Path
+) -> None:
+    copy_of_iteration_10(home[0], tmp_path)
+    own = Layout(8, f"{EXPERTS} {CUT[name]} --ckpt-format torch")
+    pass_through(own, tmp_path / "checkpoints", tmp_path / "there")
+    assert list((tmp_path / "there").rglob("mp_rank_01*/*.pt"))
     pass_through(LAYOUTS["ep2-tp2"], tmp_path / "there", tmp_path / "back")
     assert_same_content(newest(tmp_path / "back"), newest(tmp_path / "checkpoints"))
 

@@ -20,6 +20,7 @@ from megatron.core.context_parallel.partition import positions_of
 from megatron.core.datasets.samples.batch import Batch
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
 from megatron.core.device import Device
+from megatron.core.host_memory.parameter_memory import give_memory
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
@@ -131,6 +132,8 @@ class Seen:
 def weigh(reference: Any, config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
     """Return a model chunk with the reference's weights."""
     model = pretrain_gpt.provide_model(config, runtime, contents)
+    for parameter in model.parameters():
+        give_memory(parameter)
     load_global_weights(model, lambda spec: reference_tensor(reference, "w", spec))
     return model
 

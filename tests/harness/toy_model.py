@@ -35,7 +35,9 @@ def tensor_parallel_group(size: int | None = None) -> Group:
     return create_parallel_state(ParallelSizes(tp=size or dist.get_world_size())).tp
 
 
-def make_model(tp: Group, device: str = "cpu", cp: Group | None = None, **config: Any) -> GPTModel:
+def make_model(
+    tp: Group, device: str = "cpu", cp: Group | None = None, *, fills_later: bool = False, **config: Any
+) -> GPTModel:
     """Return a toy model; ``config`` overrides fields of a small dense configuration without dropout."""
     settings: dict[str, Any] = {
         "num_layers": 2,
@@ -51,7 +53,8 @@ def make_model(tp: Group, device: str = "cpu", cp: Group | None = None, **config
         "tensor_model_parallel_size": tp.size,
         "context_parallel_size": 1 if cp is None else cp.size,
     }
-    return GPTModel(GPTConfig(**(settings | config)), tp, make_rng(tp), seed=SEED, device=device, cp=cp)
+    made = GPTConfig(**(settings | config))
+    return GPTModel(made, tp, make_rng(tp), seed=SEED, device=device, cp=cp, fills_later=fills_later)
 
 
 def named_values(spec: ParamSpec) -> np.ndarray:

@@ -19,6 +19,7 @@ from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, 
 from megatron.core.distributed.param_layout import plan_buckets
 from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
 from megatron.core.distributed.sharded_weights import ShardedWeightBuffer, ShardedWeights, unit_labels
+from megatron.core.host_memory.parameter_memory import give_memory
 from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import dtype_from_name
@@ -41,8 +42,8 @@ class DistributedDataParallel(nn.Module):
     other ranks' updates. ``parts`` are what this rank has to update, at any sharding; ``gathers_while_updating`` asks
     for an update bucket by bucket, each of which is gathered while the next is updated.
 
-    Where weights are sharded too, ``weights`` has those of ``layers``, ``first`` and the rest in memory while they are
-    used (see `ShardedWeights`); it is None else.
+    Parameters without memory are given it, or shards of zeros. Where weights are sharded too, ``weights`` has those of
+    ``layers``, ``first`` and the rest in memory while they are used (see `ShardedWeights`); it is None else.
     """
 
     def __init__(
@@ -60,6 +61,9 @@ class DistributedDataParallel(nn.Module):
         self.config = config
         self.is_last_microbatch = True
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                give_memory(parameter)
         groups = {spec_of(parameter).is_expert: state.replicas_of(spec_of(parameter)) for parameter in trained}
         self.is_sharded = any(config.shards_over(group.size) for group in groups.values())
         plan = ReductionPlan(
@@ -104,6 +108,9 @@ class DistributedDataParallel(nn.Module):
         make = ParamAndGradBuffer
         if plan.shard and self.config.shards_gradients:
             make = ShardedWeightBuffer if self.config.shards_weights else ShardedGradBuffer
+        if make is not ShardedWeightBuffer:
+            for parameter in trained:
+                give_memory(parameter)
         for (dtype, _), parameters in by_kind.items():
             tied = [i for i, parameter in enumerate(parameters) if spec_of(parameter).is_tied_over_pipeline]
             units = [self._labels[id(parameter)] for parameter in parameters]

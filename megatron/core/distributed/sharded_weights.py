@@ -18,6 +18,7 @@ from megatron.core.distributed.param_layout import ParamLayout, parts_of_range
 from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
 from megatron.core.flight.communication import PendingWork
 from megatron.core.host_memory.layers_in_use import LayersInUse
+from megatron.core.host_memory.parameter_memory import has_memory
 from megatron.core.process_group import Group
 from megatron.core.sharding import attach_held
 
@@ -26,7 +27,8 @@ class WeightShards:
     """Keep this rank's shard of every bucket of weights, and bring whole buckets from all ranks' shards.
 
     The parameters become views of the whole buckets, whose memory is filled again and again: autograd's references to
-    them stay true. Between `begin` and `free` a parameter has its values.
+    them stay true. Between `begin` and `free` a parameter has its values. The shards of parameters without memory are
+    zero until somebody fills them.
 
     Shapes: ``data: [layout.num_elements / group.size]``, the shards one after the other.
     """
@@ -42,16 +44,21 @@ class WeightShards:
         self._is_here = [True] * len(layout.buckets)
         position = 0
         for index, bucket in enumerate(layout.buckets):
-            whole = torch.zeros(bucket.num_elements, dtype=first.dtype, device=first.device)
+            filled = {slot.index for slot in bucket.slots if has_memory(parameters[slot.index])}
+            # Memory that nothing is written to is freed before it costs a process anything.
+            make = torch.zeros if filled else torch.empty
+            whole = make(bucket.num_elements, dtype=first.dtype, device=first.device)
             for slot in bucket.slots:
                 parameter = parameters[slot.index]
                 view = whole[slot.start - bucket.start : slot.end - bucket.start].view(parameter.shape)
-                view.copy_(parameter.detach())
+                if slot.index in filled:
+                    view.copy_(parameter.detach())
                 parameter.data = view
             start, end = bucket.shard(group.rank, group.size)
             shard = self.data[position : position + end - start]
             position += end - start
-            shard.copy_(whole[start - bucket.start : end - bucket.start])
+            if filled:
+                shard.copy_(whole[start - bucket.start : end - bucket.start])
             self._shards.append(shard)
             self._whole.append(whole)
             self.free(index)

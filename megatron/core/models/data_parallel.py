@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.host_memory.parameter_memory import has_memory
 from megatron.core.models.model import Model
 from megatron.core.parallel_state import ParallelState
 
@@ -15,7 +16,11 @@ def wrap_model(
     *,
     calculate_per_token_loss: bool = False,
 ) -> DistributedDataParallel:
-    """Wrap a model chunk; where weights are sharded, its blocks have them while their layers run."""
+    """Wrap a model chunk; where weights are sharded, its blocks have them while their layers run.
+
+    Parameters without memory have their first values then: all of a parameter, or what this rank holds of it.
+    """
+    unfilled = [parameter for parameter in model.parameters() if not has_memory(parameter)]
     wrapped = DistributedDataParallel(
         model,
         config,
@@ -24,6 +29,7 @@ def wrap_model(
         layers=[layer for block in model.blocks for layer in block.layers.values()],
         first=model.first_alone,
     )
+    model.initialize_parameters(model.seed, unfilled)
     for block in model.blocks if wrapped.weights is not None else ():
         block.weights = wrapped.weights
     return wrapped

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
-from megatron.core.sharding import attach_spec, spec_of
-from megatron.core.tensor_parallel.initialization import initialize_module
+from megatron.core.sharding import attach_spec, held_of, spec_of
+from megatron.core.tensor_parallel.initialization import initialize_parameter
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -22,6 +24,8 @@ class Model(nn.Module):
     config: TransformerConfig
     pre_process: bool
     post_process: bool
+    seed: int | None = None
+    """What the first values are drawn from, zeros without it, of parameters that were made without memory."""
     auxiliary_loss_names: tuple[str, ...] = ()
     """Names of the whole model's auxiliary losses that are reported, the same on every chunk."""
 
@@ -41,12 +45,17 @@ class Model(nn.Module):
             for parameter in module.parameters(recurse=False):
                 attach_spec(parameter, spec_of(parameter).with_prefix(f"{module_name}."))
 
-    def initialize_parameters(self, seed: int | None) -> None:
-        """Give the named parameters their first values: from ``seed``, or zeros without one, or none on ``meta``."""
-        parameters = list(self.parameters())
+    def initialize_parameters(self, seed: int | None, some: Sequence[nn.Parameter] | None = None) -> None:
+        """Give the named parameters, or ``some`` of them, their first values.
+
+        They are drawn from ``seed``, or zeros without one; on ``meta`` there are none. Of a parameter that this rank
+        holds in parts the parts are filled.
+        """
+        parameters = list(self.parameters()) if some is None else some
         if seed is None:
             with torch.no_grad():
-                for parameter in parameters:
-                    parameter.zero_()
+                for _, held in (each for parameter in parameters for each in held_of(parameter)):
+                    held.zero_()
         elif not any(parameter.is_meta for parameter in parameters):
-            initialize_module(self, seed)
+            for parameter in parameters:
+                initialize_parameter(parameter, seed)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from megatron.core.sharding import Box, ParamSpec, spec_of
+from megatron.core.sharding import Box, ParamSpec, held_of
 
 TILE_ROWS = 256
 TILE_COLUMNS = 512
@@ -59,30 +59,36 @@ def normal_box(
         assert common is not None
         # As a list, a key of 2**63 or more would be rounded to a float on its way in.
         generator = np.random.Generator(np.random.Philox(key=np.array([key, index], dtype=np.uint64)))
+        # A tile is drawn row by row: what lies below the box is left out.
+        drawn_shape = (common.offset[0] + common.shape[0] - tile.offset[0], TILE_COLUMNS)
         if is_uniform:
-            drawn = generator.random(tile.shape, dtype=np.float32) * np.float32(2) - np.float32(1)
+            drawn = generator.random(drawn_shape, dtype=np.float32) * np.float32(2) - np.float32(1)
         else:
-            drawn = generator.standard_normal(tile.shape, dtype=np.float32)
+            drawn = generator.standard_normal(drawn_shape, dtype=np.float32)
         values[common.relative_to(flat.offset).slices] = drawn[common.relative_to(tile.offset).slices]
     return values.reshape(box.shape)
 
 
 def initialize_parameter(parameter: torch.nn.Parameter, seed: int) -> None:
-    """Fill a parameter in place as its description says; padding becomes zero."""
-    spec: ParamSpec = spec_of(parameter)
+    """Fill in place, as its description says, what this rank holds of a parameter; padding becomes zero."""
+    for spec, held in held_of(parameter):
+        _fill(held, spec, seed)
+
+
+def _fill(held: torch.Tensor, spec: ParamSpec, seed: int) -> None:
     with torch.no_grad():
         if spec.init_std == 0.0 and spec.init_bound == 0.0:
-            parameter.zero_()
+            held.zero_()
             for piece in spec.pieces:
-                parameter[piece.local_box.slices] = spec.init_mean
+                held[piece.local_box.slices] = spec.init_mean
             return
-        values = np.zeros(tuple(parameter.shape), dtype=np.float32)
+        values = np.zeros(tuple(held.shape), dtype=np.float32)
         for piece in spec.pieces:
             is_uniform = spec.init_bound != 0.0
             drawn = normal_box(seed, spec.name, spec.global_shape, piece.global_box, is_uniform=is_uniform)
             factor = np.float32(spec.init_bound if is_uniform else spec.init_std)
             values[piece.local_box.slices] = drawn * factor + np.float32(spec.init_mean)
-        parameter.copy_(torch.from_numpy(values))
+        held.copy_(torch.from_numpy(values))
 
 
 def initialize_module(module: torch.nn.Module, seed: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
@@ -34,7 +34,8 @@ class TransformerBlock(nn.Module):
 
     Layers are keyed by their global numbers, so that parameter names are the same at any pipeline layout. In training
     they run as ``graphs`` where these are set and warm. What the first layers save goes to the machine's memory where
-    ``offload`` is set. Their weights come and go as ``weights`` says, where it is set.
+    ``offload`` is set. Their weights come and go as ``weights`` says, where it is set. ``made`` is called with each
+    layer before the next one is made.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """
@@ -48,12 +49,14 @@ class TransformerBlock(nn.Module):
         device: torch.device | str,
         cp: Group | None = None,
         experts: ExpertGroups | None = None,
+        made: Callable[[nn.Module], None] = lambda layer: None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleDict(
-            {str(number): TransformerLayer(config, number, tp, device, cp, experts) for number in layer_numbers}
-        )
+        self.layers = nn.ModuleDict()
+        for number in layer_numbers:
+            self.layers[str(number)] = layer = TransformerLayer(config, number, tp, device, cp, experts)
+            made(layer)
         self.final_layernorm = make_norm(config, tp, device) if has_final_norm else None
         self.tp = tp
         self.graphs: GraphedLayers | None = None

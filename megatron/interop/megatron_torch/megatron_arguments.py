@@ -22,6 +22,7 @@ from megatron.core.transformer.attention_kinds.attention_kinds_config import wit
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.interop.megatron_torch.experts.expert_arguments import arguments_of_experts, config_of_experts
 from megatron.interop.megatron_torch.experts.latent_arguments import arguments_of_latent, config_of_latent
+from megatron.interop.megatron_torch.experts.yarn_arguments import YARN, arguments_of_yarn, config_of_yarn
 from megatron.interop.megatron_torch.stored_values import Record
 from megatron.training.config.run_config import config_parts
 
@@ -45,6 +46,7 @@ _NO_FIELD: Mapping[str, tuple[Any, ...]] = {
     "attention_output_gate": (),
     "experimental_attention_variant": (),
     "use_mup": (),
+    "enable_gpt_oss": (),
 }
 """Arguments without a field that change what a model computes, and their values that leave it as it is here."""
 
@@ -79,7 +81,7 @@ def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any
                 raise CheckpointError(f"args.{name} is {arguments[name]!r}; a value of type {expected} is expected")
     model = config["model"]
     model |= _window_fields(arguments) | _rotary_layers(arguments)
-    model |= config_of_experts(arguments) | config_of_latent(arguments)
+    model |= config_of_experts(arguments) | config_of_latent(arguments) | config_of_yarn(arguments)
     # There the flag also says that all linear layers have biases.
     if "add_qkv_bias" in model:
         model["add_qkv_bias"] = model["add_qkv_bias"] and not model.get("add_bias_linear", True)
@@ -107,6 +109,7 @@ def check_arguments(arguments: Mapping[str, Any], path: Path) -> None:
     for section, spec, names in stored_fields():
         if section == "model" and spec.options.role in IDENTITY and spec.options.choices is not None:
             allowed |= dict.fromkeys(names, spec.options.choices)
+    allowed["position_embedding_type"] = (*allowed["position_embedding_type"], YARN)
     wrong = [
         f"{name} {arguments[name]}"
         for name, values in allowed.items()
@@ -196,6 +199,7 @@ def derived_arguments(
         "use_dist_ckpt": False,
         **arguments_of_experts(model),
         **arguments_of_latent(model),
+        **arguments_of_yarn(model),
         "skipped_train_samples": 0,
         "transformer_impl": model.transformer_impl,
         "data_parallel_random_init": False,

@@ -280,7 +280,8 @@ def plan_torch_share(
     holdings: dict[str, list[ShardedTensor]] = {}
     for tensor in tensors:
         holdings.setdefault(tensor.name, []).append(tensor)
-    is_first, ep_rank = state.expert_dp.is_first, state.expert_model.rank // planner.tp
+    is_first = state.expert_dp.is_first
+    ep_rank = state.expert_model.rank // planner.model.parallel_sizes.expert_tp
     held_apart, experts_apart = (
         prefixes_held_apart(content["config"]["ddp"], group) for group in (state.dp_cp, state.expert_dp)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, field_specs, flag
 from megatron.core.transformer.latent_attention.latent_config import LatentConfig
@@ -135,18 +136,28 @@ _SPELLED_OTHERWISE = (
     *(field.name for kind in (MoEConfig, PredictionConfig) for field in dataclasses.fields(kind)),
 )
 """Fields that Megatron's ``args`` hold in another form."""
-_OF_LATENT = tuple(field.name for field in dataclasses.fields(LatentConfig))
-"""Fields that they hold where attention is latent."""
+STRETCH_FIELDS = (
+    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"),
+)
+"""Fields that say how YaRN stretches positions; Megatron's ``args`` hold them where it does."""
+_OF_LATENT = {field.name for field in dataclasses.fields(LatentConfig)} - {"yarn_correction_range_round_to_int"}
+"""Fields that they hold where attention is latent; Megatron's always blends between whole channels."""
 
 
 def flags_without_argument(model: GPTConfig) -> list[str]:
     """Return, as they are typed, the flags that make a model which the ``args`` of Megatron's files cannot describe."""
     specs = (spec for spec in field_specs(GPTConfig) if spec.options.role in IDENTITY and spec.options.cli)
+    held: Collection[str] = ()
+    if model.multi_latent_attention:
+        held = _OF_LATENT
+    elif model.rope_type == "yarn":
+        held = ("rope_type", *STRETCH_FIELDS)
     return [
         spec.typed(getattr(model, spec.name))
         for spec in specs
         if not spec.options.in_args
         and spec.name not in _SPELLED_OTHERWISE
-        and not (model.multi_latent_attention and spec.name in _OF_LATENT)
+        and spec.name not in held
         and getattr(model, spec.name) != spec.default
     ]

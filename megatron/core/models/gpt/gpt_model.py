@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from megatron.core.host_memory.parameter_memory import take_memory
 from megatron.core.host_memory.reused_memory import ReusedMemory
 from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.kernels.dropout_keys import DropoutKeys, DropoutSamples
@@ -52,9 +53,10 @@ class GPTModel(Model):
     """Hold the embedding (``pre_process``), the layers ``layer_numbers``, and the output layer (``post_process``).
 
     By default the whole model. Parameters carry their sharding; on a real device they are initialised from ``seed``
-    (``None`` leaves zeros, for a checkpoint to fill), on ``meta`` they only have shapes. Sequences are whole unless
-    ``cp`` names the ranks over which `context_parallel.partition` has split them, and all experts are on every rank
-    unless ``experts`` says how they are spread.
+    (``None`` leaves zeros, for a checkpoint to fill), on ``meta`` they only have shapes. With ``fills_later`` they have
+    no memory: `wrap_model` fills what a rank keeps of them, and no more than a layer is ever whole. Sequences are whole
+    unless ``cp`` names the ranks over which `context_parallel.partition` has split them, and all experts are on every
+    rank unless ``experts`` says how they are spread.
     """
 
     config: GPTConfig
@@ -72,9 +74,11 @@ class GPTModel(Model):
         post_process: bool = True,
         cp: Group | None = None,
         experts: ExpertGroups | None = None,
+        fills_later: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
+        self.seed = seed
         self.tp = tp
         self.rng = rng
         self.cp = single_rank_group(("cp",)) if cp is None else cp
@@ -84,10 +88,12 @@ class GPTModel(Model):
         self.embedding = GPTEmbedding(config, tp, device) if pre_process or self.has_further_tokens else None
         self.layer_numbers = range(config.num_layers) if layer_numbers is None else layer_numbers
         experts = experts or ExpertGroups.like_dense(tp, self.cp)
-        self.decoder = TransformerBlock(config, self.layer_numbers, post_process, tp, device, self.cp, experts)
+        made = take_memory if fills_later else _keep_memory
+        made(self)
+        self.decoder = TransformerBlock(config, self.layer_numbers, post_process, tp, device, self.cp, experts, made)
         self.mtp: MultiTokenPrediction | None = None
         if self.has_further_tokens:
-            self.mtp = MultiTokenPrediction(config, tp, device, self.cp, experts)
+            self.mtp = MultiTokenPrediction(config, tp, device, self.cp, experts, made)
         of_logits = (LOGIT_Z_LOSS,) if config.z_loss_coeff else ()
         self.auxiliary_loss_names = (*auxiliary_loss_names(config), *further_loss_names(config), *of_logits)
         self._logits_memory = ReusedMemory()
@@ -122,7 +128,9 @@ class GPTModel(Model):
             attach_spec(weight, tied)
         if config.use_mup:
             scale_with_width(self.parameters(), config.width_multiplier)
-        self.initialize_parameters(seed)
+        made(self)
+        if not fills_later:
+            self.initialize_parameters(seed)
 
     @property
     def first_alone(self) -> nn.Module | None:
@@ -261,6 +269,10 @@ class GPTModel(Model):
         return tensor_parallel_linear(
             hidden, self.output_weight, None, region, self.tp, library=library, overlap=overlap, memory=memory
         )
+
+
+def _keep_memory(module: nn.Module) -> None:
+    """Leave a part of the model, as it is made, its memory."""
 
 
 def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:

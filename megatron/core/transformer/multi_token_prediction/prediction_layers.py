@@ -5,6 +5,7 @@ Gloeckle et al. 2024, https://arxiv.org/abs/2404.19737; DeepSeek-AI 2024, https:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -93,6 +94,8 @@ class PredictionLayer(nn.Module):
 class MultiTokenPrediction(nn.Module):
     """Hold the layers that predict further tokens, on the last pipeline stage.
 
+    ``made`` is called with each layer before the next one is made.
+
     Shapes: ``[s, b, h] -> n x [s, b, h]``; all are ``[s/tp, b, h]`` under sequence parallelism.
     """
 
@@ -103,15 +106,14 @@ class MultiTokenPrediction(nn.Module):
         device: torch.device | str,
         cp: Group | None = None,
         experts: ExpertGroups | None = None,
+        made: Callable[[nn.Module], None] = lambda layer: None,
     ) -> None:
         super().__init__()
         self.recomputes = config.recompute_granularity == "full"
-        self.layers = nn.ModuleDict(
-            {
-                str(depth): PredictionLayer(config, depth, tp, device, cp, experts)
-                for depth in range(config.num_further_tokens)
-            }
-        )
+        self.layers = nn.ModuleDict()
+        for depth in range(config.num_further_tokens):
+            self.layers[str(depth)] = layer = PredictionLayer(config, depth, tp, device, cp, experts)
+            made(layer)
 
     def forward(
         self,

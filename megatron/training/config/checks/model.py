@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.models.gpt.gpt_config import flags_without_argument
+from megatron.core.models.gpt.gpt_config import GPTConfig, flags_without_argument
 from megatron.core.parallel_sizes import MODEL_SIZE_NAMES
 from megatron.core.transformer.adapters.adapter_targets import adapted_parts
 from megatron.training.config.checkpoint_config import NATIVE_FORMAT
@@ -125,16 +125,24 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
 def _check_format(config: RunConfig) -> Iterator[str]:
     flags, wanted = flags_without_argument(config.model), config.checkpoint.ckpt_format
     sizes = config.parallel_sizes
-    if wanted == "torch" and config.model.num_experts is not None and sizes.expert_tp != sizes.tp:
+    if wanted == "torch" and config.model.num_experts is not None and not _has_files_of_experts(config.model):
         yield (
             f"--ckpt-format torch of a run has no place for --expert-tensor-parallel-size {sizes.expert_tp} beside "
-            f"--tensor-model-parallel-size {sizes.tp}; use --ckpt-format torch_dist or {NATIVE_FORMAT}"
+            f"--tensor-model-parallel-size {sizes.tp}, --expert-model-parallel-size {sizes.ep} and "
+            f"--num-query-groups {config.model.num_query_groups}; use --ckpt-format torch_dist or {NATIVE_FORMAT}"
         )
     if wanted != NATIVE_FORMAT and flags:
         yield (
             f"--ckpt-format {wanted} cannot hold a model with {', '.join(flags)}, which Megatron's arguments do not "
             f"know; use --ckpt-format {NATIVE_FORMAT}"
         )
+
+
+def _has_files_of_experts(model: GPTConfig) -> bool:
+    """Tell whether the ranks with the first copy of the experts have a file each, and all of what goes into it."""
+    tp, ep, etp = model.tensor_model_parallel_size, model.expert_model_parallel_size, model.parallel_sizes.expert_tp
+    shares_groups = model.num_query_groups % tp != 0
+    return etp == tp or (tp % etp == 0 and ep * etp % tp == 0 and not shares_groups)
 
 
 def _check_recompute(config: RunConfig) -> Iterator[str]:

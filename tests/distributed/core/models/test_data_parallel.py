@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
@@ -12,6 +13,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.models.data_parallel import wrap_model
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import CollectiveCall, single_rank_group
+from megatron.core.sharding import held_of, spec_of
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import make_model
 
@@ -62,6 +64,52 @@ def whole_over_time() -> tuple[list[int], list[int], dict[str, int], int]:
     (layer,) = set(layers)
     held = sum(part.values.nbytes for part in chunk.parts)
     return training, seen, {"rest": rest, "layer": layer, "first": first}, held
+
+
+MADE = {
+    "tied-heads-of-queries": {"num_query_groups": 2, "qk_layernorm": True},
+    "experts-latent-further": {
+        "num_experts": 3,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 12,
+        "swiglu": True,
+        "multi_latent_attention": True,
+        "q_lora_rank": 9,
+        "kv_lora_rank": 11,
+        "qk_head_dim": 6,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 5,
+        "position_embedding_type": "rope",
+        "mtp_num_layers": 2,
+    },
+}
+
+
+def first_values(settings: dict[str, object], strategy: str) -> tuple[int, int, bool]:
+    """Return whole bytes of a model made without memory and of it wrapped, and whether its values are right."""
+    whole = {spec_of(p).name: p.detach() for p in make_model(single_rank_group(), **settings).parameters()}
+    model = make_model(single_rank_group(), fills_later=True, **settings)
+    made = whole_bytes(model)
+    config = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy)
+    chunk = wrap_model(model, config, create_parallel_state())
+    return (
+        made,
+        whole_bytes(chunk),
+        all(
+            torch.equal(values[piece.local_box.slices], whole[spec.name][piece.global_box.slices])
+            for parameter in chunk.parameters()
+            for spec, values in held_of(parameter)
+            for piece in spec.pieces
+        ),
+    )
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_first_values_are_drawn_in_shards(name: str) -> None:
+    """A model is made without memory, and its shards are cut from the values that a whole one has."""
+    for made, wrapped, is_right in run_distributed(3, first_values, MADE[name], "optim_grads_params"):
+        assert (made, wrapped, is_right) == (0, 0, True)
+    assert run_distributed(1, first_values, MADE[name], "optim_grads_params")[0][2]
 
 
 def test_two_layers_and_the_rest_are_whole_at_once() -> None:

@@ -99,6 +99,50 @@ def test_layers_without_rotary_positions_are_a_number_or_a_list(tmp_path: Path) 
         MegatronTorchSource(write_changed(tmp_path / "short", rotary, no_rope_freq=[1, 0]))
 
 
+STRETCHED = dataclasses.replace(
+    SMALL,
+    position_embedding_type="rope",
+    rope_type="yarn",
+    rotary_scaling_factor=32.0,
+    original_max_position_embeddings=9,
+    beta_fast=24.0,
+    beta_slow=2.0,
+    mscale=0.7,
+    mscale_all_dim=0.3,
+    yarn_correction_range_round_to_int=False,
+)
+
+
+def test_stretched_positions_have_the_names_that_megatrons_model_asks_for(tmp_path: Path) -> None:
+    folder = write_changed(tmp_path, STRETCHED)
+    arguments = vars(torch.load(folder / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)["args"])
+    assert {name: value for name, value in arguments.items() if name.startswith("yarn_")} == {
+        "yarn_rotary_scaling_factor": 32.0,
+        "yarn_original_max_position_embeddings": 9,
+        "yarn_beta_fast": 24.0,
+        "yarn_beta_slow": 2.0,
+        "yarn_mscale": 0.7,
+        "yarn_mscale_all_dim": 0.3,
+        "yarn_correction_range_round_to_int": False,
+    }
+    assert arguments["position_embedding_type"] == "yarn"
+    assert arguments.get("rope_type") is None, "there it is a field of latent attention, or rope"
+    source = MegatronTorchSource(folder)
+    assert source.model == STRETCHED
+    source.close()
+
+
+def test_stretched_positions_of_another_trainer(tmp_path: Path) -> None:
+    """Without one of the two scales neither counts, and a factor must be there."""
+    source = MegatronTorchSource(write_changed(tmp_path / "scales", STRETCHED, yarn_mscale_all_dim=None))
+    assert source.model == dataclasses.replace(STRETCHED, mscale=1.0, mscale_all_dim=0.0)
+    source.close()
+    with pytest.raises(CheckpointError, match=r"args\.yarn_rotary_scaling_factor is None; a value of type float"):
+        MegatronTorchSource(write_changed(tmp_path / "factor", STRETCHED, yarn_rotary_scaling_factor=None))
+    with pytest.raises(CheckpointError, match="model that is not supported: enable_gpt_oss True"):
+        MegatronTorchSource(write_changed(tmp_path / "flag", SMALL, enable_gpt_oss=True))
+
+
 def test_values_that_mean_nothing_special_are_taken(tmp_path: Path) -> None:
     folder = write_changed(tmp_path, SMALL, window_size=None, softmax_type="vanilla", num_experts=None, use_mup=False)
     MegatronTorchSource(folder).close()

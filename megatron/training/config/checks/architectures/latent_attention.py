@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config_base import field_specs
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt.gpt_config import STRETCH_FIELDS, GPTConfig
 from megatron.training.config.checks.check import Check
 from megatron.training.config.run_config import RunConfig
 
@@ -34,19 +34,6 @@ def _check_shape(config: RunConfig) -> Iterator[str]:
         yield f"--qk-pos-emb-head-dim {width}: rotary positions turn pairs of channels; give {width + 1}"
 
 
-_OF_YARN = (
-    *(
-        "rotary_scaling_factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-    ),
-    "yarn_correction_range_round_to_int",
-)
-
-
 def _check_yarn(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.multi_latent_attention:
@@ -54,7 +41,7 @@ def _check_yarn(config: RunConfig) -> Iterator[str]:
     if model.rope_type != "yarn":
         for spec in field_specs(GPTConfig):
             value = getattr(model, spec.name)
-            if spec.name in _OF_YARN and value != spec.default:
+            if spec.name in STRETCH_FIELDS and value != spec.default:
                 yield f"{spec.typed(value)} has no effect without --rope-type yarn or --multi-latent-attention; add one"
         return
     if model.position_embedding_type != "rope":

@@ -40,6 +40,10 @@ def test_the_width_of_other_heads_is_no_matter() -> None:
         (f"{LATENT} --rotary-interleaved", "leave --rotary-interleaved out"),
         (f"{LATENT} --lora-rank 2", "leave --lora-rank out"),
         (f"{LATENT} --cuda-graph-impl local", "use --cuda-graph-impl none"),
+        (
+            f"{LATENT} --no-yarn-correction-range-round-to-int --save somewhere --ckpt-format torch",
+            "--ckpt-format torch cannot hold a model with --no-yarn-correction-range-round-to-int",
+        ),
         ("--rope-type yarn", "use --position-embedding-type rope, or leave --rope-type out"),
         ("--rope-type yarn --position-embedding-type rope --use-rope-scaling", "--use-rope-scaling both scale rotary"),
         ("--mtp-num-layers 1", "use --position-embedding-type rope or --no-position-embedding"),
