@@ -106,7 +106,8 @@ class DropoutKeys:
         states = _mixed(states, _ROUTER_SITES + layer_number)
         drawn = _mixed(states[:, None], torch.arange(num_experts, device=states.device)) & _LARGEST_DRAWN
         # Halves keep the ends away from 0 and 1; all of these are exact in float32.
-        return torch.special.ndtri((drawn.float() + 0.5) / (_LARGEST_DRAWN + 1))
+        normal: torch.Tensor = torch.special.ndtri((drawn.float() + 0.5) / (_LARGEST_DRAWN + 1))
+        return normal
 
     def static_copy(self) -> DropoutKeys:
         """Return keys in memory of their own, which `overwrite` fills for one micro-batch after the other.

@@ -77,7 +77,7 @@ IN_BLOCKS = {
 OF_SINKS = {name for name in CASES if name.endswith(" ".join(SINKS))}
 NAMED = {*IN_BLOCKS, *OF_SINKS, STAGES, f"{STAGES} rank 1", f"{GPT2} --log-params-norm"}
 NAMED |= {name for name, case in CASES.items() if not case.has_triton}
-DEFAULT = NAMED & CASES.keys() | set(random.Random(5).sample(sorted(CASES.keys() - NAMED), 26))
+DEFAULT = NAMED & CASES.keys() | set(random.Random(5).sample(sorted(CASES.keys() - NAMED), 28))
 
 
 class Results:
@@ -121,6 +121,7 @@ def kernels_of(result: DryRunResult, part: str) -> dict[str, int]:
 
 def test_there_are_many_layouts() -> None:
     assert len(CASES) >= 60
+    assert len(DEFAULT) >= 40
 
 
 @pytest.mark.parametrize("name", some_long(CASES, DEFAULT))
