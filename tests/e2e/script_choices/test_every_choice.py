@@ -1,7 +1,7 @@
 """Every combination of choices in two users' scripts trains, as one process does, or is refused with what works.
 
-Each log parses with expressions written for Megatron's lines. A
-seeded part is tried by default, more in the long tests.
+Each log parses with expressions written for Megatron's lines. A seeded part is tried by default,
+more in the long tests.
 """
 
 from __future__ import annotations
