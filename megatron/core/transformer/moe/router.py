@@ -90,7 +90,7 @@ class TopKRouter(BiasedRouter):
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = F.linear(x[: rows.num_real].to(dtype), self.weight.to(dtype), bias)
         logits = logits.to(torch.promote_types(dtype, torch.float32))
-        if self.config.moe_router_force_load_balancing and self.training:
+        if self.config.routes_at_random and self.training:
             tokens = slice(rows.first, rows.first + rows.num_real)
             drawn = require_keys(self.keys).of_router(self.layer_number, self.num_experts, tokens)
             logits = drawn + (logits - logits.detach())
