@@ -355,7 +355,7 @@ class TrainingStep:
         def forward(microbatch: int, hidden: torch.Tensor | None) -> ChunkResult:
             with self.timers("batch-generator", log_level=2):
                 batch = microbatches.take(microbatch)
-                if model.config.has_dropout:
+                if model.config.draws_by_sample:
                     batch = replace(batch, dropout_samples=self._dropout_samples(iteration, microbatch, shift))
             with self.timers("forward-compute", log_level=2):
                 result = self.forward_step(batch, model, hidden)

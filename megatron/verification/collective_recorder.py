@@ -90,11 +90,16 @@ class CollectiveRecorder:
         peer = given.get("dst", given.get("src"))
         details = [f"root {ranks[given['root_rank']]}"] if "root_rank" in given else []
         details += [self._reduction] if "reduce_op" in given else []
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        if given.get("input_split_sizes"):
+            # Each pair of ranks has a number of rows of its own, so that totals differ: only a row is the same to all.
+            num_bytes = tensors[0].shape[1:].numel() * tensors[0].element_size()
+            details.append("rows by count")
         call = Call(
             kind=func.overloadpacket.__name__.strip("_"),
             communicator=group.group_name,
             ranks=ranks,
-            num_bytes=sum(tensor.nbytes for tensor in tensors),
+            num_bytes=num_bytes,
             dtype="+".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})),
             detail=" ".join(details),
             peer=None if peer is None else ranks[peer],

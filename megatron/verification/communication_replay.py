@@ -5,6 +5,8 @@ A log has one rank's operations in the order in which its host calls them; `coll
 - **Match.** The members of a communicator call the same collectives in the same order, with equal bytes, dtype, root
   and reduction; the n-th send of a rank to a peer has the bytes and dtype of that peer's n-th receive. NCCL checks none
   of this: it hangs, or gives wrong numbers (NCCL user guide, "Collective Operations", "Point-to-point communication").
+  Of an exchange of rows whose numbers the ranks have told each other, the bytes of a row are compared: the numbers
+  follow from values, which a recording does not have.
 - **Groups.** A process group bound to a device is split off the communicator of all ranks, which all of them do
   together, each with its own new members (``ncclCommSplit``). Torch names a group made with
   ``use_local_synchronization`` by its members and the number of groups that the rank has made.

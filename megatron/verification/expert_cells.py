@@ -79,7 +79,7 @@ DISPATCHERS = ("alltoall", "allgather")
 
 def expert_matrix() -> list[Cell]:
     """Return the layouts of models with experts that every release must pass, each once."""
-    cells = [cell for family in (_spread, _mixed, _kept, _dropped, _global) for cell in family()]
+    cells = [cell for family in (_spread, _mixed, _kept, _dropped, _global, _at_random) for cell in family()]
     return list({cell.name: cell for cell in cells}.values())
 
 
@@ -163,3 +163,15 @@ def _global() -> Iterator[Cell]:
     for layout in (ExpertLayout(dp=2, ep=2), ExpertLayout(dp=4, ep=2), ExpertLayout(tp=2, cp=2, dp=2, ep=2)):
         flags = ("--micro-batch-size", str(8 // layout.dp))
         yield make_expert_cell("mixtral", replace(layout, expert_flags=flags), extra=extra)
+
+
+def _at_random() -> Iterator[Cell]:
+    """Yield experts that random numbers choose, which every layout draws alike."""
+    for shape in ("mixtral", "deepseek-experts"):
+        for layout in (
+            ExpertLayout(tp=2, dp=2, ep=2, sequence_parallel=True),
+            ExpertLayout(tp=2, etp=1, dispatcher="allgather", recompute=("full", "uniform", "1")),
+            ExpertLayout(pp=2, virtual_stages=2, dp=2, ep=2),
+            ExpertLayout(cp=2, dp=2, ep=4, recompute=("selective", "core_attn", "moe")),
+        ):
+            yield make_expert_cell(shape, layout, extra=("--moe-router-force-load-balancing",))

@@ -111,6 +111,12 @@ OWN = {
     "note": r"--[\w-]+.* (has|have) no effect.*",
     "warning": r"WARNING: --.+",
     "other kernel": ".+ is not used, since .+",
+    "tokenizer of a model": r"the tokenizer is that of --load \S+: \w+",
+    "documents apart": r"--reset-position-ids keeps documents apart in attention.+ --reset-attention-mask is added",
+    "chunks": r"( > tensor-parallel communication beside products|--tp-comm-overlap has an effect on layers in 16 bits "
+    "only): .+",
+    "fp8": "fp8: .+",
+    "offload": "optimizer offload: .+",
     "no data": " > no (train|valid|test) data: .+",
     "changes": "configuration changed since the checkpoint: .+",
     "layer norms": rf" iteration +\d+ \| +(embedding|layer \d+|output) \| params norm: {EXPONENT} \| grad norm: "

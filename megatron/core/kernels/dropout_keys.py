@@ -2,7 +2,7 @@
 
 Every number here is one of the whole run: a sample's place in the global batch, a position of the whole sequence, a
 layer of the whole model, a head of all heads. Ranks that compute the same element therefore drop the same, at any
-layout, and nothing has to be remembered between two steps.
+layout, and nothing has to be remembered between two steps. Routers that choose at random are keyed alike.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ _STEP = 0x9E3779B97F4A7C15
 _FACTORS = (0xD6E8FEB86659FD93, 0xA5A3564E27F8865B)
 _EMBEDDING_SITE = -1
 _ADAPTER_SITES = 1 << 40
+_ROUTER_SITES = 1 << 41
+_LARGEST_DRAWN = (1 << 23) - 1
 _ADAPTERS_OF_A_LAYER = 8
 
 
@@ -92,6 +94,20 @@ class DropoutKeys:
         positions = self.positions if is_whole else self.positions[self.hidden]
         states = _mixed(self.samples.states, positions[:, None])
         return _row_keys(_mixed(states, _ADAPTER_SITES + _ADAPTERS_OF_A_LAYER * layer_number + number))
+
+    def of_router(self, layer_number: int, num_experts: int, tokens: slice) -> torch.Tensor:
+        """Return a random number of each token and expert, from a standard normal distribution.
+
+        ``tokens`` are some of those at this rank's positions, in the order of ``[s, b]``.
+
+        Shapes: ``-> [n, experts]`` float32.
+        """
+        states = _mixed(self.samples.states, self.positions[:, None]).flatten()[tokens]
+        states = _mixed(states, _ROUTER_SITES + layer_number)
+        drawn = _mixed(states[:, None], torch.arange(num_experts, device=states.device)) & _LARGEST_DRAWN
+        # Halves keep the ends away from 0 and 1; all of these are exact in float32.
+        normal: torch.Tensor = torch.special.ndtri((drawn.float() + 0.5) / (_LARGEST_DRAWN + 1))
+        return normal
 
     def static_copy(self) -> DropoutKeys:
         """Return keys in memory of their own, which `overwrite` fills for one micro-batch after the other.

@@ -275,6 +275,16 @@ class TransformerConfig(
         return self.hidden_dropout > 0.0 or self.attention_dropout > 0.0 or self.lora_dropout > 0.0
 
     @property
+    def draws_by_sample(self) -> bool:
+        """Return whether training draws numbers that depend on the sample: for dropout, or in place of logits."""
+        return self.has_dropout or self.routes_at_random
+
+    @property
+    def routes_at_random(self) -> bool:
+        """Return whether experts are chosen by random numbers in training."""
+        return self.num_experts is not None and self.moe_router_force_load_balancing
+
+    @property
     def adapted_parts(self) -> dict[str, tuple[str, ...]]:
         """Return the parts of each linear layer that have a low-rank adapter; none without them.
 

@@ -168,6 +168,8 @@ class TransformerLayer(nn.Module):
     def _hand_keys(self, dropout: DropoutKeys | None) -> None:
         for adapter in self.adapters:
             adapter.keys = dropout
+        if isinstance(self.mlp, MoELayer) and self.mlp.config.routes_at_random:
+            self.mlp.router.keys, self.mlp.router.layer_number = dropout, self.layer_number
 
     def _recomputed(
         self, norm: nn.Module, stream: torch.Tensor, normalised: torch.Tensor

@@ -43,6 +43,7 @@ class NotSupported:
 _TOKEN_FILES = ("mmap", "lazy", "cached", "infer")
 _FUSION = "the same numbers are computed with and without this fusion"
 _ONE_LOGGER = "there is no one-logger service here"
+_FLEX = "neither DeepEP nor HybridEP is used: --moe-token-dispatcher-type says how tokens travel"
 _CKPT_FORMAT = "--ckpt-format alone says which format is written, and the format of what is loaded is detected"
 _WRITERS = "the format of a checkpoint decides which rank writes what"
 _TP_OVERLAP = "tensor-parallel communication overlaps with the weight gradient as far as the device allows"
@@ -74,6 +75,11 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--moe-use-legacy-grouped-gemm": NoEffect(0, "there is one implementation of the experts' products"),
     "--moe-permute-fusion": NoEffect(0, _FUSION),
     "--moe-router-fusion": NoEffect(0, _FUSION),
+    "--moe-enable-deepep": NoEffect(0, _FLEX),
+    "--moe-flex-dispatcher-backend": NoEffect(1, _FLEX, accepted=("deepep", "hybridep")),
+    "--moe-flex-dispatcher-num-sms": NoEffect(1, _FLEX),
+    "--moe-deepep-num-sms": NoEffect(1, _FLEX),
+    "--moe-hybridep-num-sms": NoEffect(1, _FLEX),
     "--mla-down-proj-fusion": NoEffect(0, _FUSION),
     "--cache-mla-latents": NoEffect(0, "generation with latent attention always keeps the latent vectors"),
     "--cross-entropy-loss-fusion": NoEffect(0, _FUSION),
@@ -169,8 +175,6 @@ _SWITCHES = [
     "--attention-output-gate",
     "--moe-extended-tp",
     "--moe-use-upcycling",
-    "--moe-enable-deepep",
-    "--moe-router-force-load-balancing",
     "--moe-router-padding-for-fp8",
     "--moe-router-padding-for-quantization",
     "--moe-apply-probs-on-input",

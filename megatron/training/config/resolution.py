@@ -16,6 +16,7 @@ from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.data_config import RAW_DATASETS
 from megatron.training.config.data_lists import read_data_list, read_per_split_lists
 from megatron.training.config.notes.idle_flags import idle_flags
+from megatron.training.config.notes.model_notes import model_notes
 from megatron.training.config.run_config import RunConfig
 
 DEFAULT_SPLIT = "969, 30, 1"
@@ -53,9 +54,7 @@ def resolve(config: RunConfig) -> Resolution:
     config = _resolve_data_parallelism(config, notes)
     config = _resolve_precision(config)
     config = _resolve_weight_decay(config)
-    notes.extend(_attention_notes(config))
-    notes.extend(_level_notes(config))
-    notes.extend(_window_notes(config))
+    notes.extend(model_notes(config))
     notes.extend(_float8_notes(config))
     notes.extend(_condition_notes(config))
     notes.extend(_offload_notes(config))
@@ -155,6 +154,12 @@ def _resolve_model(config: RunConfig, notes: list[str]) -> RunConfig:
             f"--recompute-num-layers {model.recompute_num_layers} has no effect without --recompute-granularity full"
         )
         model = dataclasses.replace(model, recompute_num_layers=None)
+    if model.num_experts is not None and model.moe_token_dispatcher_type == "flex":
+        notes.append(
+            "--moe-token-dispatcher-type flex: neither DeepEP nor HybridEP is used here; tokens travel by alltoall, "
+            "with the same results"
+        )
+        model = dataclasses.replace(model, moe_token_dispatcher_type="alltoall")
     return dataclasses.replace(config, model=model)
 
 
@@ -301,38 +306,6 @@ def _resolve_weight_decay(config: RunConfig) -> RunConfig:
     if schedule.end_weight_decay is None:
         schedule = dataclasses.replace(schedule, end_weight_decay=weight_decay)
     return dataclasses.replace(config, scheduler=schedule)
-
-
-def _attention_notes(config: RunConfig) -> list[str]:
-    model = config.model
-    if model.attention_backend != "flash":
-        return []
-    if config.data.reset_attention_mask:
-        return ["flash-attn is not used with packed documents: --reset-attention-mask takes torch's own attention"]
-    if model.context_parallel_size > 1 and (rings := {"p2p", "a2a+p2p"} & {*model.cp_comm_type}):
-        name = max(rings)
-        return [f"flash-attn is not used with --cp-comm-type {name}: blocks that are merged take torch's own attention"]
-    return []
-
-
-def _level_notes(config: RunConfig) -> list[str]:
-    sizes = config.model.hierarchical_context_parallel_sizes
-    if not sizes or "a2a+p2p" in config.model.cp_comm_type:
-        return []
-    given = " ".join(map(str, sizes))
-    return [f"--hierarchical-context-parallel-sizes {given} has no effect without --cp-comm-type a2a+p2p"]
-
-
-def _window_notes(config: RunConfig) -> list[str]:
-    model = config.model
-    try:
-        is_idle = model.window_size is not None and not any(model.layer_windows)
-    except ValueError:
-        return []  # The checks say what is wrong.
-    if not is_idle:
-        return []
-    pattern = model.window_attn_skip_freq
-    return [f"--window-size {model.window_size} has no effect: --window-attn-skip-freq {pattern} gives it to no layer"]
 
 
 def _float8_notes(config: RunConfig) -> list[str]:

@@ -1,6 +1,7 @@
 """Every combination of choices in two users' scripts trains, as one process does, or is refused with what works.
 
-A seeded part is tried by default, more in the long tests.
+Each log parses with expressions written for Megatron's lines. A seeded part is tried by default,
+more in the long tests.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.interop.huggingface.model_export import write_hugging_face
 from megatron.interop.native.native_source import NativeSource
 from megatron.training.config.arguments import resolve_arguments
+from tests.e2e.megatron_lines import parse
 from tests.e2e.script_choices.choices import Choices, all_choices, in_float32
 from tests.e2e.toy_run import newest
 from tests.harness.forked_training import ForkedRun, fork_training
@@ -33,8 +35,8 @@ NOT_MEANINGFUL = "--num-layers-per-virtual-pipeline-stage 1 cuts a pipeline and 
 END = 256  # the tokenizer's end of text
 
 
-DRAWN = random.Random(7).sample(all_choices(), 250)
-DEFAULT, LONG = DRAWN[:12], DRAWN[12:]
+DRAWN = random.Random(7).sample(all_choices(), 260)
+DEFAULT, LONG = DRAWN[:20], DRAWN[20:]
 Train = Callable[[Choices, bool], ForkedRun]
 
 
@@ -59,7 +61,9 @@ def train(data: Path, tokenizer_folder: Path, tmp_path_factory: pytest.TempPathF
         folder = tmp_path_factory.mktemp("run")
         words = choices.expanded(folder, data, tokenizer_folder)
         words += ["--data-cache-path", str(data.parent / "cache"), "--metrics-jsonl", str(folder / "metrics.jsonl")]
-        return fork_training(in_float32(words) if is_float32 else words, choices.world_size).check()
+        trained = fork_training(in_float32(words) if is_float32 else words, choices.world_size).check()
+        assert "iteration" in parse(trained.stdout)
+        return trained
 
     return run
 

@@ -23,7 +23,7 @@ from megatron.core.parallel_state import Communicators, create_parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import PipelineLinks
 from megatron.interop.inference_model import inference_stage
-from megatron.verification.cells import PP_OVERLAP, TP_OVERLAP, Cell, Layout, make_cell, matrix
+from megatron.verification.cells import PP_OVERLAP, TP_OVERLAP, Cell, Layout, make_cell
 from megatron.verification.collective_recorder import CollectiveRecorder, record_cell, record_run, stand_in
 from megatron.verification.communication_replay import (
     INDEPENDENT_PROGRESS,
@@ -32,6 +32,7 @@ from megatron.verification.communication_replay import (
     Operation,
     communication_problems,
 )
+from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
 from megatron.verification.random_cells import fuzz
 from megatron.verification.run_cell import resolve_cell
 from tests.unit.core.inference.small_models import build, odd_config
@@ -183,7 +184,8 @@ def assert_safe(cells: Sequence[Cell]) -> None:
     assert {name: problems for name, problems in found.items() if problems} == {}
 
 
-PARALLEL = [cell for cell in matrix() if cell.world_size > 1]
+EVERY_CELL = verify_parallelism.choose_cells(verify_parallelism.parse_arguments([]))
+PARALLEL = [cell for cell in EVERY_CELL if cell.world_size > 1]
 SP = Layout(tp=2, sequence_parallel=True)
 CHOSEN = [
     make_cell("gpt2", Layout(pp=4, schedule="zero-bubble")),
@@ -200,6 +202,8 @@ FURTHER = [
     make_cell("gpt2", replace(SP, tp=4, pp=2, tp_overlap=TP_OVERLAP[1], recompute=("full", "uniform", "1"))),
     make_cell("gpt2", replace(SP, pp=2, dp=2, sharding="optim_grads")),
     make_cell("qwen", Layout(pp=2, cp=2, dp=2, sharding="optim"), "packed"),
+    # Ranks send unequal numbers of rows.
+    make_expert_cell("dropping", ExpertLayout(dp=2, ep=2), extra=("--moe-token-drop-policy", "position")),
     *random.Random(12).sample(PARALLEL, 1),
 ]
 
@@ -275,14 +279,19 @@ def test_a_recorder_is_told_of_groups_rings_reductions_and_threads() -> None:
         collectives.all_reduce(torch.zeros(3), state.tp, "max")
         collectives.start_ring_exchange(torch.zeros(5), state.dp).wait()
         collectives.broadcast_object("anything", state.tp)
+        for sent, received in (((2, 1), (3, 0)), ((0, 0), (0, 0))):
+            # Each rank has numbers of its own; what all must agree on is a row.
+            collectives.all_to_all_rows(torch.zeros(sum(sent), 7), sent, received, state.tp)
         thread = threading.Thread(target=collectives.all_reduce, args=(torch.zeros(3), state.tp))
         thread.start()
         thread.join()
-    tp, dp, reduced, ring, told, stray = recorder.operations
+    tp, dp, reduced, ring, told, rows, no_rows, stray = recorder.operations
     assert [(made.kind, made.new_ranks) for made, *_ in (tp, dp)] == [("new_group", (0, 1)), ("new_group", (1, 3))]
     assert reduced == (Call("allreduce", reduced[0].communicator, (0, 1), 12, "float32", "max"),)
     assert [(call.kind, call.peer, call.num_bytes) for call in ring] == [("send", 3, 20), ("recv", 3, 20)]
     assert [call.kind for call in told] == ["broadcast_object_list"]
+    assert rows == no_rows
+    assert [(call.kind, call.num_bytes, call.dtype) for call in rows] == [("alltoall_base", 28, "float32")]
     assert [call.in_other_thread for call in stray] == [True]
 
 

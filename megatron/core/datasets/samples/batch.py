@@ -32,7 +32,7 @@ class Batch:
         document_ids: int64 ``[b, s]`` of the whole sequences, or None where a sample is attended to as a whole.
             Positions with different ids must not attend to each other.
         num_tokens: int64 ``[]``, how many positions of the whole micro-batch count, on all context-parallel ranks.
-        dropout_samples: what dropout knows of the samples; None where nothing is dropped.
+        dropout_samples: what dropout and routing at random know of the samples; None where neither is.
     """
 
     tokens: torch.Tensor | None = None

@@ -234,7 +234,7 @@ class GPTModel(Model):
 
     def _dropout(self, samples: DropoutSamples | None, first: torch.Tensor) -> DropoutKeys | None:
         """Return the keys of dropout, if there is any, for a chunk that begins with ``first: [s, b, …]``."""
-        if not self.training or not self.config.has_dropout:
+        if not self.training or not self.config.draws_by_sample:
             return None
         length, batch = first.shape[:2]
         if self.config.sequence_parallel and not self.pre_process:

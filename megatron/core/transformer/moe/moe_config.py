@@ -49,6 +49,9 @@ class MoEConfig(Config, in_args=False):
     moe_router_bias_update_rate: float = flag(1e-3, role="recipe", bounds=NOT_NEGATIVE, where=_BIASED)
     """How far the experts' bias moves in a step."""
 
+    moe_router_force_load_balancing: bool = flag(False, role="recipe", needs="num_experts")
+    """Choose experts in training by random numbers in place of logits, for measurements under an even load: the same
+    numbers at any layout. Evaluation and generation choose by logits."""
     moe_router_load_balancing_type: tuple[str, ...] = flag(
         ("aux_loss",),
         nargs="+",
@@ -77,12 +80,12 @@ class MoEConfig(Config, in_args=False):
     """Give every expert as many rows as its capacity, some of them empty."""
     moe_token_dispatcher_type: str = flag(
         "allgather",
-        choices=("allgather", "alltoall"),
-        not_built=("flex",),
+        choices=("allgather", "alltoall", "flex"),
         role="run",
         needs="num_experts",
     )
-    """How tokens reach experts on other ranks: all tokens are gathered, or each goes to its experts' ranks only."""
+    """How tokens reach experts on other ranks: all tokens are gathered, or each goes to its experts' ranks only.
+    flex is alltoall: DeepEP's and HybridEP's kernels are not used."""
 
     @property
     def moe_aux_losses(self) -> dict[str, float]:

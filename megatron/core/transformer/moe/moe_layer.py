@@ -73,7 +73,7 @@ class MoELayer(nn.Module):
         has_shared = config.moe_shared_expert_intermediate_size is not None
         self.shared_experts = SharedExperts(config, groups.tp, device) if has_shared else None
         self.recomputes_shared = "shared_experts" in config.recomputed_modules
-        kind = AllToAllDispatcher if config.moe_token_dispatcher_type == "alltoall" else AllGatherDispatcher
+        kind = AllGatherDispatcher if config.moe_token_dispatcher_type == "allgather" else AllToAllDispatcher
         self.dispatch: TokenDispatcher = kind(config.num_experts, groups)
 
     def forward(self, x: torch.Tensor) -> LayerOutput:

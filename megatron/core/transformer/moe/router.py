@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.collectives import all_gather_first_dim
+from megatron.core.kernels.dropout_keys import DropoutKeys
 from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import ParamSpec, full_pieces
 from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
+from megatron.core.transformer.dropout import require_keys
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.expert_load import BiasedRouter, ExpertTally
 from megatron.core.transformer.moe.load_balancing import router_losses
@@ -40,6 +42,9 @@ class TopKRouter(BiasedRouter):
 
     The weights are the same on all ranks, each of which has the gradient of its own tokens. Scores are computed in
     float32 at least. The experts' bias has no gradient: it moves after a step.
+
+    Where experts are chosen at random in training, ``keys`` and ``layer_number`` say by which numbers, and the logits
+    have the gradient of these.
     """
 
     def __init__(self, config: TransformerConfig, groups: ExpertGroups, device: torch.device | str) -> None:
@@ -47,6 +52,8 @@ class TopKRouter(BiasedRouter):
         assert config.num_experts is not None
         self.config, self.groups, self.num_experts = config, groups, config.num_experts
         self.tally = ExpertTally()
+        self.keys: DropoutKeys | None = None
+        self.layer_number = 0
         dtype = dtype_from_name(config.params_dtype)
         self.product_dtype = dtype if config.moe_router_dtype is None else _DTYPES[config.moe_router_dtype]
         self.product_dtype = torch.promote_types(self.product_dtype, dtype)
@@ -75,11 +82,18 @@ class TopKRouter(BiasedRouter):
         """Return the choices of this rank's rows; those that are no tokens have none.
 
         Shapes: ``x: [n, h]``.
+
+        Raises:
+            ConfigurationError: experts are to be chosen at random, and there are no keys.
         """
         dtype = self.product_dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = F.linear(x[: rows.num_real].to(dtype), self.weight.to(dtype), bias)
         logits = logits.to(torch.promote_types(dtype, torch.float32))
+        if self.config.routes_at_random and self.training:
+            tokens = slice(rows.first, rows.first + rows.num_real)
+            drawn = require_keys(self.keys).of_router(self.layer_number, self.num_experts, tokens)
+            logits = drawn + (logits - logits.detach())
         indices, weights = choose_experts(logits, self.config, self.expert_bias)
         num_empty = rows.num_rows - rows.num_real
         if num_empty:

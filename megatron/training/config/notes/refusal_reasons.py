@@ -12,7 +12,6 @@ _RESTART = "start the run again with the same flags: it goes on from its newest 
 
 REASONS: tuple[tuple[str, str], ...] = (
     ("--moe-extended-tp", "use --expert-tensor-parallel-size, or --expert-model-parallel-size"),
-    ("--moe-enable-deepep", "use --moe-token-dispatcher-type alltoall"),
     ("--moe-router-padding-for-", "leave it out: products of experts in fp8 take any number of tokens"),
     ("--moe-", _EXPERTS),
     ("--overlap-moe-", _EXPERTS),
@@ -31,7 +30,11 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("--qk-l2-norm", "use --qk-layernorm with --normalization RMSNorm, whose weights are learned"),
     ("--qk-clip", "weights of queries and keys are not clipped; leave it out, or use --qk-layernorm"),
     ("--attention-output-gate", "attention's output has no gate; leave it out"),
-    ("--spec", "models are built from their flags: docs/how_to_add.md says how to add a layer kind"),
+    (
+        "--spec",
+        "models are built from their flags, and --transformer-impl says whose layers they take; docs/how_to_add.md "
+        "says how to add a layer kind",
+    ),
     ("--straggler-ctrlr-port", "--log-straggler is on for the whole run: it costs next to nothing; leave the port out"),
     ("--log-energy", _WATCH),
     ("--adlr-autoresume", f"{_RESTART} (--exit-duration-in-mins ends it in time)"),

@@ -98,3 +98,24 @@ def test_seeds_of_library_kernels_differ_by_layer_rank_micro_batch_and_chunk() -
     seeds |= {dropout.of_chunk(chunk, dropout.queries[:3], dropout.queries).seed for chunk in (0, 5)}
     assert len(seeds) == 9
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_numbers_in_place_of_logits_are_normal_and_differ_with_token_layer_and_step() -> None:
+    keys, whole = make_keys(batch=64), slice(None)
+    drawn = keys.of_router(1, 16, whole)
+    assert drawn.shape == (LENGTH * 64, 16)
+    assert drawn.unique().numel() > 0.99 * drawn.numel()
+    wanted = torch.distributions.Normal(0.0, 1.0).icdf(torch.arange(1, 20) / 20)
+    torch.testing.assert_close(drawn.flatten().quantile(torch.arange(1, 20) / 20), wanted, rtol=0, atol=0.03)
+    others = [keys.of_router(2, 16, whole), make_keys(iteration=8, batch=64).of_router(1, 16, whole)]
+    for other in (*others, drawn.roll(1, dims=0), drawn.roll(64, dims=0), drawn.roll(1, dims=1)):
+        assert abs(float(torch.corrcoef(torch.stack((drawn.flatten(), other.flatten())))[0, 1])) < 0.03
+    shares = drawn.topk(4).indices.flatten().bincount(minlength=16) / (len(drawn) * 4 / 16)
+    assert 0.85 < float(shares.min()) < float(shares.max()) < 1.15
+
+
+def test_numbers_in_place_of_logits_are_the_same_wherever_a_token_is() -> None:
+    whole = make_keys().of_router(2, 5, slice(None)).view(LENGTH, BATCH, 5)
+    some = replace(make_keys(first_sample=2, batch=3), positions=torch.arange(LENGTH).roll(7)[:9])
+    found = some.of_router(2, 5, slice(4, 20))
+    assert torch.equal(found, whole.roll(7, dims=0)[:9, 2:5].reshape(27, 5)[4:20])

@@ -33,7 +33,8 @@ TAKEN = """
     num_experts moe_layer_freq moe_ffn_hidden_size
     moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk moe_router_pre_softmax
     moe_router_score_function moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor
-    moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_load_balancing_type
+    moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_force_load_balancing
+    moe_router_load_balancing_type
     moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor moe_token_drop_policy fp16 bf16 num_layers
     hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention num_query_groups
     attention_head_type normalization norm_epsilon apply_layernorm_1p qk_layernorm qk_layernorm_across_heads

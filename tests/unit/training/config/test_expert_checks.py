@@ -46,7 +46,6 @@ WRONG = [
         "--recompute-method uniform --recompute-num-layers 1",
         "use aux_loss",
     ),
-    (f"{EIGHT} --moe-token-dispatcher-type flex", "possible: allgather, alltoall"),
     (
         f"{EIGHT} --moe-shared-expert-intermediate-size 16 --moe-shared-expert-overlap",
         "cannot be overlapped by --moe-shared-expert-overlap; use --moe-token-dispatcher-type alltoall",
@@ -109,3 +108,16 @@ def test_experts_spread_over_data_context_and_tensor_ranks() -> None:
     sizes = config.parallel_sizes
     assert (sizes.dp, sizes.ep, sizes.expert_tp, sizes.num_expert_replicas) == (2, 8, 1, 1)
     assert sizes.record()["expert_model_parallel_size"] == 8
+
+
+def test_others_kernels_give_way_to_alltoall_and_routing_at_random_is_announced() -> None:
+    flex = "--moe-token-dispatcher-type flex --moe-enable-deepep --moe-flex-dispatcher-backend deepep"
+    given = resolve_arguments([*BASE.split(), *EIGHT.split(), *flex.split()], 8)
+    assert given.config.model.moe_token_dispatcher_type == "alltoall"
+    assert [note.split(": ")[0] for note in given.notes if "HybridEP" in note] == [
+        "--moe-enable-deepep has no effect",
+        "--moe-flex-dispatcher-backend deepep has no effect",
+        "--moe-token-dispatcher-type flex",
+    ]
+    random = resolve_arguments([*BASE.split(), *EIGHT.split(), "--moe-router-force-load-balancing"], 8)
+    assert any("the model does not learn its routing" in note for note in random.notes)

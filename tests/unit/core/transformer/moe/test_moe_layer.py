@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.errors import ConfigurationError
+from megatron.core.kernels.dropout_keys import DropoutKeys, DropoutSamples
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.moe.moe_layer import MoELayer, loads_of
+from megatron.core.transformer.moe.token_rows import TokenRows
 from tests.harness.toy_model import load_global_weights, make_model
 
 SETTINGS: dict[str, Any] = {
@@ -68,6 +71,26 @@ def test_output_and_gradients_are_those_of_a_loop_over_tokens(settings: dict[str
         torch.autograd.grad((ours * wanted).sum(), inputs), torch.autograd.grad((theirs * wanted).sum(), inputs)
     ):
         torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_experts_are_chosen_at_random_in_training_alone_and_logits_have_the_gradient_of_what_was_drawn() -> None:
+    _, layer = make_layer(moe_router_force_load_balancing=True)
+    x = torch.randn(7, 3, 28, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(layer.eval()(x).hidden, by_token(layer, x), rtol=1e-12, atol=1e-12)
+    with pytest.raises(ConfigurationError, match="--moe-router-force-load-balancing"):
+        layer.train()(x)
+    keys = DropoutKeys(DropoutSamples.at(1, 2, 0, 3, "cpu"), torch.arange(7), slice(None), range(4))
+    layer.router.keys, layer.router.layer_number = keys, 3
+    routing = layer.router(x.flatten(0, 1), TokenRows(21, 21, 3, 0))
+    drawn = keys.of_router(3, 6, slice(None)).double().requires_grad_()
+    values, indices = drawn.topk(2)
+    assert torch.equal(routing.indices, indices)
+    assert torch.equal(routing.weights, values.softmax(dim=-1))
+    wanted = torch.randn(21, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    (of_logits,) = torch.autograd.grad((values.softmax(dim=-1) * wanted).sum(), drawn)
+    (found,) = torch.autograd.grad((routing.weights * wanted).sum(), layer.router.weight)
+    torch.testing.assert_close(found, of_logits.t() @ x.flatten(0, 1), rtol=1e-12, atol=1e-14)
+    assert float(found.abs().max()) > 1e-3
 
 
 def test_padding_to_capacity_changes_no_number() -> None:
