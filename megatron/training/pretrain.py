@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 
-from megatron.core.datasets.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder, DatasetSplits
 from megatron.core.datasets.history.data_history import recorded_history
 from megatron.core.datasets.history.left_out import LeftOutSamples
 from megatron.core.datasets.history.sample_keys import ReadCounter, blend_names
@@ -234,7 +234,7 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
         print_line(buckets)
     log(f"> learning rate decay style: {config.scheduler.lr_decay_style}")
     saver = open_saver(config.checkpoint, runtime, log)
-    checkpoints = RunCheckpoints(config, runtime, parts, application.tokenizer, saver, log)
+    checkpoints = RunCheckpoints(config, runtime, parts, application.tokenizer, saver, log, live.show)
     kept_open.callback(checkpoints.close)
     continuation = application.continuation
     if continuation is not None and saver is not None:
@@ -251,6 +251,8 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
     with timers("train/valid/test-data-iterators-setup"):
         targets = sample_targets(config, train_state)
         builder = application.datasets_provider(config, application.tokenizer, targets, log)
+        if isinstance(builder, BlendedDatasetBuilder):
+            builder.told = live.show_index
         datasets = build_datasets(builder, targets, runtime)
     log(describe_datasets(datasets, config.logging.log_megatron_lines))
     log(format_datetime("after dataloaders are built"))
