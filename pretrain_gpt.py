@@ -75,6 +75,8 @@ def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> Chu
     whole micro-batch's tokens, whatever its own mask drops: gradients are averaged over these ranks, and their average
     is then that of the mean loss of the whole micro-batch. The shares add up to the count.
     """
+    import torch
+
     from megatron.core.kernels.attention_pattern import AttentionPattern
     from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
     from megatron.core.pipeline_parallel.executor import MicrobatchLoss
@@ -95,8 +97,12 @@ def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> Chu
     assert batch.loss_mask is not None, "the last stage is given what the loss needs"
     assert batch.num_tokens is not None, "the last stage is given what the loss needs"
     num_tokens = batch.num_tokens.to(output.dtype) / model.config.context_parallel_size
-    loss_sum = (output * batch.loss_mask.to(output.dtype)).sum()
-    return MicrobatchLoss(loss_sum, num_tokens, losses)
+    mask = batch.loss_mask.to(output.dtype)
+    counted = output * mask
+    samples = None
+    if batch.data_sets is not None:
+        samples = torch.stack([each.sum(dim=1, dtype=torch.float64) for each in (counted.detach(), mask)], dim=-1)
+    return MicrobatchLoss(counted.sum(), num_tokens, losses, samples)
 
 
 def main(argv: Sequence[str]) -> int:

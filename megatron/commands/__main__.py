@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.commands.arguments.parser import dispatcher
 from megatron.core.files.departed_reader import reader_may_leave
 from megatron.training.process.process_exit import run_program
 
@@ -86,14 +87,10 @@ def run() -> NoReturn:
     run_program(main)
 
 
-def _program() -> str:
-    return "python -m megatron.commands" if Path(sys.argv[0]).name == "__main__.py" else "megatron"
-
-
 def _usage(words: Sequence[str]) -> str:
     """Return one line on what can be typed in place of words that name no command."""
     if not words:
-        return f"usage: {_program()} NAME …, NAME one of {', '.join(COMMANDS)}"
+        return f"usage: {dispatcher() or 'megatron'} NAME …, NAME one of {', '.join(COMMANDS)}"
     nearest = difflib.get_close_matches(words[0], COMMANDS, n=1)
     instead = f"did you mean {nearest[0]}?" if nearest else f"give one of {', '.join(COMMANDS)}"
     return f"error: there is no command {words[0]!r}; {instead}"
@@ -101,12 +98,14 @@ def _usage(words: Sequence[str]) -> str:
 
 def _overview() -> str:
     """Return what each command does: the first sentence of its file, which is not imported for that."""
-    lines = [f"usage: {_program()} NAME …   ({_program()} NAME --help says more)", ""]
+    program = dispatcher() or "megatron"
+    lines = [f"usage: {program} NAME …   ({program} NAME --help says more)", ""]
     for name, place in COMMANDS.items():
         source = (Path(__file__).parent / (place.replace(".", "/") + ".py")).read_text(encoding="utf-8")
         first = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
         lines.append(f"  {name:<28}{first}")
-    return "\n".join([*lines, "", f"{_program()} {_COMPLETION} bash|zsh prints what completes these names in a shell"])
+    shells = f"{program} {_COMPLETION} bash|zsh prints what completes these names in a shell"
+    return "\n".join([*lines, "", shells])
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.config_base import config_from_dict
 from megatron.core.device import Device
+from megatron.core.dist_checkpointing.load import Progress, untold
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict import model_tensors
 from megatron.core.errors import CheckpointError, ConfigurationError
@@ -92,11 +93,15 @@ def build_inference_model(config: GPTConfig, state: ParallelState, device: Devic
 
 
 def load_model_from(
-    source: CheckpointSource, state: ParallelState, device: Device, params_dtype: str | None = None
+    source: CheckpointSource,
+    state: ParallelState,
+    device: Device,
+    params_dtype: str | None = None,
+    progress: Progress = untold,
 ) -> GPTModel:
     """Return this rank's stage of a checkpoint's model, in its own precision or in ``params_dtype``.
 
-    Nothing communicates: every rank reads the boxes that it holds.
+    Nothing communicates: every rank reads the boxes that it holds. ``progress`` learns how much of them is there.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape or cannot be read.
@@ -105,11 +110,11 @@ def load_model_from(
     trained = config_from_dict(GPTConfig, source.common["config"]["model"])
     config = inference_config(trained, dataclasses.replace(state.sizes, dp=1, cp=1), params_dtype)
     model = build_inference_model(config, state, device)
-    fill_model(model, source)
+    fill_model(model, source, progress)
     return model
 
 
-def fill_model(model: GPTModel, source: CheckpointSource) -> None:
+def fill_model(model: GPTModel, source: CheckpointSource, progress: Progress = untold) -> None:
     """Give every parameter its boxes of a checkpoint's tensors, converted to its dtype.
 
     Raises:
@@ -118,10 +123,13 @@ def fill_model(model: GPTModel, source: CheckpointSource) -> None:
     wanted = model_tensors([model])
     if problems := _misfits(wanted, source.tensors):
         raise CheckpointError(f"checkpoint {source.folder} does not fit its configuration: {'; '.join(problems)}")
+    done, total = 0, sum(tensor.data.nbytes for tensor in wanted)
     with torch.no_grad():
         for tensor in wanted:
             for piece in tensor.pieces:
                 tensor.data[piece.local_box.slices] = source.read(tensor.name, piece.global_box).to(tensor.data)
+            done += tensor.data.nbytes
+            progress(done, total)
 
 
 def _misfits(wanted: list[ShardedTensor], stored: Mapping[str, TensorInfo]) -> list[str]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.pictures.metrics_record import MetricsRecord, Points
 
 MOST_POINTS = 600
+_MOST_MEANS = 100
+_MOST_DATA_SETS = 8
+_EVALUATIONS, _DATA_SETS = "the losses of evaluations", "the losses of data sets"
 _FIGURES = (
     ("lm_loss", "Training loss", "nats a token"),
-    ("", "Validation loss", "nats a token"),
+    (_DATA_SETS, "Training loss of each data set", "nats a token"),
+    (_EVALUATIONS, "Validation loss", "nats a token"),
     ("grad_norm", "Gradient norm, before clipping", "L2 norm"),
     ("learning_rate", "Learning rate", "a step"),
     ("tokens_per_second", "Throughput", "tokens a second"),
@@ -52,8 +57,9 @@ def charts_of(records: Sequence[MetricsRecord]) -> list[Chart]:
     drawn = {name for name, _, _ in _FIGURES}
     others = dict.fromkeys(name for record in records for name in record.figures)
     named = [*_FIGURES, *((name, name.replace("_", " "), "") for name in others if name not in (*drawn, *_NOT_DRAWN))]
+    drawn_by = {_EVALUATIONS: _evaluations, _DATA_SETS: _data_sets}
     charts = [
-        Chart(title, unit, list(_evaluations(records) if not name else _lines(records, name)))
+        Chart(title, unit, list(drawn_by[name](records) if name in drawn_by else _lines(records, name)))
         for name, title, unit in named
     ]
     return [chart for chart in charts if chart.series]
@@ -76,6 +82,35 @@ def _evaluations(records: Sequence[MetricsRecord]) -> Iterator[Series]:
                 yield Series(name, thinned(points), place)
             elif points:
                 yield Series(f"{record.name}: {name}", thinned(points), number, dashed=place > 0)
+
+
+def _data_sets(records: Sequence[MetricsRecord]) -> Iterator[Series]:
+    """Yield a line for each data set that the runs are trained on, those with the most tokens first."""
+    tokens = Counter[str]()
+    for record in records:
+        tokens.update({name: round(sum(count for _, _, count in points)) for name, points in record.data_sets.items()})
+    shown = [name for name, _ in tokens.most_common(_MOST_DATA_SETS)]
+    for number, record in enumerate(records):
+        for place, name in enumerate(shown):
+            points = means(record.data_sets.get(name, []), record.last_iteration)
+            if points and len(records) == 1:
+                yield Series(name, points, place)
+            elif points:
+                yield Series(f"{record.name}: {name}", points, number, dashed=place > 0)
+
+
+def means(points: Sequence[tuple[float, float, float]], last_iteration: int) -> Points:
+    """Return the mean losses over the tokens of stretches of as many iterations, at the last of each.
+
+    One iteration may have few tokens of a data set. There are at most a hundred stretches.
+    """
+    size = -(-max(last_iteration, 1) // _MOST_MEANS)
+    stretches: dict[float, tuple[float, float, float]] = {}
+    for iteration, loss, count in points:
+        stretch = (iteration - 1) // size
+        _, loss_sum, total = stretches.get(stretch, (0.0, 0.0, 0.0))
+        stretches[stretch] = (iteration, loss_sum + loss * count, total + count)
+    return [(iteration, loss_sum / total) for iteration, loss_sum, total in stretches.values() if total > 0]
 
 
 def thinned(points: Points) -> Points:

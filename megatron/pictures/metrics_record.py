@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatron.core.errors import DataError
 
@@ -18,14 +18,16 @@ Points = list[tuple[float, float]]
 class MetricsRecord:
     """Hold one run: ``figures`` are its points (iteration, value) by name, ``samples`` its texts by iteration.
 
-    ``evaluations`` are the losses by the name of the data set. ``stragglers`` are reports by iteration, ``skipped``
-    the iterations whose update was left out.
+    ``evaluations`` are the losses by the name of the validation set, ``data_sets`` those of training by the name of the
+    data set, (iteration, loss, tokens), where several are blended. ``stragglers`` are reports by iteration,
+    ``skipped`` the iterations whose update was left out.
     """
 
     name: str
     path: Path
     figures: dict[str, Points] = field(default_factory=dict)
     evaluations: dict[str, Points] = field(default_factory=dict)
+    data_sets: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
     samples: dict[int, list[dict[str, str]]] = field(default_factory=dict)
     stragglers: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     skipped: list[int] = field(default_factory=list)
@@ -121,8 +123,16 @@ def _take(record: MetricsRecord, values: Mapping[str, Any]) -> None:
             record.skipped.append(iteration)
         if isinstance(values.get("stragglers"), dict):
             record.stragglers[iteration] = values["stragglers"]
+        if isinstance(values.get("data_sets"), dict):
+            _take_data_sets(record, iteration, values["data_sets"])
         for name, value in _flat(values):
             _add(record.figures.setdefault(name, []), iteration, value)
+
+
+def _take_data_sets(record: MetricsRecord, iteration: int, losses: Mapping[str, Any]) -> None:
+    for name, each in losses.items():
+        if isinstance(each, dict) and _is_figure(each.get("lm_loss")) and _is_figure(each.get("num_tokens")):
+            record.data_sets.setdefault(name, []).append((iteration, each["lm_loss"], each["num_tokens"]))
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -134,5 +144,9 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _add(points: Points, iteration: int, value: object) -> None:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300:
+    if _is_figure(value):
         points.append((iteration, float(value)))
+
+
+def _is_figure(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300

@@ -5,7 +5,6 @@ torch is imported where the model is built, so that wrong usage is answered at o
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
@@ -35,6 +34,7 @@ from megatron.training.process.progress_bar import waiting
 
 if TYPE_CHECKING:
     from megatron.core.device import Device
+    from megatron.core.dist_checkpointing.load import Progress
     from megatron.core.flight.recorder import FlightRecorder
     from megatron.core.inference.engine import InferenceEngine
     from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -93,12 +93,13 @@ class ModelRequest:
 class Checkpoint:
     """Hold a checkpoint's configuration and tokenizer, before its weights are read.
 
-    ``load_model`` is called on every rank once the processes have met, and returns this rank's stage.
+    ``load_model`` is called on every rank once the processes have met, and returns this rank's stage; it tells how much
+    of it is there.
     """
 
     config: GPTConfig
     tokenizer: Tokenizer
-    load_model: Callable[[ParallelState, Device], GPTModel]
+    load_model: Callable[[ParallelState, Device, Progress], GPTModel]
 
 
 def layout_sizes(request: ModelRequest, num_processes: int) -> ParallelSizes:
@@ -191,12 +192,12 @@ def _open_native(request: ModelRequest, sizes: ParallelSizes, log: Log) -> Check
     is_own = not request.tokenizer and common["tokenizer"] is not None
     check_tokenizer(tokenizer, config.model.vocab_size, pads_any=is_own)
 
-    def load_model(state: ParallelState, device: Device) -> GPTModel:
+    def load_model(state: ParallelState, device: Device, told: Progress) -> GPTModel:
         from megatron.interop.inference_model import build_inference_model
         from megatron.training.checkpointing.load import load_model_weights
 
         model = build_inference_model(config.model, state, device)
-        load_model_weights(request.folder, [model], state, log, request.ckpt_step)
+        load_model_weights(request.folder, [model], state, log, request.ckpt_step, told=told)
         return model
 
     return Checkpoint(config.model, tokenizer, load_model)
@@ -222,12 +223,12 @@ def _open_source(request: ModelRequest, folder: Path, sizes: ParallelSizes) -> C
         config = RunConfig.from_dict(source.common["config"])
     config = check_layout(config, sizes)
 
-    def load_model(state: ParallelState, device: Device) -> GPTModel:
+    def load_model(state: ParallelState, device: Device, told: Progress) -> GPTModel:
         failure = None
         try:
             if isinstance(source, (MegatronTorchSource, TorchDistSource, TorchtitanSource)):
                 source.check_storages(state.rank, state.world_size)
-            model = load_model_from(source, state, device)
+            model = load_model_from(source, state, device, progress=told)
         except InputError as error:
             failure = error
         finally:
@@ -355,8 +356,8 @@ def load_engine(
     initialize_distributed(launch, device, device.default_backend, TIMEOUT_MINUTES)
     config = checkpoint.config
     state = create_parallel_state(config.parallel_sizes, recorder=flight)
-    with waiting("loading the model") if launch.rank == 0 else contextlib.nullcontext():
-        model = checkpoint.load_model(state, device)
+    with waiting("loading the model", is_on=launch.rank == 0) as told:
+        model = checkpoint.load_model(state, device, told)
     links = create_pipeline_links(state.pp, device=device.torch_device) if state.pp.size > 1 else None
     return InferenceEngine(model, state, links)
 

@@ -17,6 +17,7 @@ from megatron.training.process.signals import ExitRequest
 class Agreement:
     """Hold what all ranks have summed over the world after a step; ``auxiliary`` are means by name.
 
+    ``data_sets`` are the loss sum and the number of tokens of each data set of a blend, where they are told apart.
     ``read_along`` are numbers of this rank's own that were read from the device in the same go.
     """
 
@@ -26,6 +27,7 @@ class Agreement:
     time_is_up: bool
     auxiliary: Mapping[str, float] = field(default_factory=dict)
     read_along: tuple[float, ...] = ()
+    data_sets: tuple[tuple[float, float], ...] = ()
 
     @property
     def lm_loss(self) -> float:
@@ -63,17 +65,24 @@ def sum_over_ranks(
 ) -> torch.Tensor:
     """Return the sums of `agree`, on the device, for `read_agreement`: first the loss sum and the tokens.
 
-    Shapes: ``-> [4 + 2 * len(auxiliary_names)]`` float64.
+    Where the result tells ``n`` data sets apart, their sums are the last.
+
+    Shapes: ``-> [4 + 2 * len(auxiliary_names) + 2 * n]`` float64.
     """
     signal_received = exit_request is not None and exit_request.signal_received
     time_is_up = exit_request is not None and exit_request.time_is_up
-    values = torch.zeros(4 + 2 * len(auxiliary_names), dtype=torch.float64, device=runtime.device.torch_device)
+    of_data_sets = result.data_sets
+    num_sums = 4 + 2 * len(auxiliary_names)
+    size = num_sums + (0 if of_data_sets is None else of_data_sets.numel())
+    values = torch.zeros(size, dtype=torch.float64, device=runtime.device.torch_device)
     if runtime.state.tp.is_first:
         if runtime.state.pp.is_last:
             values[0], values[1] = result.loss_sum, result.num_tokens
         for index, name in enumerate(auxiliary_names, start=2):
             if name in result.auxiliary:
                 values[2 * index : 2 * index + 2] = result.auxiliary[name]
+        if of_data_sets is not None:
+            values[num_sums:] = of_data_sets.flatten()
     # Not by assignment, which would copy a number from the host and wait for the copy.
     values[2].fill_(signal_received)
     values[3].fill_(time_is_up)
@@ -88,6 +97,7 @@ def read_agreement(
     num_values = len(values)
     read = (values if read_along is None else torch.cat((values, read_along))).tolist()
     loss_sum, num_tokens, signals, times, *sums_and_counts = read[:num_values]
-    means = (total / max(count, 1.0) for total, count in zip(sums_and_counts[::2], sums_and_counts[1::2]))
-    auxiliary = dict(zip(auxiliary_names, means))
-    return Agreement(loss_sum, num_tokens, signals > 0, times > 0, auxiliary, tuple(read[num_values:]))
+    pairs = list(zip(sums_and_counts[::2], sums_and_counts[1::2]))
+    auxiliary = {name: total / max(count, 1.0) for name, (total, count) in zip(auxiliary_names, pairs)}
+    data_sets = tuple(pairs[len(auxiliary_names) :])
+    return Agreement(loss_sum, num_tokens, signals > 0, times > 0, auxiliary, tuple(read[num_values:]), data_sets)

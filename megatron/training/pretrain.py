@@ -8,11 +8,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 
-from megatron.core.collectives import raise_on_all_ranks
-from megatron.core.datasets.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder, DatasetSplits
 from megatron.core.datasets.history.data_history import recorded_history
 from megatron.core.datasets.history.left_out import LeftOutSamples
-from megatron.core.datasets.history.sample_keys import ReadCounter
+from megatron.core.datasets.history.sample_keys import ReadCounter, blend_names
 from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, SampleDataset
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
 from megatron.core.timers import Timers
@@ -47,7 +46,7 @@ from megatron.training.reporting.live_line import LiveLine
 from megatron.training.reporting.log_lines import format_datetime
 from megatron.training.reporting.loggers.open_loggers import check_packages
 from megatron.training.reporting.looks.model_looks import open_looks
-from megatron.training.reporting.metrics import MetricsWriter
+from megatron.training.reporting.metrics import open_metrics
 from megatron.training.reporting.profiling import Profiling
 from megatron.training.reporting.progress_log import open_progress
 from megatron.training.reporting.run_record import RunRecord
@@ -86,11 +85,17 @@ class Application:
         dataset: SampleDataset | ExternalSamples,
         consumed_samples: int,
         whole_set: int | None = None,
-        shift: int = 0,
     ) -> BatchSource:
         """Return the micro-batches of a data set from a position on, or of ``whole_set`` samples, each once."""
         vocab_size = self.tokenizer.vocab_size
-        return BatchSource(dataset, self.config, self.runtime, vocab_size, consumed_samples, whole_set, shift)
+        return BatchSource(dataset, self.config, self.runtime, vocab_size, consumed_samples, whole_set)
+
+    def training_source(
+        self, dataset: SampleDataset | ExternalSamples, consumed_samples: int, shift: int = 0
+    ) -> BatchSource:
+        """Return the micro-batches that are trained on, which tell a blend's data sets apart; see `BatchSource`."""
+        place = (self.config, self.runtime, self.tokenizer.vocab_size, consumed_samples)
+        return BatchSource(dataset, *place, shift=shift, tells_data_sets=True)
 
 
 def pretrain(
@@ -229,7 +234,7 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
         print_line(buckets)
     log(f"> learning rate decay style: {config.scheduler.lr_decay_style}")
     saver = open_saver(config.checkpoint, runtime, log)
-    checkpoints = RunCheckpoints(config, runtime, parts, application.tokenizer, saver, log)
+    checkpoints = RunCheckpoints(config, runtime, parts, application.tokenizer, saver, log, live.show)
     kept_open.callback(checkpoints.close)
     continuation = application.continuation
     if continuation is not None and saver is not None:
@@ -246,6 +251,8 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
     with timers("train/valid/test-data-iterators-setup"):
         targets = sample_targets(config, train_state)
         builder = application.datasets_provider(config, application.tokenizer, targets, log)
+        if isinstance(builder, BlendedDatasetBuilder):
+            builder.told = live.show_index
         datasets = build_datasets(builder, targets, runtime)
     log(describe_datasets(datasets, config.logging.log_megatron_lines))
     log(format_datetime("after dataloaders are built"))
@@ -259,7 +266,7 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
         train_state=train_state,
         evaluation_sets=plan_evaluation(config, datasets, train_state, application.source),
         counter=_read_counter(config, datasets),
-        metrics=_open_metrics(config, runtime, train_state.iteration),
+        metrics=open_metrics(config, runtime, train_state.iteration, blend_names(datasets.train)),
         timers=timers,
         checkpoints=checkpoints,
         profiling=profiling,
@@ -287,7 +294,7 @@ def _train_and_evaluate(application: Application, run: TrainingRun, datasets: Da
             raise ConfigurationError(
                 "there is no training data: give the first number of --split a share, or --train-data-path"
             )
-        with closing(application.source(datasets.train, train_state.consumed_train_samples)) as source:
+        with closing(application.training_source(datasets.train, train_state.consumed_train_samples)) as source:
             try:
                 stop_reason = _train(run, source, start_time)
             except Rewind:
@@ -321,7 +328,7 @@ def _go_back(application: Application, run: TrainingRun, datasets: DatasetSplits
         train_state=train_state,
         evaluation_sets=plan_evaluation(config, datasets, train_state, application.source),
         counter=counter,
-        metrics=_open_metrics(config, runtime, train_state.iteration),
+        metrics=open_metrics(config, runtime, train_state.iteration, blend_names(datasets.train)),
     )
 
 
@@ -338,7 +345,7 @@ def _make_guard(
         application.runtime,
         parts,
         application.forward_step,
-        lambda consumed_samples, shift: application.source(train, consumed_samples, shift=shift),
+        lambda consumed_samples, shift: application.training_source(train, consumed_samples, shift),
         LeftOutSamples.from_dict(train_state.train_data),
         checkpoints.newest_known,
         application.log,
@@ -350,27 +357,6 @@ def _read_counter(config: RunConfig, datasets: DatasetSplits) -> ReadCounter | N
     if datasets.history is None or datasets.train is None or isinstance(datasets.train, ExternalSamples):
         return None
     return ReadCounter(datasets.history, datasets.train, sample_order(datasets.train, config))
-
-
-def _open_metrics(config: RunConfig, runtime: Runtime, start_iteration: int) -> MetricsWriter | None:
-    """Return the writer of the reporting rank, None elsewhere.
-
-    Raises:
-        ConfigurationError: a file or folder cannot be written, on every rank alike.
-    """
-    metrics, error = None, None
-    if runtime.is_reporter:
-        try:
-            metrics = MetricsWriter(config, runtime.device, start_iteration)
-        except ConfigurationError as failure:
-            error = failure
-        except OSError as failure:
-            error = ConfigurationError(
-                f"cannot write {failure.filename}: {failure.strerror}; change --metrics-jsonl, --tensorboard-dir or "
-                "--save"
-            )
-    raise_on_all_ranks(error, runtime.state.world)
-    return metrics
 
 
 def _train(run: TrainingRun, train_source: BatchSource, start_time: float) -> str | None:

@@ -85,7 +85,8 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     recorder = ScheduleRecorder(config, run.runtime)
     timers, action_clock = profiling.timers(run.timers), recorder.action_clock(profiling.action_clock)
     observer = partial(_observe_gradients, run) if _observes_gradients(config) else None
-    step = TrainingStep(config, run.runtime, parts, run.forward_step, timers, observer, action_clock, run.guard)
+    watchers = (timers, observer, action_clock, run.guard)
+    step = TrainingStep(config, run.runtime, parts, run.forward_step, *watchers, train_source.data_sets)
     logits = None
     if config.logging.log_max_attention_logit:
         logits = AttentionLogits(parts.chunks, run.runtime.device.torch_device)

@@ -31,6 +31,7 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.moe.expert_load import LoadReport
 from megatron.training.agreement import Agreement, agree, read_agreement, sum_over_ranks
 from megatron.training.config.run_config import RunConfig
+from megatron.training.data.data_set_sums import DataSetSums
 from megatron.training.data.microbatches import Microbatches, MicrobatchSource
 from megatron.training.model_setup import TrainingParts
 from megatron.training.process.initialize import Runtime
@@ -111,7 +112,8 @@ class TrainingStep:
     """Run iterations of a model on a source of micro-batches, under the eyes of a ``guard`` where there is one.
 
     ``observe_gradients`` is called between the last reduction of the gradients and the update, and ``action_clock``
-    with the actions of an iteration for the executor's clock.
+    with the actions of an iteration for the executor's clock. ``data_sets`` are the names of the blend's data sets,
+    whose losses are told apart where the micro-batches say which samples are theirs; the same on all ranks.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class TrainingStep:
         observe_gradients: Callable[[], None] | None = None,
         action_clock: Callable[[Sequence[Action]], Callable[[], float] | None] = lambda actions: None,
         guard: StepGuard | None = None,
+        data_sets: Sequence[str] = (),
     ) -> None:
         self.config = config
         self.runtime = runtime
@@ -133,6 +136,7 @@ class TrainingStep:
         self._observe_gradients = observe_gradients
         self._action_clock = action_clock
         self._guard = guard
+        self._data_sets = DataSetSums(data_sets, runtime.device.torch_device)
         # The backward pass costs twice the forward pass; recomputed activations do not count.
         self._flops_per_sequence = 3.0 * parts.chunks[0].config.forward_flops_per_sequence(config.data.seq_length)
         self._peak_tflops = runtime.device.peak_tflops(config.model.params_dtype)
@@ -183,7 +187,8 @@ class TrainingStep:
             graphs.begin_step()
         if self.parts.expert_loads is not None:
             self.parts.expert_loads.begin_step()
-        result = self._forward_backward(source, begun, shift)
+        of_data_sets = self._data_sets.begin()
+        result = replace(self._forward_backward(source, begun, shift), data_sets=of_data_sets)
         if self.config.training.empty_unused_memory_level >= 2:
             self.runtime.device.empty_cache()
         self._finish_gradients(result)
@@ -278,6 +283,7 @@ class TrainingStep:
             global_batch_size=begun.global_batch_size,
             num_tokens=agreement.num_tokens,
             lm_loss=agreement.lm_loss,
+            data_sets=self._data_sets.losses(agreement.data_sets),
             auxiliary=agreement.auxiliary if expert_load is None else {**agreement.auxiliary, **expert_load.numbers()},
             expert_load=expert_load,
             learning_rate=begun.learning_rate,
@@ -359,6 +365,7 @@ class TrainingStep:
                     batch = replace(batch, dropout_samples=self._dropout_samples(iteration, microbatch, shift))
             with self.timers("forward-compute", log_level=2):
                 result = self.forward_step(batch, model, hidden)
+                self._data_sets.add(batch, result)
                 return result if guard is None else guard.see(chunk, microbatch, result)
 
         return forward

@@ -8,6 +8,7 @@ import io
 import json
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed: no uvic
 from megatron.commands.generation import chat
 from megatron.core.inference.request import GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.serving.job_queue import Job
 from megatron.serving.openai import http_server
 from megatron.serving.openai.guard import Limits
 from tests.e2e.test_text_generation import GPT2_SHAPE, expected_text, save
@@ -222,6 +224,46 @@ def test_clients_that_leave_free_their_rows_whether_they_stream_or_wait(server: 
     left = next(line for line in text.splitlines() if line.startswith("megatron_clients_left_total "))
     assert int(left.split()[1]) >= 17
     assert server.ask("POST", "/v1/completions", {"prompt": "b", "max_tokens": 3, "temperature": 0})[0] == 200
+
+
+def test_who_comes_when_twenty_have_left_waits_for_one_token_of_theirs_at_most(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in steps, of which each is a token of all that run: no clock, and no other load, has a say."""
+    steps: list[int] = []
+    step = server.continuous.step
+
+    def counted() -> Any:
+        steps.append(server.continuous.num_rows)
+        return step()
+
+    monkeypatch.setattr(server.continuous, "step", counted)
+
+    def request(count: int) -> GenerationRequest:
+        return GenerationRequest(prompts=((1, 2),), max_new_tokens=count, sampling=GREEDY)
+
+    # Beside 20 there is room for another, beside 24 there is none.
+    for number in (20, 24):
+        leaving = [Job(request(400), lambda news: None) for _ in range(number)]
+        for job in leaving:
+            server.jobs.start(job)
+        until(lambda number=number: server.continuous.num_rows == number)
+        came = threading.Event()
+        at_first: list[int] = []
+
+        def listen(news: Any, at_first: list[int] = at_first, came: threading.Event = came) -> None:
+            at_first.append(len(steps))
+            came.set()
+
+        for job in leaving:
+            server.jobs.leave(job)
+        before = len(steps)
+        server.jobs.start(Job(request(1), listen))
+        assert came.wait(60.0)
+        # One step may have been about to begin, and one is the newcomer's own, alone.
+        assert at_first[0] - before <= 2
+        until(lambda: not server.continuous.is_busy)
+    assert server.jobs.counts() == (0, 0)
 
 
 def test_keys_bodies_and_queues_have_limits(tmp_path) -> None:

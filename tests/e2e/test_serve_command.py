@@ -81,7 +81,8 @@ def test_processes_answer_and_end_on_a_signal(llama: Path, words: str, num_proce
         ]
         status, answer = ask(port, "/v1/chat/completions", {"messages": [{"role": "user", "content": "5"}]})
         assert status == 400
-        assert "give --chat-template a file, or one of chatml, plain, identity" in str(answer)
+        remedy = "give the command serve its flag --chat-template: a file, or one of chatml, plain, identity"
+        assert remedy in str(answer)
         processes[-1].send_signal(signal.SIGTERM)
         assert [process.wait(60.0) for process in processes] == [0] * num_processes
     finally:

@@ -6,10 +6,19 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 _CLOSE = 0.8
 """Share of the letters that must agree: ``--laod`` is 0.83 of ``--load``."""
+
+
+def dispatcher() -> str | None:
+    """Return how the program was called that runs commands by their names; None where another runs."""
+    called = Path(sys.argv[0])
+    if called.parts[-3:] == ("megatron", "commands", "__main__.py"):
+        return "python -m megatron.commands"
+    return "megatron" if called.name == "megatron" else None
 
 
 class SpellingParser(argparse.ArgumentParser):
@@ -17,6 +26,12 @@ class SpellingParser(argparse.ArgumentParser):
 
     typed: Sequence[str] = ()
     """The words of the command line; empty where some are for another parser."""
+
+    def format_help(self) -> str:
+        """Return the help, whose usage names the command as it was called."""
+        if (program := dispatcher()) is not None and len(sys.argv) > 1:
+            self.prog = f"{program} {sys.argv[1]}"
+        return super().format_help()
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

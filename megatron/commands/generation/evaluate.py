@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.commands.arguments.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
-from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.errors import ConfigurationError, DataError, InputError
 from megatron.serving.generation_setup import Checkpoint, load_engine, open_checkpoint
 from megatron.training.process.initialize import LaunchEnvironment, shut_down
 from megatron.training.process.progress_bar import ProgressBar
@@ -168,7 +168,13 @@ def _run_tasks(
     from megatron.evaluation.harness_model import HarnessModel
     from megatron.evaluation.harness_tasks import table_of
 
-    form = choose_template(encoding.tokenizer, None).render_prompt if arguments.apply_chat_template else None
+    form = None
+    if arguments.apply_chat_template:
+        try:
+            form = choose_template(encoding.tokenizer, None).render_prompt
+        except DataError as error:
+            found, _, _ = str(error).partition("; give ")
+            raise DataError(f"--apply-chat-template: {found}; leave it out, or mend those files") from error
     model = HarnessModel(ranks, encoding, max_length, form, _DEFAULT_SEED if arguments.seed is None else arguments.seed)
     results = tasks.run(model, with_samples=arguments.log_samples)
     bar.clear()

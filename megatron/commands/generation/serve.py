@@ -124,7 +124,9 @@ def make_translator(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Tr
 
     template, why_not = None, ""
     try:
-        template = choose_template(checkpoint.tokenizer, arguments.chat_template)
+        # Who reads it is a client, and not who gives the server its flags.
+        flag = "the command serve its flag --chat-template:"
+        template = choose_template(checkpoint.tokenizer, arguments.chat_template, flag)
     except DataError as error:
         if arguments.chat_template is not None:
             raise

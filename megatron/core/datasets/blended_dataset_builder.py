@@ -21,6 +21,7 @@ from megatron.core.datasets.history.data_history import (
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indices.index_builder import IndexBuilder, select_index_builder
 from megatron.core.datasets.indices.index_cache import IndexCache
+from megatron.core.datasets.indices.index_progress import CountedIndexBuilder, Told, untold
 from megatron.core.datasets.samples.blended_dataset import (
     BlendedDataset,
     count_taken,
@@ -79,7 +80,7 @@ class BlendedDatasetBuilder:
     ``num_samples`` holds the samples that training, validation and test ask for: 0 asks for none, None for one epoch.
     ``report`` is called with one line for each thing that the user should know: a split without data, text that is
     read more than once, a damaged or unwritable cache, a missing compiled index builder. ``position`` says how far the
-    run has come in its training data, which goes on there.
+    run has come in its training data, which goes on there. What ``told`` is set to learns how far `build` is.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class BlendedDatasetBuilder:
         self.num_samples = num_samples
         self._report = report
         self._index_builder = index_builder
+        self.told: Told = untold
         self._opened: dict[str, IndexedDataset] = {}
 
     def check(self) -> None:
@@ -121,14 +123,17 @@ class BlendedDatasetBuilder:
         """
         if self._index_builder is None and not (self.config.mock and not self.config.extra_valid):
             self._index_builder = select_index_builder(self._report)
-        train, history = self._build_train(self._index_builder)
+        counted = None if self._index_builder is None else CountedIndexBuilder(self._index_builder, self.told)
+        train, history = self._build_train(counted)
         extra_valid = {}
         for name, builder in self._extra_valid_builders():
             with _named_errors(name):
-                dataset = builder._build_split(SPLIT_NAMES.index("valid"), self._index_builder)
+                dataset = builder._build_split(SPLIT_NAMES.index("valid"), counted)
             assert dataset is not None, "a validation set without data is refused"
             extra_valid[name] = dataset
-        valid, test = (self._build_split(split, self._index_builder) for split in (1, 2))
+        valid, test = (self._build_split(split, counted) for split in (1, 2))
+        if counted is not None:
+            counted.end()
         return DatasetSplits(train, valid, test, extra_valid, history)
 
     def _extra_valid_builders(self) -> Iterator[tuple[str, BlendedDatasetBuilder]]:
@@ -142,7 +147,7 @@ class BlendedDatasetBuilder:
     def _report_of_set(self, name: str, line: str) -> None:
         self._report(f"{line} [validation set {name}]")
 
-    def _build_train(self, builder: IndexBuilder | None) -> tuple[SampleDataset | None, DataHistory | None]:
+    def _build_train(self, builder: CountedIndexBuilder | None) -> tuple[SampleDataset | None, DataHistory | None]:
         """Build the training data, from its beginning or as its history goes on, and return both."""
         position, wanted, seed = self.position, self.num_samples[0], self.config.random_seed
         if self.config.mock:
@@ -177,7 +182,7 @@ class BlendedDatasetBuilder:
         by_number = {numbers[key]: part for key, part in zip(keys, opened)}
         return ContinuedData(self.config, by_number, builder, self._report).build(history, wanted)
 
-    def _build_split(self, split: int, builder: IndexBuilder | None) -> SampleDataset | None:
+    def _build_split(self, split: int, builder: CountedIndexBuilder | None) -> SampleDataset | None:
         wanted = self.num_samples[split]
         if self.config.mock:
             return None if wanted == 0 else MockGPTDataset(wanted, SPLIT_NAMES[split], self.config)
@@ -188,16 +193,20 @@ class BlendedDatasetBuilder:
         return self._build_sources(sources, wanted, split, builder)
 
     def _build_sources(
-        self, sources: Sequence[_Source], wanted: int | None, split: int, builder: IndexBuilder
+        self, sources: Sequence[_Source], wanted: int | None, split: int, builder: CountedIndexBuilder
     ) -> FileSamples | BlendedDataset:
         blend = self._blend_of(split)
         assert blend is not None
         if len(blend.prefixes) == 1 and blend.weights is None:
-            return self._build_single(sources[0], wanted, split, builder)
+            builder.begin(SPLIT_NAMES[split], share := wanted or 2)
+            return self._build_single(sources[0], wanted, split, builder, share)
         return self._build_blend(sources, wanted, split, builder)
 
-    def _build_single(self, source: _Source, num_samples: int | None, split: int, builder: IndexBuilder) -> FileSamples:
+    def _build_single(
+        self, source: _Source, num_samples: int | None, split: int, builder: CountedIndexBuilder, share: int
+    ) -> FileSamples:
         cache, name = self._cache(source), SPLIT_NAMES[split]
+        builder.next_data_set(share)
         dataset = make_samples(source.dataset, source.sequences, num_samples, name, self.config, builder, cache)
         if dataset.usage.num_epochs > 1:
             self._report(f" > {dataset.usage.describe()}")
@@ -214,7 +223,7 @@ class BlendedDatasetBuilder:
         return count_held(source.dataset, source.sequences, num_samples, self.config, cache, drop_last=drop_last)
 
     def _build_blend(
-        self, sources: Sequence[_Source], wanted: int | None, split: int, builder: IndexBuilder
+        self, sources: Sequence[_Source], wanted: int | None, split: int, builder: CountedIndexBuilder
     ) -> BlendedDataset:
         """Build the blend first, then each data set with as many samples as the blend takes from it.
 
@@ -233,8 +242,9 @@ class BlendedDatasetBuilder:
             requests = list(samples_per_dataset(weights, wanted, self.config.mid_level_dataset_surplus))
         blend = load_or_build_blend(weights, size, name, builder, cache)
         taken = count_taken(blend)
+        builder.begin(name, sum(taken))
         datasets = [
-            self._build_single(source, self._enough(source, request, needed, split), split, builder)
+            self._build_single(source, self._enough(source, request, needed, split), split, builder, needed)
             for source, request, needed in zip(sources, requests, taken, strict=True)
         ]
         return BlendedDataset(datasets, blend, f"{name} data")
@@ -270,9 +280,8 @@ class BlendedDatasetBuilder:
             return None
         if blend.weights is not None and wanted is None:
             raise DataError(f"{name} data is blended by weight, which needs a number of samples; leave the weights out")
-        weights: Sequence[float | None] = blend.weights or [None] * len(blend.prefixes)
         sources, empty = [], []
-        for prefix, weight in zip(blend.prefixes, weights, strict=True):
+        for prefix, weight in zip(blend.prefixes, blend.weights or [None] * len(blend.prefixes), strict=True):
             dataset = self._open(prefix)
             sequences = self._sequences_of(dataset, split)
             if sequences is None:

@@ -5,7 +5,7 @@ Everything here is collective: every rank calls it, and every rank learns when o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +45,14 @@ def load_index(folder: Path, world: Group, verify: bool = True) -> CheckpointInd
     return found
 
 
+Progress = Callable[[int, int], None]
+"""Take how many bytes this rank has read, and of how many."""
+
+
+def untold(done: int, total: int) -> None:
+    """Tell nobody how far it is."""
+
+
 @dataclass(frozen=True)
 class LoadedTensors:
     """Say how many bytes this rank read, which tensors of the run keep their values, and which were passed over."""
@@ -63,6 +71,7 @@ def load_tensors(
     verify: bool = True,
     allow_cast: bool = False,
     strictness: Strictness = STRICT,
+    progress: Progress = untold,
 ) -> LoadedTensors:
     """Fill every rank's tensors in place; each rank reads the bytes that it needs, each once.
 
@@ -92,9 +101,11 @@ def load_tensors(
             wanted = [(tensor.name, tensor.pieces) for tensor in present]
             reads = plan_reads(wanted, index.tensors, descriptions, world.rank, verify)
             absent = {name for name in {read.piece.file for read in reads} if not (folder / name).exists()}
+            total = sum(read.num_bytes for read in reads if read.piece.file not in absent)
             for read in reads:
                 if read.piece.file not in absent:
                     reader.read(read, targets)
+                    progress(reader.bytes_read, total)
             return [read for read in reads if read.piece.file in absent]
 
         remote = run_on_all_ranks(read_here, world)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing.index import StoredPiece, StoredTensor
-from megatron.core.dist_checkpointing.mapping import TensorDescription
+from megatron.core.dist_checkpointing.mapping import TensorDescription, dtype_of
 from megatron.core.errors import CheckpointError
 from megatron.core.sharding import Box, Piece, describe_box, subtract, uncovered
 
@@ -37,6 +37,11 @@ class PieceRead:
     tensor: StoredTensor
     piece: StoredPiece
     cells: tuple[Cell, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return how many bytes of the file the cells are."""
+        return sum(cell.box.num_elements for cell in self.cells) * dtype_of(self.tensor.dtype).itemsize
 
     @property
     def is_whole(self) -> bool:

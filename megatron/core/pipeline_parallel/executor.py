@@ -35,14 +35,16 @@ class MicrobatchLoss:
     """Hold a micro-batch's masked loss sum, the number of tokens in it, and the last chunk's auxiliary losses.
 
     Under context parallelism each rank holds the sum over its own tokens and an equal share, a fraction perhaps, of
-    the whole micro-batch's number.
+    the whole micro-batch's number. ``samples`` has the loss sum and the number of tokens of each sample, both of this
+    rank's own tokens; it is needed where the losses of a blend's data sets are told apart.
 
-    Shapes: both ``[]``; the sum in at least float32, differentiable.
+    Shapes: both ``[]``; the sum in at least float32, differentiable. ``samples: [b, 2]`` float64, detached.
     """
 
     loss_sum: torch.Tensor
     num_tokens: torch.Tensor
     auxiliary: Sequence[AuxiliaryLoss] = ()
+    samples: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,17 @@ class ScheduleResult:
     """Hold the loss sum and the token count over all micro-batches of this rank, detached.
 
     Both are zero on a rank without the model's last chunk. ``auxiliary`` has the sum and the count of each auxiliary
-    loss of this rank's chunks by name. ``timeline`` is there where a clock was given.
+    loss of this rank's chunks by name. ``timeline`` is there where a clock was given. ``data_sets`` has the loss
+    sum and the token count of each data set of a blend, where the caller tells them apart.
 
-    Shapes: both ``[]`` float64; auxiliary losses ``[2]`` float64.
+    Shapes: both ``[]`` float64; auxiliary losses ``[2]`` float64; ``data_sets: [n, 2]`` float64.
     """
 
     loss_sum: torch.Tensor
     num_tokens: torch.Tensor
     auxiliary: Mapping[str, torch.Tensor]
     timeline: RankTimeline | None = None
+    data_sets: torch.Tensor | None = None
 
 
 ChunkResult = torch.Tensor | LayerOutput | MicrobatchLoss

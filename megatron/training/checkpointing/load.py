@@ -12,7 +12,7 @@ import torch
 from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.dist_checkpointing.averages import average_choice
 from megatron.core.dist_checkpointing.index import CheckpointIndex
-from megatron.core.dist_checkpointing.load import LoadedTensors
+from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, untold
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict import (
     MODEL_PREFIX,
@@ -79,13 +79,14 @@ def load_checkpoint(
     config: Mapping[str, Any],
     log: Log,
     check_schedule: Callable[[Mapping[str, Any]], None] = lambda state: None,
+    told: Progress = untold,
 ) -> LoadedCheckpoint | None:
     """Fill a run's tensors in place from the newest complete checkpoint that the tracker file points at.
 
     The directory may also be a checkpoint itself. A damaged checkpoint is passed over for the next older one, unless
     ``options.ckpt_step`` names it. Returns None, after a warning, where there is none and the run may start from random
     weights. ``config`` is the run's own configuration; differences are logged. ``check_schedule`` is called with the
-    scheduler's state before any tensor is read, and may refuse it.
+    scheduler's state before any tensor is read, and may refuse it. ``told`` learns how far the reading is.
 
     Raises:
         CheckpointError: there is none and random weights are not meant; it is of another model; all are damaged. On
@@ -102,7 +103,7 @@ def load_checkpoint(
 
     def load(folder: Path) -> LoadedCheckpoint:
         log(_describe_choice(directory, folder))
-        return _load_folder(folder, tensors, state, options, config, log, filled, check_schedule)
+        return _load_folder(folder, tensors, state, options, config, log, filled, check_schedule, told)
 
     loaded = first_undamaged(folders, load, log)
     log(f"  successfully loaded checkpoint from {directory} at iteration {loaded.progress.iteration}")
@@ -117,17 +118,19 @@ def load_model_weights(
     ckpt_step: int | None = None,
     verify: bool = True,
     allow_cast: bool = False,
+    told: Progress = untold,
 ) -> Path:
     """Fill the models' weights in place and return the folder that they came from.
 
-    With ``allow_cast`` weights stored in another dtype are converted.
+    With ``allow_cast`` weights stored in another dtype are converted. ``told`` learns how far the reading is.
 
     Raises:
         CheckpointError: there is no checkpoint, it is of another model, or all are damaged.
     """
 
     def load(folder: Path) -> Path:
-        open_stored(folder, state, verify).load(model_tensors(models), (MODEL_PREFIX,), allow_cast=allow_cast)
+        stored = open_stored(folder, state, verify)
+        stored.load(model_tensors(models), (MODEL_PREFIX,), allow_cast=allow_cast, progress=told)
         return folder
 
     return first_undamaged(agree_on_required_candidates(as_path(directory), ckpt_step, state, log), load, log)
@@ -161,6 +164,7 @@ def _load_folder(
     log: Log,
     filled: set[str],
     check_schedule: Callable[[Mapping[str, Any]], None],
+    told: Progress,
 ) -> LoadedCheckpoint:
     """Load one folder. ``filled`` collects the tensors that a damaged one may have filled before it was given up."""
     verify, strictness = options.verify_checkpoint, STRICTNESS[options.dist_ckpt_strictness]
@@ -197,7 +201,7 @@ def _load_folder(
     if strictness.allows_missing:
         _check_untouched(folder, described, stored.index, filled, state)
         filled.update(stored.index.tensors)
-    loaded = stored.load(described, change.namespaces, strictness, allow_cast=change.is_needed)
+    loaded = stored.load(described, change.namespaces, strictness, change.is_needed, told)
     _check_finite(folder, described, state)
     if detect_format(folder) == "torchtitan":
         log(describe_told(config["model"], folder))

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from megatron.core.collectives import run_on_all_ranks
 from megatron.core.config_base import IDENTITY, field_specs
 from megatron.core.dist_checkpointing.index import CheckpointIndex
-from megatron.core.dist_checkpointing.load import LoadedTensors, load_index, load_tensors
+from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, load_index, load_tensors, untold
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.run_state import check_run_state
 from megatron.core.dist_checkpointing.strictness import STRICT, Strictness
@@ -49,6 +49,7 @@ class StoredCheckpoint(Protocol):
         namespaces: Sequence[str],
         strictness: Strictness = STRICT,
         allow_cast: bool = False,
+        progress: Progress = untold,
     ) -> LoadedTensors:
         """Fill every rank's tensors in place; see `load_tensors`."""
 
@@ -79,10 +80,11 @@ class NativeCheckpoint:
         namespaces: Sequence[str],
         strictness: Strictness = STRICT,
         allow_cast: bool = False,
+        progress: Progress = untold,
     ) -> LoadedTensors:
         """Fill every rank's tensors in place."""
-        world = self.state.world
-        return load_tensors(self.folder, self.index, tensors, namespaces, world, self.verify, allow_cast, strictness)
+        wanted = (tensors, namespaces, self.state.world, self.verify, allow_cast, strictness)
+        return load_tensors(self.folder, self.index, *wanted, progress)
 
 
 def is_release(folder: Path) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core.collectives import any_rank, broadcast_object, run_on_all_ranks
 from megatron.core.dist_checkpointing.background import BackgroundTask, StagingArea
 from megatron.core.dist_checkpointing.disk import CheckpointWriteError
+from megatron.core.dist_checkpointing.load import Progress, untold
 from megatron.core.dist_checkpointing.save_plan import SavePlanner
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import CheckpointError, TrainingError
@@ -217,6 +218,7 @@ class RunCheckpoints:
     """Save a run and resume it, as ``--save`` and ``--load`` say; ``saver`` is None without ``--save``.
 
     What a loaded checkpoint says of the Hugging Face folder that its model came from is passed on to those saved.
+    ``told`` learns how far the reading of one is.
     """
 
     config: RunConfig
@@ -225,6 +227,7 @@ class RunCheckpoints:
     tokenizer: Tokenizer
     saver: CheckpointSaver | None
     log: Callable[[str], None]
+    told: Progress = untold
     model_record: Mapping[str, Any] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -292,6 +295,7 @@ class RunCheckpoints:
             self.config.to_dict(),
             self.log,
             self._check_schedule,
+            self.told,
         )
         if loaded is None:
             return TrainState()

@@ -16,7 +16,7 @@ from megatron.core.collectives import all_gather_objects, raise_on_all_ranks, ru
 from megatron.core.dist_checkpointing.background import StagingArea
 from megatron.core.dist_checkpointing.disk import sync_folder, write_error
 from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredTensor
-from megatron.core.dist_checkpointing.load import LoadedTensors
+from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, untold
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_name
 from megatron.core.dist_checkpointing.state_dict import FLOAT8_PREFIX, MODEL_PREFIX, rng_name
 from megatron.core.dist_checkpointing.strictness import STRICT, Strictness, find_misfits
@@ -72,6 +72,7 @@ class SourceCheckpoint:
         namespaces: Sequence[str],
         strictness: Strictness = STRICT,
         allow_cast: bool = False,
+        progress: Progress = untold,
     ) -> LoadedTensors:
         """Fill every rank's tensors in place.
 
@@ -85,14 +86,21 @@ class SourceCheckpoint:
         if problems:
             raise CheckpointError(f"checkpoint {self.source.folder} does not fit this run: {'; '.join(problems)}")
         present = [tensor for tensor in tensors if tensor.name in self.index.tensors]
-        bytes_read = run_on_all_ranks(lambda: sum(self._fill(tensor) for tensor in present), world)
+        bytes_read = run_on_all_ranks(lambda: self._fill_all(present, progress), world)
         return LoadedTensors(bytes_read, misfits.missing, misfits.unexpected)
+
+    def _fill_all(self, tensors: Sequence[ShardedTensor], progress: Progress) -> int:
+        done, total, num_bytes = 0, sum(tensor.data.nbytes for tensor in tensors), 0
+        for tensor in tensors:
+            num_bytes += self._fill(tensor)
+            done += tensor.data.nbytes
+            progress(done, total)
+        return num_bytes
 
     def _fill(self, tensor: ShardedTensor) -> int:
         """Fill one tensor and return the bytes of what was read."""
         if tensor.name in self.streams:
-            tensor.data.copy_(self.streams[tensor.name])
-            return tensor.data.nbytes
+            return tensor.data.copy_(self.streams[tensor.name]).nbytes
         num_bytes = 0
         with torch.no_grad():
             for piece in tensor.pieces:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron.core.collectives import broadcast
 from megatron.core.context_parallel.partition import chunk_length, chunks_of, cut_sequence
-from megatron.core.datasets.history.sample_keys import sample_keys
+from megatron.core.datasets.history.sample_keys import blend_names, data_set_numbers, sample_keys
 from megatron.core.datasets.samples.batch import Batch, BatchContents, BatchLayout
 from megatron.core.datasets.samples.data_samplers import (
     MicroBatchSampler,
@@ -39,7 +41,8 @@ class BatchSource:
     that hold them until they are on the device. ``sample_ids`` names the samples of a whole step over all ranks; its
     cost grows with the global batch, so that only a rank that reports them asks. With ``whole_set`` the source gives
     that many samples from the first on, each once, and what fills its last micro-batches counts nothing. With
-    ``shift`` a rank gets what is meant for the data-parallel rank so many places after it.
+    ``shift`` a rank gets what is meant for the data-parallel rank so many places after it. With ``tells_data_sets`` the
+    micro-batches of a blend say which of its ``data_sets``, by name, each sample is of.
     """
 
     def __init__(
@@ -51,12 +54,14 @@ class BatchSource:
         consumed_samples: int,
         whole_set: int | None = None,
         shift: int = 0,
+        tells_data_sets: bool = False,
     ) -> None:
         state, device = runtime.state, runtime.device
         self.dataset = None if isinstance(dataset, ExternalSamples) else dataset
         self._device = device.torch_device
         self._tp = state.tp
-        self._layout = batch_layout(config, state.pp.rank, state.cp.rank, vocab_size)
+        self.data_sets = blend_names(dataset) if tells_data_sets else ()
+        self._layout = batch_layout(config, state.pp.rank, state.cp.rank, vocab_size, bool(self.data_sets))
         positions = torch.arange(config.data.seq_length, device=self._device)
         self._positions = cut_sequence(positions, state.cp, dim=0).expand(config.training.micro_batch_size, -1)
         place = (config.training.micro_batch_size, (state.dp.rank + shift) % state.dp.size, state.dp.size)
@@ -71,7 +76,8 @@ class BatchSource:
             if whole_set is None:
                 sampler = MicroBatchSampler(order, consumed_samples, *place)
             if is_reading:
-                reader = MicroBatchReader(dataset, self._layout, vocab_size)
+                data_sets_of = partial(data_set_numbers, dataset) if self._layout.contents.data_sets else None
+                reader = MicroBatchReader(dataset, self._layout, vocab_size, data_sets_of)
                 self._packed = _read_ahead(reader, sampler, device, num_threads, runtime.flight)
         elif is_reading:
             external = ExternalReader(
@@ -155,14 +161,21 @@ def _read_external(
     return ReadAhead(read, jobs(), min(num_threads, 1))
 
 
-def batch_layout(config: RunConfig, pp_rank: int, cp_rank: int, vocab_size: int | None) -> BatchLayout:
-    """Return what a rank needs of a micro-batch: what its pipeline stage uses, of its part of the sequence."""
+def batch_layout(
+    config: RunConfig, pp_rank: int, cp_rank: int, vocab_size: int | None, tells_data_sets: bool = False
+) -> BatchLayout:
+    """Return what a rank needs of a micro-batch: what its pipeline stage uses, of its part of the sequence.
+
+    With ``tells_data_sets`` the stage that has the loss is told which data set each sample is of.
+    """
     length, size = config.data.seq_length, config.model.context_parallel_size
     parts = [slice(0, length)]
     if size > 1:
         chunk = chunk_length(length, size)
         parts = [slice(index * chunk, (index + 1) * chunk) for index in chunks_of(cp_rank, size)]
-    return BatchLayout(batch_contents(config, pp_rank), config.training.micro_batch_size, length, vocab_size, parts)
+    contents = batch_contents(config, pp_rank)
+    contents = dataclasses.replace(contents, data_sets=tells_data_sets and contents.labels)
+    return BatchLayout(contents, config.training.micro_batch_size, length, vocab_size, parts)
 
 
 def batch_contents(config: RunConfig, pp_rank: int) -> BatchContents:

@@ -52,21 +52,28 @@ class ProgressBar:
 
 
 @contextlib.contextmanager
-def waiting(text: str) -> Iterator[None]:
-    """Draw a text and for how long it has been so, until the work within is done."""
+def waiting(text: str, *, is_on: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """Draw a text and for how long it has been so, until the work within is done.
+
+    What it gives may be told how much is done of how much: a bar is drawn of it then.
+    """
     bar, ending, since = ProgressBar(), threading.Event(), time.monotonic()
+    drawn = [text]
+
+    def told(done: int, total: int) -> None:
+        drawn[0] = f"{text} {format_bar(done, total)}"
 
     def draw() -> None:
         while not ending.wait(_WAITING_REDRAW_S):
-            bar.tell(f"{text} {format_duration(time.monotonic() - since)}")
+            bar.tell(f"{drawn[0]} {format_duration(time.monotonic() - since)}")
 
-    if not bar.is_on:
-        yield
+    if not (bar.is_on and is_on):
+        yield told
         return
     thread = threading.Thread(target=draw, name="waiting line", daemon=True)
     thread.start()
     try:
-        yield
+        yield told
     finally:
         ending.set()
         thread.join()

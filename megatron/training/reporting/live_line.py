@@ -36,7 +36,7 @@ class LiveLine:
         self._config, self._flight = config, flight
         self._report: StepReport | None = None
         self._step_s = 0.0
-        self._bar = ""
+        self._bar = self._work = ""
         self._phase, self._since = "", time.monotonic()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._draw, name="live line", daemon=True)
@@ -65,6 +65,11 @@ class LiveLine:
         """Draw a bar of which so much is done, until all of it is."""
         self._bar = format_bar(done, total) if done < total else ""
 
+    def show_index(self, split: str, done: int, total: int) -> None:
+        """Draw a bar of the samples of a split that are indexed, until all of them are."""
+        self.show(done, total)
+        self._work = f"building the {split} index" if self._bar else ""
+
     def text(self) -> str:
         """Return what the line says now."""
         phase = self._flight.phase
@@ -72,7 +77,7 @@ class LiveLine:
             self._phase, self._since = phase, time.monotonic()
         since = format_duration(time.monotonic() - self._since)
         if phase in _PHASES:
-            return f"{_PHASES[phase]} {self._bar or since}"
+            return " ".join(filter(None, (self._work or _PHASES[phase], self._bar, since)))
         if self._report is None:
             return f"iteration {self._flight.iteration + 1}/{self._config.train_iters}, the first"
         return self._figures(self._report)

@@ -9,6 +9,7 @@ from datetime import datetime
 
 from megatron.core.device import Device
 from megatron.core.transformer.moe.expert_load import LoadReport
+from megatron.training.data.data_set_sums import DataSetLoss
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class StepReport:
     ``next_loss_scale`` what was just set; those that are ``decoupled`` are of the word embedding and the output layer;
     ``mfu`` is the share of the device's peak that was used, None where the peak
     is not known. ``expert_load`` is there where the model has experts; what it comes to is among the ``auxiliary``.
+    ``data_sets`` has, of a blend, the data sets that the iteration had tokens of, by name.
     """
 
     iteration: int
@@ -47,6 +49,7 @@ class StepReport:
     max_attention_logit: float | None = None
     stragglers: Mapping[str, object] | None = None
     expert_load: LoadReport | None = None
+    data_sets: Mapping[str, DataSetLoss] = field(default_factory=dict)
 
     @property
     def is_nan(self) -> bool:

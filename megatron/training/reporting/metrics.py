@@ -6,19 +6,21 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.console import print_line
 from megatron.training.process.folder_owner import FOLDER_RECORD, FolderOwner, own_folder
+from megatron.training.process.initialize import Runtime
 from megatron.training.reporting.log_lines import StepReport
 from megatron.training.reporting.loggers.open_loggers import open_loggers
-from megatron.training.reporting.loggers.run_logger import RunLogger
+from megatron.training.reporting.loggers.run_logger import OF_DATA_SET, RunLogger
 from megatron.training.train_state import TrainState
 
 
@@ -30,7 +32,7 @@ class MetricsWriter:
     training: one warning is printed, and the metrics file continues when there is room again.
     """
 
-    def __init__(self, config: RunConfig, device: Device, start_iteration: int) -> None:
+    def __init__(self, config: RunConfig, device: Device, start_iteration: int, data_sets: Sequence[str] = ()) -> None:
         self._logging = config.logging
         self._world_size = config.world_size
         self._device = device
@@ -43,7 +45,7 @@ class MetricsWriter:
             self._owner = own_metrics_file(path, config.checkpoint.save)
             set_superseded_lines_aside(path, start_iteration)
             self._file = path.open("a", buffering=1)
-        self._loggers = open_loggers(config, start_iteration)
+        self._loggers = open_loggers(config, start_iteration, data_sets)
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -90,6 +92,7 @@ class MetricsWriter:
                 **({} if step.stragglers is None else {"stragglers": step.stragglers}),
                 **({} if step.expert_load is None else {"expert_load": step.expert_load.by_layer()}),
                 **({} if step.max_attention_logit is None else {"max_attention_logit": step.max_attention_logit}),
+                **_data_sets(step),
             }
         )
 
@@ -126,6 +129,8 @@ class MetricsWriter:
                 ("mem-reserved-bytes", use.reserved),
             ):
                 machine[name] = mebibytes * 1024 * 1024
+        if not step.is_skipped:
+            machine |= {f"{OF_DATA_SET}/{name}": each.lm_loss for name, each in step.data_sets.items()}
         self.scalars(machine, step.iteration)
 
     def evaluation_scalars(self, split: str, lm_loss: float, state: TrainState) -> None:
@@ -178,6 +183,34 @@ class MetricsWriter:
             name = "" if self._file is None else f" {self._file.name}"
             print_line(f"WARNING: cannot write the figures of this run{name}: {error.strerror}")
         self._is_refused = True
+
+
+def open_metrics(
+    config: RunConfig, runtime: Runtime, start_iteration: int, data_sets: Sequence[str]
+) -> MetricsWriter | None:
+    """Return the writer of the reporting rank, None elsewhere; ``data_sets`` are the names of the blend that is read.
+
+    Raises:
+        ConfigurationError: a file or folder cannot be written, on every rank alike.
+    """
+    metrics, error = None, None
+    if runtime.is_reporter:
+        try:
+            metrics = MetricsWriter(config, runtime.device, start_iteration, data_sets)
+        except ConfigurationError as failure:
+            error = failure
+        except OSError as failure:
+            error = ConfigurationError(
+                f"cannot write {failure.filename}: {failure.strerror}; change --metrics-jsonl, --tensorboard-dir or "
+                "--save"
+            )
+    raise_on_all_ranks(error, runtime.state.world)
+    return metrics
+
+
+def _data_sets(step: StepReport) -> dict[str, Any]:
+    losses = {name: {"lm_loss": each.lm_loss, "num_tokens": each.num_tokens} for name, each in step.data_sets.items()}
+    return {"data_sets": losses} if losses else {}
 
 
 def _finite(value: Any) -> Any:

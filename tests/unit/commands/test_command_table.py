@@ -10,6 +10,7 @@ import pytest
 
 from megatron.commands.__main__ import COMMANDS, main
 from megatron.commands.arguments.completion import print_completion
+from megatron.commands.planning import plan
 
 FRONT = ("train", "preprocess", "generate", "serve", "convert", "inspect", "plan", "verify", "doctor", "adopt")
 
@@ -23,6 +24,23 @@ def test_help_has_a_line_for_every_command(monkeypatch: pytest.MonkeyPatch, caps
     assert listed == list(COMMANDS)
     assert set(FRONT) <= set(listed)
     assert all(len(line.split()) > 3 for line in lines if line.startswith("  "))
+
+
+@pytest.mark.parametrize(
+    ("called", "usage"),
+    [
+        (["/usr/bin/megatron", "plan"], "usage: megatron plan ["),
+        (["/a/megatron/commands/__main__.py", "chat"], "usage: python -m megatron.commands chat ["),
+        (["tools/plan.py"], "usage: plan.py ["),
+    ],
+)
+def test_help_of_a_command_names_it_as_it_was_called(
+    called: list[str], usage: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [*called, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        plan.main(["--help"]) if len(called) == 1 else main()
+    assert " ".join(capsys.readouterr().out.split()).startswith(usage)
 
 
 @pytest.mark.parametrize(

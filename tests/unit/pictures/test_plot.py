@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from megatron.commands.pictures.plot import main
-from megatron.pictures.chart import MOST_POINTS, charts_of, thinned
+from megatron.pictures.chart import MOST_POINTS, charts_of, means, thinned
 from megatron.pictures.chart_svg import draw_chart, number, ticks
 from megatron.pictures.metrics_record import read_metrics, read_several
+from megatron.pictures.run_page import to_page
 
 
 def write_run(folder: Path, iterations: int = 30, **more: Any) -> Path:
@@ -60,6 +61,27 @@ def test_runs_are_compared_under_names_of_their_own(tmp_path: Path) -> None:
     assert [series.color for series in charts["Training loss"].series] == [0, 1]
     assert [series.points[0] for series in charts["Gradient norm, before clipping"].series] == [(1, 1.0), (1, 2.0)]
     assert len(charts["Validation loss"].series) == 4
+
+
+def test_the_losses_of_data_sets_are_means_over_tokens_of_those_with_the_most(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, 251):
+            # The loss of the first is 1 where it has one token and 4 where it has three.
+            sets = {"a": {"lm_loss": 4.0 if step % 2 else 1.0, "num_tokens": 3 if step % 2 else 1}}
+            sets |= {f"set {number}": {"lm_loss": 2.0, "num_tokens": number} for number in range(4, 14)}
+            del sets[f"set {4 + step % 10}"]
+            torn = {"torn": {"lm_loss": None, "num_tokens": 9}, "odd": 3}
+            file.write(json.dumps({"iteration": step, "lm_loss": 2.0, "data_sets": sets | torn}) + "\n")
+    record = read_metrics(folder)
+    (chart,) = (chart for chart in charts_of([record]) if chart.title == "Training loss of each data set")
+    assert [series.label for series in chart.series] == [f"set {number}" for number in range(13, 5, -1)]
+    points = means(record.data_sets["a"], 250)
+    # Three iterations a point: two of the one kind and one of the other.
+    assert [x for x, _ in points] == [*range(3, 250, 3), 250]
+    assert [y for _, y in points[:2]] == [(3 * 4 + 1 + 3 * 4) / 7, (1 + 3 * 4 + 1) / 5]
+    assert "data_sets" not in " ".join(titles(to_page([record])))
 
 
 def test_torn_lines_and_figures_that_are_none_are_passed_over(tmp_path: Path) -> None:

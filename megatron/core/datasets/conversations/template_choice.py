@@ -29,8 +29,10 @@ _SETTINGS_FILES: Final = ("tokenizer_config.json", "chat_template.json")
 _TOKEN_FILES: Final = ("special_tokens_map.json", "tokenizer_config.json")
 
 
-def choose_template(tokenizer: Tokenizer, choice: str | None) -> ChatTemplate:
+def choose_template(tokenizer: Tokenizer, choice: str | None, flag: str = "--chat-template") -> ChatTemplate:
     """Return the template that ``choice`` names, a file or a name; the tokenizer's own without one.
+
+    ``flag`` is what the reader of the message can give one with.
 
     Raises:
         DataError: there is none of that name, or none at all; the message says which there are.
@@ -49,7 +51,7 @@ def choose_template(tokenizer: Tokenizer, choice: str | None) -> ChatTemplate:
     if choice is None:
         raise DataError(
             f"the tokenizer's files hold no chat template ({_TEMPLATE_FILE}, or chat_template in "
-            f"{_SETTINGS_FILES[0]}); give --chat-template a file, or one of {there}"
+            f"{_SETTINGS_FILES[0]}); give {flag} a file, or one of {there}"
         )
     raise DataError(f"--chat-template {choice} is no file and no template that is known; known are {there}")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +16,7 @@ from megatron.core.datasets.history.dataset_chain import LaterPhase, SegmentChai
 from megatron.core.datasets.samples.blended_dataset import BlendedDataset
 from megatron.core.datasets.samples.conversation_dataset import FileSamples
 from megatron.core.datasets.samples.data_samplers import SampleOrder
-from megatron.core.datasets.samples.gpt_dataset import SampleDataset
+from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, SampleDataset
 
 SampleKeys = NDArray[np.int64]
 """(data set of the blend, row of its sample indices) of each sample, ``[n, 2]``; equal at every layout."""
@@ -62,6 +65,30 @@ def sample_keys(dataset: SampleDataset, sample_ids: NDArray[np.int64]) -> Sample
 def data_set_numbers(dataset: SampleDataset, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the place in the blend of each sample's data set."""
     return _in_blend(dataset, sample_ids)[0]
+
+
+def blend_names(dataset: SampleDataset | ExternalSamples | None) -> tuple[str, ...]:
+    """Return the names of a blend's data sets in their order, no two alike; none where there are not several.
+
+    A name is the shortest end of the path that no other data set's has; one that is there twice is numbered.
+    """
+    if isinstance(dataset, LaterPhase):
+        return blend_names(dataset.dataset)
+    if not isinstance(dataset, BlendedDataset) or len(dataset.datasets) < 2:
+        return ()
+    paths = [Path(part.source_of(0)).parts for part in dataset.datasets]
+    ends: dict[tuple[str, ...], str] = {}
+    for depth in itertools.count(1):
+        left = set(paths) - set(ends)
+        alike = Counter(path[-depth:] for path in left)
+        ends |= {path: str(Path(*path[-depth:])) for path in left if alike[path[-depth:]] == 1}
+        if len(ends) == len(set(paths)):
+            break
+    names, seen = list[str](), Counter[tuple[str, ...]]()
+    for path in paths:
+        seen[path] += 1
+        names.append(ends[path] if seen[path] == 1 else f"{ends[path]} ({seen[path]})")
+    return tuple(names)
 
 
 def locate_sample(dataset: SampleDataset, sample_id: int) -> SamplePlace:

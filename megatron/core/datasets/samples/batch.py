@@ -33,6 +33,7 @@ class Batch:
             Positions with different ids must not attend to each other.
         num_tokens: int64 ``[]``, how many positions of the whole micro-batch count, on all context-parallel ranks.
         dropout_samples: what dropout and routing at random know of the samples; None where neither is.
+        data_sets: int64 ``[b]``, the place in the blend of each sample's data set; None where it is not asked for.
     """
 
     tokens: torch.Tensor | None = None
@@ -42,19 +43,22 @@ class Batch:
     document_ids: torch.Tensor | None = None
     num_tokens: torch.Tensor | None = None
     dropout_samples: DropoutSamples | None = None
+    data_sets: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class BatchContents:
     """Name the parts of the samples that a rank needs. The loss mask and the number of tokens come with the labels.
 
-    Without ``position_ids`` the positions are 0, 1, …, which need not be read.
+    Without ``position_ids`` the positions are 0, 1, …, which need not be read. ``data_sets`` are asked for where the
+    losses of a blend's data sets are told apart.
     """
 
     tokens: bool = True
     labels: bool = True
     position_ids: bool = False
     document_ids: bool = False
+    data_sets: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class BatchLayout:
             ("labels", contents.labels, token, self.num_positions),
             ("position_ids", contents.position_ids, place, self.num_positions),
             ("document_ids", contents.document_ids, place, sequence_length),
+            ("data_sets", contents.data_sets, np.dtype(np.uint16), 1),
             ("loss_mask", contents.labels, np.dtype(np.uint8), self.num_positions),
         )
         fields = []
@@ -122,7 +127,8 @@ class BatchLayout:
         tensors: dict[str, Any] = {}
         for field in self._fields:
             small = memory[field.offset : field.end].view(_TORCH_DTYPES[field.dtype]).view(field.shape)
-            tensors[field.name] = small.to(torch.float32 if field.name == "loss_mask" else torch.int64)
+            wide = small.to(torch.float32 if field.name == "loss_mask" else torch.int64)
+            tensors[field.name] = wide.squeeze(1) if field.name == "data_sets" else wide
         if self.contents.labels:
             tensors["num_tokens"] = memory[:_NUM_TOKENS_BYTES].view(torch.int64)[0]
         if position_ids is not None:
@@ -136,6 +142,7 @@ class BatchWriter:
     def __init__(
         self, arrays: dict[str, NDArray[Any]], num_tokens: NDArray[np.int64], parts: Sequence[slice], length: int
     ) -> None:
+        self._data_sets = arrays.pop("data_sets", None)
         self._arrays = arrays
         self._num_tokens = num_tokens
         self._num_tokens[0] = 0
@@ -159,6 +166,14 @@ class BatchWriter:
                 self._cut(self._in_range(sample["position_ids"], "position"), row_of[row])
             else:
                 self._cut(sample["tokens"] if name == "tokens" else sample["labels"], row_of[row])
+
+    def write_data_sets(self, numbers: NDArray[np.int64]) -> None:
+        """Write the place in the blend of each row's data set, where that is wanted.
+
+        Shapes: ``numbers: [b]``.
+        """
+        if self._data_sets is not None:
+            self._data_sets[:, 0] = numbers
 
     def _cut(self, whole: NDArray[Any], out: NDArray[Any]) -> None:
         start = 0

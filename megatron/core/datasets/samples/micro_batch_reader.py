@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,12 +20,13 @@ class MicroBatchReader:
     """Read the samples of a micro-batch into memory, check their token ids, and lay them out as a rank needs them.
 
     `PADDING_ID` gives a sample whose loss mask is 0. Any number of threads may read at a time where the data set
-    allows it; ours do.
+    allows it; ours do. ``data_sets_of`` returns the place in a blend of each sample's data set, which is laid out too.
     """
 
     dataset: SampleDataset
     layout: BatchLayout
     vocab_size: int
+    data_sets_of: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None
 
     def read(self, sample_ids: Sequence[int], memory: NDArray[np.uint8]) -> None:
         """Fill ``layout.num_bytes`` of memory.
@@ -44,6 +45,8 @@ class MicroBatchReader:
                 writer.write(row, sample)
             except Exception as error:
                 raise named_error(error, self._describe(sample_id)) from error
+        if self.data_sets_of is not None:
+            writer.write_data_sets(self.data_sets_of(np.array(sample_ids, np.int64)))
 
     def _sample(self, sample_id: int) -> GPTSample:
         if sample_id != PADDING_ID:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.data_lists import extra_validation_sets
@@ -13,8 +14,10 @@ from megatron.training.reporting.loggers.tensorboard_logger import TensorBoardLo
 from megatron.training.reporting.loggers.wandb_logger import WandbLogger
 
 
-def open_loggers(config: RunConfig, start_iteration: int) -> list[RunLogger]:
+def open_loggers(config: RunConfig, start_iteration: int, data_sets: Sequence[str] = ()) -> list[RunLogger]:
     """Return the loggers that the flags ask for; their packages are imported here and not before.
+
+    ``data_sets`` are the names of the data sets that the training data is blended of.
 
     Raises:
         ConfigurationError: one cannot be begun.
@@ -23,11 +26,8 @@ def open_loggers(config: RunConfig, start_iteration: int) -> list[RunLogger]:
     options = config.logging
     loggers: list[RunLogger] = []
     if options.tensorboard_dir is not None:
-        loggers.append(
-            TensorBoardLogger(
-                config, start_iteration, tuple(each.name for each in extra_validation_sets(config.validation))
-            )
-        )
+        sets = tuple(each.name for each in extra_validation_sets(config.validation))
+        loggers.append(TensorBoardLogger(config, start_iteration, sets, data_sets))
     if options.wandb_project:
         loggers.append(WandbLogger(config))
     if options.mlflow_experiment:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 from megatron.training.config.run_config import RunConfig
+
+OF_DATA_SET: Final = "lm loss of data set"
+"""What the name of a data set stands behind, and a stroke, where its training loss is a figure."""
 
 
 class RunLogger(Protocol):

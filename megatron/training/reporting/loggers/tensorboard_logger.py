@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.training.config.run_config import RunConfig
-from megatron.training.reporting.loggers.run_logger import hyperparameters
+from megatron.training.reporting.loggers.run_logger import OF_DATA_SET, hyperparameters
 
 _CHARTS = {
     "1 loss": {
@@ -32,12 +33,19 @@ _CHARTS = {
 class TensorBoardLogger:
     """Write to the folder of ``--tensorboard-dir``.
 
-    ``sets`` are the names of further validation sets, whose losses are drawn beside the training's.
+    ``sets`` are the names of further validation sets, whose losses are drawn beside the training's, and ``data_sets``
+    those of the data sets that the training data is blended of, which have a chart.
     """
 
     name = "TensorBoard"
 
-    def __init__(self, config: RunConfig, start_iteration: int, sets: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        start_iteration: int,
+        sets: Sequence[str] = (),
+        data_sets: Sequence[str] = (),
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
@@ -48,7 +56,7 @@ class TensorBoardLogger:
         files: Any = self._writer.file_writer
         for summary in hparams(values, {"lm loss": 0.0}):  # type: ignore[no-untyped-call]
             files.add_summary(summary)
-        self._writer.add_custom_scalars(_layout(sets))
+        self._writer.add_custom_scalars(_layout(sets, data_sets))
         rows = "\n".join(f"| {name} | {value} |" for name, value in sorted(values.items()))
         self.text("configuration", f"| field | value |\n|---|---|\n{rows}", start_iteration)
 
@@ -68,10 +76,13 @@ class TensorBoardLogger:
         self._writer.close()
 
 
-def _layout(sets: tuple[str, ...]) -> dict[str, dict[str, list[Any]]]:
+def _layout(sets: Sequence[str], data_sets: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
     charts = {group: dict(own) for group, own in _CHARTS.items()}
+    if data_sets:
+        charts["1 loss"]["each data set trained on"] = [re.escape(f"{OF_DATA_SET}/{name}") for name in data_sets]
     if sets:
-        charts["1 loss"]["each validation set"] = [f"lm loss {name}" for name in ("validation", *sets)]
+        names = ("validation", *sets)
+        charts["1 loss"]["each validation set"] = [re.escape(f"lm loss {name}") for name in names]
     return {
         group: {title: ["Multiline", [f"^{tag}$" for tag in tags]] for title, tags in own.items()}
         for group, own in charts.items()

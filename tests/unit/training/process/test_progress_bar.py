@@ -7,6 +7,7 @@ import io
 import itertools
 import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,21 @@ def test_waiting_is_shown_while_it_lasts(is_terminal: bool, monkeypatch: pytest.
     text = stream.getvalue()
     assert (text.startswith(f"{CLEAR_LINE}loading the model 0s\r") and text.endswith(CLEAR_LINE)) == is_terminal
     assert bool(text) == is_terminal
+
+
+def test_waiting_draws_a_bar_of_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr("megatron.training.process.progress_bar._WAITING_REDRAW_S", 0.001)
+    with waiting("loading the model") as told:
+        told(1, 4)
+        deadline = time.monotonic() + 20
+        while f"loading the model {format_bar(1, 4)} " not in stream.getvalue():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+    with waiting("loading the model", is_on=False) as told:
+        told(1, 4)
+    assert stream.getvalue().endswith(CLEAR_LINE)
 
 
 def test_cleaning_has_a_bar_of_the_bytes_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

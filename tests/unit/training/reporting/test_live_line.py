@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pty
+import re
 import select
 import sys
 import time
@@ -87,12 +88,26 @@ def test_a_terminal_shows_where_the_run_is_below_what_it_prints(terminal: Termin
         terminal.read(f"{CLEAR_LINE}a line\r\n")
         flight.enter("evaluate")
         line.show(1, 4)
-        terminal.read(f"evaluating {format_bar(1, 4)}\r")
+        terminal.read(f"evaluating {format_bar(1, 4)} ")
         line.show(4, 4)
         assert line.text().startswith("evaluating ")
         assert "[" not in line.text()
     print("the end", file=terminal.stream, flush=True)
     assert terminal.read("the end\r\n").endswith(f"{CLEAR_LINE}the end\r\n")
+
+
+def test_the_bytes_that_are_loaded_and_the_samples_that_are_indexed_are_a_bar() -> None:
+    flight = FlightRecorder(phase="load")
+    line = LiveLine(CONFIG, flight, True)
+    line.show(30, 40)
+    assert re.fullmatch(rf"loading the checkpoint {re.escape(format_bar(3, 4))} \d+s", line.text())
+    line.show(40, 40)
+    assert re.fullmatch(r"loading the checkpoint \d+s", line.text())
+    flight.enter("setup")
+    line.show_index("train", 10, 40)
+    assert re.fullmatch(rf"building the train index {re.escape(format_bar(1, 4))} \d+s", line.text())
+    line.show_index("train", 40, 40)
+    assert re.fullmatch(r"setting up \d+s", line.text())
 
 
 def test_the_figure_of_a_known_peak_and_the_next_checkpoint_are_shown() -> None:

@@ -48,6 +48,25 @@ def refusal(tmp_path: Path, sizes: Sizes, **options: object) -> str:
     return str(caught.value)
 
 
+def test_who_watches_learns_how_much_of_each_split_is_indexed(tmp_path: Path) -> None:
+    a, b = write_text(tmp_path / "a", 20, 40), write_text(tmp_path / "b", 20, 40)
+    config = GPTDatasetConfig(
+        sequence_length=8,
+        path_to_cache=str(tmp_path / "cache"),
+        blend=Blend((a, b), (0.75, 0.25)),
+        split="90,10,0",
+    )
+    told: list[tuple[str, int, int]] = []
+    for _ in range(2):
+        builder = BlendedDatasetBuilder(config, (40, 8, 0), lambda line: None)
+        builder.told = lambda *told_now: told.append(told_now)
+        builder.build()
+    # Each data set is begun, and its samples are found: then it is half done. The second time all is in the cache.
+    built = [("train", done, 40) for done in (0, 0, 15, 30, 35)] + [("valid", done, 8) for done in (0, 0, 3, 6, 7, 8)]
+    found = [("train", done, 40) for done in (0, 0, 30)] + [("valid", done, 8) for done in (0, 0, 6, 8)]
+    assert told == [*built, *found]
+
+
 def test_parse_blend() -> None:
     assert parse_blend(["a"]) == Blend(("a",), None)
     assert parse_blend(["a", "b", "c"]) == Blend(("a", "b", "c"), None)
